@@ -9,13 +9,14 @@ kernels = --config-settings=cmake.define.TANDEM_KERNEL_ISAS=$(1)
 INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
-.PHONY: demo finetune-demo test test-slow test-chaos test-long test-oldest sanitize sanitize-address sanitize-thread check format \
+.PHONY: demo finetune-demo test test-isa test-slow test-chaos test-long test-oldest sanitize sanitize-address sanitize-thread check format \
   clean help
 
 help:
 	@echo "make demo       serve the demo model and ask it two prompts that share a prefix"
 	@echo "make finetune-demo  train an adapter on docstrings, measure it before and after, ask it"
 	@echo "make test       run the tests"
+	@echo "make test-isa   run the tests of serving and kernels as on a CPU that has AVX2 alone"
 	@echo "make test-slow  run the slow tests as well"
 	@echo "make test-long  run the tests of many minutes under load"
 	@echo "make test-chaos  kill and stop processes under load for a minute"
@@ -35,6 +36,23 @@ finetune-demo: $(STAMPS)/finetune
 
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long and not download" $(ARGS)
+
+# What depends on the instruction set, as it is on a CPU with nothing wider than AVX2: the kernels
+# and adapters once, serving in both dtypes. A machine without more has done this in `make test`.
+ISA_SERVING := tests/e2e/test_disaggregated_serve.py tests/e2e/test_store_serve.py \
+  tests/e2e/test_two_pairs.py
+ISA_KERNELS := tests/kernels tests/engine/steps/test_adapters.py \
+  tests/engine/steps/test_latent_engine.py tests/engine/tiers/test_disaggregation.py \
+  tests/engine/tiers/test_store_tier.py tests/engine/tiers/test_bitwise.py
+ISA_TESTS = TANDEM_MAX_ISA=avx2 TANDEM_MODEL__DTYPE=$(1) $(BIN)/python -m pytest $(PARALLEL) \
+  -m "not slow and not long and not download"
+test-isa: $(STAMPS)/dev
+	@if $(BIN)/python -c "from tandem._native import kernel_isas; exit('avx512_bw' in kernel_isas())"; then \
+	  echo "no more than AVX2 here: make test has run as much"; \
+	else \
+	  $(call ISA_TESTS,float32) $(ISA_SERVING) $(ISA_KERNELS) $(ARGS) && \
+	  $(call ISA_TESTS,bfloat16) $(ISA_SERVING) $(ARGS); \
+	fi
 
 test-slow: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "not long and not download" $(ARGS)

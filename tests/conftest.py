@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+import tandem  # noqa: F401  # Before torch, which then obeys TANDEM_MAX_ISA.
+
 sys.path.append(str(Path(__file__).parent))  # For helpers of several folders.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

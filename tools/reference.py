@@ -12,7 +12,7 @@ from msgspec import inspect
 from states_page import render_states
 
 from tandem.cli.config import SHORT_NAMES, Config
-from tandem.core.config import list_fields
+from tandem.core.config import ISA_VARIABLES, MAX_ISA, list_fields
 from tandem.core.errors import ERROR_CODES
 from tandem.core.spec import DTYPE_BYTES
 from tandem.finetune.recipes.recipe import (
@@ -58,6 +58,10 @@ def render_config() -> str:
     lines += [
         "",
         "The variable of `engine.block_size` is `TANDEM_ENGINE__BLOCK_SIZE`, and so on.",
+        "",
+        f"`{MAX_ISA}` is a variable alone: the widest instruction set that kernels, torch, MKL and "
+        f"oneDNN may use, of {', '.join(f'`{isa}`' for isa in ISA_VARIABLES)}. "
+        "`tandem doctor` says which is used, and why.",
         "",
     ]
     return "\n".join(lines)

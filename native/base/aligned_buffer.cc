@@ -150,6 +150,7 @@ AlignedBuffer& AlignedBuffer::operator=(AlignedBuffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_bytes_, other.size_bytes_);
   std::swap(mapped_bytes_, other.mapped_bytes_);
+  std::swap(reserved_bytes_, other.reserved_bytes_);
   std::swap(page_kind_, other.page_kind_);
   std::swap(has_node_, other.has_node_);
   return *this;
@@ -157,6 +158,20 @@ AlignedBuffer& AlignedBuffer::operator=(AlignedBuffer&& other) noexcept {
 
 AlignedBuffer::~AlignedBuffer() {
   if (data_ != nullptr) munmap(data_, mapped_bytes_);
+}
+
+Status AlignedBuffer::reserve(size_t end_bytes) {
+  if (end_bytes > size_bytes_)
+    return {Code::kConfig, "buffer.reserve",
+            std::to_string(end_bytes) + " bytes of " + std::to_string(size_bytes_), "end_bytes"};
+  if (end_bytes <= reserved_bytes_) return {};
+  const size_t wanted = end_bytes - reserved_bytes_;
+  const int error = populate_pages(data_ + reserved_bytes_, wanted);
+  if (error != 0 && error != EINVAL)
+    return {Code::kCapacity, "buffer.reserve",
+            std::to_string(wanted) + " bytes: " + describe_errno("madvise", error), "end_bytes"};
+  reserved_bytes_ = end_bytes;
+  return {};
 }
 
 Result<int> find_page_node(const void* data) {

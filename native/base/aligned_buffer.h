@@ -53,6 +53,11 @@ class AlignedBuffer {
   // What was taken from the machine: the size rounded up to whole pages.
   size_t capacity_bytes() const { return mapped_bytes_; }
   PageKind page_kind() const { return page_kind_; }
+  // Bytes from the start that are on pages of their own, so that no touch can fail.
+  size_t reserved_bytes() const { return reserved_bytes_; }
+  // Takes the pages of the first `end_bytes` now. Errors: kConfig (beyond the size); kCapacity (the
+  // kernel refuses). A kernel before 5.14 takes them as they are touched. One thread at a time.
+  Status reserve(size_t end_bytes);
   // Whether the kernel took the wish for a node, or all of them; a seccomp filter, as containers have, may refuse.
   bool has_node() const { return has_node_; }
 
@@ -62,12 +67,14 @@ class AlignedBuffer {
       : data_(data),
         size_bytes_(size_bytes),
         mapped_bytes_(mapped_bytes),
+        reserved_bytes_(page_kind == PageKind::kHugetlb ? size_bytes : 0),
         page_kind_(page_kind),
         has_node_(has_node) {}
 
   uint8_t* data_ = nullptr;
   size_t size_bytes_ = 0;
   size_t mapped_bytes_ = 0;
+  size_t reserved_bytes_ = 0;
   PageKind page_kind_ = PageKind::kBase;
   bool has_node_ = false;
 };

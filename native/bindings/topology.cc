@@ -35,7 +35,9 @@ void bind_cpu_features(nb::module_& module) {
       .def_ro("amx_int8", &CpuFeatures::amx_int8)
       .def_ro("amx_bf16", &CpuFeatures::amx_bf16)
       .def_ro("amx_blocker", &CpuFeatures::amx_blocker,
-              "Why AMX is unusable although the CPU has it; empty otherwise.");
+              "Why AMX is unusable although the CPU has it; empty otherwise.")
+      .def_ro("cap", &CpuFeatures::cap,
+              "The level of `cap_isa` that hides wider ones; empty for none.");
   module.def("cpu_features", &cpu_features, nb::rv_policy::reference,
              "Detect once; on a CPU with AMX this asks the kernel for the use of tiles.");
 }
@@ -64,7 +66,9 @@ void bind_parts(nb::module_& module) {
       .def_ro("cpu_quota", &CgroupLimits::cpu_quota, "In CPUs; None = no quota.")
       .def_ro("cpu_quota_source", &CgroupLimits::cpu_quota_source)
       .def_ro("memory_limit_bytes", &CgroupLimits::memory_limit_bytes)
-      .def_ro("memory_limit_source", &CgroupLimits::memory_limit_source);
+      .def_ro("memory_limit_source", &CgroupLimits::memory_limit_source)
+      .def_ro("memory_left_bytes", &CgroupLimits::memory_left_bytes,
+              "Left of the limits, reclaimable file pages included; None = no limit.");
 }
 
 }  // namespace
@@ -91,6 +95,11 @@ void bind_topology(nb::module_& module) {
       "root"_a = "", nb::call_guard<nb::gil_scoped_release>(),
       "Read /proc and /sys below `root` (empty = this machine). Never fails: what is missing has "
       "its plainest value.");
+  module.def(
+      "read_free_memory", [](const std::string& root) { return read_free_memory(Root(root)); },
+      "root"_a = "", nb::call_guard<nb::gil_scoped_release>(),
+      "Bytes that this process can have now, by the machine and by its control groups; None if "
+      "neither says. Reads a dozen small files.");
   module.def("recommend_threads", &recommend_threads, "topology"_a,
              "One thread per allowed physical core, at most the whole CPUs of the quota, at "
              "least 1.");

@@ -1,25 +1,27 @@
 """The ``tandem`` command, also as ``python -m tandem``."""
 
+import os
 import signal
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Load the commands, which takes a second, and run one.
+    """Load the commands, which takes a moment, and run one.
 
-    Meanwhile Ctrl-C ends the process as if Python had no word in it: an exception in the middle of
-    an import would be a traceback.
+    Meanwhile Ctrl-C ends the process at once: an exception in the middle of an import would be a
+    traceback, and there is nothing to undo.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    is_ours = handler is signal.default_int_handler
-    if is_ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda _, __: _leave())
     from tandem.cli.main import main as run
 
-    if is_ours:
-        signal.signal(signal.SIGINT, handler)
     run()
+
+
+def _leave() -> None:
+    os.write(2, b"tandem: interrupted\n")
+    os._exit(130)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tandem.bench.rivals import peers
+from tandem._native import kernel_isas
+from tandem.bench.rivals import isa, peers
 from tandem.core.errors import DeadlineError, PeerLostError, UnsupportedError
 
 SCRIPT = """
@@ -87,7 +89,7 @@ def test_two_benchmarks_install_a_peer_once(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.venv, "create", lambda folder, **_: folder.mkdir())
     installed, together = [], threading.Barrier(2)
 
-    def install(name, _python, _arguments):
+    def install(name, _python, _arguments, _settings):
         installed.append(name)
         # Time for the other to come into it as well, if nothing kept it out.
         with contextlib.suppress(threading.BrokenBarrierError):
@@ -97,3 +99,33 @@ def test_two_benchmarks_install_a_peer_once(tmp_path, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: peers.install_peer("llama", ["x"]), range(2)))
     assert installed == ["llama"]
+
+
+def cap_at(monkeypatch, level):
+    monkeypatch.setattr(isa, "cpu_features", lambda: SimpleNamespace(cap=level))
+
+
+def test_a_peer_gets_no_wider_instruction_set_than_the_cap(monkeypatch):
+    cap_at(monkeypatch, "avx512_vnni")
+    flags = isa.list_ggml_settings()["CMAKE_ARGS"].split()
+    assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_AVX512_VNNI=ON"} <= set(flags)
+    assert {"-DGGML_AVX512_BF16=OFF", "-DGGML_AMX_INT8=OFF"} <= set(flags)
+    assert isa.list_kt_settings() == {"KT_KERNEL_CPU_VARIANT": "avx512_vnni"}
+    isa.check_peer_isa("llama.cpp", "avx2")
+    with pytest.raises(UnsupportedError, match="built for avx512_bf16, above TANDEM_MAX_ISA"):
+        isa.check_peer_isa("llama.cpp", "avx512_bf16")
+
+
+def test_without_a_cap_peers_are_built_as_they_like(monkeypatch):
+    cap_at(monkeypatch, "")
+    assert (isa.list_ggml_settings(), isa.list_kt_settings()) == ({}, {})
+    isa.check_peer_isa("llama.cpp", kernel_isas()[-1])
+
+
+def test_a_build_for_another_instruction_set_is_another_installation(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    monkeypatch.setattr(peers.venv, "create", lambda folder, **_: folder.mkdir())
+    monkeypatch.setattr(peers, "_pip_install", lambda *_: None)
+    settings = ({}, {"CMAKE_ARGS": "-DA=ON"}, {"CMAKE_ARGS": "-DA=OFF"})
+    made = {peers.install_peer("llama", ["x"], settings=setting) for setting in settings}
+    assert len(made) == len(settings)

@@ -95,6 +95,8 @@ def serve(*flags: str, env: dict[str, str] | None = None) -> Iterator[LiveServer
         thread.join(timeout=10)
         process.stdout.close()
         process.stderr.close()
+    # Pipes see nothing of the bar that a terminal sees while weights load.
+    assert not [line for line in log if "\x1b" in line or "━" in line]
 
 
 def _read_url(process: subprocess.Popen, log: list[str]) -> str:

@@ -1,7 +1,8 @@
 """Goal: a terminal sees how far loading has come, and afterwards nothing of it; a file never does.
 
 Method: ``tandem serve`` on a model of some 70 MB under a pseudo-terminal, whose bytes are drawn on
-a screen of our own that knows what the bar sends; then with pipes instead.
+a screen of our own that knows what the bar sends. Pipes are checked for every server of these tests
+(``conftest.serve``).
 """
 
 import json
@@ -126,27 +127,3 @@ def test_a_terminal_sees_the_bar_move_and_vanish(model):
     assert "━" not in left
     assert not DONE.search(left), left
     assert not screen.is_cursor_hidden
-
-
-def test_pipes_see_nothing_of_it(model):
-    process = subprocess.Popen(
-        command(model), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "TERM": "xterm"},
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        out = ""
-        for line in process.stdout:
-            out += line
-            if line.startswith("Serving"):
-                break
-        process.terminate()
-        rest, errors = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-        process.wait()
-    assert "Serving" in out
-    for text in (out + rest, errors):
-        assert "\x1b" not in text
-        assert "━" not in text
-        assert "\r" not in text

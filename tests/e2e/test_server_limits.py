@@ -39,18 +39,18 @@ def stream_to_end(
         return 200, events, response.headers
 
 
-def test_64_streams_16_queued_the_rest_refused_then_sigterm_drains(serve_demo):
-    limits = ["--engine.max-running", "64", "--engine.max-queue", "16"]
+def test_16_streams_4_queued_the_rest_refused_then_sigterm_drains(serve_demo):
+    limits = ["--engine.max-running", "16", "--engine.max-queue", "4"]
     with serve_demo(*limits, "--server.drain-timeout-s", "30") as server:
-        with concurrent.futures.ThreadPoolExecutor(100) as pool:
+        with concurrent.futures.ThreadPoolExecutor(40) as pool:
             # Long enough that the first ones still run when the last one comes.
             body = {**LONG, "max_tokens": 400}
-            jobs = [pool.submit(stream_to_end, server.url, body) for _ in range(100)]
+            jobs = [pool.submit(stream_to_end, server.url, body) for _ in range(40)]
             results = [job.result() for job in jobs]
         statuses = [status for status, _, _ in results]
         assert set(statuses) == {200, 503}
-        # A stream that ends early makes room for another: at least 80 get through.
-        assert statuses.count(200) >= 80
+        # A stream that ends early makes room for another: at least 20 get through.
+        assert statuses.count(200) >= 20
         assert statuses.count(503) >= 1
         for status, events, headers in results:
             if status == 503:
@@ -67,7 +67,7 @@ def check_that_sigterm_drains(server):
     instance = server.instance_pid()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         # Long enough to be seen running, also by who is slow to look.
-        job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 1500})
+        job = pool.submit(stream_to_end, server.url, {**LONG, "max_tokens": 800})
         server.wait_until(lambda: server.stats()["num_running"] == 1)
         server.process.send_signal(signal.SIGTERM)
         server.wait_until(

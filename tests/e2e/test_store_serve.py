@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 PROMPT = "def read_file(path):\n    return open(path).read()\n" * 12
-SEGMENTS = Path("/dev/shm/tandem")
+SEGMENTS = Path(f"/dev/shm/tandem-{os.geteuid()}")
 BLOCK = 64
 
 

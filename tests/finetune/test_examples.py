@@ -1,18 +1,25 @@
 """Token ids and labels: prompts are masked, rows cut and packed."""
 
+import copy
+
 import pytest
 import torch
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.finetune.data.examples import (
     IGNORED_LABEL,
     Example,
+    chop,
     collate,
     encode,
-    make_template,
+    encode_pair,
+    encode_text,
     pack,
+    share_room,
 )
-from tandem.finetune.data.records import Conversation, Message
+from tandem.finetune.data.named_templates import LATER_NAMES, NAMED_TEXTS
+from tandem.finetune.data.records import Conversation, Message, Pair
+from tandem.finetune.data.templates import differs_from_checkpoint, make_template
 from tandem.finetune.training.model import load_tokenizer
 from tandem.models.families import open_checkpoint
 
@@ -37,7 +44,7 @@ def decode_learned(tokenizer, example):
 
 def test_answers_alone_are_learned(tokenizer):
     """Each answer with the token that ends it; the row is what the template renders."""
-    template = make_template(tokenizer, "deepseek")
+    template = make_template(tokenizer)
     example = encode(TALK, template, cutoff_len=200)
     assert decode_learned(tokenizer, example) == "two<|im_end|>four<|im_end|>"
     messages = [{"role": m.role, "content": m.content} for m in TALK.messages]
@@ -49,23 +56,176 @@ def test_answers_alone_are_learned(tokenizer):
     assert "three" in decode_learned(tokenizer, everything)
 
 
-def test_cutoff(tokenizer):
-    """A row is cut; one without any answer left is none."""
+REASONING = """
+{%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{% set parts = m.content.split('</think>') %}
+{%- set bare = parts[-1].lstrip('\n') %}
+{%- if not loop.last %}{{ bare }}
+{%- else %}{{ '<think>\n' + (parts[0].replace('<think>', '').strip('\n') if parts|length > 1
+ else '') + '\n</think>\n\n' + bare }}{% endif %}
+{%- else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}
+{%- endif %}{% endif %}"""
+"""As Qwen3's: the last answer has its reasoning, or an empty one, and earlier ones have none."""
+TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+EMPTY = "<think>\n\n</think>\n\n"
+
+
+@pytest.fixture
+def reasoning(tokenizer):
+    """The tokenizer with a template that shows earlier answers without their reasoning."""
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = REASONING
+    return made
+
+
+@pytest.fixture
+def thoughtful():
+    """A conversation whose first answer has reasoning."""
+    return Conversation((TALK.messages[0], Message("assistant", THOUGHT), *TALK.messages[2:]))
+
+
+THOUGHT = "<think>\nhm\n</think>\n\ntwo"
+
+
+@pytest.mark.parametrize("name", [None, "qwen3"])
+def test_every_answer_is_learned_as_it_was_generated(name, reasoning, thoughtful):
+    """Only the last answer was, under a template that drops earlier reasoning."""
+    template = make_template(reasoning, name)
+    example = encode(thoughtful, template, cutoff_len=400)
+    wanted = f"{TURN.format('one')}{THOUGHT}<|im_end|>\n{TURN.format('three')}{EMPTY}four<|im_end|>"
+    assert reasoning.decode(example.token_ids).rstrip() == wanted
+    learned = decode_learned(reasoning, example).replace("\n<think>", "<think>")
+    assert learned.rstrip() == f"{THOUGHT}<|im_end|>{EMPTY}four<|im_end|>"
+    assert template.is_history_reduced == (name is None)
+    assert template.num_left_out == 0
+
+
+@pytest.mark.parametrize("name", [None, "qwen3"])
+def test_masked_history_is_as_it_is_shown(name, reasoning, thoughtful):
+    """As in LLaMA-Factory: where the last answer alone is learned, reasoning before it is gone."""
+    template = make_template(reasoning, name)
+    example = encode(thoughtful, template, cutoff_len=400, mask_history=True)
+    wanted = f"{TURN.format('one')}two<|im_end|>\n{TURN.format('three')}{EMPTY}four<|im_end|>"
+    assert reasoning.decode(example.token_ids).rstrip() == wanted
+    assert decode_learned(reasoning, example).rstrip() == f"{EMPTY}four<|im_end|>"
+    pair = Pair(thoughtful, Conversation((*thoughtful.messages[:-1], Message("assistant", "5"))))
+    made = encode_pair(pair, template, cutoff_len=400)
+    assert reasoning.decode(made.prompt_ids + made.chosen_ids).rstrip() == wanted
+
+
+@pytest.mark.parametrize("name", [None, "qwen3"])
+def test_without_thinking_an_empty_thought_is_part_of_the_prompt(name, reasoning):
+    """``enable_thinking: false``."""
+    template = make_template(reasoning, name, is_thinking=False)
+    example = encode(TALK, template, cutoff_len=400)
+    assert decode_learned(reasoning, example).replace("\n", "") == "two<|im_end|>four<|im_end|>"
+    assert reasoning.decode(example.token_ids).count(EMPTY) == 2
+
+
+def test_a_template_that_moves_the_system_message_loses_turns(tokenizer):
+    """It cannot be said what stands between the turns: the last is learned, and this is counted."""
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{% elif m.role == 'user' %}[Q]"
+        "{% if loop.index0 >= messages|length - 2 + add_generation_prompt|int %}"
+        "{{ messages[0].content }} {% endif %}{{ m.content }}[A]"
+        "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    template = make_template(made, system="S")
+    example = encode(TALK, template, cutoff_len=99)
+    assert decode_learned(made, example) == f"four{made.eos_token}"
+    assert template.num_left_out == 1
+
+
+def test_what_the_cutoff_takes(tokenizer):
+    """Turn by turn, the longer part first: as LLaMA-Factory's ``infer_seqlen``."""
+    found = [share_room(*sizes) for sizes in ((9, 9, 99), (90, 9, 50), (9, 90, 50), (60, 60, 50))]
+    assert found == [(9, 9), (41, 9), (9, 41), (25, 25)]
     template = make_template(tokenizer)
-    example = encode(TALK, template, cutoff_len=20)
-    assert len(example.token_ids) == len(example.labels) == 20
-    assert encode(TALK, template, cutoff_len=4) is None
+    (first, last) = template.encode_turns(TALK)
+    assert encode(TALK, template, cutoff_len=8) is not None
+    assert encode(TALK, template, cutoff_len=2) is None
+    size = len(first.source) + len(first.target) + 4
+    example = encode(TALK, template, cutoff_len=size)
+    kept = share_room(len(last.source), len(last.target), 4)
+    cut = last.source[: kept[0]] + last.target[: kept[1]]
+    assert list(example.token_ids) == first.source + first.target + cut
+    # The last answer has the room that it needs before the others.
+    masked = encode(
+        TALK, template, cutoff_len=len(last.source) + len(last.target) + 2, mask_history=True
+    )
+    assert decode_learned(tokenizer, masked) == "four<|im_end|>"
+    assert len(masked.token_ids) == len(last.source) + len(last.target) + 2
 
 
-def test_templates(tokenizer):
-    """LLaMA-Factory's names stand for the checkpoint's; an unknown one is named."""
-    plain = make_template(tokenizer, "empty")
-    example = encode(TALK, plain, cutoff_len=99)
-    assert tokenizer.decode(example.token_ids) == "one\ntwo<|endoftext|>three\nfour<|endoftext|>"
+TEXTS = {
+    "empty": "onetwothreefour",
+    "default": "Human: one{eos}\nAssistant:two{eos}\nHuman: three{eos}\nAssistant:four{eos}\n",
+    "alpaca": (
+        "Below is an instruction that describes a task. Write a response that appropriately "
+        "completes the request.\n\n### Instruction:\none\n\n### Response:\ntwo{eos}\n\n"
+        "### Instruction:\nthree\n\n### Response:\nfour{eos}\n\n"
+    ),
+    "deepseek": "{bos}User: one\n\nAssistant:two{eos}User: three\n\nAssistant:four{eos}",
+    "falcon": "User: one\nFalcon:two\nUser: three\nFalcon:four\n{eos}",
+    "mistral": "{bos}[INST] one[/INST] two{eos}[INST] three[/INST] four{eos}",
+    "llama2": "{bos}[INST] one [/INST]two{eos}{bos}[INST] three [/INST]four{eos}",
+    "qwen3_nothink": "".join(
+        f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n{a}<|im_end|>\n"
+        for q, a in (("one", "two"), ("three", "four"))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_names_give_llama_factorys_text(name, tokenizer):
+    """They stood for the checkpoint's own, whatever it was."""
+    template = make_template(tokenizer, name)
+    example = encode(TALK, template, cutoff_len=200)
+    bos, eos = tokenizer.bos_token or "", tokenizer.eos_token
+    assert tokenizer.decode(example.token_ids) == TEXTS[name].format(bos=bos, eos=eos)
+    assert differs_from_checkpoint(template, tokenizer) == (name != "qwen3_nothink")
+
+
+def test_an_end_that_is_learned_with_the_next_question(tokenizer):
+    """Templates without an end of their own: as LLaMA-Factory's ``efficient_eos``."""
+    template = make_template(tokenizer, "falcon")
+    example = encode(TALK, template, cutoff_len=200)
+    end = tokenizer.eos_token
+    assert decode_learned(tokenizer, example) == f"two\n{end}four\n{end}"
+    asked = Conversation((Message("system", "S"), *TALK.messages))
+    made = encode(asked, make_template(tokenizer, "llama2"), cutoff_len=200)
+    assert "[INST] <<SYS>>\nS\n<</SYS>>\n\none [/INST]two" in tokenizer.decode(made.token_ids)
+
+
+def test_names_without_a_text_are_refused(tokenizer):
+    """A name of LLaMA-Factory, a misspelt one, and one whose tokens are not there."""
     with pytest.raises(ConfigError, match="did you mean deepseek3"):
         make_template(tokenizer, "deepsek3")
+    with pytest.raises(UnsupportedError, match="text of that name is not here"):
+        make_template(tokenizer, "qwen2_audio")
+    with pytest.raises(ConfigError, match=r"does not have: <\|start_header_id\|>"):
+        make_template(tokenizer, "llama3")
+    assert not LATER_NAMES & NAMED_TEXTS.keys()
     system = make_template(tokenizer, system="Be brief.")
-    assert "Be brief." in system.render(TALK)[0][0]
+    assert "Be brief." in tokenizer.decode(system.encode_turns(TALK)[0].source)
+
+
+def test_plain_texts(tokenizer):
+    """Learned as a whole with their end; packed, they are one text cut into equal rows."""
+    end = tokenizer.eos_token_id
+    (ids,) = {encode_text("some words", tokenizer, cutoff_len=99).labels}
+    assert ids[-1] == end
+    assert tokenizer.decode(ids[:-1]) == "some words"
+    assert encode_text("some words", tokenizer, cutoff_len=2).token_ids == ids[:2]
+    rows = chop(["some words"] * 5, tokenizer, 3)
+    whole = ids * 5
+    assert [row.token_ids for row in rows] == [
+        whole[i : i + 3] for i in range(0, len(whole) - 2, 3)
+    ]
+    assert all(row.labels == row.token_ids and not row.lengths for row in rows)
 
 
 def test_packing_keeps_examples_apart():

@@ -25,7 +25,8 @@ from tandem.finetune.training.trainer import finetune
 
 KILLED = """
 import json, os, sys
-from tandem.finetune import {module} as module
+import importlib
+module = importlib.import_module("tandem.finetune.{module}")
 whole = module.publish_folder
 calls = []
 def kill(partial, final):
@@ -179,7 +180,7 @@ def test_a_run_killed_in_a_checkpoint_resumes_bit_by_bit(make_values, tmp_path):
     """kill -9 when the second checkpoint is written but has no name yet."""
     whole, out = make_values(tmp_path / "whole"), make_values(tmp_path / "out")
     finetune(make_recipe(whole))
-    run_killed("callbacks", 2, f"finetune(make_recipe({out!r}))")
+    run_killed("training.callbacks", 2, f"finetune(make_recipe({out!r}))")
     names = {p.name for p in (tmp_path / "out").iterdir() if "checkpoint" in p.name}
     assert names == {"checkpoint-2", ".checkpoint-4.partial"}
     assert not (tmp_path / "out" / "adapter_config.json").exists()

@@ -75,13 +75,14 @@ def measure_kept(model, ids) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_kept_bytes_are_those_of_a_real_step(is_packed, adapt):
+@pytest.mark.parametrize("expert_format", ["int8", "f32", "none"])
+def test_kept_bytes_are_those_of_a_real_step(expert_format, adapt):
     """Against the tensors that autograd saves on the demo model; experts of torch differ most."""
-    frozen = load_frozen("demo", expert_format="int8" if is_packed else "none")
+    frozen = load_frozen("demo", expert_format=expert_format)
     model = adapt(frozen.model).train()
     real = measure_kept(model, torch.randint(3, 4000, (2, 64)))
-    shape = dataclasses.replace(SHAPE, num_tokens=64, has_packed_experts=is_packed)
+    shape = dataclasses.replace(SHAPE, num_tokens=64, has_packed_experts=expert_format != "none")
+    shape = dataclasses.replace(shape, has_f32_experts=expert_format == "f32")
     cost = simulate_step(make_demo, list_demo_layers(), shape, adapt)
     # Fakes are also counted that are alive but not saved: the logits, above all.
     assert 0.95 * real < cost.kept_bytes < 1.35 * real

@@ -144,7 +144,7 @@ def take_plain_losses(folder, **options) -> list[float]:
         }
         for row in PAIRS
     ]
-    order = list(EpochSampler(len(rows), 42))
+    order = [i for batch in EpochSampler(len(rows), 2, 42) for i in batch]
     arguments = DPOConfig(
         output_dir=str(folder),
         per_device_train_batch_size=2,

@@ -3,9 +3,12 @@
 import math
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.finetune.recipes.recipe import make_recipe, read_recipe
+from tandem.finetune.training.trainer import finetune
 from tutorial import RECIPE, RULE, RULE_PATH
 
 LEAST = {"model_name_or_path": "demo", "output_dir": "out"}
@@ -39,7 +42,7 @@ def test_todays_kt_keys():
         ({"lora_rnak": 8}, ConfigError, "did you mean lora_rank"),
         ({"lora_rank": 0}, ConfigError, "lora_rank"),
         ({"lora_rank": "many"}, ConfigError, "lora_rank"),
-        ({"stage": "rm"}, UnsupportedError, "use sft or dpo"),
+        ({"stage": "rm"}, UnsupportedError, "use sft, dpo or pt"),
         ({"finetuning_type": "full"}, UnsupportedError, "use lora"),
         ({"quantization_bit": 4}, UnsupportedError, "expert_format"),
         ({"fp16": True}, UnsupportedError, "bf16"),
@@ -84,3 +87,34 @@ def test_files_that_are_no_recipes(tmp_path):
         read_recipe(path, ["output_dir"])
     with pytest.raises(ConfigError, match="not YAML"):
         read_recipe(path, ["output_dir=2020-13-45"])
+
+
+def test_plain_texts_are_learned(tmp_path):
+    """``stage: pt`` as in LLaMA-Factory's example: rows of the cutoff's size, no template."""
+    recipe = make_recipe({**LEAST, "stage": "pt"})
+    assert recipe.is_packed
+    assert not make_recipe({**LEAST, "stage": "pt", "packing": False}).is_packed
+    assert not make_recipe(LEAST).is_packed
+    with pytest.raises(ConfigError, match="a plain text has no turns"):
+        make_recipe({**LEAST, "stage": "pt", "template": "qwen3"})
+    (tmp_path / "texts.jsonl").write_text('{"text": "some words here"}\n' * 20)
+    values = {"dataset": str(tmp_path / "texts.jsonl"), "stage": "pt", "cutoff_len": 16}
+    output = {"output_dir": str(tmp_path / "out"), "max_steps": 1, "logging_steps": 1}
+    report = finetune(make_recipe({**LEAST, **values, **output, "report_to": "none"}))
+    assert report.num_examples > 1
+    assert report.results["train_loss"] > 0
+    with pytest.raises(ConfigError, match="lower it"):
+        finetune(make_recipe({**LEAST, **values, **output, "cutoff_len": 2048}))
+
+
+def test_loraplus_learns_b_faster(make_values, tmp_path):
+    """Adam's first step is the rate times what does not depend on it."""
+    found = []
+    for ratio in (None, 4.0):
+        options = {"max_steps": 1, "warmup_steps": 0, "lora_dropout": 0.0, "plot_loss": False}
+        values = make_values(tmp_path / str(ratio), **options, loraplus_lr_ratio=ratio)
+        finetune(make_recipe(values))
+        found.append(load_file(tmp_path / str(ratio) / "adapter_model.safetensors"))
+    for name, plain in found[0].items():
+        wanted = 4 * plain if "lora_B" in name else plain
+        assert torch.allclose(found[1][name], wanted, rtol=1e-5, atol=1e-9)

@@ -48,20 +48,29 @@ def test_the_loss_falls(run):
     assert losses[-1] < losses[0] - 0.3
 
 
-def test_a_resumed_run_is_the_same_bit_by_bit(run, tmp_path):
-    """From the middle checkpoint, dropout and data order go on as they would have."""
-    values, folder, _ = run
-    again = tmp_path / "again"
-    again.mkdir()
-    shutil.copytree(folder / "checkpoint-2", again / "checkpoint-2")
-    # What an interrupted write leaves is not taken for a checkpoint, and is removed.
-    (again / ".checkpoint-3.partial").mkdir()
-    changed = {**values, "output_dir": str(again), "resume_from_checkpoint": True}
-    finetune(make_recipe(changed))
-    first, second = (load_file(f / "adapter_model.safetensors") for f in (folder, again))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not (again / ".checkpoint-3.partial").exists()
+def test_a_run_resumed_at_any_step_is_the_same_bit_by_bit(make_values, tmp_path):
+    """Inside the second epoch and later, rows of the first epoch's order were learned.
+
+    Three epochs of three packed rows, two a step and one in an epoch's last step, from two workers;
+    dropout and data go on as they would have.
+    """
+    options = {"num_train_epochs": 3, "save_steps": 1, "plot_loss": False, "max_samples": 9}
+    batches = {"per_device_train_batch_size": 1, "packing": True, "cutoff_len": 112}
+    options |= {"expert_format": "int8", "dataloader_num_workers": 2}
+    values = make_values(tmp_path / "whole", **options, **batches)
+    assert finetune(make_recipe(values)).num_examples == 3
+    wanted = load_file(tmp_path / "whole" / "adapter_model.safetensors")
+    for step in range(1, 6):
+        folder = tmp_path / f"from-{step}"
+        shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
+        # What an interrupted write leaves is not taken for a checkpoint, and is removed.
+        (folder / ".checkpoint-9.partial").mkdir()
+        changes = {"output_dir": str(folder), "resume_from_checkpoint": True, "save_steps": 99}
+        finetune(make_recipe({**values, **changes}))
+        found = load_file(folder / "adapter_model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), step
+        assert not (folder / ".checkpoint-9.partial").exists()
 
 
 def test_a_run_is_not_trained_over(run):

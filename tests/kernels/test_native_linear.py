@@ -29,6 +29,7 @@ ISAS = [*kernel_isas(), "amx_emulated"]
 SLOW_ISAS = ("plain", "amx_emulated")
 FORMATS = list(WEIGHT_FORMATS)
 SOME_FORMATS = [
+    "f32",
     "bf16",
     "fp8",
     "fp8row",
@@ -39,6 +40,8 @@ SOME_FORMATS = [
     "int4g32",
     "int4g64sym",
 ]
+EXACT_FORMATS = ["f32", *(name for name in FORMATS if WEIGHT_FORMATS[name].is_integer)]
+"""One result on all instruction sets."""
 INS, OUTS = 256, 200
 BF16_EPS = 2.0**-8
 
@@ -86,6 +89,9 @@ def test_matches_the_oracle(name: str, isa: str, pool: ThreadPool):
 @pytest.mark.parametrize(
     ("name", "ins", "outs"),
     [
+        ("f32", 1, 1),
+        ("f32", 77, 130),
+        ("f32", 555, 65),
         ("bf16", 1, 1),
         ("bf16", 77, 130),
         ("fp8", 77, 130),
@@ -108,7 +114,7 @@ def test_every_regime(name: str, rows: int, pool: ThreadPool):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8row", "mxfp4", "int8g32", "int4g32"])
+@pytest.mark.parametrize("name", ["f32", "bf16", "fp8", "fp8row", "mxfp4", "int8g32", "int4g32"])
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e4, 1e15])
 def test_magnitudes_of_the_input(name: str, isa: str, scale: float, pool: ThreadPool):
     x = draw(5, INS, seed=5)
@@ -170,7 +176,7 @@ def test_a_row_does_not_depend_on_its_batch(name: str, isa: str, pool: ThreadPoo
     linear = make_linear(name, pool, isa)
     x = draw(300 if isa not in SLOW_ISAS else 40, INS, seed=11)
     whole = linear.forward(x)
-    for size in (1, 2, 7, 39):
+    for size in (1, 2, 3, 7, 39):
         for begin in (0, 1, len(x) - size):
             part = slice(begin, begin + size)
             assert torch.equal(linear.forward(x[part]), whole[part])
@@ -186,8 +192,8 @@ def test_threads_do_not_matter(name: str):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if WEIGHT_FORMATS[name].is_integer])
-def test_integer_formats_agree_bitwise_across_isas(name: str, pool: ThreadPool):
+@pytest.mark.parametrize("name", EXACT_FORMATS)
+def test_integer_formats_and_f32_agree_bitwise_across_isas(name: str, pool: ThreadPool):
     x = draw(13, INS, seed=13)
     results = [make_linear(name, pool, isa).forward(x) for isa in ISAS]
     assert all(torch.equal(results[0], other) for other in results[1:])

@@ -47,6 +47,32 @@ class MachineTree:
         return _native.recommend_threads(self.read())
 
 
+def test_free_memory_is_that_of_the_machine_or_of_the_tightest_group(tree: "MachineTree"):
+    def read():
+        return _native.read_free_memory(str(tree.root))
+
+    assert read() is None
+    tree.write("/proc/meminfo", f"MemTotal: {8 * 1024**2} kB\nMemAvailable: {4 * 1024**2} kB")
+    assert read() == 4 * GIB
+    tree.write_cgroup("0::/a/b", "2 1 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    group = "/sys/fs/cgroup/a"
+    tree.write(f"{group}/memory.max", 3 * GIB).write(f"{group}/memory.current", 2 * GIB)
+    assert read() == GIB
+    files = f"anon {GIB}\nfile {GIB}\ninactive_file {GIB // 4}\nactive_file {GIB // 4}\nshmem 7"
+    tree.write(f"{group}/memory.stat", files)
+    assert read() == GIB * 3 // 2, "file pages can be given up"
+    tree.write(f"{group}/memory.max", "max")
+    assert read() == 4 * GIB
+    tree.write_cgroup("4:memory:/x", "2 1 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup memory\n")
+    group = "/sys/fs/cgroup/memory/x"
+    tree.write(f"{group}/memory.limit_in_bytes", GIB)
+    tree.write(f"{group}/memory.usage_in_bytes", GIB // 2)
+    tree.write(f"{group}/memory.stat", f"inactive_file 1\ntotal_inactive_file {GIB // 4}")
+    assert read() == GIB * 3 // 4
+    tree.write(f"{group}/memory.usage_in_bytes", 2 * GIB)
+    assert read() == 0
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> MachineTree:
     return MachineTree(tmp_path)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import threading
 
 import msgspec
@@ -16,7 +17,16 @@ from tandem.core.errors import (
     PeerLostError,
 )
 from tandem.rpc import Auth, LaneRouter, MethodTable, RpcClient, RpcServer, make_identity
-from tandem.rpc.wire.frames import Call, Event, Fault, as_body, decode_frame, encode_frame
+from tandem.rpc.outgoing import OutgoingCalls, Wire
+from tandem.rpc.wire.frames import (
+    Call,
+    Event,
+    Fault,
+    LaneOffer,
+    as_body,
+    decode_frame,
+    encode_frame,
+)
 
 TEST_TIMEOUT_S = 20
 CALL_S = 10.0
@@ -517,3 +527,45 @@ def test_old_peers_name_no_numbers_and_are_served(endpoint, raw_client):
             assert world.begun == [4, 5]
 
     run(scenario())
+
+
+class _CollectingLane:
+    """A lane in whose calls the garbage collector runs, as it may anywhere that allocates."""
+
+    max_bytes = 2**20
+
+    def begin(self, request: bytes) -> object:
+        gc.collect()
+        return object()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_call_that_the_collector_drops_in_another_call_holds_up_no_thread():
+    """The error of a call may keep the call itself in a cycle; it then ends wherever memory is
+    allocated, also inside the lock that gives calls their order."""
+    ended: list[int] = []
+
+    def work() -> None:
+        async def main() -> None:
+            wire = Wire("far", lambda frame: b"", lambda frame: None, lambda: None, lambda: None)
+            calls = OutgoingCalls(wire, 100)
+            calls.use_lane(_CollectingLane(), LaneOffer("", b"token"))
+            for _ in range(3):
+                cycle: list[object] = [calls.begin_threadsafe("m", 1, int, 1.0)]
+                cycle.append(cycle)
+                del cycle
+                ended.append(len(calls))
+
+        asyncio.run(main())
+
+    gc.disable()  # For the cycle to last until the next call.
+    try:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(10)
+    finally:
+        gc.enable()
+    assert not thread.is_alive(), "a thread waits for a lock that it holds"
+    assert ended == [1, 1, 1], "what was dropped is forgotten"

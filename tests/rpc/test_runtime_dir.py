@@ -6,6 +6,7 @@ import pwd
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,64 @@ def test_a_new_folder_is_ours_alone_and_found_again(tmp_path):
     random_path = make_runtime_dir()
     assert get_mode(random_path) == 0o700
     random_path.rmdir()
+
+
+OWNER = """
+import sys
+from tandem.rpc import make_runtime_dir
+print(path := make_runtime_dir(), flush=True)
+(path / "secret").touch()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def short_path():
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+def test_the_next_start_removes_the_folder_of_a_killed_process_alone(short_path):
+    environment = {**os.environ, "TMPDIR": str(short_path)}
+    owners = [
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    folders = [Path(owner.stdout.readline().strip()) for owner in owners]
+    try:
+        owners[0].kill()
+        owners[0].wait(TEST_TIMEOUT_S)
+        others = [short_path / name for name in ("tandem-store-0", "tandem-1-abc", "else")]
+        for other in others:
+            other.mkdir(mode=0o700)
+        third = subprocess.run(
+            [sys.executable, "-c", OWNER],
+            input="",
+            capture_output=True,
+            env=environment,
+            text=True,
+            timeout=TEST_TIMEOUT_S,
+            check=True,
+        )
+        made = Path(third.stdout.strip())
+        assert not folders[0].exists()
+        assert set(short_path.iterdir()) == {folders[1], made, *others}
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.communicate(timeout=TEST_TIMEOUT_S)
+
+
+def test_no_temporary_folder_is_an_error_that_says_what_to_set(short_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path / "missing"))
+    with pytest.raises(ConfigError, match="No such file or directory: set TMPDIR"):
+        make_runtime_dir()
 
 
 def test_a_path_too_long_for_sockets_gets_a_short_stand_in(tmp_path):

@@ -42,6 +42,26 @@ def prove(side: str, secret: str, hello: bytes, challenge: bytes) -> bytes:
     return hmac.digest(secret.encode(), parts, "sha256")
 
 
+def say_hello(role: int, max_version: int, process: bytes) -> bytes:
+    hello = struct.pack("<HHB", 1, max_version, role) + os.urandom(16)
+    return hello + struct.pack("<IQ", 1, 0) + os.urandom(32) + process + text("raw")
+
+
+def greet(address: str, role: int, *, max_version: int) -> bytes:
+    """Say hello; returns the challenge and goes."""
+    host, port = address.rsplit(":", 1)
+    with RawPeer(socket.create_connection((host, int(port)), timeout=TIMEOUT_S)) as peer:
+        nobody = text("") + struct.pack("<IQ", 0, 0)
+        peer.stream.sendall(frame(HELLO, say_hello(role, max_version, nobody)))
+        return peer.receive()[1]
+
+
+def listen() -> socket.socket:
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(TIMEOUT_S)
+    return listener
+
+
 class RawPeer:
     """One connection, as client or as server. A context manager."""
 
@@ -57,8 +77,7 @@ class RawPeer:
         peer = cls(socket.create_connection((host, int(port)), timeout=TIMEOUT_S))
         if process is None:
             process = text("") + struct.pack("<IQ", 0, 0)
-        hello = struct.pack("<HHB", 1, max_version, role) + os.urandom(16)
-        hello += struct.pack("<IQ", 1, 0) + os.urandom(32) + process + text("raw")
+        hello = say_hello(role, max_version, process)
         peer.stream.sendall(frame(HELLO, hello))
         _, challenge = peer.receive()
         assert challenge[-32:] == prove("server", secret, hello, challenge)
@@ -77,6 +96,15 @@ class RawPeer:
         self.receive()
         self.stream.sendall(frame(READY))
         return hello[4]
+
+    def refuse_versions(self, secret: str, lowest: int, highest: int) -> None:
+        """Answer a hello that there is no common version."""
+        _, hello = self.receive()
+        challenge = struct.pack("<HHHQ", 0, lowest, highest, 7) + os.urandom(32) + text("raw")
+        challenge += bytes(32)
+        proof = prove("server", secret, hello, challenge)
+        self.stream.sendall(frame(CHALLENGE, challenge[:-32] + proof))
+        self.is_closed()
 
     def receive(self) -> tuple[tuple[int, int, int], bytes]:
         """Return ((type, code, id), payload). Raises EOFError at the end."""

@@ -106,13 +106,37 @@ void tighten_memory(CgroupLimits& limits, std::optional<int64_t> bytes, const st
   limits.memory_limit_source = source;
 }
 
+// Sums the counters of memory.stat that stand for file pages which can be dropped or written back.
+int64_t read_reclaimable(const Root& root, const std::string& path, const std::string& prefix) {
+  int64_t sum = 0;
+  for (const std::string& line : split(root.read_text(path).value_or(""), '\n')) {
+    const std::vector<std::string> words = split(line, ' ');
+    if (words.size() == 2 &&
+        (words[0] == prefix + "active_file" || words[0] == prefix + "inactive_file"))
+      sum += std::max<int64_t>(parse_int(words[1]).value_or(0), 0);
+  }
+  return sum;
+}
+
+void tighten_left(CgroupLimits& limits, std::optional<int64_t> limit, std::optional<int64_t> used,
+                  int64_t reclaimable) {
+  if (!limit || *limit <= 0 || *limit >= kUnlimitedBytes || !used || *used < 0) return;
+  const int64_t held = *used - std::min(reclaimable, *used);
+  const int64_t left = *limit - std::min(held, *limit);
+  limits.memory_left_bytes = std::min(limits.memory_left_bytes.value_or(left), left);
+}
+
 void read_v2(const Root& root, const std::string& folder, CgroupLimits& limits) {
   const std::string cpu_max = folder + "/cpu.max";
   // "max 100000" or "150000 100000"; the word "max" is no integer and so sets no limit.
   const std::vector<std::string> words = split(root.read_text(cpu_max).value_or(""), ' ');
   if (words.size() == 2) tighten_cpu(limits, parse_int(words[0]), parse_int(words[1]), cpu_max);
   const std::string memory_max = folder + "/memory.max";
-  tighten_memory(limits, root.read_int(memory_max), memory_max);
+  const std::optional<int64_t> limit = root.read_int(memory_max);
+  tighten_memory(limits, limit, memory_max);
+  if (limit)
+    tighten_left(limits, limit, root.read_int(folder + "/memory.current"),
+                 read_reclaimable(root, folder + "/memory.stat", ""));
 }
 
 }  // namespace
@@ -136,7 +160,11 @@ CgroupLimits read_cgroup_limits(const Root& root) {
       for (const std::string& folder :
            group_folders(mount, own_group(proc_cgroup, false, "memory"))) {
         const std::string path = folder + "/memory.limit_in_bytes";
-        tighten_memory(limits, root.read_int(path), path);
+        const std::optional<int64_t> limit = root.read_int(path);
+        tighten_memory(limits, limit, path);
+        if (limit)
+          tighten_left(limits, limit, root.read_int(folder + "/memory.usage_in_bytes"),
+                       read_reclaimable(root, folder + "/memory.stat", "total_"));
       }
     }
   }

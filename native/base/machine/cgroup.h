@@ -17,6 +17,9 @@ struct CgroupLimits {
   std::string cpu_quota_source;
   std::optional<int64_t> memory_limit_bytes;
   std::string memory_limit_source;
+  // What is left of the limits, file pages that the kernel can give up included: of the group with the
+  // least. Empty if no group with a limit says what it uses. Never negative.
+  std::optional<int64_t> memory_left_bytes;
 };
 
 // Never fails: groups that cannot be read set no limit.

@@ -1,5 +1,9 @@
 #include "base/machine/cpu_features.h"
 
+#include <algorithm>
+#include <array>
+#include <mutex>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -8,12 +12,19 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
-
-#include "base/status.h"
 #endif
 
 namespace tandem {
 namespace {
+
+enum Level { kPlain, kAvx2, kAvx512Bw, kAvx512Vnni, kAvx512Bf16, kAmx, kNumLevels };
+constexpr std::array<std::string_view, kNumLevels> kLevelNames = {
+    "plain", "avx2", "avx512_bw", "avx512_vnni", "avx512_bf16", "amx"};
+
+// kNumLevels for a name that is none.
+Level find_level(std::string_view name) {
+  return static_cast<Level>(std::find(kLevelNames.begin(), kLevelNames.end(), name) - kLevelNames.begin());
+}
 
 #if defined(__x86_64__)
 
@@ -71,8 +82,12 @@ std::string read_brand() {
   return brand.substr(first, brand.find_last_not_of(' ') - first + 1);
 }
 
-void detect_amx(const Registers& leaf7, uint64_t xcr0, CpuFeatures& features) {
+void detect_amx(const Registers& leaf7, uint64_t xcr0, Level cap, CpuFeatures& features) {
   if (!bit(leaf7.edx, 24)) return;
+  if (cap < kAmx) {
+    features.amx_blocker = "the cap on the instruction set is " + std::string(kLevelNames[cap]);
+    return;
+  }
   if ((xcr0 & kXcr0Amx) != kXcr0Amx) {
     features.amx_blocker = "the operating system does not save tile state (XCR0)";
     return;
@@ -84,7 +99,7 @@ void detect_amx(const Registers& leaf7, uint64_t xcr0, CpuFeatures& features) {
   features.amx_int8 = bit(leaf7.edx, 25);
 }
 
-CpuFeatures detect() {
+CpuFeatures detect(Level cap) {
   CpuFeatures features;
   features.vendor = read_vendor();
   features.brand = read_brand();
@@ -108,13 +123,13 @@ CpuFeatures detect() {
     features.avx512_fp16 = bit(leaf7.edx, 23);
     features.avx512_bf16 = bit(leaf7_1.eax, 5);
   }
-  detect_amx(leaf7, xcr0, features);
+  detect_amx(leaf7, xcr0, cap, features);
   return features;
 }
 
 #else
 
-CpuFeatures detect() {
+CpuFeatures detect(Level) {
   CpuFeatures features;
 #if defined(__aarch64__)
   features.vendor = "aarch64";
@@ -126,10 +141,62 @@ CpuFeatures detect() {
 
 #endif
 
+// The cap, and if it can still change.
+struct Cap {
+  std::mutex mutex;
+  Level level = kNumLevels;  // None. Guarded by `mutex`, as is the next.
+  bool is_final = false;
+};
+
+Cap& the_cap() {
+  static Cap cap;
+  return cap;
+}
+
+CpuFeatures detect_capped() {
+  Cap& cap = the_cap();
+  const std::lock_guard lock(cap.mutex);
+  cap.is_final = true;
+  if (cap.level == kNumLevels) return detect(kNumLevels);
+  return hide_above(kLevelNames[cap.level], detect(cap.level));
+}
+
 }  // namespace
 
+CpuFeatures hide_above(std::string_view level, CpuFeatures features) {
+  const Level cap = find_level(level);
+  features.cap = level;
+  if (cap < kAvx2) features.avx2 = features.fma = features.f16c = false;
+  if (cap < kAvx512Bw)
+    features.avx512f = features.avx512bw = features.avx512vl = features.avx512dq = false;
+  if (cap < kAvx512Vnni) features.avx512_vnni = features.avx_vnni = false;
+  if (cap < kAvx512Bf16) features.avx512_bf16 = features.avx512_vbmi = false;
+  // FP16 came with AMX, in Sapphire Rapids.
+  if (cap < kAmx)
+    features.avx512_fp16 = features.amx_tile = features.amx_int8 = features.amx_bf16 = false;
+  return features;
+}
+
+Status cap_cpu_features(std::string_view level) {
+  const Level wanted = find_level(level);
+  if (wanted == kNumLevels) {
+    std::string names;
+    for (const std::string_view name : kLevelNames) names += (names.empty() ? "" : ", ") + std::string(name);
+    return {Code::kConfig, "machine.cap_cpu_features",
+            "unknown instruction set " + std::string(level) + ": choose one of " + names, "max_isa"};
+  }
+  Cap& cap = the_cap();
+  const std::lock_guard lock(cap.mutex);
+  if (cap.is_final && cap.level != wanted)
+    return {Code::kConflict, "machine.cap_cpu_features",
+            "kernels may already have been chosen without the cap " + std::string(level) +
+                ": set it before the first use", "max_isa"};
+  cap.level = wanted;
+  return {};
+}
+
 const CpuFeatures& cpu_features() {
-  static const CpuFeatures features = detect();
+  static const CpuFeatures features = detect_capped();
   return features;
 }
 

@@ -3,6 +3,9 @@
 #pragma once
 
 #include <string>
+#include <string_view>
+
+#include "base/status.h"
 
 namespace tandem {
 
@@ -26,10 +29,22 @@ struct CpuFeatures {
   bool amx_bf16 = false;
   // Why AMX is not usable although the CPU has it; empty otherwise.
   std::string amx_blocker;
+  // The level that cap_cpu_features() was given; empty if it was not called.
+  std::string cap;
 };
 
+// Hides from cpu_features() what lies above a level: "plain", "avx2", "avx512_bw", "avx512_vnni",
+// "avx512_bf16" or "amx", ascending. A level above the machine's own hides nothing. Thread-safe.
+// Errors: kConfig (unknown level), kConflict (features were read under another cap, so that
+// kernels may have been chosen by them).
+Status cap_cpu_features(std::string_view level);
+
 // Detected once, at the first call; thread-safe. On a CPU with AMX the first call asks the kernel
-// for the permission to use tiles (arch_prctl), which then holds for the whole process.
+// for the permission to use tiles (arch_prctl), which then holds for the whole process; a cap
+// below "amx" does not ask.
 const CpuFeatures& cpu_features();
+
+// `features` without what lies above `level`, a level of cap_cpu_features() or "" for no cap.
+CpuFeatures hide_above(std::string_view level, CpuFeatures features);
 
 }  // namespace tandem

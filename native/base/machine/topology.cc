@@ -163,6 +163,13 @@ Topology read_topology(const Root& root) {
   return topology;
 }
 
+std::optional<int64_t> read_free_memory(const Root& root) {
+  const std::string meminfo = root.read_text("/proc/meminfo").value_or("");
+  const std::optional<int64_t> available = find_size_bytes(meminfo, "MemAvailable");
+  const std::optional<int64_t> left = read_cgroup_limits(root).memory_left_bytes;
+  return available && left ? std::min(*available, *left) : available ? available : left;
+}
+
 ThreadAdvice recommend_threads(const Topology& topology) {
   const int num_cores = topology.num_physical_cores();
   const std::string cores = std::to_string(num_cores) + " physical cores allowed (" +

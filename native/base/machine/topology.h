@@ -67,6 +67,10 @@ Topology read_topology(const Root& root = Root());
 
 HugepageState read_hugepage_state(const Root& root = Root());
 
+// Bytes that this process can have now, by the machine and by its control groups; empty if the machine
+// does not say. Cost: a dozen small files.
+std::optional<int64_t> read_free_memory(const Root& root = Root());
+
 // Compute threads, the submitting thread included: one per allowed physical core, because the SMT
 // sibling shares the vector units and the L2 that a kernel fills, and at most the whole CPUs of the
 // quota. The quota is rounded down: with one thread more than it covers, the kernel stops *all*

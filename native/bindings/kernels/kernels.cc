@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings/kernels/packed_arrays.h"
+#include "base/machine/cpu_features.h"
 #include "bindings/status.h"
 #include "bindings/kernels/tensor_view.h"
 #include "kernels/experts/experts.h"
@@ -161,6 +162,9 @@ size_t count_pairs(const AnyInput& ids, bool has_int64) {
   return count;
 }
 
+// Whether gate and up and their gradients are kept in bf16; otherwise in fp32.
+bool keeps_bf16(const ExpertBank& bank) { return bank.format().bits != 32; }
+
 // The data of an array [rows, columns] of float32, or of bfloat16, or null for None.
 template <class Array, class Item>
 Item* view_rows(const nb::object& array, const char* where, const char* name, bool has_bf16,
@@ -197,7 +201,7 @@ void forward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const 
   if (!delta.is_none() || !kept.is_none()) {
     const size_t pairs = count_pairs(ids, has_int64), columns = 2 * bank.inner_columns();
     batch.delta = view_rows<AnyInput, const float>(delta, kWhere, "delta", false, pairs, columns);
-    batch.kept = view_rows<AnyOutput, uint16_t>(kept, kWhere, "kept", true, pairs, columns);
+    batch.kept = view_rows<AnyOutput, void>(kept, kWhere, "kept", keeps_bf16(bank), pairs, columns);
   }
   run_expert_batch(bank, pool, batch);
 }
@@ -234,11 +238,12 @@ void backward(const ExpertBank& bank, ThreadPool& pool, const nb::object& x, con
   batch.weights = static_cast<const float*>(weights.data());
   batch.d_out = d_rows.data;
   batch.is_d_out_bf16 = d_rows.is_bf16;
-  batch.kept = view_rows<AnyInput, const uint16_t>(kept, kWhere, "kept", true, pairs, 2 * columns);
+  batch.kept =
+      view_rows<AnyInput, const void>(kept, kWhere, "kept", keeps_bf16(bank), pairs, 2 * columns);
   batch.delta = view_rows<AnyInput, const float>(delta, kWhere, "delta", false, pairs, 2 * columns);
   batch.extra = view_rows<AnyInput, const float>(extra, kWhere, "extra", false, pairs, columns);
   batch.d_gate_up =
-      view_rows<AnyOutput, uint16_t>(d_gate_up, kWhere, "d_gate_up", true, pairs, 2 * columns);
+      view_rows<AnyOutput, void>(d_gate_up, kWhere, "d_gate_up", keeps_bf16(bank), pairs, 2 * columns);
   batch.d_x = static_cast<float*>(d_x.data());
   batch.d_weights = static_cast<float*>(d_weights.data());
   run_released([&] { return bank.backward(pool, batch); });
@@ -259,6 +264,17 @@ void multiply_registers(const ExpertBank& bank, ThreadPool& pool, uint64_t num_m
 }  // namespace
 
 void bind_kernels(nb::module_& module) {
+  module.def(
+      "cap_isa",
+      [](const std::string& isa) {
+        raise_if_error(cap_cpu_features(isa));
+        take(choose_isa(isa));
+      },
+      "isa"_a,
+      "Use no kernels, and report no CPU features, above an instruction set; before the first use.\n\n"
+      "Args:\n    isa: `plain`, `avx2`, `avx512_bw`, `avx512_vnni`, `avx512_bf16` or `amx`.\n\n"
+      "Raises: ConfigError (unknown); UnsupportedError (neither of this machine nor of this build);\n"
+      "    ConflictError (features were read under another cap).");
   module.def(
       "kernel_isas",
       [] {

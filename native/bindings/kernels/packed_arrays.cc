@@ -29,8 +29,11 @@ MatrixView view_codes(const WeightFormat& format, const nb::object& codes, const
                       const nb::object& minima, const char* where, const char* name, size_t rows,
                       size_t columns) {
   constexpr size_t kBlockRows = 128;
-  if (format.bits == 16)
-    raise({Code::kUnsupported, where, "bf16 has no codes: give the weights themselves", name});
+  if (format.bits >= 16)
+    raise({Code::kUnsupported, where,
+           std::string(format.bits == 16 ? "bf16" : "f32") +
+               " has no codes: give the weights themselves",
+           name});
   const std::string text = name;
   const auto code_array = nb::cast<AnyInput>(codes);
   check_matrix(code_array, where, name, code_array.dtype() == nb::dtype<uint8_t>(), "uint8", rows,

@@ -112,7 +112,7 @@ TransferCore make_core(const std::string& name, nb::bytes secret, Strings listen
                        int spin_us, int lease_ms, int handshake_timeout_ms, int stall_ms,
                        uint64_t min_slice_bytes, uint64_t max_slice_bytes, size_t max_connections,
                        size_t max_notifications, int socket_buffer_bytes, bool checksum,
-                       const std::string& file_backend,
+                       const std::string& tags, const std::string& file_backend,
                        std::map<std::string, std::vector<double>> penalties, Strings quota_boards,
                        double quota_weight) {
   EngineOptions options;
@@ -124,6 +124,10 @@ TransferCore make_core(const std::string& name, nb::bytes secret, Strings listen
   options.server.max_connections = max_connections;
   options.server.max_notifications = max_notifications;
   options.server.socket_buffer_bytes = socket_buffer_bytes;
+  options.server.tags.policy = tags == "auto"    ? TagPolicy::kAuto
+                               : tags == "never" ? TagPolicy::kNever
+                                                 : TagPolicy::kAlways;
+  if (tags == "hmac") options.server.tags.kinds = tag_bit(TagKind::kHmac);
   options.peer.local_addresses = std::move(local_addresses);
   options.peer.bandwidths_bytes_per_s = std::move(bandwidths);
   options.peer.lanes = lanes;
@@ -441,6 +445,8 @@ void bind_description(nb::module_& module) {
       .def_ro("num_resent", &RailStatus::num_resent, "Slices it had that went elsewhere.")
       .def_ro("in_flight_bytes", &RailStatus::in_flight_bytes)
       .def_ro("bandwidth_bytes_per_s", &RailStatus::bandwidth_bytes_per_s, "Learnt.")
+      .def_prop_ro("tags", [](const RailStatus& self) { return std::string(tag_name(self.tags)); },
+                   "Kind of the tags of its connection, gmac or hmac; empty: it has none.")
       .def_ro("predicted_s", &RailStatus::predicted_s, "Until what it has now would be moved.")
       .def_prop_ro("latency_sum_s", [](const RailStatus& self) { return self.latencies.sum_s(); })
       .def_prop_ro("latency_buckets",
@@ -503,6 +509,8 @@ void bind_transfer_engine(nb::module_& module) {
   bind_batch(module);
   bind_calls(module);
   bind_call_source(module);
+  module.def("has_gmac", [] { return (available_tags() & tag_bit(TagKind::kGmac)) != 0; },
+             "Whether a libcrypto was found whose GMAC is right.");
   module.def("list_interfaces", &list_interfaces,
              "Name and address of each network interface that has one.");
   nb::class_<TransferCore>(module, "TransferCore", "The native engine; see tandem.transfer.")
@@ -510,7 +518,8 @@ void bind_transfer_engine(nb::module_& module) {
            "local_addresses"_a, "bandwidths_bytes_per_s"_a, "lanes"_a, "transports"_a,
            "io_threads"_a, "copy_threads"_a, "spin_us"_a, "lease_ms"_a, "handshake_timeout_ms"_a,
            "stall_ms"_a, "min_slice_bytes"_a, "max_slice_bytes"_a, "max_connections"_a,
-           "max_notifications"_a, "socket_buffer_bytes"_a, "checksum"_a, "file_backend"_a = "auto",
+           "max_notifications"_a, "socket_buffer_bytes"_a, "checksum"_a, "tags"_a = "auto",
+           "file_backend"_a = "auto",
            "penalties"_a = std::map<std::string, std::vector<double>>(),
            "quota_boards"_a = Strings(), "quota_weight"_a = 1.0)
       .def("register_host", [](TransferCore& core, const HostMemory& memory,
@@ -584,6 +593,9 @@ void bind_transfer_engine(nb::module_& module) {
            "What moved to a segment, or (None) inside this process and to files.")
       .def_prop_ro("quota_rates", [](TransferCore& core) { return alive(core).quota_rates(); },
                    "Bytes per second that each NIC gives us now; infinity: not held.")
+      .def_prop_ro("num_refused_records",
+                   [](TransferCore& core) { return alive(core).num_refused_records(); },
+                   "Of peers' records: altered on the way. Each ended its connection.")
       .def_prop_ro("batch_counters",
                    [](TransferCore& core) { return alive(core).batch_counters(); })
       .def("set_faults", [](TransferCore& core, const std::string& transport, uint64_t seed,

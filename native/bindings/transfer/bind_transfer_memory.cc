@@ -1,6 +1,9 @@
 #include "bindings/transfer/bind_transfer_memory.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+
+#include <optional>
 
 #include "bindings/transfer/bind_transfer.h"
 #include "bindings/status.h"
@@ -68,19 +71,37 @@ void bind_transfer_memory(nb::module_& module) {
   nb::class_<SharedArray>(module, "SharedArray",
                           "Zeroed memory that processes of the same user on this host can map.\n\n"
                           "Freed with the last array that views it, here and there.")
-      .def(nb::new_([](int64_t size_bytes) {
+      .def(nb::new_([](int64_t size_bytes, std::optional<uint64_t> reserved_bytes) {
              if (size_bytes < 0)
                raise({Code::kConfig, "transfer.allocate",
                       std::to_string(size_bytes) + " bytes: ask for at least one", "nbytes"});
              const nb::gil_scoped_release release;
              Result<std::shared_ptr<transfer::SharedMemory>> memory =
-                 transfer::SharedMemory::allocate(static_cast<size_t>(size_bytes));
+                 transfer::SharedMemory::allocate(
+                     static_cast<size_t>(size_bytes),
+                     reserved_bytes.value_or(static_cast<uint64_t>(size_bytes)));
              if (memory.is_ok()) return SharedArray{memory.value()};
              const nb::gil_scoped_acquire acquire;
              raise(memory.error());
            }),
-           "size_bytes"_a, "Raises: ConfigError (size below 1); CapacityError (too large).")
+           "size_bytes"_a, "reserved_bytes"_a = nb::none(),
+           "Allocate.\n\n"
+           "Args:\n"
+           "    size_bytes: at least 1.\n"
+           "    reserved_bytes: of these, from the start, that may be touched until `reserve` is\n"
+           "        called; a touch beyond ends the process. None = all.\n"
+           "Raises: ConfigError (size below 1); CapacityError (too large).")
       .def_prop_ro("size_bytes", [](const SharedArray& array) { return array.memory->size(); })
+      .def_prop_ro("reserved_bytes",
+                   [](const SharedArray& array) { return array.memory->reserved(); })
+      .def(
+          "reserve",
+          [](const SharedArray& array, uint64_t end_bytes) {
+            run_released([&] { return array.memory->reserve(end_bytes); });
+          },
+          "end_bytes"_a,
+          "Reserve the first `end_bytes`; what was reserved stays so. Any thread.\n\n"
+          "Raises: ConfigError (beyond the size); CapacityError (refused).")
       .def(
           "array",
           [](nb::handle self) {

@@ -40,6 +40,16 @@ void bind_buffer(nb::module_& module) {
       .def_prop_ro("capacity_bytes", &AlignedBuffer::capacity_bytes,
                    "Whole pages taken from the machine.")
       .def_prop_ro("page_kind", &AlignedBuffer::page_kind)
+      .def_prop_ro("reserved_bytes", &AlignedBuffer::reserved_bytes,
+                   "Bytes from the start whose pages are taken, so that no touch can fail.")
+      .def(
+          "reserve",
+          [](AlignedBuffer& buffer, uint64_t end_bytes) {
+            run_released([&] { return buffer.reserve(end_bytes); });
+          },
+          "end_bytes"_a,
+          "Take the pages of the first `end_bytes` now; what was taken stays.\n\n"
+          "One thread at a time. Raises: ConfigError (beyond the size); CapacityError (refused).")
       .def(
           "array",
           [](nb::handle self) {

@@ -9,6 +9,7 @@
 #include "base/threads/thread_annotations.h"
 #include "kernels/experts/experts_routing.h"
 #include "kernels/linear/operand.h"
+#include "kernels/weights/turned_panel.h"
 
 namespace tandem {
 namespace {
@@ -384,15 +385,18 @@ Status ExpertBank::run_gate_up(ThreadPool& pool, const Routing& routing,
         for (size_t block = first; block < last; ++block) {
           const size_t column = block * block_size();
           const size_t bias_at = share.expert_id * bias_row + part.first + column;
-          const auto kept_at = [](auto* rows, size_t first) { return rows ? rows + first : rows; };
+          const size_t at = part.first + column;
+          const float* delta = scratch.delta == nullptr ? nullptr : scratch.delta + at;
+          void* kept = scratch.kept == nullptr ? nullptr
+                                               : static_cast<uint8_t*>(scratch.kept) +
+                                                     at * gradient_bytes(format_);
           kernels_->gate_up(
               {format_, activation_, scratch.x.row_size, scratch.x,
                routing.tokens.data() + share.first_pair, share.num_pairs,
                part.data + share.expert_id * part.expert_bytes + block * block_bytes,
                hidden_panel_bytes_, panels, gate_bias_.empty() ? nullptr : &gate_bias_[bias_at],
                up_bias_.empty() ? nullptr : &up_bias_[bias_at], scratch.h[task.part],
-               share.first_pair, column, kept_at(scratch.delta, part.first + column),
-               kept_at(scratch.kept, part.first + column), inner_columns()});
+               share.first_pair, column, delta, kept, inner_columns()});
         }
         return Status();
       });

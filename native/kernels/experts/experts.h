@@ -63,9 +63,10 @@ class ExpertBank {
     float* out = nullptr;            // [num_tokens, hidden_size], overwritten.
     // For gradients, [pairs, 2, inner_columns()]: gate and up of each (token, expert), sorted by
     // expert, then token, then slot; null for none. What is added to them, columns beyond the
-    // intermediate size being zero, and where they are kept, in bf16, as the activation saw them.
+    // intermediate size being zero, and where they are kept as the activation saw them, in bf16 or,
+    // of experts in fp32, in that.
     const float* delta = nullptr;
-    uint16_t* kept = nullptr;
+    void* kept = nullptr;
   };
 
   // What backward() reads and writes; everything borrowed for the call.
@@ -80,10 +81,10 @@ class ExpertBank {
     const void* d_out = nullptr;     // [num_tokens, hidden_size], fp32 or bf16.
     bool is_d_out_bf16 = false;
     const float* delta = nullptr;    // As forward() had it; unused with `kept`.
-    const uint16_t* kept = nullptr;  // As forward() left it; null: computed again.
+    const void* kept = nullptr;      // As forward() left it; null: computed again.
     // [pairs, inner_columns()], added to the gradient of h, which is weighted; null for none.
     const float* extra = nullptr;
-    uint16_t* d_gate_up = nullptr;   // [pairs, 2, inner_columns()], bf16, overwritten; may be null.
+    void* d_gate_up = nullptr;       // [pairs, 2, inner_columns()], as kept; overwritten, or null.
     float* d_x = nullptr;            // [num_tokens, hidden_size], overwritten.
     float* d_weights = nullptr;      // [num_tokens, top_k], overwritten.
   };
@@ -110,7 +111,7 @@ class ExpertBank {
 
   // The gradient of forward() with respect to x and to the router weights, where the coding of
   // activations counts as rounding. Weights, `d_out`, and the gradients of gate and up are rounded
-  // to bf16, sums are in fp32. Errors: as forward.
+  // to bf16 unless the experts are in fp32; sums are in fp32. Errors: as forward.
   Status backward(ThreadPool& pool, const GradBatch& batch) const;
 
   // What a call could reach at best, for benchmarks: reads the packed bytes of the first

@@ -2,7 +2,7 @@
 //
 // Two parallel loops, as in the forward direction. The first takes the rows of an expert and 64
 // columns of gate and up: the gradient of h is a product with the turned down panel, and the
-// activation makes of it those of gate and up, in bf16. The second takes 64 columns of the result
+// activation makes of it those of gate and up, in the format of gradients. The second takes 64 columns of the result
 // and sums over all experts, in ascending order of their ids, products with turned gate and up
 // panels. A panel is turned, 128 KiB at a time, for all rows of its expert, and then forgotten.
 #include <algorithm>
@@ -19,6 +19,16 @@ namespace {
 // Rows of one task: their gradients of h take 128 KiB.
 constexpr size_t kGradRows = 512;
 
+float gradient_of(uint16_t value) { return widen_bf16(value); }
+float gradient_of(float value) { return value; }
+
+template <class T>
+float multiply_bias(const T* row, const float* bias, size_t size) {
+  float sum = 0.0f;
+  for (size_t c = 0; c < size; ++c) sum += gradient_of(row[c]) * bias[c];
+  return sum;
+}
+
 }  // namespace
 
 // Some rows of an expert.
@@ -31,9 +41,9 @@ struct ExpertBank::GradShare {
 struct ExpertBank::GradScratch {
   std::vector<GradShare> shares;    // Ascending expert ids.
   size_t num_pairs = 0;
-  Operand d_out;                    // bf16.
-  const uint16_t* kept = nullptr;   // [pairs][gate, up][inner columns]
-  uint16_t* d_gate_up = nullptr;    // The same.
+  Operand d_out;                    // In the format of gradients, as the next two.
+  const uint8_t* kept = nullptr;    // [pairs][gate, up][inner columns]
+  uint8_t* d_gate_up = nullptr;     // The same.
   float* d_weights = nullptr;       // [panels of all parts][pairs]
   std::vector<float*> sums;         // Of each part: [tokens][hidden]; of one part, the result.
 };
@@ -53,13 +63,15 @@ Status ExpertBank::backward(ThreadPool& pool, const GradBatch& batch) const {
   const size_t num_tokens = batch.num_tokens;
   const size_t hidden_row = padded_size(format_, hidden_size_);
   const size_t out_row = num_down_panels_ * kPanelColumns;
-  const size_t inner_bytes = round_up(num_pairs * 2 * inner_columns() * 2, kPackedAlignment);
+  const WeightFormat rounding = gradient_format(format_);
+  const size_t inner_bytes =
+      round_up(num_pairs * 2 * inner_columns() * gradient_bytes(format_), kPackedAlignment);
   const size_t sum_bytes =
       parts_.size() > 1 ? round_up(num_tokens * hidden_size_ * 4, kPackedAlignment) : 0;
   const bool is_kept = batch.kept != nullptr;
   thread_local Arena arena;
   Status status = arena.reserve(
-      kPackedAlignment + operand_bytes(kBf16Format, num_tokens, out_row) +
+      kPackedAlignment + operand_bytes(rounding, num_tokens, out_row) +
       round_up(num_pairs * whole_.num_gate_panels * 4, kPackedAlignment) +
       (is_kept ? 0 : inner_bytes + operand_bytes(format_, num_tokens, hidden_row)) +
       (batch.d_gate_up ? 0 : inner_bytes) + parts_.size() * sum_bytes);
@@ -67,12 +79,12 @@ Status ExpertBank::backward(ThreadPool& pool, const GradBatch& batch) const {
   const auto take_floats = [&](size_t size) {
     return reinterpret_cast<float*>(arena.take(size * 4));
   };
-  scratch.d_out = take_operand(arena, kBf16Format, num_tokens, out_row);
+  scratch.d_out = take_operand(arena, rounding, num_tokens, out_row);
   scratch.d_weights = take_floats(num_pairs * whole_.num_gate_panels);
   scratch.d_gate_up = batch.d_gate_up != nullptr
-                          ? batch.d_gate_up
-                          : reinterpret_cast<uint16_t*>(arena.take(inner_bytes));
-  scratch.kept = batch.kept;
+                          ? static_cast<uint8_t*>(batch.d_gate_up)
+                          : arena.take(inner_bytes);
+  scratch.kept = static_cast<const uint8_t*>(batch.kept);
   for (size_t p = 0; p < parts_.size(); ++p)
     scratch.sums.push_back(sum_bytes > 0 ? take_floats(num_tokens * hidden_size_) : batch.d_x);
   if (!is_kept) {
@@ -80,14 +92,15 @@ Status ExpertBank::backward(ThreadPool& pool, const GradBatch& batch) const {
     forward.x = take_operand(arena, format_, num_tokens, hidden_row);
     forward.h.resize(parts_.size());
     forward.delta = batch.delta;
-    forward.kept = reinterpret_cast<uint16_t*>(arena.take(inner_bytes));
-    scratch.kept = forward.kept;
+    uint8_t* kept = arena.take(inner_bytes);
+    forward.kept = kept;
+    scratch.kept = kept;
     status = prepare_rows(pool, *kernels_, {format_, batch.x, batch.is_bf16, hidden_size_, 0,
                                             num_tokens, forward.x});
     if (status.is_ok()) status = run_gate_up(pool, routing, forward);
     if (!status.is_ok()) return status;
   }
-  status = prepare_rows(pool, *kernels_, {kBf16Format, batch.d_out, batch.is_d_out_bf16,
+  status = prepare_rows(pool, *kernels_, {rounding, batch.d_out, batch.is_d_out_bf16,
                                           hidden_size_, 0, num_tokens, scratch.d_out});
   if (status.is_ok()) status = run_inner_grads(pool, routing, scratch, batch);
   if (status.is_ok()) status = run_input_grads(pool, routing, scratch, batch);
@@ -124,25 +137,25 @@ void ExpertBank::run_inner_task(const Routing& routing, const GradScratch& scrat
                               scratch.d_out, routing.tokens.data() + share.first_pair,
                               share.num_rows, dh.data(), kPanelColumns, kPanelColumns});
   const size_t columns = inner_columns();
-  const size_t at = share.first_pair * 2 * columns + part.first + column;
+  const size_t at = (share.first_pair * 2 * columns + part.first + column) * gradient_bytes(format_);
+  const size_t row_bytes = columns * gradient_bytes(format_);
   float* d_weights = scratch.d_weights +
                      (part.first / kPanelColumns + panel) * scratch.num_pairs + share.first_pair;
   const float* extra = batch.extra == nullptr
                            ? nullptr
                            : batch.extra + share.first_pair * columns + part.first + column;
-  kernels_->activate_back({activation_, share.num_rows, scratch.kept + at,
-                           scratch.kept + at + columns, 2 * columns, dh.data(), extra, columns,
+  kernels_->activate_back({activation_, share.num_rows, format_.bits == 32, scratch.kept + at,
+                           scratch.kept + at + row_bytes, 2 * columns, dh.data(), extra, columns,
                            routing.weights.data() + share.first_pair, scratch.d_gate_up + at,
-                           scratch.d_gate_up + at + columns, d_weights});
+                           scratch.d_gate_up + at + row_bytes, d_weights});
   if (down_bias_.empty() || part_id > 0 || panel > 0) return;
   const float* bias = &down_bias_[share.expert_id * num_down_panels_ * kPanelColumns];
   for (size_t r = 0; r < share.num_rows; ++r) {
     const auto token = static_cast<size_t>(routing.tokens[share.first_pair + r]);
-    const auto* row =
-        reinterpret_cast<const uint16_t*>(scratch.d_out.data + token * scratch.d_out.row_bytes);
-    float sum = 0.0f;
-    for (size_t c = 0; c < hidden_size_; ++c) sum += widen_bf16(row[c]) * bias[c];
-    d_weights[r] += sum;
+    const uint8_t* row = scratch.d_out.data + token * scratch.d_out.row_bytes;
+    d_weights[r] += format_.bits == 32
+                        ? multiply_bias(reinterpret_cast<const float*>(row), bias, hidden_size_)
+                        : multiply_bias(reinterpret_cast<const uint16_t*>(row), bias, hidden_size_);
   }
 }
 
@@ -166,13 +179,13 @@ void ExpertBank::run_input_task(const Routing& routing, const GradScratch& scrat
   for (size_t token = 0; token < num_tokens; ++token)
     std::fill_n(sums + token * hidden_size_ + first_k, num_columns, 0.0f);
   Operand operand{};
-  operand.row_bytes = 2 * inner_columns() * sizeof(uint16_t);
+  const size_t value_bytes = gradient_bytes(format_);
+  operand.row_bytes = 2 * inner_columns() * value_bytes;
   for (const GradShare& share : scratch.shares) {
     const uint8_t* expert = part.data + share.expert_id * part.expert_bytes;
     for (size_t which = 0; which < 2; ++which) {
-      uint16_t* first = scratch.d_gate_up + share.first_pair * 2 * inner_columns() +
-                        which * inner_columns() + part.first;
-      operand.data = reinterpret_cast<uint8_t*>(first);
+      const size_t first = (share.first_pair * 2 + which) * inner_columns() + part.first;
+      operand.data = scratch.d_gate_up + first * value_bytes;
       multiply_turned(*kernels_,
                       {format_, expert + which * hidden_panel_bytes_, 2 * hidden_panel_bytes_,
                        part.num_gate_panels, first_k, num_k, operand, nullptr, share.num_rows,

@@ -27,7 +27,7 @@ struct ExpertBank::Scratch {
   std::vector<Operand> h;          // Of each part; without data where only gate and up are wanted.
   std::vector<const float*> sums;  // Of each part, [tokens, hidden]; empty for one part.
   const float* delta = nullptr;    // As of Batch.
-  uint16_t* kept = nullptr;
+  void* kept = nullptr;
 };
 
 }  // namespace tandem

@@ -94,7 +94,8 @@ TEST(experts_isas_agree_int4) {
   compare_isas({4, 128, false}, {2, 128, 128, 53, 1});
 }
 
-TEST(experts_isas_agree_bf16) {
+TEST(experts_isas_agree_values) {
+  compare_isas({32, 0, false, true}, {3, 77, 35, 9, 2});
   compare_isas({16, 0, false}, {3, 77, 35, 9, 2});
   compare_isas({16, 0, false}, {2, 1, 1, 50, 1});
 }
@@ -124,6 +125,7 @@ TEST(experts_parts_do_not_depend_on_the_nodes) {
 TEST(experts_gradients_stay_within_their_memory) {
   const std::unique_ptr<ThreadPool> pool = make_test_pool();
   for (const Isa isa : available_isas()) {
+    run(*pool, {32, 0, false, true}, {3, 77, 35, 9, 2}, isa, 1, true);
     run(*pool, {16, 0, false}, {3, 77, 35, 9, 2}, isa, 1, true);
     run(*pool, {16, 0, false}, {2, 1, 1, 50, 1}, isa, 1, true);
     run(*pool, {8, 16, true}, {2, 48, 16, 5, 2}, isa, 1, true);
@@ -153,6 +155,7 @@ TEST(experts_refuse_ids_before_writing) {
 }
 
 TEST(experts_formats_are_checked) {
+  CHECK(check_format({32, 0, false, true}).is_ok());
   CHECK(check_format({16, 0, false}).is_ok());
   CHECK(check_format({8, 16, true}).is_ok());
   CHECK(check_format({8, 0, false}).is_ok());

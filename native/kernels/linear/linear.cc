@@ -164,11 +164,12 @@ Status PackedMatrix::backward(ThreadPool& pool, const GradBatch& batch) const {
   const size_t size = padded_size(format_, in_features_);
   thread_local Arena arena;
   const size_t row_size = num_panels * kPanelColumns;
-  Status status = arena.reserve(operand_bytes(kBf16Format, batch.num_rows, row_size) +
+  const WeightFormat rounding = gradient_format(format_);
+  Status status = arena.reserve(operand_bytes(rounding, batch.num_rows, row_size) +
                                 kPackedAlignment);
   if (!status.is_ok()) return status;
-  const Operand d_out = take_operand(arena, kBf16Format, batch.num_rows, row_size);
-  status = prepare_rows(pool, *kernels_, {kBf16Format, batch.d_out, batch.is_bf16, out_features_, 0,
+  const Operand d_out = take_operand(arena, rounding, batch.num_rows, row_size);
+  status = prepare_rows(pool, *kernels_, {rounding, batch.d_out, batch.is_bf16, out_features_, 0,
                                           batch.num_rows, d_out});
   if (!status.is_ok()) return status;
   return pool.parallel_for(num_blocks, 1, [&](size_t begin, size_t end, int) {

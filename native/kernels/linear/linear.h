@@ -90,8 +90,8 @@ class PackedMatrix {
 
   // Errors: those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
-  // d_x = d_out W, with W dequantized: the gradient with respect to x. d_out and W are rounded to
-  // bf16, sums are in fp32. Errors: kCapacity, those of ThreadPool.
+  // d_x = d_out W, with W dequantized: the gradient with respect to x. Unless W is in fp32, d_out and
+  // W are rounded to bf16; sums are in fp32. Errors: kCapacity, those of ThreadPool.
   Status backward(ThreadPool& pool, const GradBatch& batch) const;
   // REQUIRES: shares as HeadsBatch says; no bias. Errors: those of ThreadPool.
   Status forward_heads(ThreadPool& pool, const HeadsBatch& batch) const;

@@ -66,6 +66,8 @@ TEST(linear_isas_agree_ints) {
 }
 
 TEST(linear_isas_agree_floats) {
+  compare_isas({32, 0, false, true}, {77, 35, 9});
+  compare_isas({32, 0, false, true}, {300, 130, 50});
   compare_isas({16, 0, false}, {77, 35, 9});
   compare_isas({16, 0, false, true}, {1, 1, 50});
   compare_isas({8, 128, false, true}, {77, 130, 7});

@@ -24,7 +24,7 @@ inline uint16_t round_to_bf16(float x) {
   return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded);
 }
 
-// Whether activations are int8 codes; otherwise they are bf16.
+// Whether activations are int8 codes; otherwise they are bf16, or fp32 beside fp32 weights.
 inline bool has_codes(const WeightFormat& format) { return format.bits < 16 && !format.is_float; }
 inline size_t code_group_size(const WeightFormat& format) {
   return static_cast<size_t>(format.group_size == 0 ? kRowGroupSize : format.group_size);
@@ -62,6 +62,10 @@ float code_group(const float* x, size_t size, int8_t* codes, int32_t* sum) {
 void code_row(WeightFormat format, const float* x, size_t size, Operand out, size_t row,
               size_t column) {
   uint8_t* data = out.data + row * out.row_bytes;
+  if (format.bits == 32) {
+    __builtin_memcpy(data + column * sizeof(float), x, size * sizeof(float));
+    return;
+  }
   if (!has_codes(format)) {
     uint16_t* values = reinterpret_cast<uint16_t*>(data) + column;
     for (size_t i = 0; i < size; ++i) values[i] = round_to_bf16(x[i]);

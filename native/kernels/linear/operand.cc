@@ -13,6 +13,9 @@ namespace {
 // Below, coding the rows takes less than waking the pool does.
 constexpr size_t kMinParallelRows = 8;
 
+// Of an activation that is no code.
+size_t value_bytes(const WeightFormat& format) { return format.bits == 32 ? 4 : 2; }
+
 }  // namespace
 
 const PackedKernels& packed_kernels(Isa isa) {
@@ -56,7 +59,8 @@ uint8_t* Arena::take(size_t size_bytes) {
 }
 
 size_t operand_bytes(const WeightFormat& format, size_t rows, size_t row_size) {
-  if (!has_codes(format)) return round_up(rows * row_size * 2, kPackedAlignment);
+  if (!has_codes(format))
+    return round_up(rows * row_size * value_bytes(format), kPackedAlignment);
   return round_up(rows * row_size, kPackedAlignment) +
          2 * round_up(rows * (row_size / unit_size(format)) * 4, kPackedAlignment);
 }
@@ -64,7 +68,7 @@ size_t operand_bytes(const WeightFormat& format, size_t rows, size_t row_size) {
 Operand take_operand(Arena& arena, const WeightFormat& format, size_t rows, size_t row_size) {
   Operand operand{};
   operand.row_size = row_size;
-  operand.row_bytes = row_size * (has_codes(format) ? 1 : 2);
+  operand.row_bytes = row_size * (has_codes(format) ? 1 : value_bytes(format));
   operand.data = arena.take(rows * operand.row_bytes);
   if (!has_codes(format)) return operand;
   operand.num_groups = row_size / unit_size(format);
@@ -108,14 +112,16 @@ Status read_packed(ThreadPool& pool, const PackedKernels& kernels, const uint8_t
 Status multiply_packed(ThreadPool& pool, const PackedKernels& kernels, const WeightFormat& format,
                        size_t num_macs) {
   constexpr size_t kTaskSteps = 4096;
-  const size_t step_macs = has_codes(format) ? kIntStepMacs : kBf16StepMacs;
+  const size_t step_macs = has_codes(format)     ? kIntStepMacs
+                           : format.bits == 32 ? kF32StepMacs
+                                               : kBf16StepMacs;
   const size_t num_tasks = (num_macs + step_macs * kTaskSteps - 1) / (step_macs * kTaskSteps);
   // Tasks of equal size, which together perform what was asked for.
   const size_t steps = num_macs / step_macs / std::max<size_t>(num_tasks, 1);
   std::atomic<int32_t> sink{0};
   return pool.parallel_for(num_tasks, 1, [&](size_t begin, size_t end, int) {
     for (size_t i = begin; i < end; ++i)
-      sink += kernels.multiply_registers(has_codes(format), steps);
+      sink += kernels.multiply_registers(format, steps);
   });
 }
 

@@ -144,7 +144,30 @@ inline bool turn_in_registers(const WeightFormat&, const uint8_t*, size_t, size_
 }
 #endif
 
+// fp32 as it is, value[outputs][64 inputs].
+void turn_f32(const TurnTask& task) {
+  float* out = reinterpret_cast<float*>(task.out);
+  for (size_t p = 0; p < task.num_panels; ++p, out += kPanelColumns * kPanelColumns) {
+    const uint8_t* panel = task.panels + p * task.panel_stride + task.first_k * kStepBytes;
+    for (size_t k = 0; k < kPanelColumns; k += kLanes) {
+      for (size_t c = 0; c < kPanelColumns; c += kLanes) {
+        I32 square[kLanes];
+        unroll<kLanes>([&](auto i) TANDEM_INLINE {
+          const size_t at = k + i.value;
+          square[i.value] =
+              at < task.num_k ? load_i32(panel + at * kStepBytes + c * 4) : set_i32(0);
+        });
+        transpose(square);
+        unroll<kLanes>([&](auto i) TANDEM_INLINE {
+          store_i32(out + (c + i.value) * kPanelColumns + k, square[i.value]);
+        });
+      }
+    }
+  }
+}
+
 void turn(const TurnTask& task) {
+  if (task.format.bits == 32) return turn_f32(task);
   constexpr size_t kTileWords = kPanelColumns / 2;  // Of a row: two outputs each.
   alignas(64) uint16_t tile[kTileInputs * kPanelColumns];
   uint8_t* out = task.out;
@@ -201,7 +224,17 @@ inline Slope differentiate(const Activation& activation, F32 g) {
   return {g * s, s * fma(g * dz, one - s, one)};
 }
 
-void activate_back(const ActivateBackTask& task) {
+inline F32 load_value(const float* p) { return load_f32(p); }
+inline F32 load_value(const uint16_t* p) { return load_bf16(p); }
+inline void store_values(float* out, const float* values, size_t size) {
+  __builtin_memcpy(out, values, size * sizeof(float));
+}
+inline void store_values(uint16_t* out, const float* values, size_t size) {
+  store_bf16(out, values, size);
+}
+
+template <class T>
+void activate_rows_back(const ActivateBackTask& task) {
   const F32 limit = set_f32(task.activation.limit), offset = set_f32(task.activation.up_offset);
   alignas(64) float d_gate[kPanelColumns], d_up[kPanelColumns];
   for (size_t row = 0; row < task.num_rows; ++row) {
@@ -209,7 +242,8 @@ void activate_back(const ActivateBackTask& task) {
     const F32 weight = set_f32(task.weights[row]);
     F32 sum = zero_f32();
     for (size_t c = 0; c < kPanelColumns; c += kLanes) {
-      const F32 gate = load_bf16(task.gate + at + c), up = load_bf16(task.up + at + c);
+      const F32 gate = load_value(static_cast<const T*>(task.gate) + at + c);
+      const F32 up = load_value(static_cast<const T*>(task.up) + at + c);
       const F32 u = at_most(at_least(up, zero_f32() - limit), limit) + offset;
       const Slope f = differentiate(task.activation, at_most(gate, limit));
       const F32 dh = load_f32(task.dh + row * kPanelColumns + c);
@@ -223,11 +257,16 @@ void activate_back(const ActivateBackTask& task) {
       store_f32(d_gate + c, as_f32(select(is_cut, set_i32(0), as_i32(scaled * u * f.slope))));
       store_f32(d_up + c, as_f32(select(is_up_cut, set_i32(0), as_i32(scaled * f.value))));
     }
-    store_bf16(task.d_gate + at, d_gate, kPanelColumns);
-    store_bf16(task.d_up + at, d_up, kPanelColumns);
+    store_values(static_cast<T*>(task.d_gate) + at, d_gate, kPanelColumns);
+    store_values(static_cast<T*>(task.d_up) + at, d_up, kPanelColumns);
     float lanes[kLanes], total = 0.0f;
     store_f32(lanes, sum);
     for (size_t i = 0; i < kLanes; ++i) total += lanes[i];
     task.d_weights[row] = total;
   }
+}
+
+void activate_back(const ActivateBackTask& task) {
+  if (task.is_f32) return activate_rows_back<float>(task);
+  activate_rows_back<uint16_t>(task);
 }

@@ -1,11 +1,11 @@
 // Rows times a panel of packed weights: the product that all kernels over packed weights share.
 // Included inside the variant's anonymous namespace by packed-inl.h.
 //
-// Every output has one chain of operations over K, written once, in tile_int, tile_bf16 and
-// tile_float: the number of rows or columns computed beside it changes registers, never the order
+// Every output has one chain of operations over K, written once, in tile_int, tile_bf16, tile_float
+// and tile_f32: the number of rows or columns computed beside it changes registers, never the order
 // or the rounding. That is the whole of batch invariance. Integer sums are exact, and everything
 // after them is IEEE operations in a fixed order (the sources are compiled without contraction of
-// a * b + c), so integer formats agree bitwise across ISAs as well.
+// a * b + c), so integer formats and fp32 agree bitwise across ISAs as well.
 
 constexpr size_t kStepBytes = kPanelColumns * 4;  // One step over K of a whole panel.
 constexpr size_t kPanelVectors = kPanelColumns / kLanes;
@@ -322,10 +322,15 @@ void multiply_vectors(const Tile& tile, size_t num_rows) {
   }
 }
 
+#include "kernels/packed/multiply_f32-inl.h"
+
 #if defined(TANDEM_TILE_HEADER)
 #include TANDEM_TILE_HEADER
 
 #include "kernels/packed/multiply_tiles-inl.h"
 #else
-inline void multiply(const Tile& tile, size_t num_rows) { multiply_vectors(tile, num_rows); }
+inline void multiply(const Tile& tile, size_t num_rows) {
+  if (tile.format.bits == 32) return multiply_f32(tile, num_rows);
+  multiply_vectors(tile, num_rows);
+}
 #endif

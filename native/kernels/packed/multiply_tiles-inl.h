@@ -1,7 +1,7 @@
 // Rows times a panel with the tile registers of AMX, which read panels as they lie: 16 rows beside
 // 64 columns, four tiles of sums. Included by multiply-inl.h where the variant has tiles.
 //
-// Integer sums are exact, so a few rows may take the vectors instead, with equal results; products of
+// There are no tiles of fp32. Integer sums are exact, so a few rows may take the vectors instead, with equal results; products of
 // bf16 are rounded in another order than the vectors' and always take the tiles. A tile computes
 // each row for itself, so a result does not depend on the rows beside it.
 
@@ -221,6 +221,7 @@ void run_tiles(const TileRows& rows) {
 }
 
 void multiply(const Tile& tile, size_t num_rows) {
+  if (tile.format.bits == 32) return multiply_f32(tile, num_rows);
   const bool has_exact_sums = tile.format.bits < 16 && !tile.format.is_float;
   if (has_exact_sums && num_rows <= kMaxVectorRows) return multiply_vectors(tile, num_rows);
   for (size_t row = 0; row < num_rows; row += kTileRows)

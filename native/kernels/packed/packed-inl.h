@@ -42,7 +42,10 @@ void keep_row(const GateUpTask& task, size_t row, float* gate, float* up, size_t
     if (task.delta != nullptr)
       for (size_t i = 0; i < width; i += kLanes)
         store_f32(values + i, load_f32(values + i) + load_f32(task.delta + at + i));
-    if (task.kept != nullptr) store_bf16(task.kept + at, values, width);
+    if (task.kept != nullptr && task.format.bits == 32)
+      __builtin_memcpy(static_cast<float*>(task.kept) + at, values, width * sizeof(float));
+    else if (task.kept != nullptr)
+      store_bf16(static_cast<uint16_t*>(task.kept) + at, values, width);
   }
 }
 
@@ -164,7 +167,7 @@ int32_t read_memory(const uint8_t* data, size_t size_bytes) {
   return first;
 }
 
-int32_t multiply_registers(bool has_codes, size_t num_steps) {
+int32_t multiply_registers(const WeightFormat& format, size_t num_steps) {
   // Twelve chains of 16 lanes: enough to hide the latency of any dot product here.
   constexpr size_t kChains = 12;
   constexpr size_t kParts = 16 / kLanes;
@@ -179,7 +182,10 @@ int32_t multiply_registers(bool has_codes, size_t num_steps) {
       floats[c] = set_f32(static_cast<float>(c));
     }
     for (size_t i = 0; i < num_steps; ++i) {
-      if (!has_codes)
+      if (format.bits == 32)
+        for (size_t c = 0; c < kChains; ++c)
+          floats[c] = fma(as_f32(w), set_f32(1.0f), floats[c]);
+      else if (!has_codes(format))
         for (size_t c = 0; c < kChains; ++c)
           floats[c] = dot(floats[c], bf16_weights(w), bf16_row(bytes));
       else
@@ -199,7 +205,7 @@ int32_t multiply_registers(bool has_codes, size_t num_steps) {
 }  // namespace
 
 const PackedKernels TANDEM_PACKED_KERNELS = {
-    prepare,     gate_up,            down,      linear,        pack,         add_parts,
+    prepare,     gate_up,            down, linear,       pack, add_parts,
     read_memory, multiply_registers, turn, activate_back};
 
 }  // namespace tandem

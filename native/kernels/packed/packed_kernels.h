@@ -12,11 +12,12 @@
 
 namespace tandem {
 
-// Rows ready to be multiplied with packed weights. Float formats: bf16 values only. Integer formats:
+// Rows ready to be multiplied with packed weights. Float formats: values only, fp32 for fp32, else
+// bf16. Integer formats:
 // int8 codes, one scale per group, and what undoes the offset of the weights' codes. Columns up to
 // row_size are zero beyond the size of the rows.
 struct Operand {
-  uint8_t* data;         // [rows][row_bytes]; codes or bf16 values.
+  uint8_t* data;         // [rows][row_bytes]; codes or values.
   size_t row_size;       // Elements of a row, whole groups.
   size_t row_bytes;
   size_t num_groups;     // Groups stored per row; 0 for float formats.
@@ -66,9 +67,10 @@ struct GateUpTask {
   size_t first_row;        // Of h.
   size_t first_column;     // Of h.
   // For gradients, [rows of h][gate, up][kept_columns] from the block's first column on; null for
-  // none. `delta` is added before the activation; `kept` takes what the activation sees, in bf16.
+  // none. `delta` is added before the activation; `kept` takes what the activation sees, in the
+  // format of gradients.
   const float* delta = nullptr;
-  uint16_t* kept = nullptr;
+  void* kept = nullptr;
   size_t kept_columns = 0;
 };
 
@@ -131,9 +133,9 @@ struct PackTask {
 
 inline constexpr size_t kMaxBlockPanels = kMaxGroupSize / kPanelColumns;
 
-// A turned panel sums over outputs: kPanelColumns inputs of a matrix as the outputs of a bf16 panel,
-// value[outputs/2][64 inputs][2 outputs]. Weights that bf16 cannot hold are rounded to it once.
-// Outputs that are turned at a time: a panel of 128 KiB, in L2.
+// A turned panel sums over outputs: kPanelColumns inputs of a matrix as the outputs of a panel of the
+// format of gradients: fp32 of a matrix in fp32, else bf16, to which weights are rounded once.
+// Outputs that are turned at a time: a panel of 128 KiB in bf16, in L2.
 inline constexpr size_t kTurnedOutputs = 1024;
 
 struct TurnTask {
@@ -151,15 +153,16 @@ struct TurnTask {
 struct ActivateBackTask {
   Activation activation;
   size_t num_rows;
-  const uint16_t* gate;  // bf16, as GateUpTask kept them.
-  const uint16_t* up;
+  bool is_f32;           // Gate, up and their gradients; otherwise bf16.
+  const void* gate;      // As GateUpTask kept them.
+  const void* up;
   size_t row_stride;     // Of gate, up and their gradients.
   const float* dh;       // [rows][64], without the router weights.
   const float* extra;    // What is added to the weighted dh, or null.
   size_t extra_stride;
   const float* weights;  // Of each row.
-  uint16_t* d_gate;      // bf16.
-  uint16_t* d_up;
+  void* d_gate;
+  void* d_up;
   float* d_weights;      // Of each row, overwritten with its share.
 };
 
@@ -175,7 +178,7 @@ struct PackedKernels {
   // What a thread reaches at best, for benchmarks: reading memory, and multiplying registers with
   // the dot product that the format uses. The results only keep the work from being optimised away.
   int32_t (*read_memory)(const uint8_t* data, size_t size_bytes);
-  int32_t (*multiply_registers)(bool has_codes, size_t num_steps);
+  int32_t (*multiply_registers)(const WeightFormat& format, size_t num_steps);
   // Gradients.
   void (*turn)(const TurnTask& task);
   void (*activate_back)(const ActivateBackTask& task);
@@ -184,6 +187,7 @@ struct PackedKernels {
 // Multiply-adds per step of multiply_registers.
 inline constexpr size_t kIntStepMacs = 12 * 16 * 4;
 inline constexpr size_t kBf16StepMacs = 12 * 16 * 2;
+inline constexpr size_t kF32StepMacs = 12 * 16;
 
 extern const PackedKernels kPackedPlain;
 extern const PackedKernels kPackedAmxEmulated;

@@ -21,13 +21,14 @@ inline std::unique_ptr<ThreadPool> make_test_pool() {
   return std::move(ThreadPool::create(ThreadPool::plan(read_topology(), 2)).value());
 }
 
-// Integer formats must agree bitwise with the plain variant, floats to within bf16's rounding.
+// Integer formats and fp32 must agree bitwise with the plain variant, others to within bf16's rounding.
 inline void check_isas_agree(const WeightFormat& format,
                              FunctionRef<std::vector<float>(Isa)> run) {
   const std::vector<float> want = run(Isa::kPlain);
   float largest = 0;
   for (const float value : want) largest = std::max(largest, std::fabs(value));
-  const float tolerance = has_codes(format) ? 0.0f : 0.02f * largest;
+  const bool is_exact = has_codes(format) || format.bits == 32;
+  const float tolerance = is_exact ? 0.0f : 0.02f * largest;
   std::vector<Isa> isas = available_isas();
   isas.push_back(Isa::kAmxEmulated);
   for (const Isa isa : isas) {

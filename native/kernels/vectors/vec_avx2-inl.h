@@ -11,6 +11,9 @@ inline constexpr int kMaxRows = 4;
 // columns, in order, because half lines of a panel come slowly from memory.
 constexpr int vectors_beside(int rows) { return rows == 1 ? 8 : 2; }
 constexpr int bf16_vectors_beside(int rows) { return rows == 1 ? 8 : 2; }
+// 12 sums, two vectors of weights and a row.
+inline constexpr int kMaxF32Rows = 6;
+constexpr int f32_vectors_beside(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
 inline F32 zero_f32() { return _mm256_setzero_ps(); }
 inline F32 set_f32(float x) { return _mm256_set1_ps(x); }
@@ -95,7 +98,7 @@ inline I32 dot(I32 acc, IntWeights w, IntRow a) {
 inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
 inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 
-#include "kernels/packed/bf16_pairs-inl.h"
+#include "kernels/vectors/bf16_pairs-inl.h"
 inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return fma(w.odd, a.odd, fma(w.even, a.even, acc));
 }

@@ -12,6 +12,8 @@ inline constexpr int kMaxRows = 6;
 // 24 sums, 4 vectors of weights and a row fill 29 of the 32 registers.
 constexpr int vectors_beside(int) { return 4; }
 constexpr int bf16_vectors_beside(int) { return 4; }
+inline constexpr int kMaxF32Rows = 6;
+constexpr int f32_vectors_beside(int) { return 4; }
 
 inline F32 zero_f32() { return _mm512_setzero_ps(); }
 inline F32 set_f32(float x) { return _mm512_set1_ps(x); }
@@ -149,7 +151,7 @@ inline Bf16Pair e2m1_weights(I32 v) {
   return {(I32)_mm512_permutexvar_epi16(_mm512_srli_epi16(raw(v), 4 * kPair), values)};
 }
 #else
-#include "kernels/packed/bf16_pairs-inl.h"
+#include "kernels/vectors/bf16_pairs-inl.h"
 inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return fma(w.odd, a.odd, fma(w.even, a.even, acc));
 }

@@ -9,6 +9,9 @@ typedef int32_t I32 __attribute__((vector_size(16)));
 inline constexpr int kMaxRows = 2;
 constexpr int vectors_beside(int) { return 1; }
 constexpr int bf16_vectors_beside(int) { return 1; }
+// The same of fp32.
+inline constexpr int kMaxF32Rows = 2;
+constexpr int f32_vectors_beside(int) { return 1; }
 
 inline F32 zero_f32() { return F32{}; }
 inline F32 set_f32(float x) { return F32{x, x, x, x}; }
@@ -114,7 +117,7 @@ inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
 inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 
 // Two bf16 products per lane. Each product is exact in fp32, so adding it rounds as an fma does.
-#include "kernels/packed/bf16_pairs-inl.h"
+#include "kernels/vectors/bf16_pairs-inl.h"
 inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   acc = w.even * a.even + acc;
   return w.odd * a.odd + acc;

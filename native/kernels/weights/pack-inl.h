@@ -215,6 +215,13 @@ bool pack_bf16(const PackTask& task, const float* w, size_t first, size_t count,
   return true;
 }
 
+bool pack_f32(const PackTask& task, const float* w, size_t first, size_t count, size_t column) {
+  if (max_magnitude(w, count) > bits_of(kLargestFloat)) return false;
+  uint8_t* at = task.panel + first * kStepBytes + column * 4;
+  for (size_t k = 0; k < count; ++k, at += kStepBytes) __builtin_memcpy(at, w + k, 4);
+  return true;
+}
+
 // Rounds magnitudes to a float of `mantissa` bits whose numbers below `smallest_normal` are
 // `subnormal_steps` to 1 apart: ties to even. Adding 2^23 steps rounds the subnormal ones.
 inline I32 narrow_float(F32 magnitude, int32_t mantissa, int32_t bias, float smallest_normal,
@@ -345,7 +352,7 @@ void write_e4m3_scales(const PackTask& task, size_t num_columns) {
 size_t panel_size_bytes(const PackTask& task) {
   const WeightFormat& format = task.format;
   const size_t codes = kPanelColumns * task.size * static_cast<size_t>(format.bits) / 8;
-  if (format.bits == 16) return codes;
+  if (format.bits >= 16) return codes;
   if (format.is_float && format.group_size == 0) return codes + kRowHeaderBytes;
   if (format.is_float)
     return codes + task.size / static_cast<size_t>(format.group_size) * kFloatHeaderBytes;
@@ -380,7 +387,9 @@ int64_t pack(const PackTask& task) {
         const size_t in_part = task.last_k - task.first_k - first;
         for (size_t i = in_part; i < wide; ++i) w[i] = 0.0f;
         bool is_held = true;
-        if (format.bits == 16)
+        if (format.bits == 32)
+          is_held = pack_f32(task, w, first, count, c);
+        else if (format.bits == 16)
           is_held = pack_bf16(task, w, first, count, c);
         else if (is_row)
           pack_row_codes(task, rows, w, first, count, c);

@@ -27,14 +27,14 @@ size_t header_bytes(const WeightFormat& format) {
 bool has_codes(const WeightFormat& format) { return format.bits < 16 && !format.is_float; }
 
 size_t unit_size(const WeightFormat& format) {
-  if (format.bits == 16) return 2;
+  if (format.bits >= 16) return 32 / static_cast<size_t>(format.bits);
   return static_cast<size_t>(format.group_size == 0 ? kRowGroupSize : format.group_size);
 }
 
 Status check_format(const WeightFormat& format) {
   const int g = format.group_size;
   const bool is_group = g == 32 || g == 64 || g == 128 || (g == 16 && format.bits == 8);
-  if (format.bits == 16 && g == 0 && !format.has_minimum) return {};
+  if ((format.bits == 32 || format.bits == 16) && g == 0 && !format.has_minimum) return {};
   if (format.is_float && !format.has_minimum) {
     if ((format.bits == 8 && (g == 128 || g == 0)) || (format.bits == 4 && g == 32)) return {};
   } else if (!format.is_float) {
@@ -43,7 +43,7 @@ Status check_format(const WeightFormat& format) {
   }
   return Error{Code::kUnsupported, "kernels.check_format",
                std::to_string(format.bits) + " bits in groups of " + std::to_string(g) +
-                   ": there are kernels for bf16, e4m3 in blocks of 128 or in rows, e2m1 in groups of 32, 8 "
+                   ": there are kernels for fp32, bf16, e4m3 in blocks of 128 or in rows, e2m1 in groups of 32, 8 "
                    "bits in groups of 16 to 128 or in rows, and 4 bits in groups of 32 to 128",
                "format"};
 }
@@ -79,7 +79,7 @@ size_t padded_size(const WeightFormat& format, size_t size) {
 
 size_t group_bytes(const WeightFormat& format, size_t num_inputs) {
   const size_t codes = kPanelColumns * num_inputs * static_cast<size_t>(format.bits) / 8;
-  if (format.bits == 16 || format.group_size == 0) return codes;
+  if (format.bits >= 16 || format.group_size == 0) return codes;
   return codes + num_inputs / static_cast<size_t>(format.group_size) * header_bytes(format);
 }
 
@@ -112,7 +112,8 @@ Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
       {format, matrix.data, matrix.is_bf16, matrix.rows, matrix.columns, source.first_row,
        source.first_k, source.last_k, padded_size(format, source.last_k - source.first_k), panel});
   if (refused < 0) return {};
-  const char* what = format.bits == 16 ? "a weight that is not finite in bf16"
+  const char* what = format.bits == 32   ? "a weight that is not finite"
+                     : format.bits == 16 ? "a weight that is not finite in bf16"
                      : format.is_float ? "a weight that is not finite, itself or in its block"
                                        : "a weight that is not finite or beyond fp16 scales";
   return Error{Code::kUnsupported, "kernels.pack",

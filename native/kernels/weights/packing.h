@@ -45,7 +45,7 @@ Status check_format(const WeightFormat& format);
 // Errors: kShape (not whole groups, where the format wants them; too large for integer sums).
 Status check_size(const WeightFormat& format, size_t size, const char* name);
 
-// Whether activations are int8 codes; otherwise they are bf16.
+// Whether activations are int8 codes; otherwise they are bf16, or fp32 beside fp32 weights.
 bool has_codes(const WeightFormat& format);
 
 // Inputs that belong together: they share a step, a scale or a dot product.

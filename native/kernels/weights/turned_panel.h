@@ -10,8 +10,11 @@
 
 namespace tandem {
 
-// What gradients are rounded to, and turned panels consist of.
-inline constexpr WeightFormat kBf16Format{16, 0, false};
+// What gradients are rounded to, and turned panels consist of: fp32 beside fp32 weights, else bf16.
+constexpr WeightFormat gradient_format(const WeightFormat& format) {
+  return {format.bits == 32 ? 32 : 16, 0, false, true};
+}
+constexpr size_t gradient_bytes(const WeightFormat& format) { return format.bits == 32 ? 4 : 2; }
 
 inline float widen_bf16(uint16_t value) {
   const uint32_t bits = uint32_t{value} << 16;
@@ -27,7 +30,8 @@ struct TurnedProduct {
   size_t num_panels;
   size_t first_k;          // A multiple of kPanelColumns.
   size_t num_k;            // At most kPanelColumns, whole steps of the format.
-  Operand d_y;             // bf16 rows, readable over all panels; finite beyond the outputs.
+  Operand d_y;             // Rows in the format of gradients, readable over all panels; finite
+                           // beyond the outputs.
   const int32_t* row_ids;  // Of d_y; null: consecutive ones.
   size_t num_rows;
   float* out;              // [num_rows][out_stride]

@@ -5,7 +5,7 @@
 //   with minimum  w = scale * u + minimum
 // with scale and minimum in fp16. Unsigned codes are what VNNI's vpdpbusd wants of one operand; the
 // other one, the activations, stays signed. A group size of 0 is one group a row. Float formats
-// hold the weight, or what a scale multiplies: bf16; e4m3 (fp8) with an fp32 scale for blocks of
+// hold the weight, or what a scale multiplies: fp32; bf16; e4m3 (fp8) with an fp32 scale for blocks of
 // 128 x 128, or for one output (a group size of 0); e2m1 (mxfp4) with a power of two, e8m0, for 32 inputs of one output.
 //
 // A matrix [N outputs, K inputs] is packed as panels of kPanelColumns outputs. A panel is one
@@ -15,6 +15,7 @@
 //     [j][column][i] holds k = 8 j + i in its low and k = 8 j + 4 + i in its high nibble.
 //     One scale a row: fp16 scale[64], then the codes of all K.
 //   bf16:    value[ceil(K/2)][64 columns][2 k]
+//   fp32:    value[K][64 columns]
 //   e4m3:    for each 128 inputs { fp32 scale[16], all equal; codes[32][16 x 4 columns][4 k] },
 //     where the 16 bytes of four columns hold k = 0, 1 of each, then k = 2, 3 of each.
 //     One scale a row: fp32 scale[64], then the codes of all K, in whole groups of 128.
@@ -39,10 +40,10 @@ inline constexpr size_t kRowHeaderBytes = kPanelColumns * 4;
 
 // No member functions: sources compiled for a wide ISA share this header with all others.
 struct WeightFormat {
-  int32_t bits;        // 16 (bf16), 8 or 4.
-  int32_t group_size;  // Weights that share a scale; 0 for bf16, and for one scale a row.
+  int32_t bits;        // 32 (fp32), 16 (bf16), 8 or 4.
+  int32_t group_size;  // Weights that share a scale; 0 for values, and for one scale a row.
   bool has_minimum;
-  bool is_float = false;  // 8 bits: e4m3; 4 bits: e2m1. bf16 is one either way.
+  bool is_float = false;  // 8 bits: e4m3; 4 bits: e2m1. Values are floats either way.
 };
 
 }  // namespace tandem

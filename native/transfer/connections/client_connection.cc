@@ -23,7 +23,9 @@ void ClientConnection::on_connected() {
   Hello hello;
   hello.role = role_;
   // Who speaks less is told so before it meets a frame that it does not know.
+  asks_for_tags_ = Connection::asks_for_tags(peer->options_.tags);
   if (role_ == Role::kCalls) hello.min_version = kCallsVersion;
+  if (asks_for_tags_) hello.min_version = kTagsVersion;
   hello.session = peer->session_;
   hello.connection_id = id_;
   hello.epoch = peer->epoch_.load();
@@ -115,17 +117,37 @@ Status ClientConnection::on_challenge(std::string_view payload, Peer& peer) {
     return bar({Code::kUnsupported, "transfer.connect",
                 "the peer speaks versions " + std::to_string(challenge.min_version) + " to " +
                     std::to_string(challenge.max_version) + ", we " +
-                    std::to_string(kMinVersion) + " to " + std::to_string(kMaxVersion),
+                    std::to_string(asks_for_tags_ ? kTagsVersion : kMinVersion) + " to " +
+                    std::to_string(kMaxVersion) +
+                    (asks_for_tags_ ? ": between machines frames have tags, from version " +
+                                          std::to_string(kTagsVersion) + " on"
+                                    : std::string()),
                 ""});
+  TagKind tags = TagKind::kNone;
+  if (Status status = choose_tags(challenge, peer.options_.tags, &tags); !status.is_ok())
+    return bar(status.error());
   uint64_t known = 0;
   if (!peer.epoch_.compare_exchange_strong(known, challenge.epoch) && known != challenge.epoch)
     return bar({Code::kPeerLost, "transfer.connect",
                 "the peer was restarted: open the segment again", ""});
   has_proved_ = true;
   version_.store(challenge.version, std::memory_order_release);
-  const Digest proof = prove_client(peer.options_.secret, hello_, challenge);
-  send({.type = FrameType::kProof}, std::string(as_view(proof)));
-  return {};
+  const std::string& secret = peer.options_.secret;
+  const Digest proof = prove_client(secret, hello_, challenge, tags);
+  send({.type = FrameType::kProof},
+       encode_proof({tags, std::string(as_view(proof))}, challenge.version));
+  if (tags == TagKind::kNone) return {};
+  const RecordKeys keys = derive_record_keys(secret, hello_, challenge, tags);
+  return begin_records(tags, keys.of_client, keys.of_server, peer.options_.refused);
+}
+
+Status ClientConnection::choose_tags(const Challenge& challenge, const TagOptions& options,
+                                     TagKind* choice) const {
+  if (!asks_for_tags_ && !challenge.needs_tags) return {};
+  *choice = best_tag(challenge.tags & options.kinds);
+  if (*choice != TagKind::kNone) return {};
+  return {Code::kUnsupported, "transfer.connect",
+          "this connection needs tags, and the two sides have no kind in common", "tags"};
 }
 
 Status ClientConnection::on_frame(const Frame& frame, std::string payload) {

@@ -128,18 +128,34 @@ void Connection::replace(Output& output, Frame frame, std::string payload) {
   encode(output, frame);
 }
 
+Status Connection::begin_records(TagKind kind, const Digest& key_out, const Digest& key_in,
+                                 RefusedRecords refused) {
+  auto out = Tagger::create(kind, key_out), in = Tagger::create(kind, key_in);
+  if (!out || !in)
+    return {Code::kInternal, "transfer.begin_records",
+            "no tags by " + std::string(tag_name(kind)), ""};
+  const MutexLock lock(mutex_);
+  if (input_begin_ != input_end_)
+    return {Code::kPermissionDenied, "transfer.begin_records",
+            "bytes without a tag came after the handshake", ""};
+  writer_ = std::make_unique<RecordWriter>(std::move(out));
+  reader_ = std::make_unique<RecordReader>(std::move(in));
+  num_bare_ = outputs_.size();
+  refused_ = std::move(refused);
+  tag_kind_.store(kind, std::memory_order_relaxed);
+  return {};
+}
+
 void Connection::flush() {
   Error error;
   bool is_ok = true;
   // Several turns of the mutex, so that a cancellation never waits for a whole queue.
   for (bool has_more = true; has_more && is_ok;) {
     const MutexLock lock(mutex_);
-    if (fd_ < 0 || is_connecting_) return;
-    const size_t before = outputs_.size();
-    const uint64_t sent_before = outputs_.empty() ? 0 : outputs_.front().sent;
+    if (fd_ < 0 || is_connecting_ || is_write_broken_) return;
+    const uint64_t sent_before = num_sent_;
     is_ok = flush_locked(&error);
-    has_more = is_ok && !outputs_.empty() && !wants_output_ &&
-               (outputs_.size() != before || outputs_.front().sent != sent_before);
+    has_more = is_ok && has_unsent() && !wants_output_ && num_sent_ != sent_before;
   }
   if (is_ok) return;
   // The end is found by the reading side, after what the peer had still sent before it left: a
@@ -152,23 +168,16 @@ void Connection::flush() {
   want_output(false);
 }
 
-// One sendmsg. False on a broken connection.
-bool Connection::flush_locked(Error* error) {
-  const bool is_asked = kind_ == EventLoop::Kind::kRequests;
-  if (outputs_.size() > kMaxOutputs || owned_bytes_ > kMaxOwnedBytes ||
-      (is_asked && borrowed_bytes_ > kMaxAskedBytes)) {
-    *error = lost("the peer reads no answers");
-    shutdown(fd_, SHUT_RDWR);
-    return false;
-  }
-  iovec iov[kMaxIov];
+int Connection::gather(iovec* iov, int max_iov) const {
   int num_iov = 0;
   size_t total = 0;
   const bool is_rest = !outputs_.empty() && outputs_.front().sent >= kMaxIoBytes;
-  for (const Output& output : outputs_) {
+  const size_t count = num_bare_ > 0 ? num_bare_ : outputs_.size();
+  for (size_t i = 0; i < count; ++i) {
+    const Output& output = outputs_[i];
     // The longer turn is for what is left of the first, not for those behind it.
     const size_t most = is_rest && total == 0 ? kMaxRestBytes : kMaxIoBytes;
-    if (num_iov + 2 > kMaxIov || total >= most) break;
+    if (num_iov + 2 > max_iov || total >= most) break;
     if (output.sent < kHeaderBytes)
       iov[num_iov++] = {const_cast<uint8_t*>(output.header.data()) + output.sent,
                         kHeaderBytes - output.sent};
@@ -180,9 +189,50 @@ bool Connection::flush_locked(Error* error) {
     if (part > 0) iov[num_iov++] = {const_cast<uint8_t*>(data) + done, part};
     total += part;
   }
-  if (num_iov == 0) {
+  return num_iov;
+}
+
+void Connection::consume(uint64_t size) {
+  while (size > 0) {
+    Output& front = outputs_.front();
+    const uint64_t part = std::min(size, kHeaderBytes + front.size - front.sent);
+    front.sent += part;
+    size -= part;
+    if (front.sent < kHeaderBytes + front.size) continue;
+    uncount(front);
+    outputs_.pop_front();
+    if (num_bare_ > 0) --num_bare_;
+  }
+}
+
+// One call of the kernel. False on a broken connection.
+bool Connection::flush_locked(Error* error) {
+  const bool is_asked = kind_ == EventLoop::Kind::kRequests;
+  if (outputs_.size() > kMaxOutputs || owned_bytes_ > kMaxOwnedBytes ||
+      (is_asked && borrowed_bytes_ > kMaxAskedBytes)) {
+    *error = lost("the peer reads no answers");
+    shutdown(fd_, SHUT_RDWR);
+    return false;
+  }
+  if (!has_unsent()) {
     want_output(false);
     return true;
+  }
+  iovec iov[kMaxIov];
+  const bool is_sealed = writer_ && num_bare_ == 0;
+  int num_iov = is_sealed && !writer_->is_empty() ? 0 : gather(iov, kMaxIov);
+  if (is_sealed) {
+    if (num_iov > 0) {
+      const size_t taken = writer_->seal(iov, num_iov);
+      if (taken == 0) {
+        *error = {Code::kInternal, "transfer.seal_record", "the library of the tags failed", ""};
+        shutdown(fd_, SHUT_RDWR);
+        return false;
+      }
+      consume(taken);
+    }
+    iov[0] = {const_cast<uint8_t*>(writer_->data()), writer_->size()};
+    num_iov = 1;
   }
   msghdr message{};
   message.msg_iov = iov;
@@ -198,16 +248,12 @@ bool Connection::flush_locked(Error* error) {
     return false;
   }
   progress_ns_.store(now_ns(), std::memory_order_relaxed);
-  for (uint64_t left = static_cast<uint64_t>(sent); left > 0;) {
-    Output& front = outputs_.front();
-    const uint64_t part = std::min(left, kHeaderBytes + front.size - front.sent);
-    front.sent += part;
-    left -= part;
-    if (front.sent < kHeaderBytes + front.size) continue;
-    uncount(front);
-    outputs_.pop_front();
-  }
-  if (outputs_.empty()) want_output(false);
+  num_sent_ += static_cast<uint64_t>(sent);
+  if (is_sealed)
+    writer_->on_sent(static_cast<size_t>(sent));
+  else
+    consume(static_cast<uint64_t>(sent));
+  if (!has_unsent()) want_output(false);
   return true;
 }
 
@@ -230,7 +276,10 @@ bool Connection::has_hung_up() const {
 void Connection::do_read() {
   const MutexLock reading(read_mutex_);
   bool has_answers = false;
-  for (int step = 0; step < kStepsPerEvent; ++step) {
+  bool is_first = true, is_buffered = false;
+  // Frames that are buffered must be handled now: epoll knows nothing of them. What they are
+  // answered with goes out together: a system call for each costs more than a small slice.
+  for (int step = 0; step < kStepsPerEvent || is_buffered; step += !is_buffered) {
     Frame frame;
     std::string payload;
     Error error;
@@ -238,13 +287,16 @@ void Connection::do_read() {
     {
       const MutexLock lock(mutex_);
       if (fd_ < 0) return;
+      may_receive_ = step < kStepsPerEvent;
       // It may have hung up since the event. A single request never comes to a second step.
-      if (step > 0 && is_void_once_hung_up() && has_hung_up()) {
+      if ((reader_ ? !is_first : step > 0) && is_void_once_hung_up() && has_hung_up()) {
         error = lost("the peer hung up");
         result = ReadStep::kFailed;
       } else {
         result = read_step(&frame, &payload, &error);
       }
+      is_buffered = has_buffered();
+      is_first = false;
     }
     if (result == ReadStep::kWait) break;
     if (result == ReadStep::kAgain) continue;
@@ -260,13 +312,8 @@ void Connection::do_read() {
       flush();  // What came before is answered.
       return fail(std::move(error));
     }
-    // Frames that are buffered must be handled now: epoll knows nothing of them. What they are
-    // answered with goes out together: a system call for each costs more than a small slice.
     const MutexLock lock(mutex_);
-    if (has_whole_frame())
-      --step;
-    else if (is_drained_)
-      break;
+    if (!is_buffered && is_drained_) break;
   }
   if (has_answers) flush();
 }
@@ -277,8 +324,13 @@ bool Connection::has_whole_frame() const {
   return size >= kHeaderBytes && size - kHeaderBytes >= peek_payload_bytes(&input_[input_begin_]);
 }
 
+bool Connection::has_buffered() const {
+  return has_whole_frame() || (reader_ && reader_->has_more());
+}
+
 // Receives into `to`, and what follows it, at most `size_behind`, into the empty input buffer.
 ssize_t Connection::receive(uint8_t* to, size_t size, Error* error, size_t size_behind) {
+  if (reader_) return receive_opened(to, size, error);
   ssize_t got;
   if (size_behind == 0) {
     got = recv(fd_, to, size, MSG_DONTWAIT);
@@ -301,6 +353,38 @@ ssize_t Connection::receive(uint8_t* to, size_t size, Error* error, size_t size_
   if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return 0;
   *error = lost(got == 0 ? "the peer closed the connection" : describe_errno("recv", errno));
   return -1;
+}
+
+// As `receive`, of bytes whose tags were checked. The copy from the reader costs less than it seems:
+// the record has just been read for its tag, and is in a cache.
+ssize_t Connection::receive_opened(uint8_t* to, size_t size, Error* error) {
+  size_t done = 0;
+  while (true) {
+    done += reader_->take(to + done, size - done);
+    if (done == size) break;
+    Result<bool> opened = reader_->open();
+    if (!opened.is_ok()) {
+      refused_->fetch_add(1, std::memory_order_relaxed);
+      *error = opened.error();
+      return -1;
+    }
+    if (opened.value()) {
+      heard_ns_.store(now_ns(), std::memory_order_relaxed);
+      continue;
+    }
+    if (done > 0 || !may_receive_) break;
+    const auto [space, room] = reader_->space();
+    const ssize_t got = recv(fd_, space, room, MSG_DONTWAIT);
+    is_drained_ = got < static_cast<ssize_t>(room);
+    if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return 0;
+    if (got <= 0) {
+      *error = lost(got == 0 ? "the peer closed the connection" : describe_errno("recv", errno));
+      return -1;
+    }
+    progress_ns_.store(now_ns(), std::memory_order_relaxed);
+    reader_->add(static_cast<size_t>(got));
+  }
+  return static_cast<ssize_t>(done);
 }
 
 Connection::ReadStep Connection::read_step(Frame* frame, std::string* payload, Error* error) {
@@ -368,7 +452,7 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
     }
     if (incoming_->flags & kFlagHasCrc) incoming_crc_ = crc32c(incoming_crc_, from, part);
     incoming_done_ += part;
-    if (incoming_done_ < size && part >= kMaxIoBytes / 2) return ReadStep::kAgain;
+    if (incoming_done_ < size && (reader_ || part >= kMaxIoBytes / 2)) return ReadStep::kAgain;
   }
   const bool is_intact =
       !(incoming_->flags & kFlagHasCrc) || incoming_crc_ == incoming_->payload_crc;
@@ -388,6 +472,12 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
 SocketAddress Connection::local_address() const {
   const MutexLock lock(mutex_);
   return fd_ < 0 ? SocketAddress{} : local_address_of(fd_);
+}
+
+bool Connection::asks_for_tags(const TagOptions& options) const {
+  if (options.policy != TagPolicy::kAuto) return options.policy == TagPolicy::kAlways;
+  const MutexLock lock(mutex_);
+  return fd_ < 0 || !stays_on_host(remote_address_of(fd_), local_address_of(fd_));
 }
 
 HostLife Connection::host_life(int64_t now_ns) const {

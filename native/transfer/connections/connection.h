@@ -3,7 +3,9 @@
 //
 // Bytes of slices go straight between the socket and the memory that the derived class names; the
 // class can take that memory back at any time (`drop_sink`, `drop_output`), after which not one byte
-// of it is touched. That is what cancellation, deadlines and unregister stand on.
+// of it is touched. That is what cancellation, deadlines and unregister stand on. After the handshake
+// a connection that needs tags carries its frames in records (records/record.h); all of this file
+// above `flush_locked` and `receive` is the same with and without.
 //
 // Threads: any. Lock order: (1) read_mutex_, held while frames are read and acted on, so that they
 // are acted on in order; (2) the owner's mutex; (3) mutex_, held for one bounded system call.
@@ -26,9 +28,13 @@
 #include "transfer/loop/event_loop.h"
 #include "transfer/engine/registry.h"
 #include "transfer/rails/socket_address.h"
+#include "transfer/records/record.h"
 #include "transfer/wire/wire.h"
 
 namespace tandem::transfer {
+
+// Of the records that were refused by all connections of an engine.
+using RefusedRecords = std::shared_ptr<std::atomic<uint64_t>>;
 
 class Connection : public EventHandler, public std::enable_shared_from_this<Connection> {
  public:
@@ -58,6 +64,10 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   HostLife host_life(int64_t now_ns) const;
   // When a byte last came in: the peer lives.
   int64_t heard_ns() const { return heard_ns_.load(std::memory_order_relaxed); }
+  // Whether our end asks for tags. REQUIRES: connected.
+  bool asks_for_tags(const TagOptions& options) const;
+  // Of its records; kNone: it has none, or is in its handshake.
+  TagKind tag_kind() const { return tag_kind_.load(std::memory_order_relaxed); }
 
  protected:
   // Where the bytes of a slice go; nullptr: read and thrown away.
@@ -79,6 +89,12 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
 
   // One of ours brings answers, one that connected to us requests.
   Connection(EventLoop* loop, EventLoop::Kind kind, int fd, bool is_connecting);
+
+  // From here on everything is read, and what is sent after the frames queued so far, in records.
+  // Errors: kInternal (the library of the tags failed); kPermissionDenied (bytes came that were sent
+  // before the other side can have had the keys). REQUIRES: in on_frame.
+  Status begin_records(TagKind kind, const Digest& key_out, const Digest& key_in,
+                       RefusedRecords refused);
 
   virtual void on_connected() {}
   // Refuses a frame before its payload is read. Under mutex_.
@@ -122,8 +138,17 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   ReadStep read_step(Frame* frame, std::string* payload, Error* error) REQUIRES(mutex_);
   ReadStep read_payload(Frame* frame, std::string* payload, Error* error) REQUIRES(mutex_);
   ssize_t receive(uint8_t* to, size_t size, Error* error, size_t size_behind = 0) REQUIRES(mutex_);
+  ssize_t receive_opened(uint8_t* to, size_t size, Error* error) REQUIRES(mutex_);
+  // There are bytes that epoll knows nothing of, enough to go on.
+  bool has_buffered() const REQUIRES(mutex_);
   bool has_whole_frame() const REQUIRES(mutex_);
+  bool has_unsent() const REQUIRES(mutex_) {
+    return !outputs_.empty() || (writer_ && !writer_->is_empty());
+  }
   bool flush_locked(Error* error) REQUIRES(mutex_);
+  int gather(iovec* iov, int max_iov) const REQUIRES(mutex_);
+  // The first so many bytes of the outputs are sent, or copied into records.
+  void consume(uint64_t size) REQUIRES(mutex_);
   void encode(Output& output, Frame frame) REQUIRES(mutex_);
   void want_output(bool is_wanted) REQUIRES(mutex_);
   // What epoll is to tell of.
@@ -140,6 +165,13 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   uint64_t loop_key_ GUARDED_BY(mutex_) = 0;
   bool wants_output_ GUARDED_BY(mutex_) = false;
   bool is_write_broken_ GUARDED_BY(mutex_) = false;
+  uint64_t num_sent_ GUARDED_BY(mutex_) = 0;  // Bytes, as the kernel took them.
+  std::atomic<TagKind> tag_kind_{TagKind::kNone};
+  std::unique_ptr<RecordWriter> writer_ GUARDED_BY(mutex_);
+  std::unique_ptr<RecordReader> reader_ GUARDED_BY(mutex_);
+  size_t num_bare_ GUARDED_BY(mutex_) = 0;  // Of outputs_: the first, which go ahead of records.
+  bool may_receive_ GUARDED_BY(mutex_) = true;
+  RefusedRecords refused_ GUARDED_BY(mutex_);
   std::vector<uint8_t> input_ GUARDED_BY(mutex_);
   bool is_drained_ = false;  // The last call left nothing in the socket; more may have come since.
   size_t input_begin_ = 0;

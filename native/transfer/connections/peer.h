@@ -56,6 +56,8 @@ struct PeerOptions {
   int64_t handshake_timeout_ns = 1'000'000'000;
   int socket_buffer_bytes = 0;
   bool has_checksum = false;
+  TagOptions tags;         // As the server's; the engine sets both.
+  RefusedRecords refused = std::make_shared<std::atomic<uint64_t>>(0);
 };
 
 struct RailStatus {
@@ -68,6 +70,7 @@ struct RailStatus {
   double bandwidth_bytes_per_s = 0;
   double predicted_s = 0;        // Until what it has now would be moved.
   LatencyHistogram latencies;    // Of its slices, from the choice to the answer.
+  TagKind tags = TagKind::kNone;
 };
 
 class Peer : public std::enable_shared_from_this<Peer> {
@@ -307,6 +310,7 @@ class ClientConnection : public Connection {
 
  private:
   Status on_challenge(std::string_view payload, Peer& peer);
+  Status choose_tags(const Challenge& challenge, const TagOptions& options, TagKind* choice) const;
   Status bar(Error error);
 
   struct Read {
@@ -324,6 +328,7 @@ class ClientConnection : public Connection {
   std::atomic<uint16_t> version_{0};
   std::atomic<bool> is_barred_{false};
   std::string hello_;
+  bool asks_for_tags_ = false;
   bool has_proved_ = false;
   std::unordered_map<uint64_t, Read> reads_ GUARDED_BY(mutex_);  // By ticket.
   bool last_is_intact_ = true;                // Under read_mutex_.

@@ -247,7 +247,8 @@ std::vector<RailStatus> Peer::rails() const {
     statuses.push_back({rail.local.size > 0 ? rail.local.text() : "", rail.remote.text(),
                         rail_set_.health(r).state(), rail.bytes_moved, rail.num_resent,
                         predictor.in_flight_bytes(), predictor.effective_bandwidth(),
-                        predictor.predict_s(0), rail.latencies});
+                        predictor.predict_s(0), rail.latencies,
+                        rail.connection ? rail.connection->tag_kind() : TagKind::kNone});
   }
   return statuses;
 }

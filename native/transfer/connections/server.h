@@ -34,6 +34,8 @@ struct ServerOptions {
   size_t max_connections = 4096;
   size_t max_notifications = 4096;
   int socket_buffer_bytes = 0;
+  TagOptions tags;
+  RefusedRecords refused = std::make_shared<std::atomic<uint64_t>>(0);
 };
 
 struct Notification {

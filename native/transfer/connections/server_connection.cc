@@ -162,7 +162,11 @@ Status ServerConnection::on_hello(std::string payload) {
   hello_payload_ = std::move(payload);
   const ServerOptions& options = server_->options_;
   const uint16_t version = std::min(kMaxVersion, hello_.max_version);
-  challenge_.version = version >= std::max(kMinVersion, hello_.min_version) ? version : 0;
+  challenge_.needs_tags = asks_for_tags(options.tags);
+  challenge_.tags = options.tags.kinds;
+  challenge_.min_version = challenge_.needs_tags ? kTagsVersion : kMinVersion;
+  challenge_.version =
+      version >= std::max(challenge_.min_version, hello_.min_version) ? version : 0;
   challenge_.epoch = options.epoch;
   challenge_.nonce = random_bytes(kNonceBytes);
   challenge_.name = options.name;
@@ -174,9 +178,12 @@ Status ServerConnection::on_hello(std::string payload) {
 }
 
 Status ServerConnection::on_proof(std::string_view payload) {
-  const Digest wanted = prove_client(server_->options_.secret, hello_payload_, challenge_);
+  const ServerOptions& options = server_->options_;
+  Result<Proof> decoded = decode_proof(payload, challenge_.version);
+  const Proof proof = decoded.is_ok() ? decoded.value() : Proof{};
+  const Digest wanted = prove_client(options.secret, hello_payload_, challenge_, proof.tags);
   if (hello_payload_.empty() || challenge_.version == 0 ||
-      !equal_in_constant_time(payload, as_view(wanted))) {
+      !equal_in_constant_time(proof.proof, as_view(wanted))) {
     // The text is the same for all causes: who does not know the secret learns nothing.
     const Error error{Code::kPermissionDenied, "transfer.accept",
                       "the proof of the cluster secret is wrong", ""};
@@ -184,8 +191,15 @@ Status ServerConnection::on_proof(std::string_view payload) {
     flush();
     return error;
   }
-  const ServerOptions& options = server_->options_;
   Status status;
+  if (proof.tags != TagKind::kNone) {
+    const RecordKeys keys =
+        derive_record_keys(options.secret, hello_payload_, challenge_, proof.tags);
+    status = begin_records(proof.tags, keys.of_server, keys.of_client, options.refused);
+    if (!status.is_ok()) return status;
+  } else if (challenge_.needs_tags) {
+    return {Code::kPermissionDenied, "transfer.accept", "a proof without the tags it needs", ""};
+  }
   if (hello_.epoch != 0 && hello_.epoch != options.epoch)
     status = {Code::kPeerLost, "transfer.accept",
               "the segment was restarted since it was opened: open it again", ""};

@@ -41,6 +41,8 @@ Result<std::shared_ptr<Engine>> Engine::create(EngineOptions options) {
   options.server.process = options.peer.process = own;
   options.peer.name = options.server.name;
   options.peer.secret = options.server.secret;
+  options.peer.tags = options.server.tags;
+  options.peer.refused = options.server.refused;
   const std::string epoch = random_bytes(sizeof options.server.epoch);
   std::copy(epoch.begin(), epoch.end(), reinterpret_cast<char*>(&options.server.epoch));
   options.server.epoch |= 1;  // 0 means any.

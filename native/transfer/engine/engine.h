@@ -135,6 +135,8 @@ class Engine {
   // What moved inside this process and to files.
   TransferCounters& counters() { return counters_; }
   BatchCounters batch_counters() const;
+  // Records of peers that were altered on the way; each ended its connection.
+  uint64_t num_refused_records() const { return options_.server.refused->load(); }
   // From now on what local, shm, cma or file move goes wrong as planned; none: no more. Returns the
   // plan until now, or none.
   std::shared_ptr<FaultPlan> set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan);

@@ -67,6 +67,12 @@ Result<Registry::Pin> Registry::pin(uint64_t offset, uint64_t length, Access acc
                  describe_range(offset, length) + ": the buffer ends after " +
                      std::to_string(entry->spec.length - inside),
                  "length"};
+  if (entry->spec.memory && inside + length > entry->spec.memory->reserved())
+    return Error{Code::kConfig, "transfer.access",
+                 describe_range(offset, length) + ": " +
+                     std::to_string(entry->spec.memory->reserved()) +
+                     " bytes of the buffer are reserved",
+                 "offset"};
   if (!is_allowed(entry->spec, access))
     return Error{Code::kPermissionDenied, "transfer.access",
                  describe_range(offset, length) + ": registered without this right", "offset"};

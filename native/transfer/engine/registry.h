@@ -76,7 +76,8 @@ class Registry {
   // Errors: kConfig (no bytes); kConflict (name taken); kCapacity (too many).
   Result<uint64_t> add(BufferSpec spec);
   // The bytes [offset, offset + length) of the segment. Errors: kNotFound (no buffer there, or it
-  // is closing); kConfig (beyond its end); kPermissionDenied.
+  // is closing); kConfig (beyond its end, or what is reserved of it);
+  // kPermissionDenied.
   Result<Pin> pin(uint64_t offset, uint64_t length, Access access);
   // The buffer that holds the offset, if peers may reach it at all. Errors: kNotFound.
   Result<Pin> pin_remote(uint64_t offset);

@@ -59,7 +59,12 @@ class ShmMapping : public Mapping {
  protected:
   Status copy_held(Op op, uint8_t* local, uint64_t offset, uint64_t length) override {
     if (Status status = check_range(grant_, op, offset, length); !status.is_ok()) return status;
-    return move(op, local, memory_->data() + (offset - grant_.base), length);
+    const uint64_t begin = offset - grant_.base;
+    if (!memory_->is_reserved(begin + length))
+      return {Code::kConfig, "transfer.access",
+              "offset " + std::to_string(offset) + ", " + std::to_string(length) +
+                  " bytes: the peer has not reserved them", "offset"};
+    return move(op, local, memory_->data() + begin, length);
   }
 
  private:

@@ -14,6 +14,7 @@
 #include "base/threads/idle_spin.h"
 #include "base/test.h"
 #include "transfer/memory/mapped_file.h"
+#include "transfer/memory/mapping.h"
 #include "transfer/memory/process_id.h"
 #include "transfer/engine/registry.h"
 
@@ -55,6 +56,52 @@ TEST(shared_memory_refuses_what_is_not_meant) {
   CHECK(SharedMemory::map_peer(grant).error().code == Code::kCorruption);
   grant.fd = 1 << 20;
   CHECK(!SharedMemory::map_peer(grant).is_ok());
+}
+
+TEST(shared_memory_is_reached_as_far_as_it_is_reserved) {
+  constexpr size_t kPart = 64 << 10;
+  const auto memory = SharedMemory::allocate(4 * kPart, kPart).value();
+  struct stat status {};
+  CHECK_EQ(fstat(memory->fd(), &status), 0);
+  CHECK_EQ(static_cast<size_t>(status.st_blocks) * 512, kPart);  // No page of the rest is taken.
+  Grant grant = grant_of(*memory);
+  const auto mapped = SharedMemory::map_peer(grant).value();
+  CHECK(mapped->is_reserved(kPart) && !mapped->is_reserved(kPart + 1));
+  CHECK(memory->reserve(3 * kPart).is_ok());
+  CHECK(memory->reserve(kPart).is_ok());  // Nothing is given back.
+  CHECK_EQ(memory->reserved(), 3 * kPart);
+  CHECK(mapped->is_reserved(3 * kPart) && !mapped->is_reserved(4 * kPart));
+  mapped->data()[3 * kPart - 1] = 5;
+  CHECK_EQ(memory->data()[3 * kPart - 1], 5);
+  CHECK(memory->reserve(4 * kPart + 1).error().code == Code::kConfig);
+  CHECK(ftruncate(memory->fd(), 1) != 0);
+}
+
+TEST(what_is_not_reserved_is_refused_by_every_way) {
+  constexpr size_t kPart = 64 << 10;
+  const auto memory = SharedMemory::allocate(2 * kPart, kPart).value();
+  Registry registry;
+  BufferSpec spec;
+  spec.data = memory->data();
+  spec.length = memory->size();
+  spec.memory = memory;
+  const uint64_t base = registry.add(spec).value();
+  Grant grant = grant_of(*memory);
+  grant.base = base;
+  grant.is_sealed = true;
+  MappedFiles files;
+  const auto shm = make_shm_mapping(grant, files).value();
+  const auto local = make_local_mapping(&registry);
+  std::vector<uint8_t> target(kPart);
+  for (const auto& mapping : {shm, local}) {
+    CHECK(mapping->copy(Op::kRead, target.data(), base, kPart).is_ok());
+    CHECK(mapping->copy(Op::kRead, target.data(), base + 1, kPart).error().code == Code::kConfig);
+  }
+  CHECK(registry.pin(base, kPart + 1, Access::kRemoteRead).error().code == Code::kConfig);
+  CHECK(registry.pin(base, kPart + 1, Access::kLocalWrite).error().code == Code::kConfig);
+  CHECK(memory->reserve(2 * kPart).is_ok());
+  for (const auto& mapping : {shm, local})
+    CHECK(mapping->copy(Op::kRead, target.data(), base + kPart, kPart).is_ok());
 }
 
 // A file of 1 MiB that is mapped, and what its owner would grant of it.

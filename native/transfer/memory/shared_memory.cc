@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <string>
 #include <utility>
@@ -23,31 +24,48 @@ Error fail_attach(Code code, std::string what) {
   return {code, "transfer.map", std::move(what), ""};
 }
 
+// Zero, or errno. The file grows to `end` only if all of it can be had.
+int grow(int fd, size_t begin, size_t end) {
+  int refused = 0;
+  do {
+    refused = fallocate(fd, 0, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
+  } while (refused != 0 && errno == EINTR);
+  return refused == 0 ? 0 : errno;
+}
+
 }  // namespace
 
-Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(size_t size) {
+SharedMemory::SharedMemory(int fd, uint8_t* data, size_t size, size_t reserved,
+                           const struct stat& status)
+    : fd_(fd),
+      reserved_(reserved),
+      data_(data),
+      size_(size),
+      device_(status.st_dev),
+      inode_(status.st_ino) {}
+
+Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(size_t size, size_t reserved) {
   if (size == 0) return fail_allocate(Code::kConfig, "0 bytes: ask for at least one");
   if (size > size_t{1} << 46) return fail_allocate(Code::kCapacity, "more than any machine has");
   OwnedFd fd(memfd_create("tandem", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (fd.get() < 0) return fail_allocate(Code::kCapacity, describe_errno("memfd_create", errno));
-  const off_t length = static_cast<off_t>(size);
-  if (fchmod(fd.get(), 0600) != 0 || ftruncate(fd.get(), length) != 0)
-    return fail_allocate(Code::kCapacity, describe_errno("ftruncate", errno));
-  int refused;
-  do {
-    refused = fallocate(fd.get(), 0, 0, length);
-  } while (refused != 0 && errno == EINTR);
-  if (refused != 0)
+  if (fchmod(fd.get(), 0600) != 0)
+    return fail_allocate(Code::kCapacity, describe_errno("fchmod", errno));
+  // More than its owner reserves is nobody's business, but it harms nobody either: only a file that is
+  // whole is sealed against growing.
+  const int seals = F_SEAL_SHRINK | F_SEAL_SEAL | (reserved < size ? 0 : F_SEAL_GROW);
+  reserved = std::min(reserved, size);
+  if (const int error = reserved == 0 ? 0 : grow(fd.get(), 0, reserved); error != 0)
     return fail_allocate(Code::kCapacity,
-                std::to_string(size) + " bytes: " + describe_errno("fallocate", errno));
-  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+                         std::to_string(reserved) + " bytes: " + describe_errno("fallocate", error));
+  if (fcntl(fd.get(), F_ADD_SEALS, seals) != 0)
     return fail_allocate(Code::kCapacity, describe_errno("fcntl(F_ADD_SEALS)", errno));
   struct stat status {};
   fstat(fd.get(), &status);
   void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) return fail_allocate(Code::kCapacity, describe_errno("mmap", errno));
   return std::shared_ptr<SharedMemory>(new SharedMemory(
-      fd.take(), static_cast<uint8_t*>(data), size, status.st_dev, status.st_ino));
+      fd.take(), static_cast<uint8_t*>(data), size, reserved, status));
 }
 
 Result<std::shared_ptr<SharedMemory>> SharedMemory::map_peer(const Grant& grant) {
@@ -61,18 +79,41 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::map_peer(const Grant& grant)
   }
   // The pid may have been given to another process between the grant and here.
   struct stat status {};
-  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
   if (fstat(fd.get(), &status) != 0 || status.st_dev != grant.device ||
-      status.st_ino != grant.inode || static_cast<uint64_t>(status.st_size) != grant.length ||
-      (fcntl(fd.get(), F_GET_SEALS) & kSeals) != kSeals)
+      status.st_ino != grant.inode || static_cast<uint64_t>(status.st_size) > grant.length ||
+      (fcntl(fd.get(), F_GET_SEALS) & F_SEAL_SHRINK) == 0)
     return fail_attach(Code::kCorruption, path + " is not the memory that the peer named");
   const int protection = PROT_READ | (grant.can_write ? PROT_WRITE : 0);
   void* data = mmap(nullptr, grant.length, protection, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) return fail_attach(Code::kCapacity, describe_errno("mmap", errno));
-  // The mapping keeps the file; the descriptor is not needed.
-  return std::shared_ptr<SharedMemory>(new SharedMemory(-1, static_cast<uint8_t*>(data),
-                                                        grant.length, status.st_dev,
-                                                        status.st_ino));
+  const size_t size = static_cast<size_t>(status.st_size);
+  // The mapping keeps the file; the descriptor tells how far it has grown, if it can.
+  const int kept = size < grant.length ? fd.take() : -1;
+  return std::shared_ptr<SharedMemory>(
+      new SharedMemory(kept, static_cast<uint8_t*>(data), grant.length, size, status));
+}
+
+Status SharedMemory::reserve(size_t end) {
+  const MutexLock lock(mutex_);
+  if (end > size_)
+    return {Code::kConfig, "transfer.reserve",
+            std::to_string(end) + " bytes of " + std::to_string(size_), "nbytes"};
+  const size_t begin = reserved();
+  if (end <= begin) return {};
+  if (const int error = grow(fd_, begin, end); error != 0)
+    return {Code::kCapacity, "transfer.reserve",
+            std::to_string(end - begin) + " bytes: " + describe_errno("fallocate", error), "nbytes"};
+  reserved_.store(end, std::memory_order_release);
+  return {};
+}
+
+bool SharedMemory::is_reserved(size_t end) {
+  if (end <= reserved()) return true;
+  struct stat status {};
+  if (fd_ < 0 || fstat(fd_, &status) != 0) return false;
+  // Never less than before, as the file is sealed against shrinking.
+  reserved_.store(static_cast<size_t>(status.st_size), std::memory_order_release);
+  return end <= static_cast<size_t>(status.st_size);
 }
 
 SharedMemory::~SharedMemory() {

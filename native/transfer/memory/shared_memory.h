@@ -1,21 +1,31 @@
-// Memory that other processes of the same user can map: an anonymous memory file, reserved in full
-// when it is made (so that no touch fails later) and sealed against resizing (so that a peer that
-// maps it cannot be killed by a truncation). It has no name, so nothing is left behind by a crash.
+// Memory that other processes of the same user can map: an anonymous memory file, as long as what is
+// reserved of it (so that no touch fails) and sealed against shrinking (so that a peer that maps it
+// cannot be killed by a truncation). Its owner may reserve it piece by piece: the file grows, the
+// mappings have their full length from the start, and an access beyond the end of the file is refused,
+// here and by peers. It has no name, so nothing is left behind by a crash.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
 #include "base/status.h"
+#include "base/threads/thread_annotations.h"
 #include "transfer/wire/wire.h"
+
+struct stat;
 
 namespace tandem::transfer {
 
 class SharedMemory {
  public:
-  // Zeroed. Errors: kConfig (0 bytes); kCapacity (the machine has not that much).
-  static Result<std::shared_ptr<SharedMemory>> allocate(size_t size);
+  // Zeroed, all of it reserved. Errors: kConfig (0 bytes); kCapacity (the machine has not that much).
+  static Result<std::shared_ptr<SharedMemory>> allocate(size_t size) {
+    return allocate(size, size);
+  }
+  // The same, with the first `reserved` bytes reserved.
+  static Result<std::shared_ptr<SharedMemory>> allocate(size_t size, size_t reserved);
   // Maps memory of a peer on this host. Errors: kPermissionDenied (another user, a hardened
   // kernel), kPeerLost (that process has ended), kCorruption (the file is not the one named).
   static Result<std::shared_ptr<SharedMemory>> map_peer(const Grant& grant);
@@ -25,16 +35,24 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   uint8_t* data() const { return data_; }
+  // Of the mapping; touch nothing that `is_reserved` does not confirm.
   size_t size() const { return size_; }
+  // Reserves the first `end` bytes; what is reserved stays so. Errors: kConfig (beyond the size);
+  // kCapacity (the machine has not that much; nothing has changed). REQUIRES: not a peer's. Any thread.
+  Status reserve(size_t end);
+  size_t reserved() const { return reserved_.load(std::memory_order_acquire); }
+  // Whether the first `end` bytes can be touched; asks the kernel if a peer's file has grown.
+  bool is_reserved(size_t end);
   int fd() const { return fd_; }
   uint64_t device() const { return device_; }
   uint64_t inode() const { return inode_; }
 
  private:
-  SharedMemory(int fd, uint8_t* data, size_t size, uint64_t device, uint64_t inode)
-      : fd_(fd), data_(data), size_(size), device_(device), inode_(inode) {}
+  SharedMemory(int fd, uint8_t* data, size_t size, size_t reserved, const struct stat& status);
 
   int fd_;
+  Mutex mutex_;  // Of `reserve`.
+  std::atomic<size_t> reserved_;
   uint8_t* data_;
   size_t size_;
   uint64_t device_;

@@ -181,13 +181,17 @@ Result<int> begin_connect(const SocketAddress& remote, const SocketAddress& loca
   return fd.take();
 }
 
+bool stays_on_host(const SocketAddress& remote, const SocketAddress& local) {
+  return remote.is_loopback() || remote.is_same_host(local);
+}
+
 void tune_stream(int fd, const SocketAddress& remote, int buffer_bytes) {
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   // Inside a host nothing is congested. A control that paces (BBR) halves the rate there: it guesses
   // a bandwidth from memory copies, sends in small parts and stops for its own probes. Every kernel
   // has Reno, and whatever the administrator chose stays in force between hosts.
-  if (remote.is_loopback() || remote.is_same_host(local_address_of(fd))) {
+  if (stays_on_host(remote, local_address_of(fd))) {
     constexpr std::string_view kUnpaced = "reno";
     setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kUnpaced.data(), kUnpaced.size());
   }

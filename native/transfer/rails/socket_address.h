@@ -45,6 +45,9 @@ Result<int> listen_on(const SocketAddress& address);
 Result<int> begin_connect(const SocketAddress& remote, const SocketAddress& local);
 // Name and address (without a port) of each interface that has one.
 std::vector<std::pair<std::string, std::string>> list_interfaces();
+// A connection between these stays in the kernel of this host: the remote end is a loopback address,
+// or that of the local end.
+bool stays_on_host(const SocketAddress& remote, const SocketAddress& local);
 // For small frames that are awaited and large ones that follow each other. `remote`: the other end.
 void tune_stream(int fd, const SocketAddress& remote, int buffer_bytes);
 // When it is closed, by us or because this process dies, what was not sent yet is thrown away, and the

@@ -45,6 +45,12 @@ std::string prove_input(std::string_view label, std::string_view hello,
   return input;
 }
 
+// The choice is part of what is proved where there is one.
+std::string with_choice(std::string input, const Challenge& challenge, TagKind tags) {
+  if (challenge.version >= kTagsVersion) input.push_back(static_cast<char>(tags));
+  return input;
+}
+
 void put_process(PayloadWriter& out, const ProcessId& process) {
   out.put_text(process.host_id);
   out.put_u32(process.pid);
@@ -196,6 +202,10 @@ std::string encode_challenge(const Challenge& challenge) {
   out.put_u64(challenge.epoch);
   out.put_raw(challenge.nonce);
   out.put_text(challenge.name);
+  if (challenge.version >= kTagsVersion) {
+    out.put_u8(challenge.tags);
+    out.put_u8(challenge.needs_tags);
+  }
   out.put_raw(challenge.proof);
   return out.take();
 }
@@ -209,17 +219,53 @@ Result<Challenge> decode_challenge(std::string_view payload) {
   challenge.epoch = in.get_u64();
   challenge.nonce = in.get_raw(kNonceBytes);
   challenge.name = in.get_text();
+  uint8_t needs_tags = 0;
+  if (challenge.version >= kTagsVersion) {
+    challenge.tags = in.get_u8();
+    needs_tags = in.get_u8();
+    challenge.needs_tags = needs_tags == 1;
+  }
   challenge.proof = in.get_raw(32);
-  if (!in.is_done()) return corrupt("a malformed challenge");
+  if (!in.is_done() || needs_tags > 1) return corrupt("a malformed challenge");
   return challenge;
+}
+
+std::string encode_proof(const Proof& proof, uint16_t version) {
+  PayloadWriter out;
+  if (version >= kTagsVersion) out.put_u8(static_cast<uint8_t>(proof.tags));
+  out.put_raw(proof.proof);
+  return out.take();
+}
+
+Result<Proof> decode_proof(std::string_view payload, uint16_t version) {
+  PayloadReader in(payload);
+  Proof proof;
+  const uint8_t tags = version >= kTagsVersion ? in.get_u8() : 0;
+  proof.tags = static_cast<TagKind>(tags);
+  proof.proof = in.get_raw(32);
+  if (!in.is_done() || tags > static_cast<uint8_t>(TagKind::kGmac))
+    return corrupt("a malformed proof");
+  return proof;
 }
 
 Digest prove_server(std::string_view secret, std::string_view hello, const Challenge& challenge) {
   return hmac_sha256(secret, prove_input("tandem transfer v1 server", hello, challenge));
 }
 
-Digest prove_client(std::string_view secret, std::string_view hello, const Challenge& challenge) {
-  return hmac_sha256(secret, prove_input("tandem transfer v1 client", hello, challenge));
+Digest prove_client(std::string_view secret, std::string_view hello, const Challenge& challenge,
+                    TagKind tags) {
+  return hmac_sha256(secret, with_choice(prove_input("tandem transfer v1 client", hello, challenge),
+                                         challenge, tags));
+}
+
+RecordKeys derive_record_keys(std::string_view secret, std::string_view hello,
+                              const Challenge& challenge, TagKind tags) {
+  const auto derive = [&](std::string_view label) {
+    return hkdf_sha256("tandem transfer", secret,
+                       with_choice(prove_input(label, hello, challenge), challenge, tags));
+  };
+  return {derive("tandem transfer v5 records of the client"),
+          derive("tandem transfer v5 records of the server")};
 }
 
 std::string encode_description(const Description& description) {

@@ -11,18 +11,21 @@
 
 #include "base/status.h"
 #include "transfer/engine/fence_ledger.h"
+#include "transfer/records/tag.h"
 #include "transfer/wire/sha256.h"
 
 namespace tandem::transfer {
 
 inline constexpr uint16_t kMinVersion = 1;
-inline constexpr uint16_t kMaxVersion = 4;
+inline constexpr uint16_t kMaxVersion = 5;
 // The first with calls.
 inline constexpr uint16_t kCallsVersion = 2;
 // The first whose grants may name a file that is not sealed.
 inline constexpr uint16_t kFilesVersion = 3;
 // The first that closes connections of other sessions when it is asked to.
 inline constexpr uint16_t kDebtsVersion = 4;
+// The first whose frames may go in records with tags.
+inline constexpr uint16_t kTagsVersion = 5;
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr size_t kNonceBytes = 32;
 inline constexpr size_t kSessionBytes = 16;
@@ -161,7 +164,15 @@ struct Challenge {
   uint64_t epoch = 0;
   std::string nonce;
   std::string name;
+  uint8_t tags = 0;          // Bits of the kinds of tags that the server has; from kTagsVersion on.
+  bool needs_tags = false;   // It serves nothing without.
   std::string proof;  // Of the secret, over hello and this; 32 bytes.
+};
+
+// What the client answers to a challenge.
+struct Proof {
+  TagKind tags = TagKind::kNone;  // As the client chose among those of the challenge.
+  std::string proof;              // Of the secret, over hello, challenge and choice; 32 bytes.
 };
 
 std::string encode_hello(const Hello& hello);
@@ -170,11 +181,23 @@ std::string encode_debts(const std::vector<FenceDebt>& debts);
 Result<std::vector<FenceDebt>> decode_debts(std::string_view payload);
 std::string encode_challenge(const Challenge& challenge);
 Result<Challenge> decode_challenge(std::string_view payload);
+std::string encode_proof(const Proof& proof, uint16_t version);
+Result<Proof> decode_proof(std::string_view payload, uint16_t version);
 
 // What each side must show. Both cover both nonces, so neither can be replayed; the labels differ,
 // so neither can be reflected.
 Digest prove_server(std::string_view secret, std::string_view hello, const Challenge& challenge);
-Digest prove_client(std::string_view secret, std::string_view hello, const Challenge& challenge);
+Digest prove_client(std::string_view secret, std::string_view hello, const Challenge& challenge,
+                    TagKind tags);
+
+// The keys of the records of one connection, one for each direction: of the secret, and of all that
+// both sides have said, which has a fresh nonce of each.
+struct RecordKeys {
+  Digest of_client;
+  Digest of_server;
+};
+RecordKeys derive_record_keys(std::string_view secret, std::string_view hello,
+                              const Challenge& challenge, TagKind tags);
 
 struct BufferInfo {
   uint64_t offset = 0;
@@ -210,7 +233,7 @@ struct Grant {
   uint64_t device = 0;
   uint64_t inode = 0;
   uint64_t file_offset = 0;  // Of the buffer's first byte.
-  bool is_sealed = false;    // Nobody can resize the file, and the buffer is all of it.
+  bool is_sealed = false;    // Nobody can shorten the file, and the buffer is all of it.
 };
 
 // Peers of an older version are told nothing of files that are not sealed.

@@ -1,10 +1,13 @@
-// libFuzzer target: any bytes as a header or a payload. Nothing may crash, and what is accepted must
+// libFuzzer target: any bytes as a header, a payload or a stream of records. Nothing may crash, and what is accepted must
 // mean the same when it is written and read again. The first byte chooses the decoder.
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <string_view>
 
+#include "transfer/records/record.h"
 #include "transfer/wire/wire.h"
 
 namespace tandem::transfer {
@@ -33,6 +36,46 @@ void check_header(const uint8_t* data, size_t size) {
     abort();
 }
 
+// A stream whose beginning is genuine, with any bytes put over it: what is opened is the beginning of
+// what was sealed. The input's first bytes say how much is sealed and where the others go.
+void check_records(std::string_view input) {
+  if (input.size() < 4) return;
+  const auto byte = [&](size_t i) { return static_cast<uint8_t>(input[i]); };
+  const std::string plain(1 + byte(0) + 300 * (byte(1) % 8), 'p');
+  RecordWriter writer(Tagger::create(TagKind::kHmac, Digest{}));
+  std::string stream;
+  for (int part = 0; part < 2; ++part) {
+    const iovec whole{const_cast<char*>(plain.data()), plain.size()};
+    if (writer.seal(&whole, 1) != plain.size()) abort();
+    stream.append(reinterpret_cast<const char*>(writer.data()), writer.size());
+    writer.on_sent(writer.size());
+  }
+  const size_t at = (byte(2) * size_t{256} + byte(3)) % (stream.size() + 1);
+  input.remove_prefix(4);
+  const bool is_other = stream.compare(at, input.size(), input) != 0;
+  stream.replace(at, std::min(input.size(), stream.size() - at), input);
+  RecordReader reader(Tagger::create(TagKind::kHmac, Digest{}));
+  std::string opened;
+  for (size_t done = 0;;) {
+    uint8_t part[512];
+    if (const size_t got = reader.take(part, sizeof part); got > 0) {
+      opened.append(reinterpret_cast<const char*>(part), got);
+      continue;
+    }
+    Result<bool> next = reader.open();
+    if (!next.is_ok()) break;
+    if (next.value()) continue;
+    if (done == stream.size()) break;
+    const auto [space, room] = reader.space();
+    const size_t size = std::min(room, stream.size() - done);
+    std::memcpy(space, stream.data() + done, size);
+    reader.add(size);
+    done += size;
+  }
+  if (opened != (plain + plain).substr(0, opened.size())) abort();
+  if (!is_other && opened.size() != 2 * plain.size()) abort();
+}
+
 }  // namespace
 }  // namespace tandem::transfer
 
@@ -40,7 +83,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace tandem::transfer;
   if (size == 0) return 0;
   const std::string_view payload(reinterpret_cast<const char*>(data) + 1, size - 1);
-  switch (data[0] % 6) {
+  switch (data[0] % 8) {
     case 0:
       check_header(data + 1, size - 1);
       break;
@@ -54,14 +97,24 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       check_round_trip(payload, encode_description, decode_description);
       break;
     case 4: {
-      const uint16_t version = data[0] / 6 % 2 == 0 ? kCallsVersion : kFilesVersion;
+      const uint16_t version = data[0] / 8 % 2 == 0 ? kCallsVersion : kFilesVersion;
       const auto decode = [=](std::string_view bytes) { return decode_grant(bytes, version); };
       const auto encode = [=](const Grant& grant) { return encode_grant(grant, version); };
       check_round_trip(payload, encode, decode);
       break;
     }
+    case 5: {
+      const uint16_t version = data[0] / 8 % 2 == 0 ? kDebtsVersion : kTagsVersion;
+      const auto decode = [=](std::string_view bytes) { return decode_proof(bytes, version); };
+      const auto encode = [=](const Proof& proof) { return encode_proof(proof, version); };
+      check_round_trip(payload, encode, decode);
+      break;
+    }
+    case 6:
+      check_records(payload);
+      break;
     default:
-      decode_error(data[0] / 6, payload);
+      decode_error(data[0] / 8, payload);
   }
   return 0;
 }

@@ -36,6 +36,25 @@ TEST(sha256_vectors) {
            "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
 }
 
+// The vectors above run by the processor's instructions where it has them.
+TEST(sha256_without_instructions_gives_the_same) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 100; ++round) {
+    std::string block(64, '\0');
+    for (char& byte : block) byte = static_cast<char>(random());
+    uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                         0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+    uint8_t padding[64] = {0x80};
+    padding[62] = 2;  // 512 bits.
+    sha256_compress_portable(state, reinterpret_cast<const uint8_t*>(block.data()));
+    sha256_compress_portable(state, padding);
+    Digest digest;
+    for (size_t i = 0; i < digest.size(); ++i)
+      digest[i] = static_cast<uint8_t>(state[i / 4] >> (24 - 8 * (i % 4)));
+    CHECK_EQ(hex(digest), hex(sha256(block)));
+  }
+}
+
 TEST(hmac_vectors_of_rfc_4231) {
   CHECK_EQ(hex(hmac_sha256(std::string(20, '\x0b'), "Hi There")),
            "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
@@ -134,6 +153,25 @@ TEST(payloads_round_trip) {
   CHECK(error.code == Code::kCapacity && error.where == "a.b" && error.what == "full");
 }
 
+TEST(who_speaks_of_tags_and_who_does_not) {
+  Challenge challenge;
+  challenge.nonce.assign(kNonceBytes, 'c');
+  challenge.proof.assign(32, 'p');
+  challenge.tags = available_tags();
+  challenge.needs_tags = true;
+  challenge.version = kTagsVersion - 1;
+  CHECK(!decode_challenge(encode_challenge(challenge)).value().needs_tags);
+  challenge.version = kTagsVersion;
+  const Challenge back = decode_challenge(encode_challenge(challenge)).value();
+  CHECK(back.needs_tags && back.tags == available_tags());
+  const Proof proof{TagKind::kGmac, std::string(32, 'p')};
+  CHECK(decode_proof(encode_proof(proof, kTagsVersion), kTagsVersion).value().tags ==
+        TagKind::kGmac);
+  CHECK_EQ(encode_proof(proof, kTagsVersion - 1).size(), size_t{32});
+  CHECK(!decode_proof("\3" + proof.proof, kTagsVersion).is_ok());
+  CHECK(!decode_proof(proof.proof, kTagsVersion).is_ok());
+}
+
 TEST(payload_decoders_survive_any_bytes) {
   std::mt19937 random(2);
   Description description;
@@ -161,7 +199,11 @@ TEST(proofs_cover_secret_nonces_and_side) {
   Challenge challenge;
   challenge.nonce.assign(kNonceBytes, 'c');
   const Digest server = prove_server("secret", hello, challenge);
-  CHECK(server != prove_client("secret", hello, challenge));
+  CHECK(server != prove_client("secret", hello, challenge, TagKind::kNone));
+  challenge.version = kTagsVersion;
+  CHECK(prove_client("secret", hello, challenge, TagKind::kHmac) !=
+        prove_client("secret", hello, challenge, TagKind::kGmac));
+  challenge.version = 0;
   CHECK(server != prove_server("Secret", hello, challenge));
   Hello other = make_hello();
   other.nonce[0] = 'x';

@@ -2,9 +2,11 @@
 
 Importing this package loads the extension ``_core`` (C++20, source under ``native/``); ``import
 tandem`` does not. The extension knows nothing of torch: tensors cross as arrays. Its errors are
-those of ``tandem.core.errors``; its calls release the GIL while they work.
+those of ``tandem.core.errors``; its calls release the GIL while they work. A cap on the instruction
+set (``TANDEM_MAX_ISA``) takes effect here, before anything asks for the CPU's features.
 """
 
+from tandem.core.config import read_max_isa
 from tandem.core.errors import UnsupportedError
 
 try:
@@ -55,6 +57,7 @@ try:
         TransferCore,
         WakeupTimes,
         answer_calls,
+        cap_isa,
         checksum_blob,
         checksum_chunks,
         checksum_values,
@@ -68,6 +71,7 @@ try:
         gate,
         gather_logprobs,
         kernel_isas,
+        has_gmac,
         list_interfaces,
         locate_rows,
         locate_values,
@@ -81,6 +85,7 @@ try:
         probe_cuda,
         probe_io_uring,
         raise_error,
+        read_free_memory,
         read_topology,
         recommend_threads,
         rms_norm,
@@ -98,6 +103,9 @@ except ImportError as error:
         f"the compiled core cannot be loaded ({error}): build it with `pip install -e .` in the "
         "source tree, which needs a C++20 compiler, or install a wheel of this platform",
     ) from error
+
+if (_max_isa := read_max_isa()) is not None:
+    cap_isa(_max_isa)
 
 __all__ = [
     "AlignedBuffer",
@@ -146,6 +154,7 @@ __all__ = [
     "TransferCore",
     "WakeupTimes",
     "answer_calls",
+    "cap_isa",
     "checksum_blob",
     "checksum_chunks",
     "checksum_values",
@@ -159,6 +168,7 @@ __all__ = [
     "gate",
     "gather_logprobs",
     "kernel_isas",
+    "has_gmac",
     "list_interfaces",
     "locate_rows",
     "locate_values",
@@ -172,6 +182,7 @@ __all__ = [
     "probe_cuda",
     "probe_io_uring",
     "raise_error",
+    "read_free_memory",
     "read_topology",
     "recommend_threads",
     "rms_norm",

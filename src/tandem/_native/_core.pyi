@@ -81,6 +81,10 @@ class CpuFeatures:
     def amx_blocker(self) -> str:
         """Why AMX is unusable although the CPU has it; empty otherwise."""
 
+    @property
+    def cap(self) -> str:
+        """The level of `cap_isa` that hides wider ones; empty for none."""
+
 def cpu_features() -> CpuFeatures:
     """
     Detect once; on a CPU with AMX this asks the kernel for the use of tiles.
@@ -152,6 +156,10 @@ class CgroupLimits:
     @property
     def memory_limit_source(self) -> str: ...
 
+    @property
+    def memory_left_bytes(self) -> int | None:
+        """Left of the limits, reclaimable file pages included; None = no limit."""
+
 class Topology:
     """The machine as this process may use it."""
 
@@ -199,6 +207,11 @@ class ThreadAdvice:
 def read_topology(root: str = '') -> Topology:
     """
     Read /proc and /sys below `root` (empty = this machine). Never fails: what is missing has its plainest value.
+    """
+
+def read_free_memory(root: str = '') -> int | None:
+    """
+    Bytes that this process can have now, by the machine and by its control groups; None if neither says. Reads a dozen small files.
     """
 
 def recommend_threads(topology: Topology) -> ThreadAdvice:
@@ -308,6 +321,17 @@ class AlignedBuffer:
 
     @property
     def page_kind(self) -> PageKind: ...
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes from the start whose pages are taken, so that no touch can fail."""
+
+    def reserve(self, end_bytes: int) -> None:
+        """
+        Take the pages of the first `end_bytes` now; what was taken stays.
+
+        One thread at a time. Raises: ConfigError (beyond the size); CapacityError (refused).
+        """
 
     def array(self) -> numpy.typing.NDArray[numpy.uint8]:
         """A writable view of the bytes, no copy; keeps the memory alive."""
@@ -510,11 +534,29 @@ class SharedArray:
     Freed with the last array that views it, here and there.
     """
 
-    def __init__(self, size_bytes: int) -> None:
-        """Raises: ConfigError (size below 1); CapacityError (too large)."""
+    def __init__(self, size_bytes: int, reserved_bytes: int | None = None) -> None:
+        """
+        Allocate.
+
+        Args:
+            size_bytes: at least 1.
+            reserved_bytes: of these, from the start, that may be touched until `reserve` is
+                called; a touch beyond ends the process. None = all.
+        Raises: ConfigError (size below 1); CapacityError (too large).
+        """
 
     @property
     def size_bytes(self) -> int: ...
+
+    @property
+    def reserved_bytes(self) -> int: ...
+
+    def reserve(self, end_bytes: int) -> None:
+        """
+        Reserve the first `end_bytes`; what was reserved stays so. Any thread.
+
+        Raises: ConfigError (beyond the size); CapacityError (refused).
+        """
 
     def array(self) -> numpy.typing.NDArray[numpy.uint8]:
         """A writable view of the bytes, no copy; keeps the memory alive."""
@@ -580,6 +622,10 @@ class RailStatus:
     @property
     def bandwidth_bytes_per_s(self) -> float:
         """Learnt."""
+
+    @property
+    def tags(self) -> str:
+        """Kind of the tags of its connection, gmac or hmac; empty: it has none."""
 
     @property
     def predicted_s(self) -> float:
@@ -709,13 +755,16 @@ def poll_sources(sources: Sequence[CallSource], fd: int, limit_s: float) -> bool
     for as long as polling pays. True: it is readable.
     """
 
+def has_gmac() -> bool:
+    """Whether a libcrypto was found whose GMAC is right."""
+
 def list_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that has one."""
 
 class TransferCore:
     """The native engine; see tandem.transfer."""
 
-    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, file_backend: str = 'auto', penalties: Mapping[str, Sequence[float]] = {}, quota_boards: Sequence[str] = [], quota_weight: float = 1.0) -> None: ...
+    def __init__(self, *, name: str, secret: bytes, listen: Sequence[str], advertise: Sequence[str], local_addresses: Sequence[str], bandwidths_bytes_per_s: Sequence[float], lanes: int, transports: Sequence[str], io_threads: int, copy_threads: int, spin_us: int, lease_ms: int, handshake_timeout_ms: int, stall_ms: int, min_slice_bytes: int, max_slice_bytes: int, max_connections: int, max_notifications: int, socket_buffer_bytes: int, checksum: bool, tags: str = 'auto', file_backend: str = 'auto', penalties: Mapping[str, Sequence[float]] = {}, quota_boards: Sequence[str] = [], quota_weight: float = 1.0) -> None: ...
 
     def register_host(self, memory: HostMemory, *, name: str, location: str, remote_read: bool, remote_write: bool, fd: int = -1, file_offset: int = 0) -> int: ...
 
@@ -759,6 +808,10 @@ class TransferCore:
         """Bytes per second that each NIC gives us now; infinity: not held."""
 
     @property
+    def num_refused_records(self) -> int:
+        """Of peers' records: altered on the way. Each ended its connection."""
+
+    @property
     def batch_counters(self) -> BatchCounters: ...
 
     def set_faults(self, transport: str, *, seed: int, drop: float, corrupt: float, duplicate: float, reorder: float, delay: float, delay_s: float, is_dead: bool) -> None: ...
@@ -797,6 +850,17 @@ class TransferCore:
     def is_forked(self) -> bool: ...
 
     def bytes_copied(self, transport: str) -> int: ...
+
+def cap_isa(isa: str) -> None:
+    """
+    Use no kernels, and report no CPU features, above an instruction set; before the first use.
+
+    Args:
+        isa: `plain`, `avx2`, `avx512_bw`, `avx512_vnni`, `avx512_bf16` or `amx`.
+
+    Raises: ConfigError (unknown); UnsupportedError (neither of this machine nor of this build);
+        ConflictError (features were read under another cap).
+    """
 
 def kernel_isas() -> list[str]:
     """

@@ -104,7 +104,9 @@ def run_cases(
             matched = True
             yield _run_case(bench, case, budget_s, rounds)
     if not matched:
-        raise NotFoundError("bench.run", f"no case of {bench} matches {' or '.join(patterns)}")
+        raise NotFoundError(
+            "bench.run", f"no case of {bench} matches {' or '.join(patterns)}: give GLOBs"
+        )
 
 
 def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> BenchRecord:

@@ -23,11 +23,15 @@ core, which has halted, costs several times one on the same. So there are three 
 where the system puts them, ``cores=one`` with both on one core, ``cores=two`` with a core for each;
 rivals go where the system puts them.
 
+``tags=gmac|hmac`` is ours with keyed tags, as between two hosts; its baseline is ours without,
+between the same two processes.
+
 ``workload=call size=BYTES`` is a call and its answer between two Python processes; its baseline is
 the same over pyzmq.
 """
 
 import contextlib
+import copy
 import os
 import secrets
 import shutil
@@ -45,6 +49,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from tandem._native import has_gmac
 from tandem.bench.children import start_child
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.placement import on_cores
@@ -71,6 +76,8 @@ IPERF_BYTES = 256 * 2**20
 IPERF_FROM_BYTES = 2**20
 """A measurement of iperf3 moves this much; for less than that its streams have no meaning."""
 CALL_SIZES = (200, 65_536)
+TAGGED = ((2**20, 1), (2**24, 1), (65_536, 256))
+"""Size and batch of the cases with tags."""
 
 UNPACED = b"reno"
 """Congestion control of the ceilings: one that paces, like BBR, halves what loopback carries."""
@@ -126,7 +133,7 @@ class _Pair:
     """This process and a child that offers memory, by our engine and by a plain socket."""
 
     def __init__(self, buffer_bytes: int, *, has_polling: bool = True) -> None:
-        secret = secrets.token_urlsafe(32)
+        self.secret = secret = secrets.token_urlsafe(32)
         self.buffer_bytes = buffer_bytes
         self.child = start_child(
             [sys.executable, "-c", SERVER, secret, str(buffer_bytes), UNPACED.decode()]
@@ -142,13 +149,15 @@ class _Pair:
         if not has_polling:
             config = msgspec.structs.replace(config, polling_us=0)
         self.engine = TransferEngine(config)
-        self.segment = self.engine.open(line[0])
+        self.address = line[0]
+        self.segment = self.engine.open(self.address)
         self.remote = self.segment.buffer("buffer")
         self.plain = self.segment.buffer("plain")
         self.local = self.engine.allocate(buffer_bytes)
+        self.array = self.local.array
         chunk = np.random.default_rng(0).integers(0, 256, min(buffer_bytes, 2**26), np.uint8)
         for at in range(0, buffer_bytes, len(chunk)):
-            self.local.array[at : at + len(chunk)] = chunk
+            self.array[at : at + len(chunk)] = chunk
         self.scratch = np.ones(min(buffer_bytes, 2**28), np.uint8)
         self.socket = socket.create_connection(("127.0.0.1", int(line[1])))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -193,6 +202,15 @@ class _Pair:
             return contextlib.nullcontext()
         first, second, *_ = sorted(os.sched_getaffinity(0))
         return on_cores({os.getpid(): first, self.child.pid: first if cores == "one" else second})
+
+    def with_tags(self, stack: contextlib.ExitStack, tags: Literal["always", "hmac"]) -> "_Pair":
+        """Return the same two processes and memory over connections with tags; see ``tags``."""
+        other = copy.copy(self)
+        other.engine = TransferEngine(TransferConfig(secret=self.secret, tags=tags))
+        stack.callback(other.engine.close, deadline_s=5)
+        other.segment = other.engine.open(self.address)
+        other.local = other.engine.register(self.array)
+        return other
 
     def close(self) -> None:
         """End the child."""
@@ -345,6 +363,12 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
                     yield _make_kv_case(pair, peers, transport, op)
         for size in CALL_SIZES:
             yield _make_call_case(pair, size)
+        kinds: tuple[Literal["always", "hmac"], ...] = ("always", "hmac")
+        for tags in kinds if has_gmac() else kinds[1:]:
+            tagged = pair.with_tags(stack, tags)
+            for op in (Op.WRITE, Op.READ):
+                for size, count in TAGGED:
+                    yield _make_tagged_case(pair, tagged, op, size, count)
         still = _Pair(QUICK_BUFFER_BYTES, has_polling=False)
         stack.callback(still.close)
         num_cores = len(os.sched_getaffinity(0))
@@ -397,6 +421,20 @@ def _make_still_case(
     )
 
 
+def _make_tagged_case(pair: _Pair, tagged: _Pair, op: Op, size: int, count: int) -> BenchCase:
+    parts = [(i * size, size) for i in range(count)]
+    case = _Comparison(tagged, "tcp", op, [parts])
+    kind = "gmac" if tagged.engine.config.tags == "always" else "hmac"
+    return BenchCase(
+        name=f"transport=tcp op={op.name.lower()} size={size} batch={count} walk=no tags={kind}",
+        unit="us",
+        ours=case.ours_us,
+        check=case.check,
+        baseline=_Comparison(pair, "tcp", op, [parts]).ours_us,
+        baseline_name="without tags",
+    )
+
+
 def _make_kv_case(
     pair: _Pair, peers: _Peers | None, transport: TransportChoice, op: Op
 ) -> BenchCase:
@@ -411,7 +449,7 @@ def _make_kv_case(
 
 
 def _make_call_case(pair: _Pair, size: int) -> BenchCase:
-    payload = pair.local.array[:size].tobytes()
+    payload = pair.array[:size].tobytes()
 
     def call() -> bytes:
         return pair.engine.call(pair.segment, payload)
@@ -510,13 +548,13 @@ class _Comparison:
             if self._transport == "tcp":
                 pair.move_plain(self._op, to, part)
             else:
-                np.copyto(pair.scratch[to : to + part], pair.local.array[at : at + part])
+                np.copyto(pair.scratch[to : to + part], pair.array[at : at + part])
             at, left = at + part, left - part
 
     def check(self) -> str:
         pair = self._pair
         end = max(at + size for at, size in self._parts)
-        view = pair.local.array[:end]
+        view = pair.array[:end]
         moved = np.zeros(end, bool)
         for at, size in self._parts:
             moved[at : at + size] = True

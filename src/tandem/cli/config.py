@@ -37,6 +37,7 @@ __all__ = [
     "SHORT_NAMES",
     "STORE_SETTINGS",
     "Config",
+    "find_flag",
     "load_config",
     "with_config_flags",
 ]
@@ -137,6 +138,12 @@ def load_config(
     return resolve_config(Config, file=file, environment=read_environment(), flags=given)
 
 
+def find_flag(path: str) -> str | None:
+    """Return the flag of a setting, the short one if there is one; None if there is no setting."""
+    fields = {field.path: field.flag for field in list_fields(Config)}
+    return SHORT_NAMES.get(path, fields.get(path))
+
+
 def with_config_flags(shown: frozenset[str]) -> Callable[[F], F]:
     """Give a command one option per setting; it receives them as ``**flags``.
 
@@ -149,14 +156,13 @@ def with_config_flags(shown: frozenset[str]) -> Callable[[F], F]:
         own = [
             p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
         ]
-        made = [_make_parameter(field, shown) for field in list_fields(Config)]
 
         @functools.wraps(function)
         def command(*, help_all: bool, **arguments: Any) -> Any:
             del help_all  # Its callback has printed the help and ended the program.
             return function(**arguments)
 
-        parameters = [*own, *made, _make_help_all()]
+        parameters = [*own, *_make_parameters(shown), _make_help_all()]
         command.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess,reportAttributeAccessIssue]
             parameters=parameters
         )
@@ -194,6 +200,11 @@ def _make_help_all() -> inspect.Parameter:
 
 def _parameter(field: ConfigField) -> str:
     return field.path.replace(".", "__")
+
+
+@functools.cache
+def _make_parameters(shown: frozenset[str]) -> list[inspect.Parameter]:
+    return [_make_parameter(field, shown) for field in list_fields(Config)]
 
 
 def _make_parameter(field: ConfigField, shown: frozenset[str]) -> inspect.Parameter:

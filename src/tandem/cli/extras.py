@@ -1,11 +1,15 @@
 """Which optional packages a command needs."""
 
+import importlib.metadata
+import re
 from importlib.util import find_spec
 
 from tandem.core.config import let_idle_threads_sleep
 from tandem.core.errors import UnsupportedError
 
-__all__ = ["require_extra"]
+__all__ = ["describe_missing", "require_extra", "require_serve"]
+
+DISTRIBUTION = "tandem-llm"
 
 
 def require_extra(extra: str, *packages: str) -> None:
@@ -16,5 +20,36 @@ def require_extra(extra: str, *packages: str) -> None:
     let_idle_threads_sleep()
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        what = f"{', '.join(missing)} not installed: pip install 'tandem-llm[{extra}]'"
-        raise UnsupportedError("cli.require_extra", what)
+        raise UnsupportedError("cli.require_extra", _describe(", ".join(missing), extra))
+
+
+def require_serve() -> None:
+    """As ``require_extra``, for commands that start a server.
+
+    Raises: UnsupportedError.
+    """
+    require_extra("serve", "torch", "transformers", "starlette", "uvicorn", "httptools", "httpx")
+
+
+def describe_missing(error: ModuleNotFoundError) -> str | None:
+    """Return a line about a module that an extra would bring; None if none would."""
+    package = (error.name or "").partition(".")[0]
+    extra = _find_extra(package)
+    return None if extra is None else f"[cli.import] {_describe(package, extra)}"
+
+
+def _describe(packages: str, extra: str) -> str:
+    return f"{packages} not installed: pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def _find_extra(package: str) -> str | None:
+    """Return the first extra of ours whose requirements have a package, by its import's name."""
+    try:
+        needed = importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None  # Run from a source tree.
+    for line in needed:
+        match = re.match(r"""([\w.-]+).*;.*extra\s*==\s*["'](\w+)["']""", line)
+        if match and match[1].lower().replace("-", "_").startswith(package) and package:
+            return match[2]
+    return None

@@ -10,6 +10,7 @@ project that reads the environment.
 import difflib
 import functools
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -18,25 +19,45 @@ import msgspec
 import msgspec.inspect as mi
 import yaml
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "ENV_PREFIX",
+    "ISA_VARIABLES",
+    "LIBRARY_VARIABLES",
+    "MAX_ISA",
     "ConfigField",
     "Resolved",
     "YamlLoader",
+    "cap_libraries",
     "check_bounds",
     "check_text",
     "child_environment",
     "let_idle_threads_sleep",
     "list_fields",
+    "list_library_caps",
     "mask_secrets",
     "parse_yaml",
     "read_environment",
+    "read_max_isa",
     "resolve_config",
 ]
 
 ENV_PREFIX = "TANDEM_"
+MAX_ISA = "TANDEM_MAX_ISA"
+"""The variable that caps the instruction set. It is none of the settings: it acts on libraries at
+their import, before any configuration is read."""
+ISA_VARIABLES = {
+    "plain": ("default", "SSE4_2", "SSE41"),
+    "avx2": ("avx2", "AVX2", "AVX2"),
+    "avx512_bw": ("", "AVX512", "AVX512_CORE"),
+    "avx512_vnni": ("", "AVX512_E1", "AVX512_CORE_VNNI"),
+    "avx512_bf16": ("", "AVX512_E2", "AVX512_CORE_BF16"),
+    "amx": ("", "AVX512_E4", "AVX512_CORE_AMX"),
+}
+"""Values of ``LIBRARY_VARIABLES`` for each instruction set; empty: as the CPU has it. torch runs
+what its variable names even where the CPU lacks it, so it is only ever told less."""
+LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 MAX_YAML_NODES = 100_000
 """An alias counts each time it is used: ten lines can stand for a thousand million values."""
 MAX_YAML_DEPTH = 64
@@ -78,12 +99,13 @@ class Resolved(msgspec.Struct, Generic[T], frozen=True):
     """Path to ``default``, ``file NAME``, ``env NAME`` or ``flag NAME``."""
 
 
-def list_fields(root: type[msgspec.Struct]) -> list[ConfigField]:
+@functools.cache
+def list_fields(root: type[msgspec.Struct]) -> tuple[ConfigField, ...]:
     """Return every leaf setting below ``root``, in order of declaration.
 
     Raises: AssertionError if a field lacks a description, which is our bug.
     """
-    return list(_walk_fields(root, ""))
+    return tuple(_walk_fields(root, ""))
 
 
 def resolve_config(
@@ -218,9 +240,9 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment for a child process: ours without secrets of the configuration.
 
     A child gets its configuration over its own channel; an API key in the environment would be
-    readable in ``/proc`` for as long as the child lives.
+    readable in ``/proc`` for as long as the child lives. The cap on the instruction set stays.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
+    env = {k: v for k, v in os.environ.items() if k == MAX_ISA or not k.startswith(ENV_PREFIX)}
     env.update(extra or {})
     return env
 
@@ -231,6 +253,46 @@ def let_idle_threads_sleep() -> None:
     On cores that they share with the threads of our kernels, spinning ones starve the others.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def cap_libraries() -> None:
+    """Pass ``TANDEM_MAX_ISA`` on to torch, MKL and oneDNN, which read their variables at import.
+
+    ``import tandem`` calls this, so that it comes before ours imports torch. Children inherit the
+    variables. It does nothing once torch is loaded, or for an unknown name: ``read_max_isa``, which
+    everything native calls, refuses both.
+    """
+    if "torch" not in sys.modules:
+        os.environ.update(list_library_caps())
+
+
+def read_max_isa() -> str | None:
+    """Return the cap on the instruction set, ``TANDEM_MAX_ISA``; None for none.
+
+    Raises:
+        ConfigError: no name of an instruction set.
+        UnsupportedError: torch was loaded before the cap was set for it.
+    """
+    isa = os.environ.get(MAX_ISA)
+    if not isa:
+        return None
+    if isa not in ISA_VARIABLES:
+        what = f"{MAX_ISA}={isa}: choose one of {', '.join(ISA_VARIABLES)}"
+        raise ConfigError("config.max_isa", what, field="max_isa")
+    late = [f"{k}={v}" for k, v in list_library_caps().items() if os.environ.get(k) != v]
+    if late:
+        what = (
+            f"{MAX_ISA}={isa}, but torch was loaded without {' '.join(late)}: import tandem before "
+            "torch, or set these variables too"
+        )
+        raise UnsupportedError("config.max_isa", what)
+    return isa
+
+
+def list_library_caps() -> dict[str, str]:
+    """Return the variables of torch, MKL and oneDNN that hold them to ``TANDEM_MAX_ISA``."""
+    values = ISA_VARIABLES.get(os.environ.get(MAX_ISA, ""), ())
+    return {name: value for name, value in zip(LIBRARY_VARIABLES, values, strict=False) if value}
 
 
 class _Text(str):

@@ -30,7 +30,7 @@ NUMERICS_VERSION = 1
 """Of what the code computes. A change that moves KV values beyond rounding (a mended RoPE, another
 activation quantization, another order of a block's bytes) takes the next number."""
 
-ROUNDING_VERSION = 1
+ROUNDING_VERSION = 2
 """Of the order of sums and roundings in the code. A change that moves bits, and values no further
 than rounding, takes the next number."""
 

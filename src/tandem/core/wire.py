@@ -299,6 +299,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     answer never has tokens of both."""
     pid: int
     load_seconds: float
+    max_model_len_reason: str = ""
+    """Why the context is so long."""
     adapters: list[AdapterInfo] = []
     """Those of ``InstanceSpec.adapters`` that were loaded at the start."""
     adapter_failures: dict[str, str] = {}
@@ -358,6 +360,9 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks by reason; see ``tandem.engine.tiers.counters.TierCounters``."""
     store_failures: dict[str, int] = {}
     """Blocks by reason."""
+    store_links: dict[str, int] = {}
+    """Instances by the state of their session with the store, which they look for while it is not
+    ``connected``; empty without a store."""
     peer_read_blocks: int = 0
     """Blocks taken from prefill instances."""
     peer_read_bytes: int = 0

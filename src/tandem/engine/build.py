@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from tandem import _native
 from tandem.core.clock import Clock
-from tandem.core.errors import ConfigError
+from tandem.core.errors import CapacityError
 from tandem.core.model_plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.memory import KvPlan, plan_kv_cache
+from tandem.engine.kv_memory import AnonymousMemory, KvExtents, KvMemory
+from tandem.engine.memory import KvPlan, check_context, plan_kv_cache
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -59,7 +58,6 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
     kv: KvPlan
-    max_model_len_reason: str
     threads_reason: str
     torch_threads: int
     """Of torch, which computes what is not native."""
@@ -85,13 +83,13 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 else "in place, mapped if cached",
             ),
             ("linear", model.linear.weight_format, model.linear.reason),
-            ("context", f"{self.config.max_model_len} tokens", self.max_model_len_reason),
+            ("context", f"{self.config.max_model_len} tokens", kv.max_model_len_reason),
             ("threads", str(self.config.threads), self.threads_reason),
             ("torch threads", str(self.torch_threads), self.torch_threads_reason),
             (
                 "KV cache",
                 f"{kv.num_blocks} blocks of {self.layout.block_size} tokens, "
-                f"{kv.size_bytes / MIB:.0f} MiB",
+                f"{kv.size_bytes / MIB:.0f} MiB when all are used",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
             ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
@@ -144,19 +142,13 @@ def plan_engine(
     )
     spec = model.spec
     own = spec.max_position_embeddings
-    if engine_config.max_model_len > own:
-        raise ConfigError(
-            "engine.plan",
-            f"max_model_len is {engine_config.max_model_len}, but the model knows {own} positions",
-            field="engine.max_model_len",
-        )
-    max_model_len = engine_config.max_model_len or own
+    check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
     kv = plan_kv_cache(
         engine_config,
         block_bytes=layout.bytes_per_block,
-        max_model_len=max_model_len,
+        own_context=own,
         available_bytes=_share_memory(
             _count_available(topology), model.weight_bytes, count_mapped_bytes(model), num_siblings
         ),
@@ -167,12 +159,11 @@ def plan_engine(
         layout=layout,
         config=msgspec.structs.replace(
             engine_config,
-            max_model_len=max_model_len,
+            max_model_len=kv.max_model_len,
             num_kv_blocks=kv.num_blocks,
             threads=threads,
         ),
         kv=kv,
-        max_model_len_reason="as asked for" if engine_config.max_model_len else "the model's own",
         threads_reason=threads_reason,
         torch_threads=torch_threads,
         torch_threads_reason=torch_reason,
@@ -218,9 +209,11 @@ def _choose_torch_threads(threads: int, model: ModelPlan) -> tuple[int, str]:
 
 def _count_available(topology: _native.Topology) -> int:
     """Bytes free now, as the machine and the control group see it."""
-    limit = topology.limits.memory_limit_bytes
+    left = topology.limits.memory_left_bytes
+    if left is None:
+        left = topology.limits.memory_limit_bytes
     available = topology.memory_available_bytes
-    return available if limit is None else min(available, limit)
+    return available if left is None else min(available, left)
 
 
 def build_engine(
@@ -230,7 +223,7 @@ def build_engine(
     progress: Callable[[int, int, str], None] | None = None,
     *,
     tiers: TierConfig | None = None,
-    allocate: Callable[[int], npt.NDArray[np.uint8]] | None = None,
+    allocate: Callable[[int], KvMemory] | None = None,
     num_siblings: int = 1,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
@@ -242,7 +235,7 @@ def build_engine(
         progress: called with (bytes done, bytes in all, what) while weights load.
         tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
             what moves the blocks.
-        allocate: makes the memory of all blocks, given its bytes; None: ordinary memory.
+        allocate: makes the memory of all blocks, given its bytes; None: memory of this process.
         num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
@@ -255,7 +248,17 @@ def build_engine(
     # Several instances map the file of the first, so it is there before the next one loads.
     model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
     spec = plan.model.spec
-    pool = BlockPool(plan.kv.num_blocks)
+    memory = extents = None
+    if model.device.type == "cpu":
+        memory = (AnonymousMemory if allocate is None else allocate)(plan.kv.size_bytes)
+        extents = KvExtents(
+            memory, num_blocks=plan.kv.num_blocks, block_bytes=plan.layout.bytes_per_block
+        )
+        if extents.reserve_blocks(1) < 1:
+            raise CapacityError(
+                "engine.build", "the machine has no memory left for a block of KV: free some"
+            )
+    pool = BlockPool(plan.kv.num_blocks, extents)
     identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
     index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
     planner = None
@@ -263,13 +266,12 @@ def build_engine(
         planner = CostTierPlanner(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
-    size_bytes = plan.kv.num_blocks * plan.layout.bytes_per_block
     cache = PagedKvCache(
         plan.layout,
         plan.kv.num_blocks,
         device=model.device,
         pool=threads,
-        memory=None if allocate is None else allocate(size_bytes),
+        memory=None if memory is None else memory.array,
     )
     engine = Engine(
         Scheduler(plan.config, pool, index, planner),
@@ -290,6 +292,7 @@ def build_engine(
         dtype=spec.dtype,
         vocab_size=spec.vocab_size,
         max_model_len=plan.config.max_model_len,
+        max_model_len_reason=plan.kv.max_model_len_reason,
         block_size=plan.layout.block_size,
         num_blocks=plan.kv.num_blocks,
         kv_bytes_per_token=plan.layout.bytes_per_token,

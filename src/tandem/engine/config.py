@@ -36,12 +36,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         KvSharing,
         Meta(
             description="relaxed: KV is shared with instances that round differently (another "
-            "number of NUMA parts, bf16 instructions of another CPU). strict: it is not, and the "
-            "same seed gives the same tokens whatever is cached."
+            "number of NUMA parts, bf16 instructions of another CPU). strict: it is not, and an "
+            "answer is bitwise that of a fresh run on this instruction set, in every dtype and "
+            "format but none, whatever was cached, chunked, loaded, sent by another instance or "
+            "recovered."
         ),
     ] = "relaxed"
     max_model_len: Annotated[
-        int, Meta(ge=0, description="Prompt and output tokens of a request; 0 = the model's own.")
+        int,
+        Meta(
+            ge=0,
+            description="Prompt and output tokens of a request; 0 = the model's own, or what fits.",
+        ),
     ] = 0
     max_batch_tokens: Annotated[
         int,

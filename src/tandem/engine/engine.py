@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
 from tandem.core.errors import (
+    CapacityError,
     ConfigError,
     InternalError,
     NotFoundError,
@@ -498,6 +499,7 @@ class Engine:
             plan = self._scheduler.schedule(begin_s)
             self._timelines.note_plan(plan, begin_s)
             outputs += [self._end(self._live[request.request_id]) for request in plan.expired]
+            outputs += [self._end_starved(request) for request in plan.starved]
             on_layer = self._watch_prefills(plan)
         if self._transfers is not None:
             self._transfers.begin(plan)
@@ -681,6 +683,13 @@ class Engine:
         if reason is not None:
             self._forget(live)
         return output
+
+    def _end_starved(self, request: Request) -> RequestOutput:
+        failure = CapacityError(
+            "engine.step", "the machine has had no memory for the request's KV: try again later"
+        )
+        logger.error("event=memory_short request=%s error=%s", request.request_id, failure)
+        return self._end(self._live[request.request_id], failure)
 
     def _end(
         self, live: _Live, failure: TandemError | None = None, stop: SampledToken | None = None

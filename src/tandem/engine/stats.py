@@ -17,11 +17,16 @@ def make_stats(
     *,
     block_size: int,
     reads: PeerReadCounters | None = None,
+    store_state: str | None = None,
 ) -> InstanceStats:
-    """Return a snapshot; ``tier`` is all zeros without a store, ``reads`` None without peers."""
+    """Return a snapshot; ``tier`` is all zeros without a store, ``reads`` None without peers.
+
+    ``store_state`` is that of the session with the store; None without one.
+    """
     reads = PeerReadCounters() if reads is None else reads
     return InstanceStats(
         stage=stage,
+        store_links={} if store_state is None else {store_state: 1},
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         num_loading=stats.num_loading,

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from tandem.core.errors import ConfigError
-from tandem.finetune.data.examples import IGNORED_LABEL, Example, collate, encode, make_template
+from tandem.finetune.data.examples import IGNORED_LABEL, Example, collate, encode
 from tandem.finetune.data.records import Conversation
+from tandem.finetune.data.templates import make_template
 from tandem.finetune.training.expert_adapters import open_adapter
 from tandem.finetune.training.model import load_frozen, load_tokenizer
 
@@ -48,7 +49,8 @@ class TunedModel:
         )
         self._tokenizer = load_tokenizer(frozen.checkpoint)
         self._template = make_template(self._tokenizer, template)
-        self._ends = _list_ends(frozen.checkpoint.spec.eos_token_ids, self._tokenizer)
+        ends = (*frozen.checkpoint.spec.eos_token_ids, *self._template.stop_ids)
+        self._ends = _list_ends(ends, self._tokenizer)
         self._model = frozen.model
         if adapter is not None:
             # Checked before PEFT believes it.
@@ -67,7 +69,7 @@ class TunedModel:
 
         Raises: ConfigError: the prompt is longer than the model's context.
         """
-        ids = self._template.tokenize(self._template.render_prompt(messages))
+        ids = self._template.encode_prompt(messages)
         limit = self._model.config.max_position_embeddings
         if len(ids) + 1 > limit:
             raise ConfigError("finetune.answer", f"{len(ids)} tokens: the context has {limit}")

@@ -25,7 +25,14 @@ from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.core.spec import KVLayout, MlaLayout
 from tandem.kernels.native import is_native, view_tensor
 
-__all__ = ["TORCH_DTYPES", "PagedBatch", "PagedKvCache", "SequenceChunk", "allocate_blocks"]
+__all__ = [
+    "MIN_HUGE_BYTES",
+    "TORCH_DTYPES",
+    "PagedBatch",
+    "PagedKvCache",
+    "SequenceChunk",
+    "allocate_blocks",
+]
 
 TORCH_DTYPES = {
     "float32": torch.float32,

@@ -20,7 +20,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     revision: Annotated[str, Meta(description="Branch, tag or commit of a hub id.")] = "main"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        Meta(description="Type of weights and activations; auto decides by size and says why."),
+        Meta(
+            description="Type of weights and activations; auto decides by size, storage and CPU, "
+            "and says why. float16 runs in float32, which holds it."
+        ),
     ] = "auto"
     rules: Annotated[
         str, Meta(description="YAML file of placement rules; empty for the built-in ones.")
@@ -28,8 +31,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     expert_format: Annotated[
         str,
         Meta(
-            description="Weight format of routed experts: a name such as int8, int4 or bf16; none "
-            "for tensors of the dtype; auto decides and says why."
+            description="Weight format of routed experts: a name such as int8, int4, bf16 or f32; "
+            "none for tensors of the dtype; auto decides and says why."
         ),
     ] = "auto"
     linear_format: Annotated[

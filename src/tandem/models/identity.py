@@ -49,7 +49,7 @@ IGNORED_CONFIG = {
 }
 """Fields of a configuration that change no value of KV, and why. All others count."""
 
-FORMAT_DTYPES = {"bf16": "bfloat16"}
+FORMAT_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 """Weight formats that hold exactly the values of a dtype."""
 
 IEEE_ISAS = ("plain", "avx2", "avx512_bw", "avx512_vnni")
@@ -125,9 +125,9 @@ def _find_rounding_class(
 def _find_bf16_unit(spec: ModelSpec, layout: KVLayout, formats: dict[str, str]) -> str:
     """Return the instruction set of bf16 products; integer and float32 ones are equal on all."""
     isa = kernel_isas()[-1]
-    dtypes = {spec.dtype, layout.dtype, *formats.values()}
-    has_bf16 = "bfloat16" in dtypes or any(
-        not find_format(name).is_integer for name in formats.values() if name != "bfloat16"
+    names = set(formats.values()) - set(FORMAT_DTYPES.values())
+    has_bf16 = "bfloat16" in {spec.dtype, layout.dtype, *formats.values()} or any(
+        not find_format(name).is_integer for name in names
     )
     return isa if has_bf16 and isa not in IEEE_ISAS else ""
 

@@ -8,6 +8,7 @@ Threads: all on the endpoint's loop, except ``begin_threadsafe`` and what it ret
 """
 
 import asyncio
+import collections
 import concurrent.futures
 import functools
 import logging
@@ -104,13 +105,17 @@ class OutgoingCalls:
         self._token = b""
         self._open: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._by_lane: dict[int, _LaneCall] = {}
+        self._dropped: collections.deque[int] = collections.deque()
+        """Calls by the lane that a thread has given up, and that ``_by_lane`` still has. The
+        garbage collector may drop one in any thread at any moment, also in one that holds
+        ``_order``: so that takes no lock."""
         self._num_sure = 0
         """Calls by the lane up to this number have come there, or will unless it breaks."""
         self._num_answered = 0
         """The highest number of one that was answered."""
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._by_lane)
+        return len(self._open) + len(self._by_lane) - len(self._dropped)
 
     @property
     def has_lane(self) -> bool:
@@ -201,6 +206,7 @@ class OutgoingCalls:
 
     def _send_by_socket(self, method: str, request: object, timeout_ms: int) -> int:
         with self._order:
+            self._forget_dropped()
             number, call_id = self._num_by_socket + 1, self._next_id
             body, after = as_body(request), self._num_sure
             self._next_id += 1
@@ -213,6 +219,7 @@ class OutgoingCalls:
     ) -> tuple[int, T] | None:
         """Send by the lane; None if this call cannot."""
         with self._order:
+            self._forget_dropped()
             lane = self._lane
             if lane is None:
                 return None
@@ -304,16 +311,28 @@ class OutgoingCalls:
     def forget(self, call_id: int, *, is_answered: bool) -> None:
         """Nobody waits for it any more."""
         with self._order:
-            call = self._by_lane.pop(call_id, None)
-            if call is None:
-                return
-            if is_answered:
-                self._num_answered = max(self._num_answered, call.number)
-            elif self._num_sure == call.number:
-                # One that is given up may never be sent: nothing may wait for it.
-                newest = next(reversed(self._by_lane.values()), None)
-                in_flight = 0 if newest is None else newest.number
-                self._num_sure = max(self._num_answered, in_flight)
+            self._forget(call_id, is_answered=is_answered)
+
+    def drop(self, call_id: int) -> None:
+        """As ``forget`` of a call without an answer; takes effect before the next call leaves."""
+        self._dropped.append(call_id)
+
+    def _forget_dropped(self) -> None:
+        """Forget what was dropped. REQUIRES: ``_order`` is held."""
+        while self._dropped:
+            self._forget(self._dropped.popleft(), is_answered=False)
+
+    def _forget(self, call_id: int, *, is_answered: bool) -> None:
+        call = self._by_lane.pop(call_id, None)
+        if call is None:
+            return
+        if is_answered:
+            self._num_answered = max(self._num_answered, call.number)
+        elif self._num_sure == call.number:
+            # One that is given up may never be sent: nothing may wait for it.
+            newest = next(reversed(self._by_lane.values()), None)
+            in_flight = 0 if newest is None else newest.number
+            self._num_sure = max(self._num_answered, in_flight)
 
     # Answers by the socket.
 
@@ -404,6 +423,7 @@ class _ThreadCall(Generic[T]):
         self._call_id, self._answer = begun
         self._method = method
         self._response_type = response_type
+        self._is_answered = False
 
     def wait(self, timeout_s: float) -> T:
         deadline_s = time.monotonic() + timeout_s
@@ -415,6 +435,7 @@ class _ThreadCall(Generic[T]):
             self._calls.lose_lane(self._lane, error)
             raise self._calls.describe_lost(self._method) from None
         body = open_answer(data) if data else self._wait_long(deadline_s, timeout_s)
+        self._is_answered = True
         self._calls.forget(self._call_id, is_answered=True)
         return _decode_answer(self._method, body, self._response_type)
 
@@ -428,7 +449,8 @@ class _ThreadCall(Generic[T]):
         return self._calls.take_long(self._call_id, self._method)
 
     def __del__(self) -> None:
-        self._calls.forget(self._call_id, is_answered=False)
+        if not self._is_answered:
+            self._calls.drop(self._call_id)
 
 
 class _LoopCall(Generic[T]):

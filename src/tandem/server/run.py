@@ -26,7 +26,7 @@ from tandem.server.context import ServerContext
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["RunningServer", "run_server"]
+__all__ = ["RunningServer", "open_listener", "run_server"]
 
 _logger = logging.getLogger(__name__)
 
@@ -152,6 +152,8 @@ class RunningServer:
     def __init__(self, server: uvicorn.Server, context: ServerContext, url: str, port: int) -> None:
         self.url = url
         self.port = port
+        self.is_interrupted = False
+        """Whether Ctrl-C, and no other signal, began its end."""
         self._server = server
         self._context = context
         self._drain: asyncio.Task[None] | None = None
@@ -167,6 +169,11 @@ class RunningServer:
         if self._abort is None:
             self._abort = asyncio.get_running_loop().create_task(self._abort_and_exit())
 
+    def interrupt(self) -> None:
+        """As ``stop``, noting that it was Ctrl-C."""
+        self.is_interrupted = self.is_interrupted or self._drain is None
+        self.stop()
+
     async def _abort_and_exit(self) -> None:
         await self._context.lifecycle.abort(None)
         self._server.should_exit = True
@@ -180,6 +187,7 @@ async def run_server(
     config: ServerConfig,
     app: Starlette,
     on_started: Callable[[RunningServer], None] | None = None,
+    listener: socket.socket | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until ``RunningServer.stop``; returns when drained.
 
@@ -187,11 +195,12 @@ async def run_server(
         config: of ``build_app``.
         app: from ``build_app``.
         on_started: called on the loop once the port is open, with the address.
+        listener: from ``open_listener`` with the same ``config``, closed here; None: opened here.
 
     Raises:
         ConfigError: the address cannot be bound, or the certificate cannot be read.
     """
-    listener = _bind(config)
+    listener = open_listener(config) if listener is None else listener
     settings = uvicorn.Config(
         app,
         http=_Connection,
@@ -254,8 +263,8 @@ def _signals(running: RunningServer) -> Iterator[None]:
         return
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, running.stop)
+    loop.add_signal_handler(signal.SIGTERM, running.stop)
+    loop.add_signal_handler(signal.SIGINT, running.interrupt)
     try:
         yield
     finally:
@@ -263,7 +272,11 @@ def _signals(running: RunningServer) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def _bind(config: ServerConfig) -> socket.socket:
+def open_listener(config: ServerConfig) -> socket.socket:
+    """Take the address to serve at; nothing can connect before ``run_server``.
+
+    Raises: ConfigError (it cannot be resolved or bound).
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,5 +1,6 @@
 """Settings of the store."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -114,8 +115,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(ge=MIN_SEGMENT_BYTES, le=MAX_SEGMENT_BYTES, description="Memory that a host offers."),
     ] = 2**30
     segment_dir: Annotated[
-        str, Meta(description="Folder of the segment files, on tmpfs or hugetlbfs; 0700.")
-    ] = "/dev/shm/tandem"  # noqa: S108 - made 0700 and checked before use
+        str,
+        Meta(
+            description="Folder of the segment files, on tmpfs or hugetlbfs; 0700. {uid} stands "
+            "for the user's number."
+        ),
+    ] = "/dev/shm/tandem-{uid}"  # noqa: S108 - made 0700 and checked before use
     ssd_dir: Annotated[
         str, Meta(description="Folder of a host's SSD tier, its own alone (0700); empty = none.")
     ] = ""
@@ -207,6 +212,11 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         unit = self.memory[len(number) :].strip()
         return int(float(number) * UNIT_BYTES[unit]) // PAGE_BYTES * PAGE_BYTES
 
+    @property
+    def segment_folder(self) -> Path:
+        """``segment_dir`` with the user's number in it: users share a machine, not a folder."""
+        return Path(self.segment_dir.replace("{uid}", str(os.geteuid())))
+
     def __repr__(self) -> str:
         """Show the settings without the secret."""
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -225,19 +235,19 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(
                 "store.configure",
                 f"memory {self.memory!r} is not from {MIN_SEGMENT_BYTES >> 10} KiB to "
-                f"{MAX_SEGMENT_BYTES >> 30} GiB",
+                f"{MAX_SEGMENT_BYTES >> 30} GiB: give one such as 1GiB",
                 field="store.memory",
             )
         if not Path(self.segment_dir).is_absolute():
             raise ConfigError(
                 "store.configure",
-                f"segment_dir {self.segment_dir!r} is not an absolute path",
+                f"segment_dir {self.segment_dir!r} is not an absolute path: begin it with /",
                 field="store.segment_dir",
             )
         if self.ssd_dir and not Path(self.ssd_dir).is_absolute():
             raise ConfigError(
                 "store.configure",
-                f"ssd_dir {self.ssd_dir!r} is not an absolute path",
+                f"ssd_dir {self.ssd_dir!r} is not an absolute path: begin it with /",
                 field="store.ssd_dir",
             )
         if self.secret is not None and len(self.secret.encode()) < 16:

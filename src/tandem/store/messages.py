@@ -22,6 +22,7 @@ __all__ = [
     "DrainHost",
     "Endpoint",
     "ExtentRecords",
+    "FloorSet",
     "ForgetObjects",
     "HostExtents",
     "HostStage",
@@ -53,6 +54,7 @@ __all__ = [
     "RetireHost",
     "SealExtents",
     "SegmentGrown",
+    "SetFloor",
     "StartPut",
     "StartStatus",
     "StartedPut",
@@ -282,6 +284,26 @@ class RetireHost(msgspec.Struct, frozen=True):
     name: str
 
 
+class SetFloor(msgspec.Struct, frozen=True):
+    """Let what hosts have that no roster names be dead, up to now."""
+
+    dry_run: bool = False
+    """Only tell what that would be."""
+
+
+class FloorSet(msgspec.Struct, frozen=True):
+    """Answers ``SetFloor``."""
+
+    version: int
+    """Up to this one objects of hosts that are not named are dropped when they come."""
+    is_complete: bool
+    """The roster names all hosts: nothing is kept for others."""
+    num_tombstones: int
+    """Removals that are kept until hosts have wiped them."""
+    hosts: list[str]
+    """Named by the roster: they lose nothing."""
+
+
 class HostStage(StrEnum):
     """What a host is doing."""
 
@@ -299,7 +321,7 @@ class DiskState(StrEnum):
 
     ACTIVE = "active"
     FULL = "full"
-    """The file system has no room; nothing is written until it has."""
+    """The file system has less room than the tier may use: that much is used, or nothing."""
     FAILING = "failing"
     """Writing fails; it is tried again, ever more rarely."""
     FAILED = "failed"
@@ -370,6 +392,10 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts may still bring objects: a missing object is not known to be absent."""
     damaged: list[str] = []
     """Files of the master itself that did not hold together."""
+    num_tombstones: int = 0
+    """Removals that are kept until hosts that were away have wiped them."""
+    is_roster_complete: bool = True
+    """False: the roster was lost, so tombstones are kept for hosts that it may not name."""
 
 
 # Between master and hosts.

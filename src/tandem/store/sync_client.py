@@ -20,7 +20,7 @@ from tandem.store.client import (
 )
 from tandem.store.config import StoreConfig
 from tandem.store.local import LocalStore
-from tandem.store.messages import KeyPage, StoreStatus
+from tandem.store.messages import FloorSet, KeyPage, StoreStatus
 from tandem.store.services.client import ClientService
 
 __all__ = ["StoreClient"]
@@ -265,3 +265,7 @@ class StoreClient:
     def retire(self, host: str) -> None:
         """See ``AsyncStoreClient.retire``."""
         self._run(self._client.retire(host))
+
+    def set_floor(self, *, dry_run: bool = False) -> FloorSet:
+        """See ``AsyncStoreClient.set_floor``."""
+        return self._run(self._client.set_floor(dry_run=dry_run))

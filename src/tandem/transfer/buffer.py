@@ -76,16 +76,33 @@ class Buffer:
         return self._is_registered and not self._engine.is_closed
 
     @property
+    def reserved_bytes(self) -> int:
+        """Bytes from the start that may be touched: all, unless ``allocate`` was told otherwise."""
+        is_ours = isinstance(self._memory, SharedArray)
+        return self._memory.reserved_bytes if is_ours else self.length
+
+    def reserve(self, end_bytes: int) -> None:
+        """Take the first ``end_bytes`` of allocated memory from the machine; nothing is given back.
+
+        Raises: UnsupportedError (registered memory); ConfigError (beyond the end); CapacityError
+            (the machine has not that much).
+        """
+        self._require_allocated().reserve(end_bytes)
+
+    @property
     def array(self) -> npt.NDArray[np.uint8]:
         """The bytes of allocated memory, writable, no copy; outlives the buffer and the engine.
 
         Raises: UnsupportedError for registered memory: use the object that was registered.
         """
+        return self._require_allocated().array()
+
+    def _require_allocated(self) -> SharedArray:
         if not isinstance(self._memory, SharedArray):
             raise UnsupportedError(
                 "transfer.array", "only allocate() makes arrays: use the registered object"
             )
-        return self._memory.array()
+        return self._memory
 
 
 def wrap_memory(memory: Any) -> HostMemory:

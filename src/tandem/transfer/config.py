@@ -120,6 +120,14 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     checksum: Annotated[
         bool, Meta(description="CRC-32C of every slice on tcp; a damaged one is sent again.")
     ] = False
+    tags: Annotated[
+        Literal["auto", "always", "hmac", "never"],
+        Meta(
+            description="Keyed tags on tcp, which make what is sent authentic; auto = on "
+            "connections that leave the host; hmac = always, and by HMAC-SHA256 where GMAC would "
+            "do; never = only where the peer asks."
+        ),
+    ] = "auto"
 
     def __repr__(self) -> str:
         """Show the settings without the secret: configurations end up in logs."""

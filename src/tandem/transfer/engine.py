@@ -6,6 +6,7 @@ the parent: in the child every call raises ConflictError; make a new engine ther
 """
 
 import asyncio
+import logging
 import os
 import socket
 import threading
@@ -22,6 +23,7 @@ from tandem._native import (
     SegmentDescription,
     SharedArray,
     TransferCore,
+    has_gmac,
 )
 from tandem.core.config import check_text
 from tandem.core.errors import ConfigError, ConflictError, DeadlineError, NotFoundError
@@ -40,6 +42,8 @@ from tandem.transfer.nics import load_topology, plan_nics
 from tandem.transfer.segment import FileSegment, Segment
 
 __all__ = ["Notification", "TransferEngine"]
+
+logger = logging.getLogger(__name__)
 
 Remote = bool | Literal["read", "write"]
 """What peers may do with a buffer: both, nothing, or one of the two."""
@@ -81,6 +85,7 @@ class TransferEngine:
 
     def __init__(self, config: TransferConfig | None = None) -> None:
         self.config = config = TransferConfig() if config is None else config
+        self._has_warned = False
         self.name = config.name or f"{socket.gethostname()[:150]}:{os.getpid()}"
         has_secret = config.secret is not None
         secret = config.secret.encode() if config.secret is not None else os.urandom(32)
@@ -108,11 +113,13 @@ class TransferEngine:
             max_notifications=config.max_notifications,
             socket_buffer_bytes=config.socket_buffer_bytes,
             checksum=config.checksum,
+            tags=config.tags,
             file_backend=config.file_backend,
             penalties=nics.penalties,
             quota_boards=nics.quota_boards,
             quota_weight=1.0 if config.nic_weight is None else config.nic_weight,
         )
+        self._warn_of_slow_tags(has_secret and not _are_loopback(config.listen))
         self._held: dict[int, HostMemory | SharedArray] = {}
         # Address by id; empty for a file.
         self._segments: dict[int, str] = {}
@@ -132,6 +139,20 @@ class TransferEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def _warn_of_slow_tags(self, leaves_host: bool) -> None:
+        tags = self.config.tags
+        is_slow = tags == "hmac" or not has_gmac()
+        if self._has_warned or not is_slow or not (tags in ("always", "hmac") or leaves_host):
+            return
+        self._has_warned = True
+        logger.warning(
+            "tags of connections are made by HMAC-SHA256, %s: tcp takes several times as long as "
+            "with GMAC; `tandem bench transfer --cases '*tags=*'` tells how much",
+            "as TransferConfig.tags says"
+            if tags == "hmac"
+            else "since there is no libcrypto (OpenSSL)",
+        )
 
     @property
     def is_closed(self) -> bool:
@@ -161,11 +182,26 @@ class TransferEngine:
         return self.core.epoch
 
     def allocate(
-        self, nbytes: int, *, name: str = "", location: str = "cpu", remote: Remote = True
+        self,
+        nbytes: int,
+        *,
+        name: str = "",
+        location: str = "cpu",
+        remote: Remote = True,
+        reserved_bytes: int | None = None,
     ) -> Buffer:
         """Make zeroed, registered memory that peers of our user on this host can map.
 
         Its bytes are ``Buffer.array``. They are freed with the last array, here and in peers.
+
+        Args:
+            nbytes: at least 1.
+            name: by which peers find it; unique in this engine.
+            location: where it lies, ``cpu:0``.
+            remote: what peers may do with it.
+            reserved_bytes: taken from the machine now, from the start; the rest is addresses until
+                ``Buffer.reserve``. Transfers and peers are refused what is not reserved; a touch
+                of it here ends the process. None = all.
 
         Raises: ConfigError (size, name in use is ConflictError); CapacityError (out of memory).
         """
@@ -174,7 +210,7 @@ class TransferEngine:
                 "transfer.allocate", f"{nbytes} bytes: give 1 or more", field="nbytes"
             )
         self._check_open()
-        return self._add(SharedArray(nbytes), name, location, remote)
+        return self._add(SharedArray(nbytes, reserved_bytes), name, location, remote)
 
     def register(
         self,
@@ -231,6 +267,7 @@ class TransferEngine:
         Raises: PermissionDeniedError (secrets differ); UnsupportedError (versions differ);
             PeerLostError (no engine there); DeadlineError; ConfigError (malformed address).
         """
+        self._warn_of_slow_tags(not _are_loopback([address]))
         segment_id = self.core.open(address, self._deadline(deadline_s))
         self._segments[segment_id] = address
         return Segment(self, segment_id, address)
@@ -533,3 +570,9 @@ def _shut_down(
             # A handler may close its own engine.
             if thread is not threading.current_thread():
                 thread.join(deadline_s)
+
+
+def _are_loopback(addresses: Iterable[str]) -> bool:
+    """Tell whether these are all of loopback, by their text; names of hosts are not."""
+    hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
+    return all(host.startswith("127.") or host in ("localhost", "::1") for host in hosts)

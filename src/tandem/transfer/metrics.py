@@ -49,6 +49,12 @@ TRANSFER_METRICS = tuple(
             ("peer", "transport"),
             "Pieces that this transport failed to move and another took over.",
         ),
+        (
+            "records_refused_total",
+            "counter",
+            (),
+            "Records of peers that were altered on the way; each ended its connection.",
+        ),
         ("rail_lanes_healthy", "gauge", _RAIL, "Connections of a rail that may carry slices."),
         ("rail_bytes_total", "counter", _RAIL, "Bytes moved over a rail."),
         ("rail_resent_total", "counter", _RAIL, "Slices of a rail that were sent elsewhere."),
@@ -99,6 +105,7 @@ class TransferCollector(Collector):
     def _add_batches(self, families: dict[str, Any]) -> None:
         counters = self._engine.core.batch_counters
         families["batches_running"].add_metric([], counters.num_running)
+        families["records_refused_total"].add_metric([], self._engine.core.num_refused_records)
         families["batches_total"].add_metric(["done"], counters.num_done)
         for code, count in counters.num_failed.items():
             families["batches_total"].add_metric([code], count)

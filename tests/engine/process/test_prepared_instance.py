@@ -1,4 +1,4 @@
-"""Goal: an instance that is prepared imports before it has settings, and ends if it gets none."""
+"""Goal: an instance that is prepared imports before it has settings, and ends with its server."""
 
 import subprocess
 import sys
@@ -8,16 +8,31 @@ import pytest
 from tandem.engine.process.instance import PREPARE
 
 PROGRAM = """
-import sys
+import time
 from tandem.engine.process import instance
-instance.LIBRARIES = ("colorsys",)
-print(instance.main(), "colorsys" in sys.modules)
+def import_libraries():
+    print("imports", flush=True)
+    if {is_slow}:
+        time.sleep(600)
+instance.import_libraries = import_libraries
+instance.main()
 """
 
 
-@pytest.mark.parametrize(("text", "is_imported"), [(PREPARE, True), (b"", False)])
-def test_an_instance_that_gets_no_settings(text, is_imported):
-    told = subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=text, capture_output=True, timeout=300, check=True
-    )
-    assert (told.stdout.decode().split(), told.stderr) == (["0", str(is_imported)], b"")
+@pytest.mark.parametrize(
+    ("text", "is_slow", "shown"),
+    [(PREPARE, False, "imports\n"), (PREPARE, True, "imports\n"), (b"", False, "")],
+)
+def test_an_instance_that_gets_no_settings(text, is_slow, shown):
+    """It ends when the server does, also while it imports."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(is_slow=is_slow)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as child:  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(text)
+        child.stdin.flush()
+        assert child.stdout.read(len(shown)).decode() == shown
+        _, errors = child.communicate(timeout=60)
+        assert (child.returncode, errors) == (0, b"")

@@ -6,9 +6,11 @@ launcher over a program that starts at once.
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
+from tandem.core.errors import ConfigError, PeerLostError
 from tandem.core.wire import InstanceStage, StageChanged
 from tandem.engine.config import EngineConfig
 from tandem.engine.process import launcher as launcher_module
@@ -104,6 +106,27 @@ def test_a_successor_is_prepared_while_an_instance_is_silent():
             await asyncio.sleep(LEASE_S / 3)
             assert launcher.told[-1] == "discard", "it is well, and needs no successor"
         assert launcher.told[-1] == "close"
+
+    run_virtual(work)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConfigError("rpc.runtime_dir", "no folder"), "no folder"),
+        (OSError("no process"), "no proc"),
+    ],
+)
+def test_an_instance_that_cannot_be_started_is_reported(error, reason):
+    """Not waited for: without a temporary folder a server said "starting" for ever."""
+
+    async def work() -> None:
+        launcher = Launcher()
+        launcher.start = AsyncMock(side_effect=error)
+        async with asyncio.timeout(TIMEOUT_S), InstanceSupervisor(SPEC, launcher=launcher) as one:
+            with pytest.raises(PeerLostError, match=reason):
+                await one.wait_ready()
+            assert one.stage.stage is InstanceStage.FAILED
 
     run_virtual(work)
 

@@ -85,6 +85,30 @@ def test_more_kv_than_the_machine_has_is_refused_before_anything_loads(wish):
         plan_engine(ModelConfig(path="demo", dtype="bfloat16"), EngineConfig(**wish))
 
 
+def test_the_default_context_is_what_fits_and_only_a_wish_is_refused(monkeypatch):
+    def plan_context(max_model_len=0):
+        config = EngineConfig(max_model_len=max_model_len)
+        return plan_engine(ModelConfig(path="demo", dtype="bfloat16"), config)
+
+    whole = plan_context()
+    own = whole.model.spec.max_position_embeddings
+    assert whole.config.max_model_len == own
+    assert whole.kv.max_model_len_reason == "the model's own"
+    room = int(10.5 * whole.layout.bytes_per_block / 0.4)
+    monkeypatch.setattr(building, "_share_memory", lambda *_: room)
+    fitting = plan_context()
+    assert fitting.config.max_model_len == 10 * 64 < own
+    assert f"what fits of the model's {own}: 10 blocks" in fitting.kv.max_model_len_reason
+    assert plan_context(640).config.max_model_len == 640
+    with pytest.raises(ConfigError, match=r"one request of 641 tokens, .* lower --max-model-len"):
+        plan_context(641)
+    with pytest.raises(ConfigError, match=f"knows {own} positions: lower --max-model-len"):
+        plan_context(own + 1)
+    room = -1
+    with pytest.raises(ConfigError, match="cannot hold one request"):
+        plan_context()
+
+
 @pytest.fixture(scope="module")
 def build():
     def build_one(kv_dtype, expert_parts=0, kv_sharing="relaxed"):

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -171,6 +172,41 @@ def expected():
     """Tokens of an engine without a store."""
     alone = Served(None)
     return alone.generate(PROMPT)[0]
+
+
+def test_a_store_that_is_not_there_is_named_and_looked_for(tmp_path, caplog, monkeypatch):
+    """An instance serves without it; its state says why, and one line."""
+    monkeypatch.setattr("tandem.engine.tiers.service.RETRY_S", 0.01)
+    tier = TierService(
+        StoreConfig(master="127.0.0.1:1", secret="s" * 40),
+        RpcConfig(connect_timeout_ms=50),
+        TierConfig(),
+        BlockMemory(np.zeros(64, dtype=np.uint8), 64),
+        identity="0" * 64,
+        clock=MonotonicClock(),
+        on_load=lambda *_: None,
+    )
+    assert tier.state == "connecting"
+    asked = []
+    real = TierService._serve_connected
+
+    async def count(self):
+        asked.append(self.state)
+        await real(self)
+
+    monkeypatch.setattr(TierService, "_serve_connected", count)
+    tier.start(SimpleNamespace(), timeout_s=TIMEOUT_S)
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(asked) < 3:
+        assert time.monotonic() < deadline, "it does not try again"
+        time.sleep(0.01)
+    state = tier.state
+    tier.stop()
+    assert state.startswith("unreachable: ")
+    assert "127.0.0.1:1" in state
+    assert [record.message.split()[0] for record in caplog.records].count(
+        "event=kv_store_unreachable"
+    ) == 1
 
 
 def test_a_prefix_computed_by_one_engine_is_loaded_by_another(serve, expected):

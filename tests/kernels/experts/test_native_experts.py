@@ -26,6 +26,7 @@ ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""
 SLOW_ISAS = ("plain", "amx_emulated")
 FORMATS = [
+    "f32",
     "bf16",
     "fp8",
     "fp8row",
@@ -37,7 +38,7 @@ FORMATS = [
     "int4g32",
     "int4g32sym",
 ]
-CODED = [name for name in FORMATS if name != "bf16"]
+CODED = [name for name in FORMATS if not WEIGHT_FORMATS[name].holds_values]
 INTEGER = [name for name in FORMATS if WEIGHT_FORMATS[name].is_integer]
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 6, 256, 128, 3
 PANEL = 64
@@ -114,8 +115,8 @@ def test_threads_do_not_matter(name: str):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("name", INTEGER)
-def test_integer_formats_agree_bitwise_across_isas(name: str, pool: ThreadPool):
+@pytest.mark.parametrize("name", ["f32", *INTEGER])
+def test_integer_formats_and_f32_agree_bitwise_across_isas(name: str, pool: ThreadPool):
     x, ids, weights = make_batch(21)
     x[3] *= 50  # Far into silu's flat and linear parts.
     results = [make_experts(name, pool, isa).forward(x, ids, weights) for isa in ISAS]
@@ -309,6 +310,7 @@ def test_weights_in_bf16_pack_as_their_float32_values(pool: ThreadPool):
 
 def test_sizes_of_packed_experts(pool: ThreadPool):
     weights = 3 * HIDDEN * INNER
+    assert make_experts("f32", pool).expert_bytes == 4 * weights
     assert make_experts("bf16", pool).expert_bytes == 2 * weights
     assert make_experts("int8g128", pool).expert_bytes == weights * 8.125 / 8
     assert make_experts("int4g32", pool).expert_bytes == weights * 5 / 8
@@ -501,7 +503,7 @@ def test_pack_refuses_what_does_not_fit(pool: ThreadPool):
 def test_pack_refuses_weights_that_the_format_cannot_hold(name: str, bad: float, pool: ThreadPool):
     gate_up, down = make_weights(1)
     down[0, 70, 5] = bad
-    if bad == 1e9 and (name == "bf16" or WEIGHT_FORMATS[name].is_float):
+    if bad == 1e9 and WEIGHT_FORMATS[name].is_float:
         PackedExperts.pack(WEIGHT_FORMATS[name], gate_up, down, pool=pool)
         return
     # In fp8 any output of the block may be named.

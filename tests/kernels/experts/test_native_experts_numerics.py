@@ -20,6 +20,7 @@ from tandem.kernels.weights.formats import WEIGHT_FORMATS, WeightFormat
 ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""
 FORMATS = [
+    "f32",
     "bf16",
     "fp8",
     "fp8row",
@@ -130,6 +131,8 @@ def test_matches_the_oracle(name: str, isa: str, pool: ThreadPool):
 @pytest.mark.parametrize(
     ("name", "hidden", "inner"),
     [
+        ("f32", 77, 35),
+        ("f32", 1, 1),
         ("bf16", 77, 35),
         ("bf16", 1, 1),
         ("int8g16", 48, 80),
@@ -163,7 +166,7 @@ def test_input_in_bf16(name: str, pool: ThreadPool):
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["bf16", "fp8", "int8g32", "int4g32"])
+@pytest.mark.parametrize("name", ["f32", "bf16", "fp8", "int8g32", "int4g32"])
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e-4, 1e4, 1e15])
 def test_magnitudes_of_the_input(name: str, isa: str, scale: float, pool: ThreadPool):
     """Denormal to huge; silu is linear, zero or square there."""
@@ -187,7 +190,7 @@ def with_biases(case: Case) -> Case:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.limit}")
-@pytest.mark.parametrize("name", ["bf16", "int8g32"])
+@pytest.mark.parametrize("name", ["f32", "bf16", "int8g32"])
 def test_activations_and_biases(name: str, activation: Activation, isa: str, pool: ThreadPool):
     case = make_case(10, experts=3, tokens=6)
     case.x[1] *= 30  # Into the flat parts, beyond limits, and where exponentials are cut off.

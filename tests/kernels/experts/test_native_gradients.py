@@ -22,15 +22,15 @@ from tandem.kernels.cpu.gradient_oracle import (
     Stages,
     bound_turned,
     check_stages,
+    choose_rounding,
     list_pairs,
-    round_weights,
     run_gradients,
 )
 from tandem.kernels.cpu.linear import PackedLinear
-from tandem.kernels.cpu.packed_oracle import Layer, decode
+from tandem.kernels.cpu.packed_oracle import Layer, decode, round_values
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, find_format
 
-FORMATS = ["bf16", "int8row", "int8g128", "int8g16", "int8g32min", "int4g32", "int4g32sym"]
+FORMATS = ["f32", "bf16", "int8row", "int8g128", "int8g16", "int8g32min", "int4g32", "int4g32sym"]
 FORMATS += ["fp8", "fp8row", "mxfp4"]
 GPT_OSS = Activation(alpha=1.702, limit=1.0, up_offset=1.0)
 
@@ -45,8 +45,9 @@ class Case:
 
     def __init__(self, name, pool, *, isa=None, tokens=21, activation=SILU, bias=False, parts=1):
         self.weight_format = find_format(name)
-        # bf16 takes any size: here odd ones.
-        hidden, inner = (131, 77) if name == "bf16" and parts == 1 else (256, 256)
+        # Values take any size: here odd ones.
+        is_odd = self.weight_format.holds_values and parts == 1
+        hidden, inner = (131, 77) if is_odd else (256, 256)
         generator = torch.Generator().manual_seed(3)
         self.gate_up = torch.randn(3, 2 * inner, hidden, generator=generator) * hidden**-0.5
         self.down = torch.randn(3, hidden, inner, generator=generator) * inner**-0.5
@@ -97,7 +98,7 @@ class Case:
         """Forward, then backward with what it kept; gate and up are padded."""
         pairs, columns = int((self.ids >= 0).sum()), self.experts.inner_columns
         inner = self.gate_up.shape[1] // 2
-        options = {"dtype": torch.bfloat16}
+        options = {"dtype": self.experts.inner_dtype}
         kept, d_gate_up = (torch.full((pairs, 2 * columns), 9.0, **options) for _ in range(2))
         call = (self.x, self.ids, self.weights)
         self.experts.forward(*call, delta_PC=delta, kept_PC=kept)
@@ -148,7 +149,7 @@ ACTIVATIONS = [GPT_OSS, Activation("gelu"), Activation("gelu_tanh")]
     "options", [{"bias": True, "activation": a} for a in ACTIVATIONS] + [{"parts": 2}]
 )
 @pytest.mark.parametrize("tokens", [1, 150])
-@pytest.mark.parametrize("name", ["int8g128", "fp8"])
+@pytest.mark.parametrize("name", ["f32", "int8g128", "fp8"])
 def test_biases_limits_parts_and_many_rows(name, options, tokens, pool):
     """gpt-oss's experts, GELUs, weights split for two nodes, and more rows than a block takes."""
     case = Case(name, pool, tokens=tokens, **options)
@@ -158,19 +159,21 @@ def test_biases_limits_parts_and_many_rows(name, options, tokens, pool):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_whole_is_near_the_exact_gradient(name, pool):
-    """Nothing rounded in the oracle: the distance is that of bf16, and of int8 activations."""
+    """Nothing rounded in the oracle: the distance is that of bf16, of int8 activations, or none."""
     case = Case(name, pool, tokens=40)
     # Four factors of a term are rounded to bf16, each by at most BF16_EPS and half of it on
     # average. An int8 code is off by up to 1/254 of its group's largest value, three deviations
     # here: 0.7 % of the input, more in the product of gate and up.
     bound = 2**-5 if case.weight_format.is_integer else 2 * BF16_EPS
+    bound = 2**-20 if name == "f32" else bound
     angles = find_angles(case.run_kernel(), case.run_oracle(case.make_layer()))
     assert max(angles) < bound, angles
 
 
-def test_many_outputs(pool):
+@pytest.mark.parametrize("name", ["f32", "int8g128"])
+def test_many_outputs(name, pool):
     """A hidden size beyond what is turned at a time, and more rows than a task takes."""
-    weight_format, tokens, hidden, inner = find_format("int8g128"), 530, 1152, 128
+    weight_format, tokens, hidden, inner = find_format(name), 530, 1152, 128
     generator = torch.Generator().manual_seed(3)
     case = Case.__new__(Case)
     case.weight_format, case.biases, case.activation = weight_format, None, SILU
@@ -185,7 +188,7 @@ def test_many_outputs(pool):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("name", ["bf16", "int8g128"])
+@pytest.mark.parametrize("name", ["f32", "bf16", "int8g128"])
 def test_what_an_adapter_adds(name, parts, pool):
     """Values added to gate and up, and to the gradient of the intermediate; a mutant of each."""
     case = Case(name, pool, parts=parts)
@@ -206,11 +209,13 @@ def test_what_an_adapter_adds(name, parts, pool):
     assert count(wide[0], wide[1] * 1.02)["d_gate_up"]
 
 
-def test_kept_or_computed_again_is_the_same(pool):
+@pytest.mark.parametrize("name", ["f32", "int8g128"])
+def test_kept_or_computed_again_is_the_same(name, pool):
     """Bit by bit, with what an adapter added, from an input in bf16."""
-    case = Case("int8g128", pool)
+    case = Case(name, pool)
     pairs, columns = int((case.ids >= 0).sum()), 2 * case.experts.inner_columns
-    kept, delta = torch.empty(pairs, columns, dtype=torch.bfloat16), torch.randn(pairs, columns)
+    kept = torch.empty(pairs, columns, dtype=case.experts.inner_dtype)
+    delta = torch.randn(pairs, columns)
     call = (case.x.bfloat16(), case.ids, case.weights)
     case.experts.forward(*call, delta_PC=delta, kept_PC=kept)
     again = case.experts.backward(*call, case.d_out, delta_PC=delta)
@@ -263,7 +268,7 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("name", ["bf16", "int4g32"])
+@pytest.mark.parametrize("name", ["f32", "bf16", "int4g32"])
 def test_mutants_are_caught(mutant, name, pool):
     """The bounds are narrow enough to see a small mistake."""
     case = Case(name, pool)
@@ -296,7 +301,8 @@ def test_matrices(name, isa, pool):
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(1101, 256, generator=generator)
     d_out = torch.randn(59, 1101, generator=generator).bfloat16()
-    wide, dense = d_out.double().numpy(), round_weights(decode(weight.numpy(), weight_format))
+    decoded = decode(weight.numpy(), weight_format)
+    wide, dense = d_out.double().numpy(), round_values(decoded, choose_rounding(weight_format))
     packed = PackedLinear.pack(weight_format, weight, pool=pool, isa=isa)
     d_x, bound = packed.backward(d_out), bound_turned(wide, dense)
     assert torch.equal(packed.backward(d_out.float()), d_x)
@@ -307,14 +313,15 @@ def test_matrices(name, isa, pool):
     assert (np.abs(d_x.numpy() - wide @ dense) > bound).any()
 
 
-def test_a_row_does_not_depend_on_the_others(pool):
+@pytest.mark.parametrize("name", ["f32", "int8g128"])
+def test_a_row_does_not_depend_on_the_others(name, pool):
     """Bit by bit: alone and among others, with one thread and with two."""
-    case = Case("int8g128", pool, tokens=130)
+    case = Case(name, pool, tokens=130)
     d_x, d_w = case.run_kernel()
     lone = case.experts.backward(*(t[7:8] for t in (case.x, case.ids, case.weights, case.d_out)))
     assert torch.equal(lone[0][0], d_x[7])
     assert torch.equal(lone[1][0], d_w[7])
-    single = Case("int8g128", ThreadPool(1), tokens=130).run_kernel()
+    single = Case(name, ThreadPool(1), tokens=130).run_kernel()
     assert torch.equal(single[0], d_x)
     assert torch.equal(single[1], d_w)
 

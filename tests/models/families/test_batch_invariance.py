@@ -1,8 +1,8 @@
 """Goal: on native kernels a token's logits are bitwise those it has alone, whole, on one thread.
 
-Method: random models in bfloat16, where every product is rounded, so that any other order of
-summation shows. The same tokens run alone and among others, whole, in chunks and one by one, with
-one thread and with two, and in blocks of another size and order.
+Method: random models in float32, where the last bit of any other order of sums shows, and in
+bfloat16. The same tokens run alone and among others, whole, in chunks and one by one, with one
+thread and with two, and in blocks of another size and order.
 """
 
 import pytest
@@ -15,7 +15,14 @@ from tandem.kernels.paged import PagedBatch
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 PROMPTS = [[(7 * i + 11 * j) % 120 + 3 for j in range(n)] for i, n in enumerate((75, 1, 33, 40))]
-FORMATS = [("auto", "auto"), ("int8g32", "int8g16"), ("int4g32", "bf16")]
+FORMATS = [
+    ("float32", "auto", "auto"),
+    ("float32", "int4g32", "int8g16"),
+    ("bfloat16", "auto", "auto"),
+    ("bfloat16", "int8g32", "int8g16"),
+    ("bfloat16", "int4g32", "bf16"),
+]
+"""Dtype, and formats of experts and of other matrices."""
 CODED_KV = ["int8", "fp8"]
 
 
@@ -27,12 +34,12 @@ def folder(request, checkpoint):
 
 @pytest.fixture(params=FORMATS, ids=lambda formats: "-".join(formats))
 def load(request, folder):
-    expert_format, linear_format = request.param
+    dtype, expert_format, linear_format = request.param
 
     def load_one(num_threads=2):
         return load_checkpoint(
             folder,
-            dtype="bfloat16",
+            dtype=dtype,
             expert_format=expert_format,
             linear_format=linear_format,
             pool=ThreadPool(num_threads),
@@ -132,15 +139,18 @@ class CountCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "model_type", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 )
-def test_a_layer_of_a_decode_step_asks_torch_for_nothing(model_type, checkpoint, open_session):
+def test_a_layer_of_a_decode_step_asks_torch_for_nothing(
+    model_type, dtype, checkpoint, open_session
+):
     counts = []
     for num_layers in (2, 5):
         sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": num_layers}
         moe = {"moe_intermediate_size": 64} if model_type == "qwen3_moe" else {}
-        model = load_checkpoint(checkpoint(model_type, **sizes, **moe), dtype="bfloat16")
+        model = load_checkpoint(checkpoint(model_type, **sizes, **moe), dtype=dtype)
         session = open_session(model)
         session.run(PROMPTS[0])
         session.run([5])  # Makes the buffers of a step of one token.

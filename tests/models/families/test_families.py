@@ -70,6 +70,13 @@ def test_dtype_is_chosen_by_size_and_says_why(checkpoint, edit_config):
     assert large.dtype == "bfloat16"
     assert "stored in bfloat16" in large.dtype_reason
     assert large.weight_bytes == large.num_parameters * 2
+    edit_config(folder, dtype="float16")
+    half = describe_model(folder)
+    assert half.dtype == "float32"
+    assert "holds each float16" in half.dtype_reason
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
+    (folder / "model.safetensors").unlink()  # Which has values, whatever the configuration says.
+    assert describe_model(folder).dtype == "bfloat16"
 
 
 def test_kv_layout_follows_the_model(checkpoint):
@@ -115,6 +122,26 @@ REFUSED = {
         },
         "longrope",
         "rope_parameters.rope_type",
+    ),
+    "LayerNorms": (
+        {"model_type": "stablelm", "architectures": None},
+        "LayerNorms with biases: no operator here has that: run it with",
+        "model_type",
+    ),
+    "a router of its own": (
+        {"model_type": "phimoe", "architectures": None},
+        "sparsemixer: no operator here has that: run it with",
+        "model_type",
+    ),
+    "multipliers": (
+        {"model_type": "granitemoe", "architectures": None, "embedding_multiplier": 12.0},
+        "input_linear and output_linear, and embedding_multiplier 12.0: no operator",
+        "model_type",
+    ),
+    "multipliers alone": (
+        {"model_type": "granite", "architectures": None, "residual_multiplier": 0.22},
+        "granite has residual_multiplier 0.22: no operator here multiplies: run it with",
+        "residual_multiplier",
     ),
     "float8 weights": ({"dtype": "float8_e4m3fn"}, "float8", "dtype"),
 }

@@ -95,6 +95,7 @@ def test_logits_of_every_type(kind, tmp_path, open_session):
     write(path, Qwen3MoeConfig(**COMMON, **MOE, norm_topk_prob=True), kind)
     plan, distance = compare(path, open_session)
     wanted = BLOCK_TYPES[kind].weight_format if kind in BLOCK_TYPES else "bf16"
+    assert plan.spec.checkpoint_dtype == ("float16" if kind == "F16" else "bfloat16")
     formats = {m.role: m.weight_format for m in plan.matrices}
     assert formats == {
         "embedding": "none",

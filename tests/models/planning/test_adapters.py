@@ -71,10 +71,15 @@ def test_float32_is_pefts_model(family, load, open_session, tmp_path, monkeypatc
     assert float((unfused - want).norm() / want.norm()) < 1e-5
 
 
-@pytest.fixture(params=["llama", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+SERVED = [(family, "bfloat16") for family in ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss")]
+SERVED += [("llama", "float32"), ("deepseek_v3", "float32")]
+
+
+@pytest.fixture(params=SERVED, ids="-".join)
 def served(request, load, monkeypatch, tmp_path):
-    """A model in bfloat16 and, with one for the model itself, digests of unlike adapters."""
-    ours, theirs = load(request.param, dtype="bfloat16", linear_format="bf16")
+    """A model and, with one for the model itself, digests of unlike adapters."""
+    family, dtype = request.param
+    ours, theirs = load(family, dtype=dtype)
     some = list_targets(theirs)[::3]
     kinds = ({"rank": 4}, {"rank": 1, "targets": some}, {"rank": 37, "use_rslora": True})
     digests = [""]

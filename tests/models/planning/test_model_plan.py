@@ -63,18 +63,20 @@ def test_layers_with_windows_sinks_and_biases(checkpoint):
         ("deepseek_v3", {}),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_bytes_are_those_of_the_loaded_model(model_type, changes, dtype, checkpoint):
+@pytest.mark.parametrize(
+    ("dtype", "how"), [("float32", "none"), ("float32", "auto"), ("bfloat16", "auto")]
+)
+def test_bytes_are_those_of_the_loaded_model(model_type, changes, dtype, how, checkpoint):
     is_latent = model_type.startswith("deepseek")
     folder = checkpoint(model_type, **({} if is_latent else SIZES), **changes)
-    model = load_checkpoint(folder, dtype=dtype)
-    assert model.plan.is_native == (dtype == "bfloat16")
+    model = load_checkpoint(folder, dtype=dtype, expert_format=how, linear_format=how)
+    assert model.plan.is_native == (how == "auto")
     stored = load_file(folder / "model.safetensors").values()
     assert model.spec.num_parameters == sum(tensor.numel() for tensor in stored)
     counted = model.plan.weight_bytes
-    if dtype == "float32":
+    if how == "none":
         assert counted == model.weight_bytes
-    if dtype == "float32" and not is_latent:
+    if how == "none" and not is_latent:
         assert counted == 4 * model.spec.num_parameters
     # Packed matrices pad their last block, and keep biases in memory of their own.
     assert 0.8 * model.weight_bytes <= counted <= 1.2 * model.weight_bytes
@@ -104,7 +106,7 @@ def test_matrices_have_places_shapes_and_reasons(checkpoint, tmp_path):
     assert experts[1].size_bytes < experts[1].plain_bytes == experts[2].size_bytes
     head = found["lm_head", "head"]
     assert head.size_bytes > head.plain_bytes == 0
-    plain = plan_model(folder, dtype="float32").matrices
+    plain = plan_model(folder, dtype="float32", linear_format="none").matrices
     assert [(m.size_bytes, m.reason) for m in plain if m.role == "head"] == [
         (0, "the embedding's tensor")
     ]

@@ -47,7 +47,7 @@ SOME = ("fp8", "fp8row", "int8row", "int8g16min", "int8g128", "int4g32", "int4g6
 FORMATS = [
     pytest.param(name, marks=() if name in SOME else pytest.mark.slow)
     for name in WEIGHT_FORMATS
-    if name not in ("mxfp4", "bf16")
+    if name != "mxfp4" and not WEIGHT_FORMATS[name].holds_values
 ]
 
 
@@ -179,6 +179,8 @@ def test_a_full_disk_is_told(moe, tmp_path, monkeypatch):
 def test_what_no_layout_has_is_refused(moe, tmp_path, checkpoint):
     with pytest.raises(UnsupportedError, match="gpt-oss"):
         export_checkpoint(moe, "mxfp4", tmp_path / "out")
+    with pytest.raises(UnsupportedError, match="use bf16"):
+        export_checkpoint(moe, "f32", tmp_path / "out")
     with pytest.raises(ConfigError, match="int3"):
         export_checkpoint(moe, "int3", tmp_path / "out")
     with pytest.raises(UnsupportedError, match="in one tensor"):

@@ -16,6 +16,8 @@ from tandem.core.errors import (
     ShapeError,
     UnsupportedError,
 )
+from tandem.finetune.training.model import load_frozen
+from tandem.models.export import export_checkpoint
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -93,7 +95,7 @@ def test_float16_and_mixed_dtypes_convert(checkpoint, edit_weights, open_session
             tensors[name] = tensors[name].to([torch.float16, torch.bfloat16, torch.float64][i % 3])
 
     edit_weights(folder, change)
-    model = load_checkpoint(folder, dtype="float32")
+    model = load_checkpoint(folder, dtype="float32", linear_format="none")
     stored = load_file(folder / "model.safetensors")["lm_head.weight"]
     assert torch.equal(model.skeleton.lm_head.weight, stored.float())
 
@@ -273,3 +275,30 @@ def test_pickles_are_not_opened(checkpoint):
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(NotFoundError, match=r"no \*\.safetensors"):
         load_checkpoint(folder)
+
+
+LOADERS = {
+    "tensors": lambda folder: load_checkpoint(folder, expert_format="none", linear_format="none"),
+    "packed": lambda folder: load_checkpoint(folder, expert_format="bf16", linear_format="bf16"),
+    "fine-tuning": lambda folder: load_frozen(str(folder), is_bf16=True),
+    "export": lambda folder: export_checkpoint(folder, "bf16", folder.parent / "made"),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.norm.weight", float("nan")),
+        ("model.layers.1.mlp.experts.3.up_proj.weight", float("-inf")),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused_by_name(
+    name, loader, value, checkpoint, edit_weights
+):
+    """All answers would be NaN; whoever loads them tells which tensor it is."""
+    folder = checkpoint("qwen3_moe")
+    edit_weights(folder, lambda tensors: tensors[name].view(-1).__setitem__(7, value))
+    with pytest.raises(CorruptionError, match="holds NaN or infinity") as caught:
+        LOADERS[loader](folder)
+    assert name.removesuffix(".weight") in str(caught.value) or "experts" in name

@@ -620,3 +620,29 @@ async def end_a_report_that_has_just_begun(turns: int, kind: str) -> bool:
 def test_a_host_ends_also_at_the_moment_when_its_disk_has_news(kind):
     for turns in range(6):
         assert run_virtual(lambda turns=turns: end_a_report_that_has_just_begun(turns, kind))
+
+
+def test_a_file_system_smaller_than_the_tier_is_not_rewritten_for_ever():
+    """Nobody calls: what is in memory is written once or twice, and the state says why no more."""
+
+    async def main() -> None:
+        disk = MemoryDisk(3, room_bytes=int(2.5 * SEGMENT / 4))
+        bench = Bench(disk, capacity=8 * SEGMENT)
+        tier = await bench.start()
+        tier._bucket_bytes = SEGMENT // 4
+        for i in range(14):
+            bench.put(f"key{i}", SEGMENT // 16)
+        await asyncio.sleep(20)
+        first = tier.counts["written_bytes"]
+        await asyncio.sleep(40)
+        assert tier.counts["written_bytes"] == first <= 3 * SEGMENT
+        assert tier.state is DiskState.FULL
+        assert 0 < len(tier.index) < 14
+        disk.room_bytes = 100 * SEGMENT
+        bench.put("more", SEGMENT // 16)
+        bench.put("most", SEGMENT // 4)
+        await asyncio.sleep(60)
+        assert tier.state is DiskState.ACTIVE
+        bench.stop()
+
+    run_virtual(main)

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import itertools
+import threading
 
 import msgspec
 import numpy as np
@@ -11,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem._native import checksum_blob, checksum_values, locate_values
+from tandem.core.clock import MonotonicClock
 from tandem.core.errors import (
     ConfigError,
     ConflictError,
+    DeadlineError,
     NotFoundError,
+    PeerLostError,
     ShapeError,
+    TandemError,
 )
 from tandem.rpc import make_runtime_dir
 from tandem.store import (
@@ -28,6 +33,8 @@ from tandem.store import (
     StoreClient,
     StoreConfig,
 )
+from tandem.store.client import blocking, drive
+from tandem.store.client.master_calls import MasterCalls
 from tandem.store.formats import layout
 from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.local import LocalStore
@@ -39,6 +46,7 @@ from tandem.store.messages import (
     PutInline,
     RemoveObjects,
     RemovePrefix,
+    StoreStatus,
 )
 from tandem.transfer import PollingLoop
 
@@ -294,3 +302,41 @@ def test_many_threads_of_one_blocking_client(tmp_path):
         finally:
             done.set_result(None)
         server.result(30)
+
+
+class _NoLane:
+    """A channel whose session has ended."""
+
+    def begin_threadsafe(self, method, request, response_type, *, timeout_s):
+        raise PeerLostError("test.call", "no master")
+
+    async def call(self, method, request, response_type, *, timeout_s=None):
+        raise PeerLostError("test.call", "no master")
+
+    async def wait_connected(self, timeout_s):
+        raise PeerLostError("test.call", "no master")
+
+
+def test_a_loop_that_hangs_holds_up_no_thread_of_a_blocking_client(monkeypatch):
+    """Each thread keeps the deadline of its call by itself; a watchdog ends the test else."""
+    monkeypatch.setattr(blocking, "LOOP_GRACE_S", 0.05)
+    channel = _NoLane()
+    config = StoreConfig(deadline_ms=100)
+    calls = MasterCalls(channel, clock=MonotonicClock(), config=config, machine="")
+    loop = asyncio.new_event_loop()  # It never runs.
+    found: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            drive(blocking._BlockingCalls(calls, channel, loop).simple("status", None, StoreStatus))
+        except TandemError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=call, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert [type(error) for error in found] == [DeadlineError] * 2

@@ -1,6 +1,7 @@
 """A host process that cannot start leaves nothing open: not its segment, its disk, its engine."""
 
 import asyncio
+import os
 
 import pytest
 
@@ -58,6 +59,14 @@ async def test_a_start_that_fails_closes_what_was_open(tmp_path, monkeypatch, na
     assert set(closed) == CLOSED
     path = tmp_path / "segments" / "h.segment"
     (await asyncio.to_thread(Segment.open_file, path, 2**20)).close()
+
+
+def test_users_of_a_machine_have_folders_of_their_own(monkeypatch):
+    folders = set()
+    for uid in (0, 1000):
+        monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
+        folders.add(str(StoreConfig().segment_folder))
+    assert folders == {"/dev/shm/tandem-0", "/dev/shm/tandem-1000"}
 
 
 class _Port:

@@ -306,7 +306,10 @@ def test_the_writer_goes_on_until_it_is_done_and_groups_what_comes_meanwhile():
     async def main() -> None:
         store, roster, tasks = Failing(), Roster(), set()
         writer = RosterWriter(
-            store, roster, lambda work: tasks.add(asyncio.get_running_loop().create_task(work))
+            store,
+            roster,
+            Tombstones(),
+            lambda work: tasks.add(asyncio.get_running_loop().create_task(work)),
         )
         store.num_failures = 3
         adding = [asyncio.ensure_future(writer.add([Tombstone(f"{i}", i)])) for i in range(3)]
@@ -325,6 +328,39 @@ def test_the_writer_goes_on_until_it_is_done_and_groups_what_comes_meanwhile():
         writer.drop(writer.number)
         await writer.settle()
         assert not (await store.load()).tombstones
+
+    run_virtual(main)
+
+
+def test_tombstones_of_the_same_keys_take_no_more_room_for_ever(monkeypatch):
+    """A store in which one key is replaced again and again while a host is away stays small."""
+    monkeypatch.setattr("tandem.store.election.roster.COMPACT_TOMBSTONES", 20)
+
+    async def main() -> None:
+        store, tombstones, tasks = MemoryRosterStore(), Tombstones(), set()
+        writer = RosterWriter(
+            store,
+            Roster(),
+            tombstones,
+            lambda work: tasks.add(asyncio.get_running_loop().create_task(work)),
+        )
+        for version in range(1, 200):
+            some = [Tombstone(f"{version % 3}", version), Tombstone("p", version, is_prefix=True)]
+            tombstones.add(writer.number, some)
+            await writer.add(some)
+            saved = await store.load()
+            listed = [t for _, batch in saved.tombstones for t in batch]
+            assert len(listed) <= 2 * 4 + 20 + 2
+            newest = {
+                (t.key, t.is_prefix): t.version for t in sorted(listed, key=lambda t: t.version)
+            }
+            assert newest["p", True] == version
+            for key in tombstones._keys:
+                assert newest[key, False] == tombstones.find(key)
+        await writer.settle()
+        assert not tombstones.release(min(number for number, _ in saved.tombstones))
+        assert tombstones.release(writer.number)
+        assert not len(tombstones)
 
     run_virtual(main)
 

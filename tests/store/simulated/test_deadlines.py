@@ -210,3 +210,36 @@ def test_an_opening_by_somebody_else_is_not_waited_for_beyond_the_deadline():
 
 def test_the_layout_of_the_canned_answers_is_that_of_the_store():
     assert layout.count_chunks(50_000) == 1
+
+
+@pytest.mark.parametrize("kind", ["put_many", "size_many"])
+def test_the_work_of_a_large_batch_counts(kind, monkeypatch):
+    """What a client does with each object of a batch takes of the batch's deadline."""
+    clock, count = ManualClock(), 20_000
+    begin_s, looked = clock.now_s(), 0
+
+    class Slow(list):
+        def __iter__(self):
+            nonlocal looked
+            for item in super().__iter__():
+                clock.advance(2 * DEADLINE_S / count)
+                looked += 1
+                yield item
+
+    class Channel:
+        async def call(self, method, request, response_type, *, timeout_s=None):
+            return Located(np.full(count, 5, np.int64).tobytes(), [], 0)
+
+    client = AsyncStoreClient(Channel(), SimpleNamespace(), clock=clock, config=CONFIG)
+    keys = [f"k{i}" for i in range(count)]
+    if kind == "put_many":
+        work = client.put_many(keys, Slow([b"v"] * count))
+    else:
+        monkeypatch.setattr(
+            "tandem.store.client.client.zip", lambda *a, **kw: Slow(zip(*a, **kw)), raising=False
+        )
+        work = client.size_many(keys)
+    with pytest.raises(DeadlineError):
+        asyncio.run(work)
+    assert looked < count
+    assert clock.now_s() - begin_s < 1.2 * DEADLINE_S

@@ -331,7 +331,8 @@ async def read_during_a_wipe() -> tuple[bytes, bytes, bytes]:
 @pytest.mark.parametrize("is_held", [True, False])
 def test_nobody_is_told_of_a_new_value_while_the_old_one_may_be_read(is_held, monkeypatch):
     if not is_held:
-        monkeypatch.setattr(Departures, "_note_leaving", lambda *_: None)
+        monkeypatch.setattr(Departures, "hide", lambda *_: None)
+        monkeypatch.setattr(Departures, "show", lambda *_: None)
     first, second, last = run_virtual(read_during_a_wipe)
     assert second == b"old"
     assert last == b"new"

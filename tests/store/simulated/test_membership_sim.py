@@ -17,6 +17,7 @@ from tandem.sim import Faults, run_virtual
 from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.election.roster import MemoryRosterStore, Tombstones
+from tandem.store.master.burials import Burials
 from tandem.store.master.membership import Membership
 from tandem.store.master.state.awaited import Awaited
 from tandem.store.messages import HostStage
@@ -306,7 +307,7 @@ async def remove_behind_a_host(seed: int, kind: str, num_masters: int) -> None:
     expected = {"key": {"kept"}, "prefix": set(), "put again": {"key"}}[kind]
     assert set((await client.list_keys()).keys) == expected
     await asyncio.sleep(2)
-    assert not len(world.master.membership.tombstones)
+    assert not len(world.master.burials.tombstones)
     change_master(world)
     assert set((await client.list_keys()).keys) == expected
     if kind == "put again":
@@ -428,24 +429,6 @@ def test_a_retired_host_is_not_waited_for_and_brings_nothing(is_early):
         run_virtual(lambda seed=seed: retire_a_host(seed, is_early=is_early))
 
 
-async def pile_up_tombstones(seed: int) -> None:
-    world, client = await start(seed)
-    for i in range(40):
-        await client.put(f"key{i}", b"value", PutOptions(replicas=3))
-    world.kill_host("h2")
-    await asyncio.sleep(11)  # It is declared lost.
-    for i in range(40):
-        await client.remove(f"key{i}")
-    await asyncio.sleep(0.5)
-    saved = await world.roster.load()
-    assert set(saved.roster.members) == {"h0", "h1"}
-    assert not saved.tombstones
-    world.start_host("h2", CAPACITY)
-    await joined(world, 3)
-    await asyncio.sleep(1)
-    assert (await client.list_keys()).keys == []
-
-
 async def remove_many_by_prefix(seed: int) -> None:
     """One tombstone is enough for all of them."""
     world, client = await start(seed)
@@ -461,13 +444,8 @@ async def remove_many_by_prefix(seed: int) -> None:
 
 
 def test_a_removal_by_prefix_writes_one_tombstone(monkeypatch):
-    monkeypatch.setattr("tandem.store.master.membership.MAX_TOMBSTONES", 30)
+    monkeypatch.setattr("tandem.store.master.burials.MAX_TOMBSTONES", 30)
     play(remove_many_by_prefix)
-
-
-def test_too_many_tombstones_retire_who_is_lost(monkeypatch):
-    monkeypatch.setattr("tandem.store.master.membership.MAX_TOMBSTONES", 30)
-    play(pile_up_tombstones)
 
 
 async def replace_storage(seed: int) -> None:
@@ -641,7 +619,7 @@ async def forget_members(self) -> None:
     self._awaited.until_ms.clear()
 
 
-async def bury_nothing(self, tombstones, num_lost) -> None:
+async def bury_nothing(self, tombstones) -> None:
     return
 
 
@@ -655,7 +633,7 @@ MUTANTS = {
         put_twice,
         (100,),
     ),
-    "no tombstone is kept": (Membership, "bury", bury_nothing, remove_behind_a_host, ("key", 1)),
+    "no tombstone is kept": (Burials, "bury", bury_nothing, remove_behind_a_host, ("key", 1)),
     "tombstones kill nothing": (
         Tombstones,
         "find",

@@ -60,8 +60,6 @@ class History:
         """Values by when they were written."""
         self.newest_read = 0
         """The newest value that a read which is over has found."""
-        self.is_loose = False
-        """A host was away when something was replaced: it may bring that back."""
 
     def change(self, states: set[bytes | None]) -> None:
         self.now = states
@@ -70,9 +68,6 @@ class History:
 
     def note_removed(self) -> None:
         """A removal was answered: nothing of before is there any more, whoever was away."""
-        if self.is_loose:
-            self.change(set(self.ever))  # For reads that have begun.
-            self.is_loose = False
         self.ever = {None, *self.limbo}
         self.change({None})
 
@@ -83,18 +78,16 @@ class History:
     def went_back(self, value: bytes, newest_before: int) -> bool:
         """Whether a read that began when ``newest_before`` had been found finds an older value."""
         number = self.order.get(value, 0)
-        went_back = number < newest_before and not self.is_loose and value not in self.limbo
+        went_back = number < newest_before and value not in self.limbo
         self.newest_read = max(self.newest_read, number)
         return went_back
 
     def possible_since(self, mark: int) -> set[bytes | None]:
-        if self.is_loose:
-            return self.ever
         return set().union(*self.log[mark:], self.limbo)
 
     @property
     def possible(self) -> set[bytes | None]:
-        return self.ever if self.is_loose else self.now | self.limbo
+        return self.now | self.limbo
 
 
 class Run:
@@ -211,13 +204,8 @@ class Run:
         self.histories[key].order[value] = self.count
         return value
 
-    @property
-    def all_hosts_joined(self) -> bool:
-        hosts = self.world.hosts
-        return len(hosts) == len(HOSTS) and all(h.is_joined.is_set() for _, h in hosts.values())
-
     async def write(self, kind: str, client, history: History) -> None:
-        before, all_there = history.now, self.all_hosts_joined
+        before = history.now
         if kind == "remove":
             history.change(before | {None})
             history.limbo.add(None)
@@ -226,7 +214,6 @@ class Run:
                 await client.remove(history.key)
             except TandemError as error:
                 self.note(history.key, f"remove: {error}")
-                self.loosen(history, all_there)
                 return
             history.limbo.discard(None)
             history.note_removed()
@@ -245,20 +232,17 @@ class Run:
             result = await client.put(history.key, value, options)
         except TandemError as error:
             self.note(history.key, f"{kind} failed: {error}")
-            self.loosen(history, all_there)
             return
-        self.settle(history, before, value, result, all_there, upsert=kind == "upsert")
+        self.settle(history, before, value, result, upsert=kind == "upsert")
 
-    def settle(self, history, before, value, result, all_there, *, upsert) -> None:
+    def settle(self, history, before, value, result, *, upsert) -> None:
         self.acked += 1
         history.limbo.discard(value)
-        self.note(history.key, f"{value[:12]!r} {result} all_there={all_there}")
+        self.note(history.key, f"{value[:12]!r} {result}")
         if result is PutResult.EXISTS:
             if upsert:
                 self.fail(f"upsert of {history.key} says EXISTS")
-            # What was there stays; or it is ours, by an attempt whose answer was lost. It may have
-            # been created beside an older one, on a host that was away.
-            self.loosen(history, all_there)
+            # What was there stays; or it is ours, by an attempt whose answer was lost.
             history.change((before | history.limbo | {value}) - {None})
             return
         is_safe = history.is_pinned and None not in before
@@ -266,14 +250,7 @@ class Run:
         if is_safe and not upsert and None not in history.limbo:
             # Only while all its hosts are lost may a plain put take the place of a pinned object.
             self.fail(f"put of {history.key} says {result} over a pinned object")
-        self.loosen(history, all_there, value)
         history.change({value})
-
-    def loosen(self, history: History, all_there: bool, kept: bytes | None = None) -> None:
-        """If a host was away, an older value may be there, and come back if the master dies too."""
-        older = history.ever - {None, kept}
-        if older and not (all_there and self.all_hosts_joined):
-            history.is_loose = True
 
     async def write_batch(self, client, number: int) -> None:
         pinned = self.chance.random() < 0.5
@@ -281,7 +258,6 @@ class Run:
         histories = {h.key: h for h in drawn if h.is_pinned == pinned}
         values = {key: self.value(key) for key in histories}
         befores = {key: history.now for key, history in histories.items()}
-        all_there = self.all_hosts_joined
         for key, history in histories.items():
             history.change(befores[key] | {values[key]})
             history.limbo.add(values[key])
@@ -290,12 +266,10 @@ class Run:
                 list(histories), list(values.values()), PutOptions(hard_pin=pinned, replicas=2)
             )
         except TandemError:
-            for history in histories.values():
-                self.loosen(history, all_there)
             return
         for (key, history), result in zip(histories.items(), results, strict=True):
             if isinstance(result, PutResult):
-                self.settle(history, befores[key], values[key], result, all_there, upsert=False)
+                self.settle(history, befores[key], values[key], result, upsert=False)
 
     async def read(self, kind: str, client, history: History | None) -> None:
         if history is None:

@@ -15,7 +15,7 @@ import time
 import pytest
 from two_hosts import MIB, Path, needs_namespaces, quantile, two_hosts, wait_until
 
-from tandem._native import RailState
+from tandem._native import RailState, has_gmac
 
 pytestmark = needs_namespaces
 
@@ -97,6 +97,8 @@ def test_link_that_goes_down_is_left_at_once_and_used_again():
             if left_s < 0.05 and used_s < 2:
                 break
         path.check(4 * MIB)
+        # Another host: its connections have tags without being asked, the new ones as well.
+        assert {rail.tags for rail in path.segment.rails} == {"gmac" if has_gmac() else "hmac"}
     print(f"link down: left after, used again after: {times}")
     assert min(left for left, _ in times) < 0.05
     assert min(used for _, used in times) < 2

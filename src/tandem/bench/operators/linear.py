@@ -31,6 +31,7 @@ QUICK_SHAPES = ("qwen3-30b-a3b-qkv",)
 FORMATS = {
     "int8g128": 0.015,
     "int4g32": 0.09,
+    "f32": 1e-5,
     "bf16": 0.004,
     "fp8": 0.03,
     "fp8row": 0.03,

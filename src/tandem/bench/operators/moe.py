@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from safetensors.torch import load_file, save_file
 
-from tandem._native import ThreadPool, read_topology, recommend_threads
+from tandem._native import ThreadPool, cpu_features, read_topology, recommend_threads
 from tandem.bench.harness import BenchCase
 from tandem.bench.operators.turns import Kind, list_kinds, make_turn_case, time_torch
+from tandem.bench.rivals.isa import list_kt_settings
 from tandem.bench.rivals.peers import PeerProcess, install_peer
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.weights.formats import find_format
@@ -64,6 +65,7 @@ MEMORY_SHARE = 0.5
 FORMATS = {
     "int8g128": 0.021,
     "int4g32": 0.145,
+    "f32": 1e-5,
     "bf16": 0.005,
     "fp8": 0.05,
     "fp8row": 0.05,
@@ -74,6 +76,8 @@ FORMATS = {
 QUICK_FORMATS = ("int8g128", "int4g32", "bf16")
 KT_KINDS = {"int8g128": "int8", "int4g32": "int4", "bf16": "bf16"}
 """kt-kernel's nearest format; its integers have one scale a row."""
+KT_NARROW = ("bf16",)
+"""Formats that its AVX2 variant packs; its integers there come from packed checkpoints alone."""
 KT_LARGEST_ERROR = {"int8g128": 0.04, "int4g32": 0.35, "bf16": 0.008}
 """Of kt-kernel's result: 0.028, 0.28 and 0.004 are seen."""
 KT_REQUIREMENTS = (
@@ -146,8 +150,11 @@ class _KtKernel:
         self._folder = folder
         self._stack = ExitStack()
         python = install_peer("kt-kernel", KT_REQUIREMENTS, bare=[KT_VERSION])
+        settings = list_kt_settings()
         self._processes = {
-            kind: self._stack.enter_context(PeerProcess(python, "kt_kernel_peer.py", str(kind[1])))
+            kind: self._stack.enter_context(
+                PeerProcess(python, "kt_kernel_peer.py", str(kind[1]), settings=settings)
+            )
             for kind in kinds
         }
         paths = sorted(map(str, folder.glob("layer-*")))
@@ -236,7 +243,8 @@ class _Layers:
 
     def list_kinds(self, name: str) -> list[Kind]:
         """Return the rivals of a format: kt-kernel's, or torch's where it has none."""
-        if self._folder is None or name not in KT_KINDS:
+        has_kind = name in (KT_NARROW if cpu_features().cap == "avx2" else KT_KINDS)
+        if self._folder is None or not has_kind:
             return list_kinds(self.rivals, self.pool.num_threads)
         return list_kinds([f"kt-kernel {KT_KINDS[name]}"], self.pool.num_threads)
 

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 CLASSES = {"int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE", "bf16": "AMXBF16_MOE"}
 """Named for AMX; without it they are its AVX-512 kernels."""
+NARROW_CLASSES = {"bf16": "AVX2BF16_MOE"}
+"""Those of its AVX2 variant, which has no others."""
 ROWS_STEP = 32
 """Its buffers hold a multiple of so many rows."""
 
@@ -37,7 +39,10 @@ class Layer:
             config.gate_projs = [[expert.data_ptr() for expert in gate]]
             config.up_projs = [[expert.data_ptr() for expert in up]]
             config.down_projs = [[expert.data_ptr() for expert in down]]
-        self.experts = getattr(kt_kernel_ext.moe, CLASSES[kind])(config)
+        name = CLASSES[kind]
+        if not hasattr(kt_kernel_ext.moe, name):
+            name = NARROW_CLASSES[kind]
+        self.experts = getattr(kt_kernel_ext.moe, name)(config)
         order = torch.arange(count)
         pool.submit(self.experts.load_weights_task(order.data_ptr()))
         pool.sync()

@@ -25,6 +25,14 @@ else:
     import llama_cpp
 
 DECODE_STEPS = 8
+ISAS = {
+    "AMX_INT8": "amx",
+    "AVX512_BF16": "avx512_bf16",
+    "AVX512_VNNI": "avx512_vnni",
+    "AVX512": "avx512_bw",
+    "AVX2": "avx2",
+}
+"""Names in the library's account of itself, widest first, and ours."""
 
 LAYER_NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -157,11 +165,12 @@ def add_tensor(writer, name, tensor, kind):
 
 
 def find_isa():
-    """Return what the library was built for, of what makes a difference here."""
+    """Return the widest instruction set that the library was built for."""
     describe = llama_cpp.llama_print_system_info
     if IS_FORK:
         describe.restype = ctypes.c_char_p
-    return "AVX-512" if b"AVX512 = 1" in describe() else "AVX2"
+    text = describe().decode()
+    return next((isa for name, isa in ISAS.items() if f"{name} = 1" in text), "plain")
 
 
 class Model:

@@ -36,27 +36,37 @@ READ_BYTES = 1 << 20
 
 def find_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] = ()) -> Path | None:
     """Return the interpreter that ``install_peer`` made; None if it has not yet."""
-    folder = _find_folder(name, requirements, bare)
+    folder = _find_folder(name, requirements, bare, {})
     return folder / "bin" / "python" if (folder / "installed").exists() else None
 
 
-def _find_folder(name: str, requirements: Sequence[str], bare: Sequence[str]) -> Path:
+def _find_folder(
+    name: str, requirements: Sequence[str], bare: Sequence[str], settings: Mapping[str, str]
+) -> Path:
     wishes = [sys.version, *requirements, *(f"bare {requirement}" for requirement in bare)]
+    wishes += [f"{variable}={value}" for variable, value in settings.items()]
     identity = sha256("\n".join(wishes).encode()).hexdigest()[:12]
     return ROOT.expanduser() / f"{name}-{identity}"
 
 
-def install_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] = ()) -> Path:
+def install_peer(
+    name: str,
+    requirements: Sequence[str],
+    *,
+    bare: Sequence[str] = (),
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> Path:
     """Return the interpreter of a venv that has the requirements; made once.
 
     Args:
         name: of the venv's folder.
         requirements: what pip installs, with all that they depend on.
         bare: what pip installs without, because that would bring gigabytes nobody needs here.
+        settings: variables of pip that change what it builds.
 
     Raises: UnsupportedError (pip failed; the text has its last lines).
     """
-    folder = _find_folder(name, requirements, bare)
+    folder = _find_folder(name, requirements, bare, settings)
     python, stamp = folder / "bin" / "python", folder / "installed"
     if stamp.exists():
         return python
@@ -70,13 +80,19 @@ def install_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] 
         venv.create(folder, with_pip=True, clear=True)
         for wish in (requirements, ["--no-deps", *bare] if bare else []):
             if wish:
-                _pip_install(name, python, wish)
+                _pip_install(name, python, wish, settings)
         stamp.touch()
     return python
 
 
-def _pip_install(name: str, python: Path, arguments: Sequence[str]) -> None:
-    command = [python, "-m", "pip", "install", "--quiet", *arguments]
+def _pip_install(
+    name: str, python: Path, arguments: Sequence[str], settings: Mapping[str, str]
+) -> None:
+    command = [str(python), "-m", "pip", "install", "--quiet", *arguments]
+    if settings:
+        # pip's cache keeps what it built under others.
+        variables = [f"{variable}={value}" for variable, value in settings.items()]
+        command = ["env", *variables, *command, "--no-cache-dir"]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
     )

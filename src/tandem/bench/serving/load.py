@@ -22,8 +22,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem import _native
 from tandem.bench.harness import BenchCase
-from tandem.bench.rivals.peers import PeerProcess, install_peer
-from tandem.bench.serving.model import PEERS, QUICK_SHAPE, SHAPE, write_random_model
+from tandem.bench.rivals.peers import PeerProcess
+from tandem.bench.serving.model import QUICK_SHAPE, SHAPE, install_llama, write_random_model
 from tandem.core.errors import UnsupportedError
 
 __all__ = ["make_cases"]
@@ -50,7 +50,7 @@ class _Bench:
 
     @cached_property
     def python(self) -> Path:
-        return install_peer("llama-cpp", PEERS["llama.cpp"])
+        return install_llama("llama.cpp")
 
     @cached_property
     def checkpoint(self) -> Path:

@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
+from tandem.bench.rivals.isa import check_peer_isa, list_ggml_settings
 from tandem.bench.rivals.peers import PeerProcess, install_peer
 from tandem.bench.serving.driver import EngineDriver, Phase, TransformersDriver
 from tandem.core.errors import CapacityError
@@ -129,13 +130,23 @@ QUICK_SHAPE = SHAPE | {
 }
 
 
+def install_llama(peer: str) -> Path:
+    """Return the interpreter of a peer by name, built for the cap on the instruction set if any.
+
+    Raises: UnsupportedError (pip failed).
+    """
+    # The fork comes as a wheel.
+    settings = list_ggml_settings() if peer == "llama.cpp" else {}
+    return install_peer(peer.replace(".", "-"), PEERS[peer], settings=settings)
+
+
 class _LlamaCpp:
     """llama.cpp or its fork in one type, in a process of its own."""
 
     def __init__(
         self, folder: Path, peer: str, kind: str, threads: int, num_sequences: int
     ) -> None:
-        python = install_peer(peer.replace(".", "-"), PEERS[peer])
+        python = install_llama(peer)
         self._process = PeerProcess(python, "llama_cpp_peer.py", peer)
         path = folder / f"{kind}.gguf"
         if not path.exists():
@@ -147,6 +158,7 @@ class _LlamaCpp:
             context_len=DECODE_CONTEXT + SPARE if num_sequences > 1 else max(PREFILLS) + SPARE,
             num_sequences=num_sequences,
         )
+        check_peer_isa(peer, isa)
         self.name = f"{peer} {kind} {isa}"
 
     def score(self, prompt: list[int]) -> torch.Tensor:

@@ -2,16 +2,26 @@
 
 import sys
 import time
-from typing import Annotated, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import msgspec
 import typer
 
-from tandem.cli.asking.local_server import ADAPTER_NAME, AdapterFlag, connect, list_adapter_flags
+from tandem.cli.asking.local_server import (
+    ADAPTER_NAME,
+    MODEL_HELP,
+    AdapterFlag,
+    connect,
+    list_adapter_flags,
+)
 from tandem.cli.asking.stream import StreamResult, stream_events
 from tandem.cli.asking.terminal_input import make_reader
+from tandem.cli.interrupts import keep_interrupts
 from tandem.core.errors import TandemError
+
+if TYPE_CHECKING:
+    import httpx
 
 __all__ = ["chat"]
 
@@ -25,14 +35,16 @@ keys edit and recall earlier turns, and Ctrl-C stops an answer.
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="Folder, hub id or `demo`.")] = "demo",
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     url: Annotated[str | None, typer.Option(help="A running server, instead of our own.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key for --url.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes the random stream.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Context length of our server.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Context length of our server.")
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Say this instead of asking; may be repeated.")
     ] = None,
@@ -44,12 +56,17 @@ def chat(
     if adapter is not None:
         flags += list_adapter_flags(adapter, url)
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    options |= {} if adapter is None else {"model": ADAPTER_NAME}
+    # A script is told by the status; a person reads why, and asks again.
+    has_person = prompt is None and sys.stdin.isatty()
     start: list[dict[str, str]] = []
     if system is not None:
         start.append({"role": "system", "content": system})
     messages = list(start)
-    with connect(model, url, api_key, flags) as client:
+    with (
+        connect(model, url, api_key, flags) as (client, name),
+        keep_interrupts() if has_person else nullcontext(),
+    ):
+        options["model"] = (name or None) if adapter is None else ADAPTER_NAME
         if prompt is not None:
             turns = iter(prompt)
         else:
@@ -70,8 +87,12 @@ def chat(
             if not text:
                 continue
             messages.append({"role": "user", "content": text})
-            answer = _answer(client, messages, options, echo=not json)
-            if answer is None:
+            try:
+                answer = _answer(client, messages, options, echo=not json, is_kept=has_person)
+            except TandemError as error:
+                if not has_person:
+                    raise
+                sys.stderr.write(f"\n{error}\n")
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer.text})
@@ -83,9 +104,14 @@ def chat(
 
 
 def _answer(
-    client: httpx.Client, messages: list[dict[str, str]], options: dict[str, Any], *, echo: bool
-) -> StreamResult | None:
-    """Stream one answer; an error is printed and ends the turn, not the conversation."""
+    client: "httpx.Client",
+    messages: list[dict[str, str]],
+    options: dict[str, Any],
+    *,
+    echo: bool,
+    is_kept: bool,
+) -> StreamResult:
+    """Stream one answer; Ctrl-C ends it and, where ``is_kept``, not the conversation."""
     body = {"messages": messages, **{k: v for k, v in options.items() if v is not None}}
     begin_s = time.perf_counter()
     result = StreamResult()
@@ -95,10 +121,9 @@ def _answer(
             if echo:
                 sys.stdout.write(piece)
                 sys.stdout.flush()
-    except (TandemError, httpx.HTTPError) as error:
-        sys.stderr.write(f"\n{error}\n")
-        return None
     except KeyboardInterrupt:
+        if not is_kept:
+            raise
         sys.stderr.write("\nstopped\n")
     result.total_s = time.perf_counter() - begin_s
     return result

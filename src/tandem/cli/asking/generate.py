@@ -5,19 +5,24 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
 
-from tandem.cli.asking.local_server import ADAPTER_NAME, AdapterFlag, connect, list_adapter_flags
+from tandem.cli.asking.local_server import (
+    ADAPTER_NAME,
+    MODEL_HELP,
+    AdapterFlag,
+    connect,
+    list_adapter_flags,
+)
 from tandem.cli.asking.stream import StreamResult, stream_events
 from tandem.cli.output import JsonFlag, print_json
-from tandem.core.errors import ConfigError, InternalError
+from tandem.core.errors import ConfigError
 
 __all__ = ["generate"]
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="Folder, hub id or `demo`.")] = "demo",
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.")] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Read the prompt from a file; - is stdin.")
@@ -25,8 +30,8 @@ def generate(
     url: Annotated[str | None, typer.Option(help="A running server, instead of our own.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key for --url.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus.")] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes the random stream.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this text.")] = None,
     adapter: AdapterFlag = None,
@@ -44,20 +49,17 @@ def generate(
         "stop": stop or None,
     }
     body = {key: value for key, value in body.items() if value is not None}
-    if adapter is not None:
-        body["model"] = ADAPTER_NAME
     flags = [] if adapter is None else list_adapter_flags(adapter, url)
     result = StreamResult()
-    with connect(model, url, api_key, flags) as client:
+    with connect(model, url, api_key, flags) as (client, name):
+        if name or adapter is not None:
+            body["model"] = name if adapter is None else ADAPTER_NAME
         begin_s = time.perf_counter()
-        try:
-            for event in stream_events(client, "/v1/completions", body):
-                piece = result.take(event, time.perf_counter() - begin_s)
-                if not json:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
-        except httpx.HTTPError as error:
-            raise InternalError("cli.generate", f"the server is gone: {error}") from error
+        for event in stream_events(client, "/v1/completions", body):
+            piece = result.take(event, time.perf_counter() - begin_s)
+            if not json:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
         result.total_s = time.perf_counter() - begin_s
     if json:
         print_json(result)

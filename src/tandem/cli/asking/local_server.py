@@ -11,20 +11,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
-import httpx
+import msgspec
 import typer
 from rich.console import Console
 
 from tandem.bench.children import start_child
+from tandem.cli.extras import require_serve
 from tandem.core.config import child_environment
-from tandem.core.errors import ConfigError, InternalError
+from tandem.core.errors import ConfigError, InternalError, PeerLostError
 
-__all__ = ["ADAPTER_NAME", "AdapterFlag", "connect", "list_adapter_flags"]
+if TYPE_CHECKING:
+    import httpx
+
+__all__ = [
+    "ADAPTER_NAME",
+    "MODEL_HELP",
+    "AdapterFlag",
+    "connect",
+    "list_adapter_flags",
+    "trim_url",
+]
 
 ADAPTER_NAME = "adapter"
 """Of the one adapter, on a server of one's own."""
+
+MODEL_HELP = "Folder, hub id or `demo`; with --url a model that the server there lists."
 
 AdapterFlag = Annotated[
     Path | None, typer.Option(help="Folder of a LoRA adapter, for our own server.")
@@ -33,7 +47,8 @@ AdapterFlag = Annotated[
 START_TIMEOUT_S = 1800.0
 """A large model is read from a slow disk in less."""
 STOP_TIMEOUT_S = 20.0
-TIMEOUT = httpx.Timeout(30.0, read=3600.0)
+CONNECT_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 3600.0
 """A long prompt on a slow machine is silent for a while before its first token."""
 
 
@@ -50,18 +65,24 @@ def list_adapter_flags(adapter: Path, url: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def connect(
-    model: str, url: str | None, api_key: str | None, server_flags: list[str]
-) -> Iterator[httpx.Client]:
-    """Give an HTTP client of the server at ``url``, or of one started for the occasion.
+    model: str | None, url: str | None, api_key: str | None, server_flags: list[str]
+) -> Iterator[tuple["httpx.Client", str]]:
+    """Give a client of the server at ``url``, or of one started for the occasion, and a model.
 
     A started server listens on loopback, asks for a key made for this run, and ends with the
-    context. Raises: InternalError with the server's last lines if it does not start; ConfigError
-    (malformed address or key).
+    context. The model is the one to ask for by name: the one given, else the demo model, or the
+    first that the server at ``url`` lists.
+
+    Raises: InternalError with the server's last lines if it does not start; PeerLostError (nobody
+        at ``url``); ConfigError (malformed address or key); UnsupportedError (missing
+        packages).
     """
     if url is not None:
-        with _open_client(url, api_key) as client:
-            yield client
+        with _open_client(trim_url(url), api_key) as client:
+            yield client, _find_first_model(client) if model is None else model
         return
+    require_serve()
+    model = "demo" if model is None else model
     key = secrets.token_urlsafe(24)
     process = start_child(
         [sys.executable, "-m", "tandem", "serve", model, "--port", "0", *server_flags],
@@ -78,7 +99,7 @@ def connect(
     )
     try:
         with _open_client(_wait_for_url(process), key) as client:
-            yield client
+            yield client, _find_first_model(client)
     finally:
         process.terminate()
         try:
@@ -88,10 +109,48 @@ def connect(
             process.wait()
 
 
-def _open_client(url: str, key: str | None) -> httpx.Client:
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+def trim_url(url: str) -> str:
+    """Return the address of a server without the ``/v1`` that clients of OpenAI's end it with.
+
+    Raises: ConfigError (not the address of an HTTP server).
+    """
     try:
-        return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=False)
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port  # Raises if it is no number of a port.
+    except ValueError as error:
+        what = f"--url {url!r}: {error}: give http://HOST:PORT"
+        raise ConfigError("cli.connect", what, field="url") from error
+    if not is_whole:
+        what = f"--url {url!r} is no address of a server: give http://HOST:PORT"
+        raise ConfigError("cli.connect", what, field="url")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _find_first_model(client: "httpx.Client") -> str:
+    """Return the name of the first model that a server lists; empty if it lists none.
+
+    Raises: PeerLostError (nobody answers).
+    """
+    import httpx
+
+    try:
+        reply = client.get("/v1/models")
+        return msgspec.json.decode(reply.content)["data"][0]["id"]
+    except httpx.HTTPError as error:
+        what = f"no answer from {client.base_url}: {error}: does a server run there?"
+        raise PeerLostError("cli.connect", what) from error
+    except (msgspec.DecodeError, UnicodeError, LookupError, TypeError):
+        return ""  # It says what it thinks of us when it is asked for text.
+
+
+def _open_client(url: str, key: str | None) -> "httpx.Client":
+    import httpx
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S)
+    try:
+        return httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
     except httpx.InvalidURL as error:
         what = f"--url {url!r}: {error}: give http://host:port"
         raise ConfigError("cli.connect", what, field="url") from error

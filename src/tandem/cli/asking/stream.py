@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import msgspec
 
-from tandem.core.errors import ConfigError, InternalError
+from tandem.core.errors import ConfigError, InternalError, PeerLostError
+
+if TYPE_CHECKING:
+    import httpx
 
 __all__ = ["StreamEvent", "StreamResult", "stream_events"]
 
@@ -91,12 +93,14 @@ def _rate(count: int, seconds: float) -> str:
     return f"{count / seconds:.2f} tokens/s" if seconds > 0 and count else "-"
 
 
-def stream_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iterator[StreamEvent]:
+def stream_events(client: "httpx.Client", path: str, body: dict[str, Any]) -> Iterator[StreamEvent]:
     """Yield the events of a streamed request, usage included.
 
-    Raises: InternalError with the server's message if it refuses or breaks off; ConfigError (a
-        number that JSON has no form for).
+    Raises: InternalError with the server's message if it refuses or breaks off; PeerLostError (no
+        answer); ConfigError (a number that JSON has no form for).
     """
+    import httpx
+
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
         content = json.dumps(body, allow_nan=False)
@@ -104,18 +108,22 @@ def stream_events(client: httpx.Client, path: str, body: dict[str, Any]) -> Iter
         what = f"a request cannot hold nan or inf: {error}"
         raise ConfigError("cli.stream", what) from error
     headers = {"Content-Type": "application/json"}
-    with client.stream("POST", path, content=content, headers=headers) as response:
-        if response.status_code != 200:
-            raise InternalError(
-                "cli.stream", f"{response.status_code}: {_message(response.read())}"
-            )
-        for line in response.iter_lines():
-            if not line.startswith("data: "):
-                continue
-            data = line.removeprefix("data: ")
-            if data == "[DONE]":
-                return
-            yield _decode(data.encode())
+    try:
+        with client.stream("POST", path, content=content, headers=headers) as response:
+            if response.status_code != 200:
+                raise InternalError(
+                    "cli.stream", f"{response.status_code}: {_message(response.read())}"
+                )
+            for line in response.iter_lines():
+                if not line.startswith("data: "):
+                    continue
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    return
+                yield _decode(data.encode())
+    except httpx.HTTPError as error:
+        what = f"no answer from {client.base_url}: {error}"
+        raise PeerLostError("cli.stream", what) from error
     raise InternalError("cli.stream", "the stream broke off")
 
 

@@ -9,9 +9,17 @@ from tandem.cli.config import SERVE_SETTINGS, SHORT_NAMES, Config, load_config, 
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.config import list_fields, mask_secrets
 
-__all__ = ["show"]
+__all__ = ["app"]
+
+app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
 
 
+@app.callback()
+def _root() -> None:
+    """Typer makes a group of an application with a callback."""
+
+
+@app.command("show")
 @with_config_flags(SERVE_SETTINGS)
 def show(
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,

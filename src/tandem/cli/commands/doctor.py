@@ -20,7 +20,8 @@ from rich.table import Table
 
 from tandem import __version__
 from tandem.cli.output import JsonFlag, format_bytes, print_json
-from tandem.core.errors import ConfigError
+from tandem.core.config import MAX_ISA, list_library_caps
+from tandem.core.errors import ConfigError, TandemError
 from tandem.transfer.probes import TransportReport, probe_transports
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "CpuReport",
     "DoctorReport",
     "HugepageReport",
+    "KernelReport",
     "MemoryReport",
     "NumaReport",
     "OptionalPart",
@@ -73,6 +75,17 @@ class CpuReport(msgspec.Struct, frozen=True, kw_only=True):
     cpu_quota: float | None
     """Of the control group, in CPUs."""
     cpu_quota_source: str | None
+
+
+class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The instruction set that the kernels use, and why."""
+
+    isa: str
+    reason: str
+    usable: list[str]
+    """Those of this build that this process may use, ascending."""
+    library_caps: dict[str, str]
+    """Variables that hold torch, MKL and oneDNN to the same cap."""
 
 
 class NumaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +137,7 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
 
     versions: dict[str, str | None]
     cpu: CpuReport
+    kernels: KernelReport
     numa_nodes: list[NumaReport]
     memory: MemoryReport
     hugepages: HugepageReport
@@ -152,6 +166,7 @@ def collect_report(etcd_endpoint: str | None = None) -> DoctorReport:
     return DoctorReport(
         versions=_collect_versions(),
         cpu=_report_cpu(_native.cpu_features(), topology),
+        kernels=_report_kernels(_native.cpu_features().cap, _native.kernel_isas()),
         numa_nodes=[
             NumaReport(
                 node_id=node.node_id,
@@ -219,6 +234,25 @@ def _report_cpu(features: "CpuFeatures", topology: "Topology") -> CpuReport:
         cpu_quota=topology.limits.cpu_quota,
         cpu_quota_source=topology.limits.cpu_quota_source or None,
     )
+
+
+def _report_kernels(cap: str, usable: list[str]) -> KernelReport:
+    isa = next(name for name in reversed(usable) if name != "amx")
+    if cap and cap == usable[-1]:
+        reason = f"{MAX_ISA}={cap} allows no wider one"
+    else:
+        reason = "the widest that this CPU, its operating system and this build have"
+    if usable[-1] == "amx":
+        reason += ", but for amx, which has to be named"
+    return KernelReport(isa=isa, reason=reason, usable=usable, library_caps=list_library_caps())
+
+
+def _describe_kernels(kernels: KernelReport) -> str:
+    text = f"{kernels.isa}: {kernels.reason} (usable: {', '.join(kernels.usable)})"
+    if kernels.library_caps:
+        caps = " ".join(f"{name}={value}" for name, value in kernels.library_caps.items())
+        text += f"; torch, MKL and oneDNN by {caps}"
+    return text
 
 
 def _probe_cuda() -> OptionalPart:
@@ -361,6 +395,7 @@ def render(report: DoctorReport) -> Group:
     machine.add_column(overflow="fold")
     for name, text in [*_describe_cpu(report.cpu), *_describe_memory(report)]:
         machine.add_row(name, escape(text))
+    machine.add_row("kernels", escape(_describe_kernels(report.kernels)))
     threads = report.compute_threads
     machine.add_row("threads", escape(f"{threads.threads}: {threads.reason}"))
     versions = [f"{name} {number or '(absent)'}" for name, number in report.versions.items()]
@@ -385,7 +420,8 @@ def measure_peer(address: str, secret_file: Path) -> "PathReport":
         address: ``host:port``.
         secret_file: holds the cluster's secret; a line break at the end is not part of it.
 
-    Raises: ConfigError (no such file, secret too short); as ``TransferEngine.open``.
+    Raises: ConfigError (no such file, secret too short); as ``TransferEngine.open``, with what was
+        tried.
     """
     from tandem.transfer import TransferConfig, TransferEngine
     from tandem.transfer.measure import measure_path
@@ -395,7 +431,14 @@ def measure_peer(address: str, secret_file: Path) -> "PathReport":
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("doctor.peer", f"{secret_file}: {error}", field="secret_file") from error
     with TransferEngine(TransferConfig(name="doctor", secret=secret)) as engine:
-        return measure_path(engine, address)
+        try:
+            return measure_path(engine, address)
+        except TandemError as error:
+            what = (
+                f"tried the transfer engine at {address} over tcp, with the secret of "
+                f"{secret_file}: {error.what}"
+            )
+            raise type(error)("doctor.peer", what, field=error.field) from error
 
 
 def render_path(report: "PathReport") -> Table:

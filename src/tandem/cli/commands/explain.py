@@ -1,13 +1,13 @@
 """``tandem explain``: what became of one request, and why its prefix missed."""
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
-import httpx
 import msgspec
 import typer
 
+from tandem.cli.asking.local_server import trim_url
 from tandem.cli.output import JsonFlag, print_json
 from tandem.core.errors import NotFoundError, PeerLostError
 from tandem.core.timeline import (
@@ -17,6 +17,9 @@ from tandem.core.timeline import (
     RequestTimeline,
     describe_miss,
 )
+
+if TYPE_CHECKING:
+    import httpx
 
 __all__ = ["explain", "render_timeline"]
 
@@ -41,11 +44,11 @@ def explain(
 
 
 def _fetch(request: str, url: str, headers: dict[str, str]) -> RequestTimeline:
+    import httpx
+
     path = f"/requests/{quote(request, safe='', errors='replace')}/timeline"
     try:
-        reply = httpx.get(
-            url.rstrip("/") + path, headers=headers, timeout=TIMEOUT_S, trust_env=False
-        )
+        reply = httpx.get(trim_url(url) + path, headers=headers, timeout=TIMEOUT_S, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise PeerLostError("cli.explain", f"no answer from {url}: {error}") from error
     if reply.status_code != 200:
@@ -58,7 +61,7 @@ def _fetch(request: str, url: str, headers: dict[str, str]) -> RequestTimeline:
         )
 
 
-def _read(reply: httpx.Response) -> str:
+def _read(reply: "httpx.Response") -> str:
     try:
         return str(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

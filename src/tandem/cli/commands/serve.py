@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -14,13 +14,19 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tandem.cli.config import SERVE_SETTINGS, Config, load_config, with_config_flags
+from tandem.cli.extras import require_serve
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.adapter import read_sources
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
+from tandem.engine.config import EngineConfig
+from tandem.engine.memory import check_context
 from tandem.server.config import ACCESS_LOGGER
 from tandem.store.config import StoreConfig
+
+if TYPE_CHECKING:
+    from tandem.engine.process.launcher import ProcessLauncher
 
 __all__ = ["serve"]
 
@@ -55,6 +61,7 @@ def serve(
     if dry_run:
         _show_plan(settings, json=json)
         return
+    require_serve()
     configure_logging("server", log_level, log_format)
     # One line a request, whatever the level of all else.
     is_logged = settings.server.access_log
@@ -80,6 +87,18 @@ def _check_store(store: StoreConfig) -> None:
             "store.ssd_dir is a tier below the store's memory: give store.memory as well",
             field="store.ssd_dir",
         )
+    if store.master:
+        from tandem.store.services.connect import auth_for, find_endpoints
+
+        for url in find_endpoints(store):
+            try:
+                auth_for(store, url)
+            except PermissionDeniedError as error:
+                raise ConfigError(
+                    "cli.serve",
+                    f"store.master: {error.what} (--store.secret, or TANDEM_STORE__SECRET)",
+                    field="store.secret",
+                ) from None
 
 
 def _show_plan(settings: Config, *, json: bool) -> None:
@@ -99,6 +118,27 @@ def _show_plan(settings: Config, *, json: bool) -> None:
 
 
 async def _serve(settings: Config, log_level: str, log_format: str, *, json: bool) -> None:
+    from tandem.engine.process.launcher import ProcessLauncher
+
+    async with contextlib.AsyncExitStack() as opened:
+        # Instances import torch and transformers, most of a start, while this process imports the
+        # server and checks what is cheap to check.
+        launchers: list[ProcessLauncher] = []
+        for _ in range(settings.cluster.num_instances):
+            launchers.append(ProcessLauncher())
+            opened.push_async_callback(launchers[-1].close)
+            await launchers[-1].prepare()
+        await _serve_with(launchers, settings, log_level, log_format, json=json)
+
+
+async def _serve_with(
+    launchers: "list[ProcessLauncher]",
+    settings: Config,
+    log_level: str,
+    log_format: str,
+    *,
+    json: bool,
+) -> None:
     from tandem.engine.cluster.client import ClusterClient, make_specs
     from tandem.engine.process.instance import InstanceSpec
     from tandem.engine.process.store_child import StoreChild
@@ -109,18 +149,21 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
     from tandem.server.api.names import find_names
     from tandem.server.api.sampling import load_sampling_defaults
     from tandem.server.app import build_app
-    from tandem.server.run import RunningServer, run_server
+    from tandem.server.run import RunningServer, open_listener, run_server
     from tandem.server.text.tokenizer import load_tokenizer
 
     folder = resolve_folder(settings.model.path, revision=settings.model.revision)
     if find_gguf(folder) is None:
         # A folder without a model is refused before its tokenizer.
-        read_json(folder / "config.json")
+        _check_context(settings.engine, read_json(folder / "config.json"))
     sources, adapter_folder = read_sources(settings.model.adapter), settings.model.adapter_folder
     names = find_names(settings.model.path, settings.server.served_model_name, folder)
     for source in sources:
         names.check_adapter_name(source.name)
-    with _show_loading(quiet=json) as on_stage:
+    # What is cheap to find wrong comes before processes are started and weights are read.
+    tokenizer = load_tokenizer(folder)
+    listener = open_listener(settings.server)
+    with listener, _show_loading(quiet=json) as on_stage:
         async with contextlib.AsyncExitStack() as opened:
             store, child = None, None
             if settings.store.memory_bytes:
@@ -146,12 +189,13 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
                 settings.cluster,
                 on_stage=on_stage,
                 is_staggered=may_write_cache(settings.model.packed_cache, folder),
+                make_launcher=iter(launchers).__next__,
             )
             engine = await opened.enter_async_context(cluster)
             app = build_app(
                 settings.server,
                 engine,
-                load_tokenizer(folder),
+                tokenizer,
                 settings.model.path,
                 folder=folder,
                 defaults=load_sampling_defaults(folder),
@@ -159,7 +203,9 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
                 read_store=None if child is None else lambda: child.status,
             )
             started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
-            serving = asyncio.create_task(run_server(settings.server, app, started.set_result))
+            serving = asyncio.create_task(
+                run_server(settings.server, app, started.set_result, listener)
+            )
             announcing = asyncio.create_task(_announce(engine, started, json=json))
             try:
                 await asyncio.wait((serving, announcing), return_when=asyncio.FIRST_COMPLETED)
@@ -169,9 +215,22 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
                 await serving
                 if announcing.done():
                     announcing.result()
+                elif (await started).is_interrupted:
+                    # It has served nobody: the command was broken off.
+                    raise KeyboardInterrupt
             finally:
                 announcing.cancel()
                 await asyncio.gather(announcing, return_exceptions=True)
+
+
+def _check_context(engine: EngineConfig, values: dict[str, Any]) -> None:
+    """Refuse a context beyond the model's own, as far as its configuration names that plainly.
+
+    Raises: ConfigError.
+    """
+    own = values.get("max_position_embeddings")
+    if isinstance(own, int) and own > 0:
+        check_context(engine.max_model_len, own)
 
 
 async def _announce(cluster: Any, started: Any, *, json: bool) -> None:
@@ -193,7 +252,8 @@ def _describe(info: InstanceInfo) -> str:
         f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters in {info.dtype}, "
         f"{info.weight_bytes / 2**20:.0f} MiB; loaded in {info.load_seconds:.1f} s\n"
         f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens, "
-        f"{kv_bytes / 2**20:.0f} MiB; context {info.max_model_len} tokens"
+        f"{kv_bytes / 2**20:.0f} MiB when all are used\n"
+        f"Context: {info.max_model_len} tokens, {info.max_model_len_reason}"
     )
 
 

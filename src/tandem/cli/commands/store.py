@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ from tandem.core.errors import ConfigError, NotFoundError
 from tandem.core.logs import LogLevel, configure_logging
 
 if TYPE_CHECKING:
-    from tandem.store import StoreClient
+    from tandem.store import HostService, StoreClient
     from tandem.store.messages import DiskStatus
 
 __all__ = ["app"]
@@ -29,6 +29,8 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML file of 
 LogLevelFlag = Annotated[LogLevel, typer.Option(help="Least severe lines to write.")]
 Key = Annotated[str, typer.Argument(help="Key of the object.")]
 DRAIN_POLL_S = 0.1
+JOIN_NOTICE_S = 2.0
+"""A master that runs takes a host in sooner."""
 
 
 @app.command("master")
@@ -56,7 +58,7 @@ def host(config: ConfigFile = None, log_level: LogLevelFlag = LogLevel.INFO, **f
     settings = _start(config, flags, "store-host", log_level)
     service = HostService(settings.store, settings.rpc)
     with asyncio.Runner(loop_factory=PollingLoop) as runner:
-        runner.run(_serve(service, lambda: f"store host {service.host.name} is up"))
+        runner.run(_serve(service, lambda: f"store host {service.host.name} is up", _join))
 
 
 @app.command("put")
@@ -181,6 +183,13 @@ def stat(config: ConfigFile = None, json: JsonFlag = False, **flags: Any) -> Non
     damaged += [(row.name, name) for row in status.hosts for name in row.damaged]
     for owner, name in damaged:
         sys.stdout.write(f"damaged on {owner}: {name}\n")
+    if status.num_tombstones:
+        sys.stdout.write(f"{status.num_tombstones} removals are kept for hosts that are away\n")
+    if not status.is_roster_complete:
+        sys.stdout.write(
+            "the list of hosts was lost: removals are kept for hosts that may be missing from it "
+            "(`tandem store set-floor`)\n"
+        )
 
 
 def _disk_columns(disk: "DiskStatus | None") -> tuple[object, ...]:
@@ -243,6 +252,37 @@ def retire(
         sys.stdout.write(f"{name} is retired\n")
 
 
+@app.command("set-floor")
+@with_config_flags(STORE_SETTINGS)
+def set_floor(
+    yes: Annotated[bool, typer.Option(help="Do it, instead of telling what it drops.")] = False,
+    config: ConfigFile = None,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
+    """Drop, when they come, the objects of hosts that a lost list of hosts does not name."""
+    with _connect(config, flags) as client:
+        told = client.set_floor(dry_run=not yes)
+    if json:
+        print_json(told)
+        return
+    named = ", ".join(told.hosts) if told.hosts else "none"
+    sys.stdout.write(f"hosts that keep all they have: {named}\n")
+    if yes:
+        sys.stdout.write(
+            f"floor set at version {told.version}: what any other host has of before is dropped "
+            "when it comes\n"
+        )
+    elif told.is_complete:
+        sys.stdout.write("the list of hosts is complete: nothing is kept for others\n")
+    else:
+        sys.stdout.write(
+            f"{told.num_tombstones} removals are kept for hosts that may be missing here. With "
+            "--yes every object that such a host still has, removed or not, is dropped when it "
+            "comes: start the hosts that you miss before\n"
+        )
+
+
 def _start(config: Path | None, flags: dict[str, Any], process: str, log_level: str) -> Config:
     configure_logging(process, log_level)
     raise_limit()
@@ -258,16 +298,41 @@ def _connect(config: Path | None, flags: dict[str, Any]) -> "Iterator[StoreClien
         yield client
 
 
-async def _serve(service: "AbstractAsyncContextManager[Any]", describe: Any) -> None:
-    """Run until SIGTERM or SIGINT; the line on standard output is what scripts wait for."""
+async def _join(service: "HostService") -> None:
+    """Wait until a master has taken the host in; say where it is looked for, if that takes time."""
+    joined = service.host.is_joined
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(joined.wait(), JOIN_NOTICE_S)
+    if not joined.is_set():
+        urls = ", ".join(service.urls)
+        sys.stderr.write(f"store host {service.host.name} waits for a master at {urls}\n")
+        sys.stderr.flush()
+        await joined.wait()
+
+
+async def _serve(
+    service: "AbstractAsyncContextManager[Any]",
+    describe: Callable[[], str],
+    join: Callable[[Any], Coroutine[Any, Any, None]] | None = None,
+) -> None:
+    """Run until SIGTERM or SIGINT; the line on standard output is what scripts wait for.
+
+    It comes when ``join`` returns.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with service:
-        sys.stdout.write(describe() + "\n")
-        sys.stdout.flush()
-        await stop.wait()
+        stopped = asyncio.create_task(stop.wait())
+        if join is not None:
+            joining = asyncio.create_task(join(service))
+            await asyncio.wait((stopped, joining), return_when=asyncio.FIRST_COMPLETED)
+            joining.cancel()
+        if not stop.is_set():
+            sys.stdout.write(describe() + "\n")
+            sys.stdout.flush()
+        await stopped
 
 
 def _read_file(file: Path) -> bytes:

@@ -192,10 +192,14 @@ class ClusterClient:
 
     @property
     def info(self) -> InstanceInfo | None:
-        """What runs, of the first instance that serves; None until all have served once."""
+        """What runs, of an instance that serves; None until all have served once.
+
+        Of the one with the shortest context: any of them may get a request.
+        """
         if not self._was_ready:
             return None
-        return next((m.info for m in self._members if m.info is not None), None)
+        infos = [member.info for member in self._members if member.info is not None]
+        return min(infos, key=lambda info: info.max_model_len, default=None)
 
     @property
     def last_info(self) -> InstanceInfo | None:

@@ -16,6 +16,7 @@ GAUGES = frozenset(
         "num_blocks",
         "num_used_blocks",
         "num_cached_blocks",
+        "store_links",
     }
 )
 """Fields of ``InstanceStats`` that fall; all others but ``stage`` are counters."""

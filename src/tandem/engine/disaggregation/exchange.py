@@ -7,8 +7,6 @@ import contextlib
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError
@@ -66,14 +64,16 @@ class KvExchange:
         """Of reads; zeros where nothing is read."""
         return PeerReadCounters() if self.reader is None else self.reader.counters
 
-    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+    def allocate(self, nbytes: int) -> Buffer:
         """Make the memory of the blocks: others may read it if the role says so, never write.
 
-        Raises: CapacityError (out of shared memory).
+        Only addresses: the caller reserves what is behind them.
         """
         rights: Literal["read", False] = "read" if self._serves else False
-        self._buffer = self.transfer.allocate(nbytes, name=BUFFER_NAME, remote=rights)
-        return self._buffer.array
+        self._buffer = self.transfer.allocate(
+            nbytes, name=BUFFER_NAME, remote=rights, reserved_bytes=0
+        )
+        return self._buffer
 
     def attach(
         self,

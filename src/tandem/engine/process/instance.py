@@ -11,10 +11,9 @@ outlives its server.
 
 import asyncio
 import contextlib
-import gc
-import importlib
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -48,6 +47,7 @@ from tandem.core.wire import (
 from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.process.instance_api import InstanceApi
+from tandem.engine.process.libraries import import_libraries
 from tandem.engine.stats import make_stats
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.counters import TierCounters
@@ -86,15 +86,6 @@ STORE_TIMEOUT_S = 10.0
 
 PREPARE = b"\n"
 """Instead of the configuration: import libraries, and then read that."""
-LIBRARIES = (
-    "tandem.engine.build",
-    "tandem.engine.disaggregation.exchange",
-    "tandem.engine.tiers.service",
-    "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
-)
-"""What an engine imports, whatever its model and settings."""
-
 InstanceRole = Literal["unified", "prefill", "decode"]
 
 
@@ -150,6 +141,7 @@ class Instance:
         self._packed_writer: PackedWriter | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
+        self._has_loaded = threading.Event()
         self._register()
 
     # The event loop's side.
@@ -229,6 +221,7 @@ class Instance:
             TierCounters() if self._tier is None else self._tier.counters,
             block_size=self._info.block_size,
             reads=None if self._exchange is None else self._exchange.counters,
+            store_state=None if self._tier is None else self._tier.state,
         )
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
@@ -251,8 +244,13 @@ class Instance:
             self._loop.call_soon_threadsafe(self._push_stage)
 
     def stop(self) -> None:
-        """Make the main thread return; any thread."""
+        """Make the main thread return once it has loaded; any thread."""
         self._stopping.set()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether there is nothing yet that an end would break off."""
+        return not self._has_loaded.is_set() and self._stage.stage is not InstanceStage.FAILED
 
     # The main thread's side.
 
@@ -265,6 +263,7 @@ class Instance:
         started.wait()
         try:
             self._load()
+            self._has_loaded.set()
             self._run_engine()
         except TandemError as error:
             # The server reports the failure; an ERROR line here would print it twice.
@@ -406,31 +405,35 @@ def read_spec(line: bytes) -> InstanceSpec:
     return msgspec.json.decode(line, type=InstanceSpec)
 
 
-def import_libraries() -> None:
-    """Import what does not depend on the settings: nearly all of a start. Nothing if that is done.
-
-    Without the garbage collector, which spends a sixth of the time on objects that stay for good,
-    and never looks at them later.
-    """
-    gc.disable()
-    for name in LIBRARIES:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
-
-
-def _stop_at_end_of_input(instance: Instance) -> None:
+class _ServerWatch:
     """The server holds the other end of our standard input; when it is gone, so are we."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    logger.info("event=server_gone")
-    instance.stop()
+
+    def __init__(self) -> None:
+        self.instance: Instance | None = None
+        """None while libraries are imported and settings awaited: there is nothing to stop."""
+        self._input = select.poll()
+        # Not the input itself, which the main thread reads.
+        self._input.register(sys.stdin.fileno(), select.POLLHUP | select.POLLRDHUP)
+        threading.Thread(target=self._run, name="server-watch", daemon=True).start()
+
+    def _run(self) -> None:
+        self._input.poll()
+        if self.instance is not None:
+            logger.info("event=server_gone")
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process: by the way of the main thread, where that has begun to serve."""
+        if self.instance is None or self.instance.is_loading:
+            os._exit(0)
+        self.instance.stop()
 
 
 def main() -> int:
     """Entry point of ``python -m tandem.engine.process.instance``."""
     # Ctrl-C in a terminal goes to the whole group; the server drains first and then tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    watch = _ServerWatch()
     line = sys.stdin.buffer.readline()
     if line == PREPARE:
         import_libraries()
@@ -443,9 +446,8 @@ def main() -> int:
         # Later threads inherit the set; those of libraries have begun.
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), spec.cores)
-    instance = Instance(spec)
-    signal.signal(signal.SIGTERM, lambda _, __: instance.stop())
-    threading.Thread(target=_stop_at_end_of_input, args=(instance,), daemon=True).start()
+    instance = watch.instance = Instance(spec)
+    signal.signal(signal.SIGTERM, lambda _, __: watch.stop())
     return instance.run()
 
 

@@ -14,7 +14,7 @@ from typing import Self
 import msgspec
 
 from tandem.core.adapter import AdapterSource
-from tandem.core.errors import PeerLostError
+from tandem.core.errors import PeerLostError, TandemError
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import InstanceChild, Launcher, ProcessLauncher
@@ -123,7 +123,11 @@ class InstanceSupervisor:
         pause_s = RESTART_PAUSE_S
         num_failed_starts = 0
         while True:
-            reason = await self._run_process()
+            try:
+                reason = await self._run_process()
+            except (TandemError, OSError) as error:
+                # It could not even be started: no folder for its socket, no memory for a process.
+                reason = error.what if isinstance(error, TandemError) else str(error)
             if self._was_ready:
                 pause_s, num_failed_starts = RESTART_PAUSE_S, 0
             else:
@@ -170,7 +174,8 @@ class InstanceSupervisor:
             watch.cancel()
             await asyncio.gather(session, watch, return_exceptions=True)
             self._session, self._info = None, None
-            await child.end(is_lost=is_lost)
+            # One that still loads has nothing to finish.
+            await child.end(is_lost=is_lost or not self._was_ready)
             exited.cancel()
             self._child = None
 

@@ -7,14 +7,19 @@ Owns the free list and the reference counts; knows nothing of tokens, of prefixe
 - *used*: at least one request (or pending copy, or load) references it, held by the index or not;
 - *cached*: without references, but in the index, which may evict it at any time.
 
-Pure and single-threaded: the scheduler's thread alone touches it.
+Memory for blocks is reserved as they are first taken, in the order of their ids, and stays
+reserved. So what has memory is a range from block 0 on, and free blocks that were taken before go
+first.
+
+Pure, but for the ``BlockMemory`` that it asks, and single-threaded: the scheduler's thread alone
+touches it.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tandem.core.errors import CapacityError, ConfigError
 
-__all__ = ["BlockCopy", "BlockPool", "KeyedBlock"]
+__all__ = ["BlockCopy", "BlockMemory", "BlockPool", "KeyedBlock"]
 
 
 class BlockCopy(NamedTuple):
@@ -42,16 +47,28 @@ class KeyedBlock(NamedTuple):
     """``BlockPool.get_generation`` when the block was reported."""
 
 
+class BlockMemory(Protocol):
+    """The memory of the blocks, reserved as far as it is needed."""
+
+    def reserve_blocks(self, num_blocks: int) -> int:
+        """Reserve memory of the first ``num_blocks`` blocks, or as many as the machine has it for.
+
+        Returns: how many have memory now, maybe more than asked for; never fewer than before.
+        """
+        ...
+
+
 class BlockPool:
     """Free list and reference counts of ``num_blocks`` blocks, all O(1).
 
     Args:
-        num_blocks: blocks that the runner has memory for, ids ``0..num_blocks - 1``.
+        num_blocks: blocks that the runner has addresses for, ids ``0..num_blocks - 1``.
+        memory: asked before a block is taken for the first time; None: all have memory.
 
     Raises: ConfigError (no block at all).
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, memory: BlockMemory | None = None) -> None:
         if num_blocks < 1:
             raise ConfigError(
                 "engine.create_pool",
@@ -59,7 +76,13 @@ class BlockPool:
                 field="engine.num_kv_blocks",
             )
         self.num_blocks = num_blocks
-        # A stack, so that the block freed last, still warm in the CPU's caches, is taken first.
+        """Blocks that can be in use; while memory is short, those that have it."""
+        self._num_planned = num_blocks
+        self._memory = memory
+        self._num_reserved = num_blocks if memory is None else 0
+        self._num_begun = 0
+        # A stack, so that the block freed last, still warm in the CPU's caches, is taken first, and
+        # those that were never taken, the rest of the ids in ascending order, last.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_refs = [0] * num_blocks
         self._is_held = [False] * num_blocks
@@ -69,7 +92,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be taken at once."""
-        return len(self._free)
+        return len(self._free) - (self._num_planned - self.num_blocks)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the machine lacked memory for blocks that were asked for."""
+        return self.num_blocks < self._num_planned
 
     @property
     def num_cached(self) -> int:
@@ -79,7 +107,7 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks that a request, a pending copy or a load references."""
-        return self.num_blocks - len(self._free) - self._num_cached
+        return self._num_planned - len(self._free) - self._num_cached
 
     def get_num_refs(self, block_id: int) -> int:
         """References of requests, pending copies and loads; the index's hold is not one."""
@@ -89,17 +117,43 @@ class BlockPool:
         """How often a block has been allocated: equal before and after means same content."""
         return self._generations[block_id]
 
+    def reserve(self, num_blocks: int) -> None:
+        """Reserve memory so that ``num_blocks`` free blocks can be taken, or all that are free.
+
+        If the machine lacks it, ``num_blocks`` and ``num_free`` count what there is from now on.
+        """
+        if self.is_short or self._memory is None:
+            return
+        num_taken_before = len(self._free) - (self._num_planned - self._num_begun)
+        wanted = min(self._num_begun + num_blocks - num_taken_before, self._num_planned)
+        if wanted <= self._num_reserved:
+            return
+        self._num_reserved = self._memory.reserve_blocks(wanted)
+        if self._num_reserved < wanted:
+            self.num_blocks = self._num_reserved
+
+    def retry(self) -> None:
+        """After a shortage, ask for the memory of one more block; with it, the shortage is over."""
+        if not self.is_short or self._memory is None:
+            return
+        num_reserved = self._memory.reserve_blocks(self.num_blocks + 1)
+        if num_reserved > self.num_blocks:
+            self._num_reserved, self.num_blocks = num_reserved, self._num_planned
+
     def allocate(self) -> int:
         """Take a free block with one reference.
 
-        Raises: CapacityError (none free; evicting cached ones is the caller's decision).
+        Raises: CapacityError (none free, or no memory; evicting cached ones is the caller's
+            decision).
         """
-        if not self._free:
+        self.reserve(1)
+        if self.num_free < 1:
             raise CapacityError(
                 "blocks.allocate",
                 f"0 of {self.num_blocks} blocks free, {self._num_cached} cached: evict first",
             )
         block_id = self._free.pop()
+        self._num_begun = max(self._num_begun, block_id + 1)
         self._num_refs[block_id] = 1
         self._generations[block_id] += 1
         return block_id
@@ -146,6 +200,9 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert that each block is in exactly one state. O(num_blocks), for tests."""
+        assert self._num_begun <= self._num_reserved, (
+            f"{self._num_begun} blocks taken, {self._num_reserved} have memory"
+        )
         free = set(self._free)
         assert len(free) == len(self._free), f"a block is free twice: {sorted(self._free)}"
         cached = 0

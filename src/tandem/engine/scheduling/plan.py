@@ -53,6 +53,8 @@ class StepPlan:
     """Back in the queue without blocks; what they generated is kept."""
     expired: list[Request] = field(default_factory=list[Request])
     """Finished with ``FinishReason.DEADLINE``, blocks released."""
+    starved: list[Request] = field(default_factory=list[Request])
+    """Finished with ``FinishReason.ERROR``: the machine has had no memory for their blocks."""
     loads: list[BlockLoad] = field(default_factory=list[BlockLoad])
     """To be started; those of one request in the order of its tokens."""
     dropped: list[BlockLoad] = field(default_factory=list[BlockLoad])

@@ -19,6 +19,8 @@ Rules that everything below serves:
   nor those ahead in the queue need next, and never so many that a running request could not reach
   its full length. So a load delays no decode. Its blocks are free when the transfer into them has
   ended, not before; those of a prefill that is held, when the hold or its lease ends.
+- Blocks for which the machine lacks memory count as not there. Requests wait for it; when it comes
+  too late for the most urgent one, that one ends, and the next has its blocks.
 
 Single-threaded. ``schedule`` and ``complete`` alternate; the rest may come in between.
 """
@@ -55,6 +57,12 @@ blocks; while its KV comes from elsewhere, others go on."""
 LOADING_SHARE = 4
 """One in so many blocks may be in transfer at a time. A prefix that needs more is loaded as far as
 this goes; with more in transfer, requests would wait for the link and not for their own blocks."""
+
+MEMORY_RETRY_S = 1.0
+"""Between attempts to get memory that the machine lacked."""
+
+MEMORY_PATIENCE_S = 30.0
+"""How long nothing may be computed for lack of it, before a request ends."""
 
 _NOT_FINISHED: Mapping[str, FinishReason] = MappingProxyType({})
 
@@ -102,6 +110,8 @@ class Scheduler:
         self._in_flight: StepPlan | None = None
         self._evicted: list[KeyedBlock] = []
         self._wake_s = math.inf
+        self._retry_s = -math.inf
+        self._starved_since_s: float | None = None
         self._num_added = 0
         self._num_preemptions = 0
         self._was_prefill_step = False
@@ -137,7 +147,8 @@ class Scheduler:
         Raises:
             ConfigError: the prompt is empty, or too long for the context or for all the blocks.
             ConflictError: a live request has this id, or one whose blocks are held.
-            CapacityError: ``max_running + max_queue`` requests are live.
+            CapacityError: ``max_running + max_queue`` requests are live, or the machine lacks
+                memory for the prompt.
         """
         self._check_prompt(request)
         if request.request_id in self._requests:
@@ -150,6 +161,13 @@ class Scheduler:
             )
         # A request that the next step admits does not wait, so free slots count as room.
         limit = self._config.max_running + self._config.max_queue
+        num_blocks = self._count_blocks(request.num_tokens)
+        if num_blocks > self._pool.num_blocks:
+            raise CapacityError(
+                "engine.add",
+                f"the prompt takes {num_blocks} blocks, and the machine has memory for "
+                f"{self._pool.num_blocks} now: try again later",
+            )
         if not self._live.has_room(request.client, limit):
             raise CapacityError(
                 "engine.add",
@@ -341,6 +359,9 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise ConflictError("engine.schedule", "a plan is in flight: complete it first")
+        if self._pool.is_short and self._retry_s <= now_s:
+            self._pool.retry()
+            self._retry_s = now_s + MEMORY_RETRY_S
         plan = StepPlan()
         while self._deadlines and self._deadlines[0][0] <= now_s:
             request = heapq.heappop(self._deadlines)[2]
@@ -359,6 +380,7 @@ class Scheduler:
                     self._plan_decodes(plan)
             case "decode_first":
                 self._plan_decode_first(plan, now_s)
+        self._end_starved(plan, now_s)
         if not plan.is_empty:
             self._in_flight = plan
         plan.dropped = self._loads.take_dropped()
@@ -368,11 +390,13 @@ class Scheduler:
         return plan
 
     def _find_wake_s(self, plan: StepPlan, now_s: float) -> float:
-        if plan.sequences or plan.loads or plan.expired:
+        if plan.sequences or plan.loads or plan.expired or plan.starved:
             return -math.inf
         # Nothing can be done now: all wait for transfers, until one of these moments.
         wake_s = self._deadlines[0][0] if self._deadlines else math.inf
         wake_s = min(wake_s, self._holds.next_end_s)
+        if self._pool.is_short and self._requests:
+            wake_s = min(wake_s, self._retry_s)
         for request in self._loading:
             wake_s = min(wake_s, request.wait_until_s)
         for request in self._waiting:
@@ -382,6 +406,20 @@ class Scheduler:
                 if moment_s > now_s:
                     wake_s = min(wake_s, moment_s)
         return wake_s
+
+    def _end_starved(self, plan: StepPlan, now_s: float) -> None:
+        """End a request if the lack of memory has kept everything from being computed too long."""
+        is_idle = not (plan.sequences or plan.loads or self._loading)
+        if not (self._pool.is_short and is_idle and (self._running or self._waiting)):
+            self._starved_since_s = None
+        elif self._starved_since_s is None:
+            self._starved_since_s = now_s
+        elif now_s - self._starved_since_s >= MEMORY_PATIENCE_S:
+            # The others have yielded their blocks to the most urgent one, and may need fewer.
+            request = (self._running or self._waiting)[0]
+            self._finish(request, FinishReason.ERROR, now_s)
+            plan.starved.append(request)
+            self._starved_since_s = None
 
     def _plan_decode_first(self, plan: StepPlan, now_s: float) -> None:
         """Decodes alone while any can run, except that prefills do not wait for ever.
@@ -448,7 +486,9 @@ class Scheduler:
     def _count_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._config.block_size)
 
-    def _count_available(self) -> int:
+    def _count_available(self, num_wanted: int = 0) -> int:
+        """Blocks that can be had; of these, ``num_wanted`` have memory, or all."""
+        self._pool.reserve(num_wanted)
         return self._pool.num_free + self._pool.num_cached
 
     def _allocate(self, num_blocks: int) -> tuple[int, ...]:
@@ -468,7 +508,7 @@ class Scheduler:
         num_blocks = self._count_blocks(end) - num_held
         if num_blocks <= 0:
             return num_tokens
-        available = self._count_available()
+        available = self._count_available(num_blocks)
         if num_blocks > available:
             room = (num_held + available) * self._config.block_size - request.num_computed_tokens
             if room <= 0:
@@ -557,6 +597,10 @@ class Scheduler:
             keys = self._choose_from_tiers(request, match, room, now_s)
             if not keys:
                 return []
+        was_short = self._pool.is_short
+        self._pool.reserve(len(keys))
+        if self._pool.is_short and not was_short:
+            return []  # The room was counted before the memory ran out; the next plan counts anew.
         self._index.acquire(match)
         fresh = self._allocate(len(keys))
         loads = self._loads.start(request, match, keys, fresh)
@@ -710,13 +754,13 @@ class Scheduler:
             committed += self._count_largest()
         if committed and committed + self._count_full_length(request) > self._pool.num_blocks:
             return False
-        available = self._count_available() - self._index.count_evictable(match)
         if self._running:
             needed = self._count_lookahead(request) + reserved
         else:
             # Alone it can have every block, so its first chunk decides: no endless wait.
             needed = self._count_blocks(min(match.num_tokens + budget, request.num_tokens))
-        return needed - len(match.nodes) <= available
+        needed -= len(match.nodes)
+        return needed <= self._count_available(needed) - self._index.count_evictable(match)
 
     def _start(
         self, plan: StepPlan, request: Request, match: PrefixMatch, budget: int, now_s: float

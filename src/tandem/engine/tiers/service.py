@@ -73,6 +73,9 @@ class TierService:
         self._stopping: asyncio.Event | None = None
         self._thread: threading.Thread | None = None
         self._tried = threading.Event()
+        self._service: ClientService | None = None
+        self._failure = ""
+        """Why the last attempt failed; empty before the first."""
 
     @property
     def can_read_instances(self) -> bool:
@@ -83,6 +86,14 @@ class TierService:
     def is_connected(self) -> bool:
         """Whether a store was reached."""
         return self._tier is not None
+
+    @property
+    def state(self) -> str:
+        """``connected``, ``connecting``, or ``unreachable`` with the reason. Any thread."""
+        service = self._service
+        if self._tier is not None and service is not None:
+            return "connected" if service.leader else "unreachable: the master is lost"
+        return f"unreachable: {self._failure}" if self._failure else "connecting"
 
     def start(self, sink: LoadSink, *, timeout_s: float) -> None:
         """Start the thread and wait for the first attempt to reach the store.
@@ -147,7 +158,13 @@ class TierService:
                 try:
                     await self._serve_connected()
                 except (TandemError, OSError) as error:
-                    logger.warning("event=kv_store_unreachable error=%s", error)
+                    failure = error.what if isinstance(error, TandemError) else str(error)
+                    # Tried for as long as the instance serves: said once for each reason.
+                    is_known = failure == self._failure
+                    level = logging.DEBUG if is_known else logging.WARNING
+                    text = "event=kv_store_unreachable retry_s=%.1f error=%s"
+                    logger.log(level, text, RETRY_S, error)
+                    self._failure = failure
                     self._tried.set()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._stopping.wait(), RETRY_S)
@@ -176,7 +193,10 @@ class TierService:
             tier.attach(self._sink)
             try:
                 await tier.probe()
-                logger.info("event=kv_store_connected identity=%s", self._identity[:12])
+                # At the level of the failure, so that a reader of that line also reads its end.
+                level = logging.WARNING if self._failure else logging.INFO
+                logger.log(level, "event=kv_store_connected identity=%s", self._identity[:12])
+                self._service, self._failure = service, ""
                 self._tier = tier
                 self._tried.set()
                 await self._stopping.wait()

@@ -1,11 +1,5 @@
-"""From conversations to token ids: templates, prompt masks, cutoff, packing, batches.
+"""From conversations, pairs and texts to rows of token ids: masks, cutoff, packing, batches."""
 
-The checkpoint's own chat template renders a conversation; LLaMA-Factory's template names are taken
-as aliases for it. Each answer is rendered after its prompt and tokenized apart from it, as a server
-that generates it has done.
-"""
-
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,80 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.core.errors import ConfigError
 from tandem.finetune.data.records import Conversation, Pair
+from tandem.finetune.data.templates import Template
 
 __all__ = [
     "IGNORED_LABEL",
-    "TEMPLATES",
     "Example",
     "PairExample",
-    "Template",
+    "chop",
     "collate",
     "encode",
     "encode_pair",
-    "make_template",
+    "encode_text",
     "pack",
+    "share_room",
 ]
 
 IGNORED_LABEL = -100
 """The label of tokens that are not learned."""
-
-TEMPLATES = frozenset(
-    [
-        "aquila",
-        "atom",
-        "baichuan",
-        "baichuan2",
-        "bailing",
-        "chatglm2",
-        "chatglm3",
-        "chatml",
-        "cohere",
-        "dbrx",
-        "deepseek",
-        "deepseek3",
-        "deepseekcoder",
-        "deepseekr1",
-        "falcon",
-        "gemma",
-        "gemma2",
-        "gemma3",
-        "glm4",
-        "glm4_moe",
-        "gpt",
-        "gpt_oss",
-        "granite3",
-        "internlm2",
-        "intern2",
-        "kimi_vl",
-        "llama2",
-        "llama3",
-        "llama4",
-        "minicpm",
-        "mistral",
-        "mistral_small",
-        "moonlight",
-        "olmo",
-        "orion",
-        "phi",
-        "phi4",
-        "qwen",
-        "qwen2_vl",
-        "qwen2_5",
-        "qwen3",
-        "qwen3_nothink",
-        "seed_oss",
-        "solar",
-        "starchat",
-        "vicuna",
-        "xuanyuan",
-        "yi",
-        "zephyr",
-    ]
-)
-"""LLaMA-Factory's names that stand for the checkpoint's template."""
-EMPTY_TEMPLATES = ("empty", "default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,95 +52,6 @@ class PairExample:
         return prompt + len(self.chosen_ids), prompt + len(self.rejected_ids)
 
 
-class Template:
-    """Renders prompts and answers.
-
-    Args:
-        tokenizer: transformers' tokenizer of the checkpoint.
-        is_plain: texts as they are, answers ended by the end-of-sequence token.
-        system: of conversations without a system message.
-        options: further arguments of the chat template.
-    """
-
-    def __init__(
-        self, tokenizer: Any, *, is_plain: bool, system: str | None, options: dict[str, Any]
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._is_plain = is_plain
-        self._system = system
-        self._options = options
-
-    def render(self, conversation: Conversation) -> list[tuple[str, str]]:
-        """Return (text before an answer, answer with its end) for each turn, in order.
-
-        Where the template shows earlier answers otherwise than they were given (without their
-        thoughts, say), only the last turn is returned.
-        """
-        messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
-        if self._system is not None and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system})
-        turns: list[tuple[str, str]] = []
-        done = ""
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt, whole = self.render_prompt(messages[:i]), self._render(messages[: i + 1])
-            if not whole.startswith(prompt) or not prompt.startswith(done):
-                # What was rendered so far is not how the template goes on.
-                turns, done = [], ""
-            answer = whole[len(prompt) :] if whole.startswith(prompt) else message["content"]
-            turns.append((prompt[len(done) :], answer))
-            done = prompt + answer
-        return turns
-
-    def render_prompt(self, messages: list[dict[str, str]]) -> str:
-        """Return the text after which the answer is generated."""
-        if self._is_plain:
-            return self._join(messages)
-        return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._options
-        )
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        if self._is_plain:
-            return self._join(messages)
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, **self._options)
-
-    def _join(self, messages: list[dict[str, str]]) -> str:
-        end = self._tokenizer.eos_token or ""
-        return "".join(m["content"] + (end if m["role"] == "assistant" else "\n") for m in messages)
-
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text in which the template wrote all special tokens."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def make_template(
-    tokenizer: Any, name: str | None = None, *, system: str | None = None
-) -> Template:
-    """Return the template of a checkpoint.
-
-    Args:
-        tokenizer: transformers'.
-        name: LLaMA-Factory's name; ``empty`` and ``default`` are without a template.
-        system: default system message.
-
-    Raises: ConfigError: an unknown name, or a checkpoint without a template.
-    """
-    where = "finetune.make_template"
-    if name is not None and name not in TEMPLATES and name not in EMPTY_TEMPLATES:
-        close = difflib.get_close_matches(name, [*TEMPLATES, *EMPTY_TEMPLATES], n=1)
-        hint = f"did you mean {close[0]}?" if close else "leave it out"
-        what = f"unknown template {name!r}: {hint} The checkpoint's own is the default"
-        raise ConfigError(where, what, field="template")
-    is_plain = name in EMPTY_TEMPLATES
-    if not is_plain and not tokenizer.chat_template:
-        what = "the checkpoint has no chat template: set template: empty"
-        raise ConfigError(where, what, field="template")
-    options = {"enable_thinking": False} if name is not None and name.endswith("_nothink") else {}
-    return Template(tokenizer, is_plain=is_plain, system=system, options=options)
-
-
 def encode(
     conversation: Conversation,
     template: Template,
@@ -213,35 +62,91 @@ def encode(
 ) -> Example | None:
     """Return the example of a conversation; None if nothing of it is left to learn.
 
+    What is cut off is what LLaMA-Factory cuts: turn by turn, from the end of a question and of its
+    answer, the longer of the two first.
+
     Args:
         conversation: what is learned.
         template: renders it.
-        cutoff_len: tokens at most; the rest is cut off.
+        cutoff_len: tokens at most.
         train_on_prompt: learn all tokens, not the answers alone.
-        mask_history: learn the last answer alone.
+        mask_history: learn the last answer alone; it has the room that it needs before the others.
     """
+    turns = template.encode_turns(conversation, is_history_shown=mask_history)
+    order = turns[::-1] if mask_history else turns
     ids: list[int] = []
     labels: list[int] = []
-    turns = template.render(conversation)
-    for i, (prompt, answer) in enumerate(turns):
-        is_learned = not mask_history or i == len(turns) - 1
-        kept, rest = _split_answer(answer)
-        pieces = [(prompt, train_on_prompt), (kept, is_learned), (rest, False)]
-        for text, is_target in pieces:
-            piece = template.tokenize(text) if text else []
-            ids += piece
-            labels += piece if is_target else [IGNORED_LABEL] * len(piece)
-    ids, labels = ids[:cutoff_len], labels[:cutoff_len]
-    # The first token is predicted by nothing.
+    left = cutoff_len - len(template.tail)
+    for i, turn in enumerate(order):
+        if left <= 0:
+            break
+        num_source, num_target = share_room(len(turn.source), len(turn.target), left)
+        left -= num_source + num_target
+        source, target = turn.source[:num_source], turn.target[:num_target]
+        source_labels = source if train_on_prompt else [IGNORED_LABEL] * num_source
+        if i > 0 and num_source:
+            source_labels = [*template.starts, *source_labels[len(template.starts) :]]
+        num_learned = 0 if mask_history and i > 0 else min(turn.num_learned, num_target)
+        target_labels = target[:num_learned] + [IGNORED_LABEL] * (num_target - num_learned)
+        if mask_history:
+            ids, labels = source + target + ids, source_labels + target_labels + labels
+        else:
+            ids, labels = ids + source + target, labels + source_labels + target_labels
+    # The first token is predicted by nothing; an end alone is no answer.
     if all(label == IGNORED_LABEL for label in labels[1:]):
         return None
-    return Example(tuple(ids), tuple(labels))
+    return Example(tuple(ids + template.tail), tuple(labels + template.tail))
 
 
-def _split_answer(answer: str) -> tuple[str, str]:
-    """White space behind the answer's end belongs to the next turn."""
-    kept = answer.rstrip() or answer
-    return kept, answer[len(kept) :]
+def share_room(num_source: int, num_target: int, room: int) -> tuple[int, int]:
+    """Return how many tokens of a question and of its answer are kept, as LLaMA-Factory does.
+
+    Who needs less than half of the room keeps all; else each keeps its share.
+    """
+    if num_target * 2 < room:
+        most = room
+    elif num_source * 2 < room:
+        most = room - num_source
+    else:
+        most = int(room * (num_target / (num_source + num_target)))
+    kept = min(most, num_target)
+    return min(max(room - kept, 0), num_source), kept
+
+
+def encode_text(text: str, tokenizer: Any, *, cutoff_len: int) -> Example | None:
+    """Return the example of a plain text, learned as a whole with the token that ends it.
+
+    Args:
+        text: as it is; the cutoff takes its end.
+        tokenizer: transformers'.
+        cutoff_len: tokens at most.
+
+    Returns: None if less than two tokens are left.
+    """
+    ids = encode_document(text, tokenizer)
+    if tokenizer.bos_token_id is not None and getattr(tokenizer, "add_bos_token", False):
+        ids = [tokenizer.bos_token_id, *ids]
+    ids = ids[:cutoff_len]
+    return Example(tuple(ids), tuple(ids)) if len(ids) > 1 else None
+
+
+def encode_document(text: str, tokenizer: Any) -> list[int]:
+    """Return the ids of a text with the token that ends it."""
+    return list(
+        tokenizer(text + (tokenizer.eos_token or ""), add_special_tokens=False)["input_ids"]
+    )
+
+
+def chop(texts: Sequence[str], tokenizer: Any, size: int) -> list[Example]:
+    """Return rows of ``size`` tokens of texts one behind the other; what is left over is dropped.
+
+    A row's tokens see all before them in it, of other texts too, as in LLaMA-Factory.
+    """
+    ids = [i for text in texts for i in encode_document(text, tokenizer)]
+    rows = [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
+    if tokenizer.bos_token_id is not None and getattr(tokenizer, "add_bos_token", False):
+        rows = [[tokenizer.bos_token_id, *row[1:]] for row in rows]
+    return [Example(tuple(row), tuple(row)) for row in rows]
 
 
 def encode_pair(pair: Pair, template: Template, *, cutoff_len: int) -> PairExample | None:
@@ -250,19 +155,18 @@ def encode_pair(pair: Pair, template: Template, *, cutoff_len: int) -> PairExamp
     Args:
         pair: two answers to one prompt.
         template: renders it; earlier answers belong to the prompt.
-        cutoff_len: tokens at most of the prompt with either answer; the rest is cut off.
+        cutoff_len: tokens at most of the prompt with either answer; cut as in ``encode``.
     """
-    *earlier, (prompt, chosen) = template.render(pair.chosen)
-    texts = [text for turn, answer in earlier for text in (turn, *_split_answer(answer))]
-    prompt_ids = [i for text in (*texts, prompt) if text for i in template.tokenize(text)]
-    rejected = template.render(pair.rejected)[-1][1]
-    room = max(cutoff_len - len(prompt_ids), 0)
-    answers = [
-        tuple(template.tokenize(_split_answer(text)[0])[:room]) for text in (chosen, rejected)
-    ]
-    if not prompt_ids or not all(answers) or answers[0] == answers[1]:
+    *earlier, last = template.encode_turns(pair.chosen, is_history_shown=True)
+    other = template.encode_turns(pair.rejected, is_history_shown=True)[-1]
+    prompt = [i for turn in earlier for i in turn.source + turn.target] + last.source
+    answers = [turn.target[: turn.num_learned] + template.tail for turn in (last, other)]
+    room = share_room(len(prompt), max(map(len, answers)), cutoff_len)
+    prompt_ids = tuple(prompt[: room[0]])
+    chosen, rejected = (tuple(answer[: room[1]]) for answer in answers)
+    if not prompt_ids or not chosen or not rejected or chosen == rejected:
         return None
-    return PairExample(tuple(prompt_ids), *answers)
+    return PairExample(prompt_ids, chosen, rejected)
 
 
 def pack(examples: Sequence[Example], size: int) -> list[Example]:

@@ -16,7 +16,16 @@ from msgspec import Meta
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.finetune.data.data_files import NotARow, parse_json, read_rows
 
-__all__ = ["BadRow", "Conversation", "Message", "Pair", "Records", "load_dataset", "load_pairs"]
+__all__ = [
+    "BadRow",
+    "Conversation",
+    "Message",
+    "Pair",
+    "Records",
+    "load_dataset",
+    "load_pairs",
+    "load_texts",
+]
 
 WHERE = "finetune.load_dataset"
 INFO_NAME = "dataset_info.json"
@@ -68,6 +77,7 @@ class Records:
 
     conversations: list[Conversation] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     bad_rows: list[BadRow] = field(default_factory=list)
 
 
@@ -148,6 +158,17 @@ def load_pairs(name: str, folder: Path, max_samples: int | None = None) -> Recor
     """
     records, rows = _convert_rows(name, folder, max_samples, _convert_pair, is_ranking=True)
     records.pairs = rows
+    return records
+
+
+def load_texts(name: str, folder: Path, max_samples: int | None = None) -> Records:
+    """Load a dataset of plain texts; as ``load_dataset``, but a row needs no answer.
+
+    In alpaca's format the prompt is the text, in the others the first turn. A file that is given by
+    its path may have the column ``text``.
+    """
+    records, rows = _convert_rows(name, folder, max_samples, _convert_text, is_ranking=False)
+    records.texts = rows
     return records
 
 
@@ -256,6 +277,22 @@ def _convert_pair(row: Any, info: DatasetInfo | None) -> Pair:
     if chosen.answer.strip() == rejected.answer.strip():
         raise _BadRowError("chosen and rejected are equal")
     return Pair(chosen, rejected)
+
+
+def _convert_text(row: Any, info: DatasetInfo | None) -> str:
+    row, found = _check_row(row, info)
+    if info is None and "text" in row:
+        found = DatasetInfo(columns={"prompt": "text"})
+    if found.formatting == "alpaca":
+        columns = msgspec.convert(found.columns, Columns)
+        parts = [_text(row, columns.prompt, is_needed=True), _text(row, columns.query)]
+        text = "\n".join(part for part in parts if part)
+    else:
+        turns = [m for m in _read_turns(row, found) if m.role != "system"]
+        text = turns[0].content if turns else ""
+    if not text.strip():
+        raise _BadRowError("no text")
+    return text
 
 
 def _check_row(row: Any, info: DatasetInfo | None) -> tuple[dict[str, Any], DatasetInfo]:

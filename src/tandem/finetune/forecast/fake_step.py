@@ -49,6 +49,8 @@ class StepShape:
     is_checkpointed: bool
     has_reference: bool = False
     """Whether a forward pass without adapters and gradients is made beside it, as in stage dpo."""
+    has_f32_experts: bool = False
+    """Whether packed experts are in f32: they keep gate and up in float32, not in bf16."""
 
 
 @dataclass(slots=True)
@@ -138,10 +140,10 @@ class _FakeExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, owner: "_Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         ctx.owner, ctx.dtype = owner, x.dtype
-        kept = x.new_empty((ids.numel(), 2 * owner.inner), dtype=torch.bfloat16)
+        kept = x.new_empty((ids.numel(), 2 * owner.inner), dtype=owner.inner_dtype)
         ctx.save_for_backward(ids, weights, kept)
         owner.count(ids.numel(), EXPERT_FORWARD_PRODUCTS)
-        scratch = x.new_empty((ids.numel(), owner.inner), dtype=torch.bfloat16)
+        scratch = x.new_empty((ids.numel(), owner.inner), dtype=owner.inner_dtype)
         out = torch.empty_like(x, dtype=torch.float32).to(x.dtype)
         del scratch
         return out
@@ -150,7 +152,7 @@ class _FakeExperts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ids, weights, kept = ctx.saved_tensors
         ctx.owner.count(ids.numel(), EXPERT_BACKWARD_PRODUCTS)
-        scratch = torch.empty_like(kept), torch.empty_like(grads[0], dtype=torch.bfloat16)
+        scratch = torch.empty_like(kept), torch.empty_like(grads[0], dtype=kept.dtype)
         d_x = torch.empty_like(grads[0], dtype=torch.float32).to(ctx.dtype)
         del scratch
         return None, d_x, None, torch.empty_like(weights)
@@ -166,7 +168,7 @@ class _FakeAdaptedExperts(torch.autograd.Function):
         ctx.owner, pairs, rank = owner, ids.numel(), factors[0].shape[1]
         wide, inner = x.float(), owner.inner
         delta = x.new_empty((pairs, 2 * inner), dtype=torch.float32)
-        kept = x.new_empty((pairs, 2 * inner), dtype=torch.bfloat16)
+        kept = x.new_empty((pairs, 2 * inner), dtype=owner.inner_dtype)
         ctx.save_for_backward(x, ids, weights, kept, *factors)
         owner.count(pairs, EXPERT_FORWARD_PRODUCTS)
         owner.count_factors(pairs * rank * (2 * owner.hidden + 3 * inner))
@@ -192,7 +194,7 @@ class _FakeAdaptedExperts(torch.autograd.Function):
 class _Experts(nn.Module):
     """Stands for a layer's routed experts."""
 
-    def __init__(self, old: Any, cost: StepCost, *, is_packed: bool) -> None:
+    def __init__(self, old: Any, cost: StepCost, shape: StepShape) -> None:
         super().__init__()
         self.is_transposed = bool(getattr(old, "is_transposed", False))
         # PEFT finds them by their names and shapes.
@@ -202,7 +204,8 @@ class _Experts(nn.Module):
             self.register_parameter(name, getattr(old, name))
         _, self.hidden, self.inner = find_expert_shapes(old)["down_proj"]
         self._cost = cost
-        self._is_packed = is_packed
+        self._is_packed = shape.has_packed_experts
+        self.inner_dtype = torch.float32 if shape.has_f32_experts else torch.bfloat16
 
     def count_factors(self, num_products: int) -> None:
         self._cost.torch_flops += 2 * num_products
@@ -294,7 +297,7 @@ def _replace_packed(model: Any, shape: StepShape, cost: StepCost) -> None:
     """Put stand-ins where the run has packed matrices, and one expert's products elsewhere."""
     for name, module in list(model.named_modules()):
         if find_expert_shapes(module):
-            stand_in = _Experts(module, cost, is_packed=shape.has_packed_experts)
+            stand_in = _Experts(module, cost, shape)
             model.set_submodule(name, stand_in)
     if shape.has_packed_linear:
         for name in find_targets(model, "all"):

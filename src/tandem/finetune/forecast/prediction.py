@@ -12,6 +12,7 @@ import msgspec
 from tandem._native import read_topology, recommend_threads
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model_plan import NO_FORMAT, ModelPlan
+from tandem.finetune.data.dataset import prepare_data
 from tandem.finetune.forecast.fake_step import StepCost, StepShape, simulate_step
 from tandem.finetune.forecast.machine_speed import measure_speed
 from tandem.finetune.recipes.recipe import MethodKeys, Recipe, make_recipe
@@ -22,7 +23,6 @@ from tandem.finetune.training.trainer import (
     check_packages,
     count_steps,
     make_lora_config,
-    prepare_data,
 )
 from tandem.kernels.cpu import linear as native_linear
 from tandem.models.families import open_checkpoint
@@ -199,11 +199,13 @@ def _count_memory(
     batch *= _count_sequences(recipe)
     width = min(data.longest, recipe.data.cutoff_len)
     is_bf16 = recipe.train.bf16
+    experts = choose_format(recipe.model.expert_format, is_bf16=is_bf16)
     shape = StepShape(
         num_rows=batch,
         num_tokens=width,
         is_bf16=is_bf16,
-        has_packed_experts=choose_format(recipe.model.expert_format, is_bf16=is_bf16) is not None,
+        has_packed_experts=experts is not None,
+        has_f32_experts=experts is not None and experts.name == "f32",
         has_packed_linear=choose_format(recipe.model.linear_format, is_bf16=is_bf16) is not None,
         is_checkpointed=recipe.train.gradient_checkpointing,
         has_reference=recipe.method.stage == "dpo",

@@ -57,7 +57,8 @@ class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What is trained."""
 
     stage: Annotated[
-        Literal["sft", "dpo"], Meta(description="sft = answers; dpo = pairs of answers.")
+        Literal["sft", "dpo", "pt"],
+        Meta(description="sft = answers; dpo = pairs of answers; pt = plain texts."),
     ] = "sft"
     finetuning_type: Annotated[Literal["lora"], Meta(description="Adapters; nothing else.")] = (
         "lora"
@@ -75,6 +76,10 @@ class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "and dense MLPs; experts = routed experts, as in `all,experts`."
         ),
     ] = "all"
+    loraplus_lr_ratio: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Learning rate of B matrices over that of A (LoRA+); None = equal."),
+    ] = None
     use_rslora: Annotated[bool, Meta(description="Scale by alpha / sqrt(rank).")] = False
 
 
@@ -106,6 +111,10 @@ class DataKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     template: Annotated[
         str | None, Meta(description="LLaMA-Factory's template name; None = the checkpoint's.")
     ] = None
+    enable_thinking: Annotated[
+        bool,
+        Meta(description="Answers without reasoning are learned with an empty one; false: none."),
+    ] = True
     default_system: Annotated[
         str | None, Meta(description="System message of records that have none.")
     ] = None
@@ -116,7 +125,9 @@ class DataKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     val_size: Annotated[
         float, Meta(ge=0, description="Records for validation: a count, or a share below 1.")
     ] = 0.0
-    packing: Annotated[bool, Meta(description="Fill each row with several examples.")] = False
+    packing: Annotated[
+        bool | None, Meta(description="Fill each row with several examples; None = stage pt alone.")
+    ] = None
     train_on_prompt: Annotated[bool, Meta(description="Learn the prompts as well.")] = False
     mask_history: Annotated[bool, Meta(description="Learn the last answer only.")] = False
     dataloader_num_workers: Annotated[int, Meta(ge=0, description="Processes that collate.")] = 0
@@ -182,6 +193,12 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     train: TrainKeys
     notes: tuple[str, ...] = ()
 
+    @property
+    def is_packed(self) -> bool:
+        """True if rows hold several examples; as in LLaMA-Factory, plain texts do by default."""
+        packing = self.data.packing
+        return self.method.stage == "pt" if packing is None else packing
+
     def flatten(self) -> dict[str, Any]:
         """Return all keys and values as one flat mapping, as a recipe file has them."""
         flat: dict[str, Any] = {}
@@ -241,6 +258,8 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
             raise ConfigError(WHERE, f"{text}: correct the recipe", field=field) from error
         _check_values(built[group])
     recipe = Recipe(**built, notes=tuple(notes))
+    if recipe.method.stage == "pt":
+        _check_texts(recipe)
     return _check_preferences(recipe) if recipe.method.stage == "dpo" else recipe
 
 
@@ -252,6 +271,19 @@ def _check_values(keys: msgspec.Struct) -> None:
         if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
             # YAML takes the two halves of JSON's \uD83D\uDE00 for two characters.
             what = f"{key} is not Unicode text: write the characters themselves"
+            raise ConfigError(WHERE, what, field=key)
+
+
+def _check_texts(recipe: Recipe) -> None:
+    """Refuse keys that plain texts have no place for."""
+    data = recipe.data
+    for key, is_set in (
+        ("template", data.template is not None),
+        ("default_system", data.default_system is not None),
+        ("mask_history", data.mask_history),
+    ):
+        if is_set:
+            what = f"{key} with stage pt: a plain text has no turns: remove it"
             raise ConfigError(WHERE, what, field=key)
 
 

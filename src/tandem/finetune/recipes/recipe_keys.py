@@ -51,7 +51,9 @@ REFUSED = {
     ),
     "use_dora": ("DoRA needs the norms of unpacked weights", "lora_rank"),
     "pissa_init": ("PiSSA changes the frozen weights", "lora_rank"),
-    "loraplus_lr_ratio": ("there is one learning rate", "learning_rate"),
+    "pissa_convert": ("PiSSA changes the frozen weights", "lora_rank"),
+    "loraplus_lr_embedding": ("embeddings are not trained", "loraplus_lr_ratio"),
+    "create_new_adapter": ("one adapter is trained", "adapter_name_or_path"),
     "additional_target": ("full copies of modules are not trained", "lora_target"),
     "use_unsloth": ("the model is transformers' own", "expert_format"),
     "fp16": ("float16 overflows without loss scaling", "bf16: true"),
@@ -69,6 +71,23 @@ REFUSED = {
     "freeze_trainable_layers": ("only LoRA is trained", "finetuning_type: lora"),
     "deepspeed": ("there is one process", "gradient_accumulation_steps"),
     "image_max_pixels": ("models here read text only", "dataset"),
+    "video_max_pixels": ("models here read text only", "dataset"),
+    "freeze_vision_tower": ("models here read text only", "lora_target"),
+    "freeze_multi_modal_projector": ("models here read text only", "lora_target"),
+    "freeze_language_model": ("models here read text only", "lora_target"),
+    "ray_num_workers": ("there is one process", "gradient_accumulation_steps"),
+    "tokenized_path": ("prepared data is not kept", "dataset"),
+    "use_galore": ("the optimizer is AdamW", "learning_rate"),
+    "use_apollo": ("the optimizer is AdamW", "learning_rate"),
+    "use_badam": ("the optimizer is AdamW", "learning_rate"),
+    "use_adam_mini": ("the optimizer is AdamW", "learning_rate"),
+    "use_muon": ("the optimizer is AdamW", "learning_rate"),
+    "use_llama_pro": ("no layers are added", "lora_target"),
+    "mixture_of_depths": ("all tokens go through all layers", "lora_target"),
+    "use_dft_loss": ("the loss is the plain one", "stage: sft"),
+    "use_asft_loss": ("the loss is the plain one", "stage: sft"),
+    "use_eaft_loss": ("the loss is the plain one", "stage: sft"),
+    "fp8": ("frozen weights are packed by format", "expert_format: fp8"),
     "rope_scaling": ("RoPE is the checkpoint's", "cutoff_len"),
 }
 """Keys that would change the result: (reason, nearest right key). False or null is no wish."""
@@ -140,8 +159,8 @@ def _unnest(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_choice(key: str, value: Any) -> None:
-    if key == "stage" and value not in ("sft", "dpo", None):
-        what = f"stage {value!r} is not built: use sft or dpo"
+    if key == "stage" and value not in ("sft", "dpo", "pt", None):
+        what = f"stage {value!r} is not built: use sft, dpo or pt"
     elif key == "pref_loss" and value not in (*PREFERENCE_LOSSES, None):
         what = f"pref_loss {value!r} is not built: use {', '.join(PREFERENCE_LOSSES)}"
     elif key == "finetuning_type" and value not in ("lora", None):
@@ -179,13 +198,16 @@ def _translate(
         out["cpu_infer"] = value
     elif key == "kt_optimize_rule":
         _read_rule(Path(str(value)), out, notes)
+    elif key == "neat_packing":
+        # Packed examples never see each other here.
+        if value:
+            out["packing"] = True
+    elif key == "optim":
+        if value not in ("adamw_torch", "adamw_hf"):
+            raise UnsupportedError(WHERE, f"optim {value!r}: use adamw_torch", field=key)
     elif key == "mix_strategy":
         if value != "concat":
             raise UnsupportedError(WHERE, f"{key} {value!r}: use concat", field=key)
-    elif key == "enable_thinking":
-        notes.append(
-            "enable_thinking: no effect here, answers are learned as the records have them"
-        )
     else:
         close = difflib.get_close_matches(key, [*known, *IGNORED], n=1)
         hint = f": did you mean {close[0]}?" if close else ": remove it"

@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from transformers import (
     PrinterCallback,
@@ -23,20 +22,8 @@ from transformers import (
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.finetune.artefacts import name_full_disk, plot_losses, write_card, write_json
-from tandem.finetune.data.examples import (
-    Example,
-    PairExample,
-    collate,
-    encode,
-    encode_pair,
-    make_template,
-    pack,
-)
-from tandem.finetune.data.records import (
-    BadRow,
-    load_dataset,
-    load_pairs,
-)
+from tandem.finetune.data.dataset import Dataset, prepare_data
+from tandem.finetune.data.examples import collate
 from tandem.finetune.recipes.recipe import Recipe
 from tandem.finetune.recipes.targets import find_expert_parameters, find_targets, name_targets
 from tandem.finetune.training.callbacks import (
@@ -53,13 +40,11 @@ from tandem.finetune.training.output_folder import check_folders, clear_folder
 from tandem.models.families import open_checkpoint
 
 __all__ = [
-    "Dataset",
     "RunReport",
     "check_packages",
     "count_steps",
     "finetune",
     "make_lora_config",
-    "prepare_data",
 ]
 
 logger = logging.getLogger(__name__)
@@ -84,18 +69,6 @@ class RunReport:
     num_bad_rows: int
     num_too_short: int
     trainable_parameters: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dataset:
-    """Examples to learn from and to validate with, and what was left out."""
-
-    train: list[Any]
-    """``Example``, or ``PairExample`` in stage dpo."""
-    validation: list[Any]
-    bad_rows: list[BadRow]
-    num_unlearnable: int
-    """Rows of which the cutoff left no answer, or no two that differ."""
 
 
 class LoraTrainer(EpochTrainer):
@@ -128,74 +101,6 @@ class LoraTrainer(EpochTrainer):
         num_items = num_items_in_batch if self.model_accepts_loss_kwargs else None
         with self.accelerator.autocast():
             return compute_loss(model.get_base_model(), self._head, inputs, num_items)
-
-
-def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
-    """Load and encode the datasets of a recipe.
-
-    Raises: as ``load_dataset`` and ``make_template``; ConfigError: nothing is left to learn.
-    """
-    data = recipe.data
-    template = make_template(tokenizer, data.template, system=data.default_system)
-    is_paired = recipe.method.stage == "dpo"
-    bad_rows: list[BadRow] = []
-
-    def load(names: str) -> list[Any]:
-        found: list[Any] = []
-        for name in (part.strip() for part in names.split(",") if part.strip()):
-            read = load_pairs if is_paired else load_dataset
-            records = read(name, Path(data.dataset_dir), data.max_samples)
-            bad_rows.extend(records.bad_rows)
-            found += records.pairs if is_paired else records.conversations
-        return found
-
-    rows = load(data.dataset)
-    if not rows:
-        raise ConfigError(WHERE, "no dataset: name one of dataset_info.json", field="dataset")
-    held_out = load(data.eval_dataset)
-    if data.val_size > 0:
-        rows, split = _split(rows, data.val_size, recipe.train.seed)
-        held_out += split
-
-    def encode_one(row: Any) -> Example | PairExample | None:
-        if is_paired:
-            return encode_pair(row, template, cutoff_len=data.cutoff_len)
-        return encode(
-            row,
-            template,
-            cutoff_len=data.cutoff_len,
-            train_on_prompt=data.train_on_prompt,
-            mask_history=data.mask_history,
-        )
-
-    def encode_all(items: list[Any]) -> list[Any]:
-        return [example for example in map(encode_one, items) if example is not None]
-
-    train, validation = encode_all(rows), encode_all(held_out)
-    num_lost = len(rows) + len(held_out) - len(train) - len(validation)
-    if not train:
-        what = f"cutoff_len {data.cutoff_len} leaves no answer in any record: raise it"
-        raise ConfigError(WHERE, what, field="cutoff_len")
-    if held_out and not validation:
-        what = f"cutoff_len {data.cutoff_len} leaves no answer in any record of validation"
-        raise ConfigError(WHERE, f"{what}: raise it", field="cutoff_len")
-    if data.packing:
-        train = pack(train, data.cutoff_len)
-    return Dataset(train, validation, bad_rows, num_lost)
-
-
-def _split(items: list[Any], size: float, seed: int) -> tuple[list[Any], list[Any]]:
-    count = round(len(items) * size) if size < 1 else int(size)
-    count = max(count, 1)
-    if count >= len(items):
-        what = f"val_size {size} leaves none of {len(items)} records to learn"
-        raise ConfigError(WHERE, what, field="val_size")
-    order = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen = set(order[:count])
-    return (
-        [item for i, item in enumerate(items) if i not in chosen],
-        [item for i, item in enumerate(items) if i in chosen],
-    )
 
 
 def finetune(recipe: Recipe, *, has_bar: bool = False) -> RunReport:
@@ -242,6 +147,7 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
         LogCallback(folder),
     ]
     trainer = _make_trainer(recipe, model, arguments, tokenizer, data, callbacks)
+    trainer.lr_ratio = recipe.method.loraplus_lr_ratio or 1.0
     # It writes to standard output, which is the command's own.
     trainer.remove_callback(PrinterCallback)
     if has_bar:
@@ -316,7 +222,7 @@ def _make_model(recipe: Recipe) -> Any:
         expert_format=recipe.model.expert_format,
         linear_format=recipe.model.linear_format,
         num_threads=recipe.model.cpu_infer,
-        is_head_packed=recipe.method.stage == "sft",
+        is_head_packed=recipe.method.stage != "dpo",
     )
     if recipe.model.adapter_name_or_path is not None:
         folder = Path(recipe.model.adapter_name_or_path)

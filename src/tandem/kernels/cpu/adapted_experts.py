@@ -88,7 +88,7 @@ class _AdaptedExperts(torch.autograd.Function):
         for e, rows in pairs.split():
             added = wide[pairs.tokens[rows]] @ up_a[e].t() @ up_b[e].t()
             delta[rows, :, :inner] = added.mul_(scale).view(-1, 2, inner)
-        kept = torch.empty(num_pairs, 2 * columns, dtype=torch.bfloat16)
+        kept = torch.empty(num_pairs, 2 * columns, dtype=experts.inner_dtype)
         out = experts.forward(
             as_floats(x_TD), ids, weights, delta_PC=delta.view(num_pairs, -1), kept_PC=kept
         )
@@ -123,7 +123,7 @@ class _AdaptedExperts(torch.autograd.Function):
             extra[rows, :inner] = d_low @ down_a[e]
             d_factors[2][e] = d_low.t() @ h
             d_factors[3][e] = (d_y * (w[rows] * scale)).t() @ low
-        d_gate_up = torch.empty(num_pairs, 2 * columns, dtype=torch.bfloat16)
+        d_gate_up = torch.empty(num_pairs, 2 * columns, dtype=experts.inner_dtype)
         d_x, d_weights = experts.backward(
             None,
             ids,
@@ -168,8 +168,8 @@ def run_adapted_experts(
 ) -> Tensor:
     """Return the weighted sum [T, D] in the dtype of ``x_TD``.
 
-    Differentiable in x, the weights and the factors. gate and up are kept in bf16, 4 F bytes for
-    each pair.
+    Differentiable in x, the weights and the factors. gate and up are kept, 2 F items of
+    ``experts.inner_dtype`` for each pair.
 
     Args:
         experts: the packed weights.

@@ -1,8 +1,8 @@
 """Frozen packed weights in torch's graph: their forward and backward passes are native.
 
 The weights take no gradient. What stands in the graph is one node for a layer's routed experts and
-one for a matrix. Experts keep gate and up in bf16 for the backward pass, or keep their input alone
-and compute them again; both give the same gradients bit by bit.
+one for a matrix. Experts keep gate and up for the backward pass, in bf16 unless their weights are
+f32, or keep their input alone and compute them again; both give the same gradients bit by bit.
 
 Shapes: T tokens or rows, K experts per token, D hidden, N outputs.
 """
@@ -38,7 +38,7 @@ class _Experts(torch.autograd.Function):
         ids, kept = ids_TK.contiguous(), None
         if is_kept:
             num_pairs = int(torch.count_nonzero(ids >= 0))
-            kept = torch.empty(num_pairs, 2 * experts.inner_columns, dtype=torch.bfloat16)
+            kept = torch.empty(num_pairs, 2 * experts.inner_columns, dtype=experts.inner_dtype)
         ctx.save_for_backward(None if is_kept else x_TD, ids, weights_TK, kept)
         weights = weights_TK.float().contiguous()
         return experts.forward(as_floats(x_TD), ids, weights, kept_PC=kept).to(x_TD.dtype)
@@ -94,8 +94,8 @@ def run_experts(
         x_TD: of any floating dtype.
         ids_TK: as of ``PackedExperts.forward``.
         weights_TK: of any floating dtype.
-        is_kept: whether gate and up are kept, 4 F bytes for each token and expert, or computed
-            again in the backward pass.
+        is_kept: whether gate and up are kept, 2 F items of ``experts.inner_dtype`` for each token
+            and expert, or computed again in the backward pass.
 
     Raises: as ``PackedExperts.forward``; in the backward pass as ``PackedExperts.backward``.
     """

@@ -260,6 +260,11 @@ class PackedExperts:
         """Columns of gate and up in whole blocks: F or a little more."""
         return self._bank.inner_columns
 
+    @property
+    def inner_dtype(self) -> torch.dtype:
+        """Of gate, up and gradients in the backward pass: float32 beside f32, else bfloat16."""
+        return torch.float32 if self.weight_format.bits == 32 else torch.bfloat16
+
     def forward(
         self,
         x_TD: Tensor,
@@ -277,11 +282,11 @@ class PackedExperts:
 
         Args:
             x_TD: float32 or bfloat16, CPU, contiguous; not modified. Coded once per token: to
-                bf16, or for integer formats to int8 with a step per group.
+                bf16, to float32 beside f32, or for integer formats to int8 with a step per group.
             ids_TK: int32 or int64 in [-1, E); -1 = computed elsewhere, adds 0.
             weights_TK: float32, used as they are.
             delta_PC: float32, added to gate and up before the activation; zero beyond F.
-            kept_PC: bfloat16, takes gate and up as the activation sees them.
+            kept_PC: of ``inner_dtype``, takes gate and up as the activation sees them.
 
         Returns: float32 [T, D], new. A NaN or infinity in a token makes that token NaN, no other.
         Raises: ShapeError (names the argument and what is wanted).
@@ -311,8 +316,8 @@ class PackedExperts:
         """Return the gradients with respect to ``x_TD`` and ``weights_TK``, float32, new.
 
         They are those of ``forward`` with the dequantized weights, where coding activations counts
-        as rounding. Weights, ``d_out_TD`` and the gradients of gate and up are rounded to bf16, and
-        so are gate and up; sums are in fp32.
+        as rounding. Weights, ``d_out_TD``, gate and up and their gradients are rounded to
+        ``inner_dtype``; sums are in fp32.
 
         Args:
             x_TD: as ``forward`` had it; not needed where ``kept_PC`` is given.
@@ -323,13 +328,13 @@ class PackedExperts:
             delta_PC: as ``forward`` had it.
             extra_PF: float32 [P, ``inner_columns``], added to the gradient of each pair's
                 intermediate, to which its router weight has been applied.
-            d_gate_up_PC: bfloat16, takes the gradients of gate and up.
+            d_gate_up_PC: of ``inner_dtype``, takes the gradients of gate and up.
 
         Raises: ShapeError; CapacityError.
         Cost: three products with weights turned piece by piece, one more like ``forward``'s first
-            where gate and up are computed again; takes 4 F bytes of scratch for each pair, 8 F
-            without ``kept_PC``. A row's result does not depend on the other rows. Blocks; releases
-            the GIL; thread-safe.
+            where gate and up are computed again; takes scratch for 2 F items of ``inner_dtype``
+            for each pair, 4 F without ``kept_PC``. A row's result does not depend on the other
+            rows. Blocks; releases the GIL; thread-safe.
         """
         d_x_TD = torch.empty(d_out_TD.shape, dtype=torch.float32)
         d_weights_TK = torch.empty_like(weights_TK)

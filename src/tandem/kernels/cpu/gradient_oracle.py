@@ -26,8 +26,9 @@ from tandem.kernels.cpu.packed_oracle import (
     activate,
     bound_product,
     code_exactly,
+    round_values,
 )
-from tandem.kernels.weights.formats import find_format, round_to_bf16
+from tandem.kernels.weights.formats import WeightFormat, find_format
 
 __all__ = ["BF16_EPS", "Stages", "bound_turned", "check_stages", "list_pairs", "run_gradients"]
 
@@ -41,13 +42,13 @@ TURNED_OUTPUTS = 1024
 """Outputs that are turned at a time; their sums are added."""
 
 
-def round_weights(weights: Array) -> Array:
-    """Round decoded weights as a turned panel holds them."""
-    return round_to_bf16(weights.astype(np.float32)).astype(np.float64)
+def choose_rounding(weight_format: WeightFormat) -> WeightFormat:
+    """Return what gradients and turned panels are in: f32 of weights in it, else bf16."""
+    return weight_format if weight_format.bits == 32 else find_format("bf16")
 
 
 def bound_turned(rows_TN: Array, weights_NK: Array) -> Array:
-    """Bound the error of a product with turned weights, from operands that are in bf16."""
+    """Bound the error of a product with turned weights, from operands that are rounded already."""
     parts = 1 + rows_TN.shape[1] // TURNED_OUTPUTS
     magnitude = np.abs(rows_TN) @ np.abs(weights_NK)
     return bound_product(rows_TN, weights_NK.T, find_format("bf16")) + parts * EPS * magnitude
@@ -116,7 +117,10 @@ def check_stages(
     wants = {name: np.zeros(getattr(stages, name).shape) for name in vars(stages)}
     bounds = {name: np.full(wants[name].shape, TINY) for name in vars(stages)}
     experts, tokens, slots = list_pairs(ids_TK)
-    rows, d_rows = code_exactly(x_TD, layer.weight_format), round_weights(d_out_TD.astype(float))
+    rounding = choose_rounding(layer.weight_format)
+    # Of one rounding; f32 keeps what was computed.
+    unit = 0.0 if rounding.bits == 32 else BF16_EPS
+    rows, d_rows = code_exactly(x_TD, layer.weight_format), round_values(d_out_TD, rounding)
     delta = np.broadcast_to(delta, stages.kept.shape)
     extra = np.broadcast_to(extra, stages.kept[:, 0].shape)
     magnitude = np.zeros(x_TD.shape)
@@ -130,7 +134,7 @@ def check_stages(
             error += 2 * EPS * (np.abs(y) + np.abs(delta[own, which]))
             y = y + delta[own, which]
             wants["kept"][own, which] = y
-            bounds["kept"][own, which] = error * (1 + BF16_EPS) + BF16_EPS * np.abs(y) + TINY
+            bounds["kept"][own, which] = error * (1 + unit) + unit * np.abs(y) + TINY
         g, u = stages.kept[own, 0], stages.kept[own, 1]
         limit = layer.activation.limit
         is_in, is_up_in = g <= limit, np.abs(u) <= limit
@@ -138,7 +142,7 @@ def check_stages(
         u_error = EPS * np.abs(u)
         (f, f_error), (slope, slope_error) = differentiate(g, layer.activation)
         w = weights_TK[tokens[own], slots[own]][:, None]
-        d_y, down = d_rows[tokens[own]], round_weights(layer.down[e])
+        d_y, down = d_rows[tokens[own]], round_values(layer.down[e], rounding)
         d_h, h_error = d_y @ down, bound_turned(d_y, down)
         total = w * d_h + extra[own]
         total_error = np.abs(w) * h_error + 2 * EPS * (np.abs(w * d_h) + np.abs(extra[own]))
@@ -152,12 +156,12 @@ def check_stages(
             off = total_error * (np.abs(factor) + error) + np.abs(total) * error
             off += 2 * EPS * np.abs(value)
             wants["d_gate_up"][own, which] = value * inside
-            bounds["d_gate_up"][own, which] = (off + BF16_EPS * (np.abs(value) + off)) * inside
+            bounds["d_gate_up"][own, which] = (off + unit * (np.abs(value) + off)) * inside
         bounds["d_gate_up"][own] += TINY
         part = np.zeros(d_y.shape)
         error = np.zeros(d_y.shape)
         for which, matrix in enumerate((layer.gate[e], layer.up[e])):
-            turned, d_inner = round_weights(matrix), stages.d_gate_up[own, which]
+            turned, d_inner = round_values(matrix, rounding), stages.d_gate_up[own, which]
             part += d_inner @ turned
             error += bound_turned(d_inner, turned) + EPS * (np.abs(d_inner) @ np.abs(turned))
         np.add.at(wants["d_x"], tokens[own], part)

@@ -200,7 +200,8 @@ class PackedLinear:
 
         Args:
             x_TK: float32 or bfloat16, CPU, contiguous, any leading dimensions; not modified. Coded
-                once: to bf16, or for integer formats to int8 with a step per group.
+                once: to bf16, to float32 beside f32, or for integer formats to int8 with a step per
+                group.
             dtype: of the result: float32, or bfloat16, to which sums are rounded once.
 
         Returns: [..., N], new. A NaN or infinity in a row makes that row NaN, no other.
@@ -216,8 +217,8 @@ class PackedLinear:
     def backward(self, d_out_TN: Tensor, *, out_TK: Tensor | None = None) -> Tensor:
         """Return ``d_out W``, the gradient with respect to x, float32 [T, K].
 
-        W is dequantized piece by piece; it and ``d_out_TN`` are rounded to bf16. Sums are in fp32
-        and in ascending order of n.
+        W is dequantized piece by piece; unless it is in f32, it and ``d_out_TN`` are rounded to
+        bf16. Sums are in fp32 and in ascending order of n.
 
         Args:
             d_out_TN: float32 or bfloat16, CPU, contiguous.

@@ -31,6 +31,7 @@ __all__ = [
     "code_exactly",
     "code_nearly",
     "decode",
+    "round_values",
     "run_expert",
     "run_experts",
     "run_linear",
@@ -56,9 +57,16 @@ LARGEST_ARGUMENT = 87.0
 
 def decode(weights: NDArray[np.floating], weight_format: WeightFormat) -> Array:
     """Return the weights [N, K] that a format keeps of these."""
-    if weight_format.bits == 16:
-        return round_to_bf16(weights).astype(np.float64)
+    if weight_format.holds_values:
+        return round_values(weights, weight_format)
     return dequantize(quantize(weights, weight_format))
+
+
+def round_values(values: NDArray[np.floating], weight_format: WeightFormat) -> Array:
+    """Round what is multiplied without codes: to float32 in f32, else to bf16."""
+    is_wide = weight_format.bits == 32
+    rounded = values.astype(np.float32) if is_wide else round_to_bf16(values)
+    return rounded.astype(np.float64)
 
 
 def _group(x: NDArray[np.floating], weight_format: WeightFormat) -> NDArray[np.floating]:
@@ -76,7 +84,7 @@ def _ungroup(groups: Array, shape: tuple[int, ...]) -> Array:
 def code_exactly(x_TK: NDArray[np.floating], weight_format: WeightFormat) -> Array:
     """Code an input as the kernels do: it is float32, so the codes can be the same ones."""
     if not weight_format.is_integer:
-        return round_to_bf16(x_TK).astype(np.float64)
+        return round_values(x_TK, weight_format)
     groups = _group(x_TK.astype(np.float32), weight_format)
     amax = np.abs(groups).max(-1, keepdims=True)
     is_zero = amax < SMALLEST_AMAX
@@ -92,6 +100,8 @@ def code_nearly(h_TK: Array, error_TK: Array, weight_format: WeightFormat) -> tu
     The kernel's value lies in [h - error, h + error]. Coding is monotonic, so the codes of the two
     ends enclose the kernel's.
     """
+    if weight_format.bits == 32:
+        return h_TK, error_TK + EPS * np.abs(h_TK)
     if not weight_format.is_integer:
         error = error_TK + EPS * np.abs(h_TK)
         ends = (h_TK, h_TK - error, h_TK + error)

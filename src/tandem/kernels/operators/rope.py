@@ -119,6 +119,11 @@ class Rope(Operator):
         self.rope_parameters = parameters
         self.inv_freq, self.attention_factor = compute_frequencies(parameters)
 
+    @property
+    def ropes(self) -> "tuple[Rope, ...]":
+        """Itself alone, as the RoPEs of a model whose layers share one."""
+        return (self,)
+
     def load(self, reader: WeightReader, name: str) -> None:
         """Move the frequencies to the reader's device; nothing is read."""
         del name
@@ -170,6 +175,11 @@ class LayeredRope(Operator):
         for name, rope in ropes.items():
             self.add_module(name, rope)
         self._ropes = ropes
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """One for each type of layer, in the order that they were given in."""
+        return tuple(self._ropes.values())
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Do nothing: the RoPEs, being modules of their own, are loaded by name."""

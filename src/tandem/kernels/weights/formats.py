@@ -57,22 +57,27 @@ class WeightFormat:
     are unsigned, scale and minimum are fp16, one per group. Float formats: ``scale * code``, where
     codes are small floats: e4m3 with an fp32 scale for each block of 128 x 128 (``fp8``) or each
     output (``fp8row``), e2m1 with a power of two for each 32 inputs (``mxfp4``); or the weight
-    itself in bf16.
+    itself in float32 or bf16.
     """
 
     name: str
     bits: int
-    """16 (bf16, no groups), 8 or 4."""
+    """32 (float32) and 16 (bf16), which have no groups, 8 or 4."""
     group_size: int = 0
-    """Inputs that share a scale; 0 for bf16, and for one scale a row."""
+    """Inputs that share a scale; 0 for values, and for one scale a row."""
     has_minimum: bool = False
     is_float: bool = False
-    """Whether codes of 8 bits are e4m3 and of 4 bits e2m1; bf16 is a float either way."""
+    """Whether codes of 8 bits are e4m3 and of 4 bits e2m1; values are floats either way."""
 
     @property
     def is_integer(self) -> bool:
         """Whether weights are integer codes, multiplied with int8 activations."""
         return self.bits < 16 and not self.is_float
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether weights are stored as they are, without codes and scales."""
+        return self.bits >= 16
 
     @property
     def has_blocks(self) -> bool:
@@ -91,7 +96,7 @@ class WeightFormat:
 
     @property
     def activation_group_size(self) -> int:
-        """Inputs whose activations share a step; 0 where activations are bf16."""
+        """Inputs whose activations share a step; 0 where activations are bf16 or float32."""
         return (self.group_size or ROW_GROUP_SIZE) if self.is_integer else 0
 
     @property
@@ -106,7 +111,8 @@ class WeightFormat:
 
 
 def _list_formats() -> list[WeightFormat]:
-    formats = [WeightFormat("bf16", 16, is_float=True)]
+    formats = [WeightFormat("f32", 32, is_float=True)]
+    formats += [WeightFormat("bf16", 16, is_float=True)]
     formats += [WeightFormat("fp8", 8, 128, is_float=True)]
     formats += [WeightFormat("fp8row", 8, is_float=True)]
     formats += [WeightFormat("mxfp4", 4, 32, is_float=True)]
@@ -138,7 +144,7 @@ def find_format(name: str) -> WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix [N, K] in a format other than bf16.
+    """A matrix [N, K] in a format of codes.
 
     Codes are uint8 [N, K]. Scales are [N, G], fp16; float32 for fp8, one row for 128 outputs, for
     fp8row, and for mxfp4, powers of two. Minima are fp16 [N, G].
@@ -230,11 +236,12 @@ def _round_to_codes(values: NDArray[np.float32], bits: int) -> NDArray[np.uint8]
 def quantize(weights: NDArray[np.floating], weight_format: WeightFormat) -> QuantizedMatrix:
     """Code a matrix [N, K]; the arithmetic is float32, operation by operation.
 
-    Raises: ShapeError (K is not whole groups, where the format wants them); UnsupportedError (bf16
-        has no codes; a weight that is not finite, or too large for an fp16 scale).
+    Raises: ShapeError (K is not whole groups, where the format wants them); UnsupportedError (the
+        format holds values; a weight that is not finite, or too large for an fp16 scale).
     """
-    if weight_format.bits == 16:
-        raise UnsupportedError("kernels.quantize", "bf16 has no codes: use round_to_bf16")
+    if weight_format.holds_values:
+        what = f"{weight_format.name} has no codes: use round_to_bf16, or the values themselves"
+        raise UnsupportedError("kernels.quantize", what)
     size = weight_format.group_size or (weights.shape[-1] if weights.ndim else 1)
     if weights.ndim != 2 or (weight_format.is_integer and weights.shape[1] % size):
         what = f"weights {weights.shape}: give [N, K] with K a multiple of the group, {size}"

@@ -88,7 +88,7 @@ class CompressedTensorsCodec:
         scheme = find_scheme(self._quantization, name)
         weight_format = require_format(self.find_format(stored, name), name)
         if scheme.is_float:
-            return read_fp8(stored, name, None, scheme).pack()
+            return read_fp8(stored, name, None, scheme).pack(name)
         return self._read(stored, name, None, scheme).pack(weight_format)
 
     def _read(

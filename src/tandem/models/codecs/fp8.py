@@ -14,13 +14,15 @@ from tandem.core.errors import ShapeError
 from tandem.kernels.weights.formats import BLOCK_ROWS, QuantizedMatrix, WeightFormat, find_format
 from tandem.models.codecs.codec import FLOATS, find_scheme, require_format, split_name, view_matrix
 from tandem.models.planning.quantization import Quantization, Scheme
-from tandem.models.sources.source import StoredTensors
+from tandem.models.sources.source import StoredTensors, refuse_nan
 
 __all__ = ["E4M3", "Fp8Codec", "Fp8Matrix", "read_fp8"]
 
 E4M3 = {"F8_E4M3": torch.float8_e4m3fn}
 SCALES = {**FLOATS, "F8_E8M0": torch.float8_e8m0fnu}
 GROUP_SIZE = 128
+NAN_CODE = 0x7F
+"""Of e4m3, without its sign."""
 
 
 class Fp8Codec:
@@ -59,7 +61,7 @@ class Fp8Codec:
         """Return the codes of a weight."""
         del expert_id
         require_format(self.find_format(stored, name), name)
-        return self._read(stored, name, None).pack()
+        return self._read(stored, name, None).pack(name)
 
     def _read(self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None) -> "Fp8Matrix":
         return read_fp8(stored, name, shape, find_scheme(self._quantization, name))
@@ -80,13 +82,18 @@ class Fp8Matrix:
         columns = torch.arange(inputs) // self.block[1]
         out.copy_(self.codes.float() * self.scales[rows][:, columns])
 
-    def pack(self) -> QuantizedMatrix:
+    def pack(self, name: str) -> QuantizedMatrix:
         """Return the codes in fp8row where outputs have scales of their own, else in fp8.
 
         REQUIRES: blocks of whole blocks of fp8, or of everything, or of one output.
+
+        Raises: CorruptionError (a code is NaN; scales are looked at where they are packed).
         """
         outputs, inputs = self.codes.shape
-        codes = np.ascontiguousarray(self.codes.view(torch.uint8).numpy())
+        bits = self.codes.view(torch.uint8)
+        if bits.numel() and int((bits & 0x7F).max()) == NAN_CODE:
+            refuse_nan(name, "float8_e4m3fn")
+        codes = np.ascontiguousarray(bits.numpy())
         if self.block == (1, inputs):
             return QuantizedMatrix(find_format("fp8row"), codes, self.scales.numpy(), None)
         rows = torch.arange(0, outputs, BLOCK_ROWS) // self.block[0]

@@ -52,6 +52,9 @@ def make_encoder(weight_format: WeightFormat) -> Encoder | None:
     """
     if weight_format.bits == 16:
         return None
+    if weight_format.holds_values:
+        what = f"{weight_format.name}: values are written in bfloat16: use bf16"
+        raise UnsupportedError("models.export", what)
     if weight_format.name == "fp8":
         return Fp8Encoder(weight_format)
     if weight_format.name == "fp8row":

@@ -10,6 +10,7 @@ A file may be hostile: nothing is computed from a number of its metadata before 
 compared to what the file holds, so memory is bounded by the file's size.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
@@ -196,7 +197,7 @@ def _list_common(facts: Facts) -> Config:
         "tie_word_embeddings": not facts.has("output.weight"),
         "attention_bias": facts.has("blk.0.attn_q.bias"),
         "rope_parameters": _make_rope(facts),
-        "dtype": "bfloat16",
+        "dtype": _find_dtype(facts),
     }
     if facts.find("feed_forward_length") is not None:
         config["intermediate_size"] = facts.count("feed_forward_length")
@@ -205,6 +206,15 @@ def _list_common(facts: Facts) -> Config:
         token_id = facts.metadata.get(f"tokenizer.ggml.{key}_token_id")
         config[f"{name}_token_id"] = token_id if type(token_id) is int else None
     return config
+
+
+def _find_dtype(facts: Facts) -> str:
+    """Return what most weights are stored in; bfloat16 where that is blocks of codes."""
+    weights: Counter[str] = Counter()
+    for tensor in facts.tensors.values():
+        weights[tensor.kind] += prod(tensor.shape)
+    kind = max(weights, key=lambda kind: weights[kind])
+    return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
 
 
 def _make_rope(facts: Facts) -> Config:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
 from tandem._native import ThreadPool
@@ -28,7 +29,6 @@ from tandem.kernels.operators.rope import LayeredRope, Rope, RopeParameters
 from tandem.kernels.torch.experts import Experts
 from tandem.kernels.weights.formats import WeightFormat, find_format
 from tandem.kernels.weights.matrix import MatrixSettings
-from tandem.models.families import head_dim_of
 from tandem.models.families.deepseek import has_interleaved_latents
 from tandem.models.families.gpt_oss import PAIR_BLOCK
 from tandem.models.loading.packed_cache import PackedCaches
@@ -38,9 +38,11 @@ from tandem.models.planning.probes import (
     UnfitModuleError,
     find_activation,
     find_expert_activation,
+    find_layer_type,
     find_norm_offset,
     find_routing,
     gives_whole_angles,
+    read_frequencies,
 )
 from tandem.models.planning.roles import (
     LAYER_NORMS,
@@ -69,7 +71,7 @@ __all__ = [
     "build_norm",
     "build_rope",
     "build_router",
-    "list_rope_parameters",
+    "list_rope_names",
     "parse_format",
 ]
 
@@ -78,6 +80,10 @@ FORMAT_KWARG = "format"
 
 KEEPS_CODES_KWARG = "keeps_codes"
 """What a plan, not a rule, says of a module: see ``ModulePlan.keeps_codes``."""
+
+
+ANGLE_TOLERANCE = 1e-5
+"""Between two orders of computing frequencies in float32, relative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,50 +260,51 @@ def build_norm(module: Any, context: BuildContext) -> RmsNorm:
     return RmsNorm(module.weight.shape[0], _norm_eps(module), _norm_offset(module))
 
 
-def list_rope_parameters(config: Any) -> dict[str, RopeParameters]:
-    """Return the RoPEs of a configuration that ``families`` accepted, by type of layer.
+def list_rope_names(config: Any) -> list[str]:
+    """Return the types of layers that have a RoPE of their own; one empty name if all share it."""
+    return sorted(set(config.layer_types)) if has_layered_rope(config) else [""]
 
-    Where all layers have the same it is one, under an empty name.
 
-    Raises:
-        ConfigError: a parameter is missing or out of bounds.
+def _make_rope(module: Any, config: Any, name: str, *, is_half: bool = False) -> Rope:
+    """Make the RoPE of a type of layer, and see that its angles are those of the module.
+
+    Classes differ in which fields they read: some rotate a part of a head where the configuration
+    asks for it, others all of it. Therefore the module tells how many items it rotates.
     """
-    raw: dict[str, Any] = config.rope_parameters
-    if not has_layered_rope(config):
-        return {"": _convert_rope(config, raw)}
-    used = sorted(set(config.layer_types))
-    return {name: _convert_rope(config, raw[name]) for name in used}
-
-
-def _convert_rope(config: Any, parameters: dict[str, Any]) -> RopeParameters:
-    raw = dict(parameters)
-    rotary = int(head_dim_of(config) * (raw.pop("partial_rotary_factor", None) or 1.0))
+    inv_freq, attention_factor = read_frequencies(module, name)
+    raw: dict[str, Any] = config.rope_parameters[name] if name else config.rope_parameters
     # Some published files carry keys of other scalings; only those that this type reads count.
     fields = {field.name for field in msgspec.structs.fields(RopeParameters)}
     known = {key: value for key, value in raw.items() if key in fields and value is not None}
-    known["head_dim"] = rotary
+    known["head_dim"] = 2 * len(inv_freq)
     known["max_position_embeddings"] = config.max_position_embeddings
     try:
-        return msgspec.convert(known, RopeParameters, strict=False)
+        rope = Rope(msgspec.convert(known, RopeParameters, strict=False), is_half=is_half)
     except msgspec.ValidationError as error:
         raise ConfigError(
             "models.check_config", f"rope_parameters: {error}", field="rope_parameters"
         ) from error
+    theirs = torch.cat((inv_freq, torch.tensor([attention_factor])))
+    ours = torch.cat((rope.inv_freq, torch.tensor([rope.attention_factor])))
+    # Slow frequencies are small numbers, so that only their ratio tells.
+    if not torch.allclose(ours, theirs, rtol=ANGLE_TOLERANCE, atol=0):
+        raise UnfitModuleError(f"{type(module).__name__} has other angles than rope_parameters say")
+    return rope
 
 
 def build_rope(module: Any, context: BuildContext) -> Operator:
     """Build ``Rope``, or ``LayeredRope`` where it depends on the layer."""
     _require(module, "rope_type")
-    parameters = list_rope_parameters(context.config)
-    if "" not in parameters:
-        return LayeredRope({name: Rope(p) for name, p in parameters.items()})
+    names = list_rope_names(context.config)
+    if names != [""]:
+        return LayeredRope({name: _make_rope(module, context.config, name) for name in names})
     _require(module, "inv_freq")
-    return Rope(parameters[""], is_half=not gives_whole_angles(module))
+    return _make_rope(module, context.config, "", is_half=not gives_whole_angles(module))
 
 
 def _find_rope_idx(module: Any, context: BuildContext) -> int:
-    names = list(list_rope_parameters(context.config))
-    return 0 if names == [""] else names.index(module.layer_type)
+    names = list_rope_names(context.config)
+    return 0 if names == [""] else names.index(find_layer_type(module, context.config))
 
 
 def build_attention(module: Any, context: BuildContext) -> Attention:

@@ -32,7 +32,7 @@ from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import rename_reader
 from tandem.models.identity import list_config_values, make_kv_identity
-from tandem.models.loading.builders import WeightSettings, list_rope_parameters
+from tandem.models.loading.builders import WeightSettings
 from tandem.models.loading.injection import apply_plan, require_no_meta
 from tandem.models.loading.packed_cache import PackedCaches, choose_root, has_manifest
 from tandem.models.loading.packed_writer import PackedWriter
@@ -79,7 +79,8 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = choose_execution(device, self.dtype)
         self.skeleton = skeleton
-        self.ropes = tuple(Rope(p) for p in list_rope_parameters(skeleton.config).values())
+        self.ropes: tuple[Rope, ...] = skeleton.model.rotary_emb.ropes
+        """By ``rope_idx`` of the layers."""
         for rope in self.ropes:
             rope.inv_freq = rope.inv_freq.to(device)
         base = skeleton.model

@@ -48,8 +48,10 @@ def attend_paged(
     kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
     tandem_step.write_kv(layer_idx, kv)
     sinks = None if s_aux is None else Buffer(s_aux.float())
+    # Qwen2-MoE's attention has its window in the mask alone, which is not built here.
+    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
     rule = AttentionRule(
-        0 if sliding_window is None else sliding_window, 0.0 if softcap is None else softcap, sinks
+        0 if window is None else window, 0.0 if softcap is None else softcap, sinks
     )
     mixed = tandem_step.attend(layer_idx, query[0].transpose(0, 1), kv, scale, rule)
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None

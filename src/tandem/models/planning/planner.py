@@ -151,7 +151,8 @@ def _describe(
     held = formats.pop() if len(formats) == 1 else None
     spec = msgspec.structs.replace(checkpoint.spec, expert_format="" if held is None else held.name)
     num_vectors = vectors.num_weights + vectors.num_buffered
-    return set_auto_dtype(complete_spec(spec, layers, matrices, num_vectors))
+    is_coded = any(matrix.storage for matrix in stored.matrices.values())
+    return set_auto_dtype(complete_spec(spec, layers, matrices, num_vectors), is_coded=is_coded)
 
 
 def _keep_stored(stored: StoredModel, raw: list[RawMatrix], wishes: dict[str, str]) -> StoredModel:

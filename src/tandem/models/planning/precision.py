@@ -27,6 +27,10 @@ SMALL_MODEL_BYTES = 256 << 20
 better CPU kernels outweigh the bytes; larger models are bound by memory bandwidth."""
 
 
+DTYPE_FORMATS = {"float32": "f32", "bfloat16": "bf16"}
+"""Weight formats that lose nothing of a model's dtype."""
+
+
 class FormatChoices(NamedTuple):
     """The formats of a model's matrices where no rule says otherwise."""
 
@@ -58,8 +62,12 @@ def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
     return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=f"{dtype}, as asked for")
 
 
-def set_auto_dtype(spec: ModelSpec) -> ModelSpec:
-    """Return ``spec``, whose parameters are counted, with the dtype of ``auto`` on any machine."""
+def set_auto_dtype(spec: ModelSpec, *, is_coded: bool) -> ModelSpec:
+    """Return ``spec``, whose parameters are counted, with the dtype of ``auto`` on any machine.
+
+    float32 holds every float16, bfloat16 does not. Where the checkpoint has matrices in codes
+    (``is_coded``), float16 is what is left beside them: too little to double the KV for.
+    """
     size_bytes = spec.num_parameters * DTYPE_BYTES["float32"]
     if size_bytes <= SMALL_MODEL_BYTES:
         dtype = "float32"
@@ -69,8 +77,11 @@ def set_auto_dtype(spec: ModelSpec) -> ModelSpec:
         )
     else:
         stored = spec.checkpoint_dtype
-        dtype = "bfloat16" if stored == "float16" else stored
-        reason = f"{dtype}, as the checkpoint is stored in {stored}"
+        dtype, reason = stored, f"{stored}, as the checkpoint is stored in {stored}"
+        if stored == "float16" and is_coded:
+            dtype, reason = "bfloat16", "bfloat16, as the checkpoint is stored in codes and float16"
+        elif stored == "float16":
+            dtype, reason = "float32", "float32, which holds each float16 of the checkpoint's"
     return msgspec.structs.replace(spec, dtype=dtype, dtype_reason=reason)
 
 
@@ -138,6 +149,4 @@ def _choose_name(spec: ModelSpec, wish: str, device: str, field: str) -> tuple[s
     if device != "cpu":
         reason = f"{spec.dtype} tensors: native kernels run on the CPU, the model on {device}"
         return NO_FORMAT, reason
-    if spec.dtype == "bfloat16":
-        return "bf16", "the model's own dtype, on native kernels"
-    return NO_FORMAT, f"{spec.dtype} tensors: native kernels have no format of this dtype"
+    return DTYPE_FORMATS[spec.dtype], "the model's own dtype, on native kernels"

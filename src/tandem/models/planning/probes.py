@@ -27,10 +27,12 @@ __all__ = [
     "UnfitModuleError",
     "find_activation",
     "find_expert_activation",
+    "find_layer_type",
     "find_norm_offset",
     "find_routing",
     "gives_whole_angles",
     "observe_attention",
+    "read_frequencies",
 ]
 
 PLAIN_NAMES = ("silu", "gelu", "gelu_tanh")
@@ -74,7 +76,11 @@ def find_norm_offset(module: nn.Module) -> float:
     """
     generator = torch.Generator().manual_seed(0)
     made = _make_real(module, generator)
-    (weight,) = made.parameters()
+    parameters = dict(made.named_parameters())
+    weight = parameters.pop("weight", None)
+    if weight is None or parameters:
+        what = ", ".join(parameters) or "no weight"
+        raise UnfitModuleError(f"{type(module).__name__} has {what}: it is not an RMSNorm")
     x = torch.randn(3, len(weight), generator=generator)
     eps = getattr(made, "variance_epsilon", getattr(made, "eps", None))
     if eps is None:
@@ -243,8 +249,34 @@ def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> Any:
     forward = inspect.unwrap(type(rotary).forward)
     positions = torch.empty(1, 1, device="meta")
     if "layer_type" in inspect.signature(forward).parameters:
-        return forward(rotary, x, positions, attention.layer_type)
+        return forward(rotary, x, positions, find_layer_type(attention, rotary.config))
     return forward(rotary, x, positions)
+
+
+def find_layer_type(attention: Any, config: Any) -> str:
+    """Return which RoPE an attention takes; not every class keeps its own type."""
+    stated: str | None = getattr(attention, "layer_type", None)
+    return config.layer_types[attention.layer_idx] if stated is None else stated
+
+
+def read_frequencies(rotary: Any, layer_type: str) -> tuple[Tensor, float]:
+    """Return the inverse frequencies [r / 2] of a rotary embedding and its factor on cos and sin.
+
+    Args:
+        rotary: the skeleton's; its buffers are on the meta device.
+        layer_type: whose RoPE; empty where all layers have the same.
+
+    Raises: UnfitModuleError (it is not made like those of other families).
+    """
+    prefix = f"{layer_type}_" if layer_type else ""
+    try:
+        made = type(rotary)(rotary.config)
+        inv_freq: Tensor = getattr(made, f"{prefix}inv_freq")
+        return inv_freq.float(), float(getattr(made, f"{prefix}attention_scaling"))
+    except Exception as error:
+        # Whatever code of transformers raises.
+        what = f"{type(rotary).__name__} does not tell its frequencies: {error}"
+        raise UnfitModuleError(what) from error
 
 
 def gives_whole_angles(rotary: Any) -> bool:

@@ -22,7 +22,12 @@ from tandem.core.model_plan import (
 )
 from tandem.core.spec import ModelSpec
 from tandem.kernels.operators.linear import Linear
-from tandem.models.planning.probes import AttentionCall, UnfitModuleError, observe_attention
+from tandem.models.planning.probes import (
+    AttentionCall,
+    UnfitModuleError,
+    find_layer_type,
+    observe_attention,
+)
 
 __all__ = [
     "LAYER_NORMS",
@@ -300,8 +305,8 @@ def _is_tied_head(model: Any, module: nn.Module) -> bool:
 def _read_rope(config: Any, layer: nn.Module) -> RopeSpec:
     raw: dict[str, Any] = config.rope_parameters
     if has_layered_rope(config):
-        attention: Any = next(m for m in layer.children() if hasattr(m, "layer_type"))
-        raw = raw[attention.layer_type]
+        attention: Any = next(m for m in layer.children() if find_projections(m))
+        raw = raw[find_layer_type(attention, config)]
     return RopeSpec(
         rope_type=raw.get("rope_type", "default"),
         theta=float(raw.get("rope_theta", 10_000.0)),

@@ -16,7 +16,7 @@ from tandem.models.identity import IGNORED_CONFIG
 from tandem.models.proof.result import Flip
 from tandem.models.proof.tiny import Reference, build_eager, run_eager
 
-__all__ = ["HARMLESS", "flip_fields", "list_changes"]
+__all__ = ["HARMLESS", "OF_TRAINING", "flip_fields", "list_changes", "list_read_fields"]
 
 HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "max_position_embeddings": lambda values: True,
@@ -135,24 +135,28 @@ def flip_fields(
         is_stepwise: as of ``run_eager``.
     """
     values = config.to_dict()
-    read = _find_read_fields(config)
+    read = list_read_fields(config)
     outcomes: dict[str, Flip] = {}
+    tried: dict[str, list[dict[str, Any]]] = {}
     for field, change, changed in list_changes(config):
         found = outcomes.get(field)
         if found is not None and found.outcome in ("noticed", "structural"):
             continue
         outcome = _try_change(type(config), changed, state, tokens, reference, is_stepwise)
+        if outcome == "unnoticed":
+            tried.setdefault(field, []).append(changed)
         if found is None or SEARCHED.index(outcome) < SEARCHED.index(found.outcome):
             outcomes[field] = Flip(field=field, change=change, outcome=outcome)
     for field, flip in outcomes.items():
         if flip.outcome == "unnoticed":
             is_harmless = HARMLESS.get(field)
-            if field.partition(".")[0] not in read:
+            is_read = field.partition(".")[0] in read
+            if not is_read or not _turns_otherwise(config, field, tried[field]):
                 outcomes[field] = replace(flip, outcome="unread")
             elif is_harmless is not None and is_harmless(values):
                 outcomes[field] = replace(flip, outcome="harmless")
-    tried = {field.partition(".")[0] for field in outcomes}
-    for field in sorted((read & values.keys()) - tried - IGNORED_CONFIG.keys()):
+    names = {field.partition(".")[0] for field in outcomes}
+    for field in sorted((read & values.keys()) - names - IGNORED_CONFIG.keys()):
         if not any(word in field for word in OF_TRAINING):
             outcomes[field] = Flip(field=field, change=_explain(field, values), outcome="kept")
     return tuple(outcomes.values())
@@ -193,7 +197,32 @@ def _try_change(
     return "noticed" if reference.find_excess(logits) > 1 else "unnoticed"
 
 
-def _find_read_fields(config: Any) -> set[str]:
+def _turns_otherwise(config: Any, field: str, changes: list[dict[str, Any]]) -> bool:
+    """Return whether a field is no RoPE's, or one of which transformers makes other modules.
+
+    A class reads some of the fields within ``rope_parameters`` and passes over the rest, as most do
+    over the share of a head that is rotated. It reads them where it builds a model, but for a
+    dynamic RoPE, which changes with the length.
+    """
+    if not field.startswith("rope_parameters.") or "'dynamic'" in repr(config.rope_parameters):
+        return True
+    ours = _describe_modules(config)
+    return any(_describe_modules(type(config).from_dict(deepcopy(v))) != ours for v in changes)
+
+
+def _describe_modules(config: Any) -> list[object]:
+    """Return the numbers, names and buffers of a model's modules that are no weights."""
+    model = build_eager(config)
+    stored = model.state_dict().keys()
+    buffers = [(n, b.tolist()) for n, b in model.named_buffers() if n not in stored]
+    plain = (bool, int, float, str)
+    return buffers + [
+        (name, sorted((k, str(v)) for k, v in vars(module).items() if isinstance(v, plain)))
+        for name, module in model.named_modules()
+    ]
+
+
+def list_read_fields(config: Any) -> set[str]:
     """Return the fields that transformers reads to build a model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

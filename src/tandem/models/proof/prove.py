@@ -31,7 +31,7 @@ from tandem.models.proof.tiny import (
     save_tiny,
 )
 
-__all__ = ["find_key", "hash_code", "prove_config"]
+__all__ = ["find_key", "hash_code", "is_dynamic", "prove_config"]
 
 BLOCK_SIZE = 16
 CHUNKS = (1, WINDOW, WINDOW + 1, 30)
@@ -173,7 +173,7 @@ def _refuse(proof: Proof, problem: str) -> Proof:
 def _prove_once(proof: Proof, config: Any, seed: int, *, with_flips: bool) -> Proof:
     pool = ThreadPool(1)
     tiny = shrink_config(config)
-    is_stepwise = _is_dynamic(tiny)
+    is_stepwise = is_dynamic(tiny)
     eager, tokens = make_tiny(tiny, seed), make_tokens(tiny, seed)
     state = {name: tensor.clone() for name, tensor in eager.state_dict().items()}
     with TemporaryDirectory(prefix="tandem-proof-") as folder:
@@ -216,7 +216,7 @@ def _prove_once(proof: Proof, config: Any, seed: int, *, with_flips: bool) -> Pr
 
 def _check_true_heads(config: Any, seed: int, pool: ThreadPool) -> Check:
     tiny = shrink_config(config, is_true_head=True)
-    is_stepwise = _is_dynamic(tiny)
+    is_stepwise = is_dynamic(tiny)
     eager, tokens = make_tiny(tiny, seed), make_tokens(tiny, seed)
     with TemporaryDirectory(prefix="tandem-proof-") as folder:
         save_tiny(eager, Path(folder))
@@ -226,7 +226,8 @@ def _check_true_heads(config: Any, seed: int, pool: ThreadPool) -> Check:
     return Check(name="true head sizes", excess=reference.find_excess(logits))
 
 
-def _is_dynamic(config: Any) -> bool:
+def is_dynamic(config: Any) -> bool:
+    """Return whether angles depend on how long the sequence is: eager has to run token by token."""
     ropes: dict[str, Any] = config.rope_parameters
     places = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]
     return any(rope.get("rope_type") == "dynamic" for rope in places)

@@ -25,7 +25,7 @@ from tandem.models.gguf.names import COPIES, HARMLESS, How, Recipe, make_recipes
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor
 from tandem.models.sources.mapping import MappedFiles
-from tandem.models.sources.source import Progress, TensorEntry, UseLedger
+from tandem.models.sources.source import Progress, TensorEntry, UseLedger, require_finite
 
 __all__ = ["GgufSource"]
 
@@ -126,6 +126,7 @@ class GgufSource:
                     _fill(name, [part.select(i) for part in parts], expert.t())
             case How.JOIN_KV:
                 _fill_kv(name, parts, out)
+        require_finite(name, out)
         for tensor in recipe.tensors:
             self._ledger.mark(tensor)
 

@@ -1,6 +1,7 @@
 """Files of a checkpoint, mapped while their source is open."""
 
 import mmap
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["MappedFiles", "map_file"]
@@ -29,9 +30,8 @@ class MappedFiles:
         return self._maps[path]
 
     def close(self) -> None:
-        """Unmap all; idempotent.
-
-        Raises: BufferError if a view of one is alive.
-        """
+        """Unmap all; idempotent. A file with a view alive is unmapped when the view is gone."""
         while self._maps:
-            self._maps.popitem()[1].close()
+            # The frames of an error on its way hold the views that it is about.
+            with suppress(BufferError):
+                self._maps.popitem()[1].close()

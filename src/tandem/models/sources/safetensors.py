@@ -33,7 +33,7 @@ from tandem.models.families import read_json
 from tandem.models.planning.quantization import Quantization
 from tandem.models.sources.foreign import refuse_foreign_tensors
 from tandem.models.sources.mapping import MappedFiles
-from tandem.models.sources.source import Progress, TensorEntry, UseLedger
+from tandem.models.sources.source import Progress, TensorEntry, UseLedger, require_finite
 
 __all__ = ["SafetensorsSource", "read_header"]
 
@@ -268,6 +268,7 @@ class SafetensorsSource:
             out.copy_(self.view(name, DTYPES, tuple(out.shape)))
         else:
             codec.read_into(self, name, out)
+        require_finite(name, out)
 
     def find_format(self, name: str) -> WeightFormat | None:
         """Return our format that a weight's codes are in; see ``WeightReader``."""

@@ -10,21 +10,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NoReturn, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, CorruptionError
 from tandem.kernels.operators.operator import WeightReader
 
-__all__ = ["Progress", "StoredTensors", "TensorEntry", "UseLedger", "WeightSource"]
+__all__ = [
+    "Progress",
+    "StoredTensors",
+    "TensorEntry",
+    "UseLedger",
+    "WeightSource",
+    "refuse_nan",
+    "require_finite",
+]
 
 HARMLESS_EXTRAS = {
     r"\.rotary_emb\.inv_freq$": "RoPE frequencies, which are computed from the configuration",
     r"\.self_attn\.masked_bias$|\.self_attn\.bias$": "the causal mask of an old checkpoint",
 }
 """Tensors of a checkpoint that no operator needs, as patterns, and why."""
+
+
+def require_finite(name: str, values: Tensor) -> None:
+    """Refuse a weight that would make every answer NaN; costs about what copying it does.
+
+    Raises: CorruptionError (a value is NaN or infinite; also where the dtype cannot hold it).
+    """
+    if values.numel():
+        # The one reduction of torch's that is quick in bfloat16; NaN goes through it.
+        least, most = torch.aminmax(values)
+        if not bool(torch.isfinite(least) & torch.isfinite(most)):
+            refuse_nan(name, str(values.dtype).removeprefix("torch."))
+
+
+def refuse_nan(name: str, kind: str) -> NoReturn:
+    """Raise CorruptionError for a weight with values that are no finite numbers."""
+    what = f"tensor {name!r} holds NaN or infinity, as {kind}: its file is damaged, or was made so"
+    raise CorruptionError("models.read_weights", f"{what}: download it again")
 
 
 class Progress(Protocol):

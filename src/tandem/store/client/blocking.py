@@ -38,6 +38,8 @@ R = TypeVar("R")
 OPEN_TIMEOUT_S = 3.0
 LOST_ERRORS = (PeerLostError, DeadlineError, UnsentError)
 """Of a call that the loop makes again, if time is left."""
+LOOP_GRACE_S = 1.0
+"""By how much the loop may be late with the end of a call that it makes for a thread."""
 GIVE_BACK_TIMEOUT_S = 0.5
 """What was asked for in vain expires by itself, if its answer takes longer."""
 
@@ -104,7 +106,7 @@ class _BlockingCalls(MasterCalls):
             # Whatever became of it: requests may come twice.
             logger.debug("event=call_again method=%s reason=%s", method, error)
         return self._wait(
-            self._patient.call(method, request, response, deadline_s, extra_s=extra_s)
+            self._patient.call(method, request, response, deadline_s, extra_s=extra_s), deadline_s
         )
 
     async def call_while(
@@ -155,13 +157,19 @@ class _BlockingCalls(MasterCalls):
     async def aclose(self) -> None:
         """Nothing of its own runs behind."""
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+    def _wait(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
+        """Have the loop do it. It keeps the deadline itself; a loop that hangs holds up nobody."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
-        except BaseException:
-            future.cancel()
+            return future.result(self.left_s(deadline_s) + LOOP_GRACE_S)
+        except TandemError:
             raise
+        except TimeoutError:
+            raise DeadlineError("store.call", "the client's loop does not answer") from None
+        finally:
+            future.cancel()
+            # Its error's traceback has this frame: a cycle, which would keep the begun call.
+            del future
 
 
 class _BlockingPort:

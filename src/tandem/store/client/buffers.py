@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -189,7 +189,7 @@ class Staging:
         self._length = 0
 
     def add(self, views: "list[npt.NDArray[np.uint8]]") -> list[Part]:
-        """Return the parts of a value; complete after ``close``."""
+        """Return the parts of a value; complete after ``copy``."""
         size = sum(view.size for view in views)
         parts: list[Part] = []
         if size > STAGED_BYTES:
@@ -203,8 +203,8 @@ class Staging:
             self._length += size
         return parts
 
-    def close(self) -> None:
-        """Copy and register what was gathered."""
+    def copy(self) -> Iterator[None]:
+        """Register memory for what was gathered, and copy it there, a value at a time."""
         if not self._staged:
             return
         array = np.empty(self._length, dtype=np.uint8)
@@ -213,6 +213,7 @@ class Staging:
         for parts, views, at, size in self._staged:
             np.concatenate(views, out=array[at : at + size])
             parts.append(Part(buffer, at, size))
+            yield
 
 
 def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:

@@ -6,7 +6,7 @@ simulator runs this very class. How a put goes is in ``writing``, how a get goes
 
 import copy
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 from tandem.core.clock import Clock
@@ -39,6 +39,7 @@ from tandem.store.edges import ClientPort, MasterChannel
 from tandem.store.messages import (
     Ack,
     DrainHost,
+    FloorSet,
     KeyBytes,
     KeyList,
     KeyPage,
@@ -50,12 +51,16 @@ from tandem.store.messages import (
     RemoveObjects,
     RemovePrefix,
     RetireHost,
+    SetFloor,
     StoreStatus,
 )
 
 __all__ = ["AsyncStoreClient"]
 
 T = TypeVar("T")
+
+ITEMS_AT_ONCE = 1_000
+"""Objects of a batch prepared between two looks at the deadline."""
 
 
 class AsyncStoreClient:
@@ -179,19 +184,28 @@ class AsyncStoreClient:
         if len(keys) != len(values):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(values)} values")
         check_keys(keys)
-        views_of = [as_views(value) for value in values]
+        deadline_s = self._calls.deadline_s()
+        views_of = [as_views(value) for value in self._within(values, deadline_s)]
         sizes = [sum([view.size for view in views]) for views in views_of]
         if is_inline(sizes, self.config):
-            return await self._writer.put(Items.inline(keys, sizes, views_of), options)
+            return await self._writer.put(Items.inline(keys, sizes, views_of), options, deadline_s)
         lent: list[StoreBuffer] = []
         try:
             staging = Staging(self._port, lent)
-            parts = [staging.add(views) for views in views_of]
-            staging.close()
-            return await self._writer.put(Items.of(keys, sizes, parts), options)
+            parts = [staging.add(views) for views in self._within(views_of, deadline_s)]
+            for _ in self._within(staging.copy(), deadline_s):
+                pass
+            return await self._writer.put(Items.of(keys, sizes, parts), options, deadline_s)
         finally:
             for buffer in lent:
                 self._port.unregister(buffer.handle)
+
+    def _within(self, items: "Iterable[T]", deadline_s: float) -> "Iterator[T]":
+        """Yield the items of a batch, whose preparation counts. Raises: DeadlineError."""
+        for i, item in enumerate(items):
+            if i % ITEMS_AT_ONCE == 0:
+                self._calls.left_s(deadline_s)
+            yield item
 
     async def put_from(
         self, key: str, parts: Part | Sequence[Part], options: PutOptions = DEFAULT_OPTIONS
@@ -209,6 +223,7 @@ class AsyncStoreClient:
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
         check_keys(keys)
+        deadline_s = self._calls.deadline_s()
         if set(map(type, parts)) == {Part}:
             singles = list(cast("Sequence[Part]", parts))  # Ours, whatever becomes of theirs.
             self._check_parts(singles)
@@ -220,7 +235,7 @@ class AsyncStoreClient:
         if is_inline(items.sizes, self.config):
             views_of = [[part.view for part in items.list_parts(i)] for i in range(len(keys))]
             items = Items.inline(keys, items.sizes, views_of)
-        return await self._writer.put(items, options)
+        return await self._writer.put(items, options, deadline_s)
 
     # Reading.
 
@@ -306,8 +321,9 @@ class AsyncStoreClient:
         request = LocateObjects(list(keys), lease=False)
         located = await self._calls.ask("locate", request, Located, deadline_s)
         sizes = struct.unpack_from(f"<{len(keys)}q", located.columns)
+        sized = zip(keys, sizes, strict=True)
         return [
-            size if size >= 0 else not_found(key) for key, size in zip(keys, sizes, strict=True)
+            size if size >= 0 else not_found(key) for key, size in self._within(sized, deadline_s)
         ]
 
     async def remove(self, key: str) -> bool:
@@ -381,6 +397,18 @@ class AsyncStoreClient:
         it is connected.
         """
         await self._calls.simple("retire", RetireHost(host), Ack)
+
+    async def set_floor(self, *, dry_run: bool = False) -> FloorSet:
+        """Have copies of hosts dropped, when they come, that no roster names.
+
+        For a store whose roster was lost: until then each removal leaves a tombstone that stays.
+
+        Args:
+            dry_run: only tell what that would be.
+
+        Raises: ConflictError while hosts are still waited for.
+        """
+        return await self._calls.simple("set_floor", SetFloor(dry_run), FloorSet)
 
     async def aclose(self) -> None:
         """End what runs behind. The channel and the port are the caller's to close."""

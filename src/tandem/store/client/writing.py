@@ -156,10 +156,11 @@ class ObjectWriter:
         self._usual: dict[str, UsualTime] = {}
         """By address of a host: how long writes of ``WORK_BYTES`` take."""
 
-    async def put(self, items: Items, options: PutOptions) -> "list[PutResult | TandemError]":
+    async def put(
+        self, items: Items, options: PutOptions, deadline_s: float
+    ) -> "list[PutResult | TandemError]":
         """Put all of them; one result each, an error being one."""
         sources = Sources()  # Made while the master is asked for the first time.
-        deadline_s = self._calls.deadline_s()
         results: list[PutResult | TandemError | None] = [None] * len(items.keys)
         left: Sequence[int] = range(len(items.keys))
         for number in range(MAX_ATTEMPTS):

@@ -30,6 +30,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25
+COMPACT_TOMBSTONES = 10_000
+"""So many may be in the store beyond twice those that count."""
 MAX_RETIRED = 1_000
 """Retired storage that is remembered; the oldest is forgotten."""
 
@@ -43,6 +45,11 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     is_lost: bool = False
     """Its lease has ended: it is not waited for. What it holds counts again when it returns."""
 
+    @property
+    def storage(self) -> tuple[str, str]:
+        """The ids of its segment and its disk."""
+        return self.segment_id, self.disk_id
+
 
 class Roster(msgspec.Struct, kw_only=True):
     """The hosts of a store."""
@@ -51,6 +58,12 @@ class Roster(msgspec.Struct, kw_only=True):
     """By name."""
     retired: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """By segment or disk id, oldest first: objects there up to this version are dead."""
+    is_complete: bool = True
+    """Names every host that may have an object. False once a roster was lost."""
+    has_waited: bool = True
+    """Hosts that it does not name have been waited for, since it was new or was lost."""
+    floor: int = -1
+    """Objects of hosts that are not named here are dead up to this version."""
 
     def retire(self, storage_id: str, version: int) -> None:
         """Let what is in a segment, or on a disk, lose when it returns."""
@@ -116,14 +129,16 @@ class MemoryRosterStore:
     def __init__(self) -> None:
         self._roster: Roster | None = None
         self._batches: dict[int, Sequence[Tombstone]] = {}
+        self._is_new = True
 
     async def load(self) -> SavedRoster:
         """See ``RosterStore``."""
-        return SavedRoster(copy.deepcopy(self._roster), list(self._batches.items()), is_new=True)
+        batches = list(self._batches.items())
+        return SavedRoster(copy.deepcopy(self._roster), batches, self._is_new)
 
     async def save(self, roster: Roster) -> None:
         """See ``RosterStore``."""
-        self._roster = copy.deepcopy(roster)
+        self._roster, self._is_new = copy.deepcopy(roster), False
 
     async def add(self, batch: Batch) -> None:
         """See ``RosterStore``."""
@@ -135,55 +150,69 @@ class MemoryRosterStore:
 
 
 class Tombstones:
-    """All tombstones of a store, in memory."""
+    """All tombstones of a store, in memory: of each key and prefix the newest alone."""
 
     def __init__(self) -> None:
-        self._batches: dict[int, list[Tombstone]] = {}
-        self._versions: dict[str, int] = {}
-        self._prefixes: dict[str, int] = {}
-        self._count = 0
+        self._keys: dict[str, tuple[int, int]] = {}
+        """Version, and the round of the newest tombstone."""
+        self._prefixes: dict[str, tuple[int, int]] = {}
+        self._lengths: list[int] = []
+        """Of the prefixes, each once: a lookup asks for each length, not for each prefix."""
+        self._oldest_number = 0
+        self.newest_number = 0
+        """The highest number of a round; 0 without any."""
 
     def __len__(self) -> int:
-        return self._count
-
-    @property
-    def newest_number(self) -> int:
-        """The highest number of a batch; 0 without any."""
-        return max(self._batches, default=0)
+        return len(self._keys) + len(self._prefixes)
 
     def add(self, number: int, tombstones: Iterable[Tombstone]) -> None:
         """Add tombstones of one round."""
-        added = list(tombstones)
-        self._batches.setdefault(number, []).extend(added)
-        self._index(added)
-        self._count += len(added)
-
-    def _index(self, tombstones: Iterable[Tombstone]) -> None:
+        if not len(self):
+            self._oldest_number = number
+        self._oldest_number = min(number, self._oldest_number)
+        self.newest_number = max(number, self.newest_number)
         for key, version, is_prefix in map(msgspec.structs.astuple, tombstones):
-            versions = self._prefixes if is_prefix else self._versions
-            versions[key] = max(version, versions.get(key, -1))
+            entries = self._prefixes if is_prefix else self._keys
+            earlier = entries.get(key)
+            if earlier is None:
+                entries[key] = version, number
+            else:
+                entries[key] = max(version, earlier[0]), max(number, earlier[1])
+        self._note_prefixes()
+
+    def _note_prefixes(self) -> None:
+        self._lengths = sorted(set(map(len, self._prefixes)))
 
     def find(self, key: str) -> int:
         """Return the version up to which objects of ``key`` are dead; -1 if none is."""
-        if not self._count:
-            return -1
-        found = self._versions.get(key, -1)
-        for prefix, version in self._prefixes.items():
-            if version > found and key.startswith(prefix):
-                found = version
+        found = self._keys[key][0] if key in self._keys else -1
+        for length in self._lengths:
+            entry = self._prefixes.get(key[:length])
+            if entry is not None:
+                found = max(found, entry[0])
         return found
 
     def release(self, below: int) -> bool:
-        """Forget batches with lower numbers; returns whether there were any."""
-        numbers = [number for number in self._batches if number < below]
-        for number in numbers:
-            self._count -= len(self._batches.pop(number))
-        if numbers:
-            self._versions.clear()
-            self._prefixes.clear()
-            for batch in self._batches.values():
-                self._index(batch)
-        return bool(numbers)
+        """Forget tombstones of rounds with lower numbers; returns whether there were any."""
+        if not len(self) or self._oldest_number >= below:
+            return False
+        before = len(self)
+        self._keys = {k: entry for k, entry in self._keys.items() if entry[1] >= below}
+        self._prefixes = {k: entry for k, entry in self._prefixes.items() if entry[1] >= below}
+        self._oldest_number = below
+        self._note_prefixes()
+        return len(self) < before
+
+    def move(self, number: int) -> list[Tombstone]:
+        """Let all be of one round, and return them."""
+        self._oldest_number = number
+        self.newest_number = max(number, self.newest_number)
+        moved: list[Tombstone] = []
+        for entries, is_prefix in ((self._keys, False), (self._prefixes, True)):
+            for key, (version, _) in entries.items():
+                moved.append(Tombstone(key, version, is_prefix))
+                entries[key] = version, number
+        return moved
 
 
 class RosterWriter:
@@ -192,6 +221,7 @@ class RosterWriter:
     Args:
         store: where to; borrowed.
         roster: the one that ``save`` writes, as it is then.
+        tombstones: all that there are, those added here included.
         schedule: runs a coroutine behind, for as long as the master lives.
     """
 
@@ -199,6 +229,7 @@ class RosterWriter:
         self,
         store: RosterStore,
         roster: Roster,
+        tombstones: Tombstones,
         schedule: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self._store = store
@@ -207,7 +238,10 @@ class RosterWriter:
         self.number = 1
         """Of the round to come."""
         self._is_changed = False
+        self._all = tombstones
         self._tombstones: list[Tombstone] = []
+        self._num_written = 0
+        """Tombstones in the store, those included that newer ones of their key replace."""
         self._drop_below = 0
         self._round: asyncio.Future[None] | None = None
         """Done when the round to come is durable."""
@@ -254,6 +288,12 @@ class RosterWriter:
             roster = copy.deepcopy(self._roster) if self._is_changed else None
             batch = (self.number, self._tombstones)
             below, self._drop_below = self._drop_below, 0
+            self._num_written += len(self._tombstones)
+            if self._num_written > 2 * len(self._all) + COMPACT_TOMBSTONES:
+                # The same keys again and again: written anew, each once, under this number.
+                batch, below = (self.number, self._all.move(self.number)), self.number
+            if below:
+                self._num_written = min(self._num_written, len(self._all))
             self._is_changed, self._tombstones = False, []
             self.number += 1
             while not await self._write(roster, batch, below):

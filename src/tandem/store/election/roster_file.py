@@ -41,7 +41,7 @@ class FileRosterStore:
     async def save(self, roster: Roster) -> None:
         """See ``RosterStore``."""
         line = pack_line(msgspec.json.encode(roster))
-        await asyncio.to_thread(self._replace, self._members, line)
+        await asyncio.to_thread(self._save, line)
 
     async def add(self, batch: Batch) -> None:
         """See ``RosterStore``."""
@@ -55,12 +55,18 @@ class FileRosterStore:
         lines = self._read_lines(self._members, "roster")
         tombstones = self._load_tombstones()
         if lines is None:
-            return SavedRoster(None, tombstones, is_new=True)
+            # The file of tombstones is made with the first roster, so that its loss is seen.
+            return SavedRoster(None, tombstones, is_new=not self._tombstones.exists())
         try:
             return SavedRoster(msgspec.json.decode(lines[0], type=Roster), tombstones)
         except (IndexError, msgspec.MsgspecError) as error:
             self._damage.note("roster", f"{self._members}: no copy can be read: {error}")
             return SavedRoster(None, tombstones)
+
+    def _save(self, line: bytes) -> None:
+        self._replace(self._members, line)
+        if not self._tombstones.exists():
+            self._append(b"")
 
     def _load_tombstones(self) -> list[Batch]:
         batches: list[Batch] = []

@@ -48,6 +48,8 @@ T = TypeVar("T")
 ROUND_BYTES = 32 * 2**20
 """Written between two syncs; a copy counts only after the sync."""
 FULL_PAUSE_S = 2.0
+ROOM_LOOK_S = 30.0
+"""So long the room that a full file system had is taken for all that it has."""
 MAX_PAUSE_S = 60.0
 REMOVE_ATTEMPTS = 5
 REMOVE_PAUSE_S = 0.2
@@ -92,6 +94,9 @@ class DiskTier:
         self.write_latency = LatencyHistogram()
         self.load_latency = LatencyHistogram()
         self._bucket_bytes = choose_bucket_bytes(capacity_bytes)
+        self._room_bytes = capacity_bytes
+        """What the file system had room for when it last refused a bucket."""
+        self._room_known_s = 0.0
         self._io = DiskIo(port, self._fail)
         self._segment = segment
         self._clock = clock
@@ -349,8 +354,9 @@ class DiskTier:
                     await self._queue.scan(self.index, self._offsets)
                 if self._queue:
                     await self._write_round()
-                    self._set_state(DiskState.ACTIVE)
-                    self._pause_s = 0.0
+                    has_room = self._room_bytes >= self.capacity_bytes
+                    self._set_state(DiskState.ACTIVE if has_room else DiskState.FULL)
+                self._pause_s = 0.0
             except CapacityError as error:
                 self._set_state(DiskState.FULL, error)
                 self._pause_s = FULL_PAUSE_S
@@ -360,7 +366,7 @@ class DiskTier:
                 self.counts["errors"] += 1
                 self._set_state(DiskState.FAILING, error)
                 self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
-            if self.state is not DiskState.ACTIVE:
+            if self._pause_s:
                 self._queue.is_behind = True  # Of the round that failed; a scan finds them again.
                 await asyncio.sleep(self._pause_s)
                 self._queue.has_work.set()
@@ -458,7 +464,9 @@ class DiskTier:
             await self._seal(sealing, sealing.used_bytes)
         most_bytes = self.capacity_bytes // form.ALIGNMENT * form.ALIGNMENT
         nbytes = max(min(self._bucket_bytes, most_bytes), least_bytes)
-        while self.index.file_bytes + nbytes > self.capacity_bytes:
+        if self._clock.now_s() - self._room_known_s > ROOM_LOOK_S:
+            self._room_bytes = self.capacity_bytes  # Others may have left some.
+        while self.index.file_bytes + nbytes > self._room_bytes:
             victim = self.index.pick_victim(-1)
             if victim is None:
                 raise CapacityError("store.disk", f"a bucket of {nbytes} bytes does not fit")
@@ -468,8 +476,10 @@ class DiskTier:
         try:
             await self._io.bounded(self._io.port.make_bucket(number, nbytes))
         except CapacityError:
-            # Others fill the file system: go on with what we have of it, but do not give that up
-            # piece by piece while nothing comes of it.
+            # It is smaller than we may use, or others fill it: go on with what we have of it,
+            # but do not give that up piece by piece while nothing comes of it.
+            self._room_bytes = self.index.file_bytes
+            self._room_known_s = self._clock.now_s()
             victim = self.index.pick_victim(-1)
             if victim is None or self.state is DiskState.FULL:
                 raise
@@ -513,7 +523,7 @@ class DiskTier:
         self._leaving |= {record.header.key: record for record in lost}
         ended = self._going[number] = asyncio.Event()
         # A disk not much larger than the memory would do nothing but rewrite that.
-        forwards = self.capacity_bytes >= 2 * self._segment.capacity_bytes
+        forwards = self._room_bytes >= 2 * self._segment.capacity_bytes
         for record in lost:
             offset = self._offsets.pop(record.header.key, -1)
             self.stored.pop(record.header.key, None)

@@ -1,12 +1,15 @@
 """What hosts bring to a master: fitted into the directory, or wiped where it is dead or stale."""
 
+from tandem._native import measure_extents
 from tandem.store.election import Tombstones
 from tandem.store.formats import layout
 from tandem.store.formats.headers import ExtentHeader
+from tandem.store.formats.records import append_record, iterate_records
 from tandem.store.master.departures import Departures
 from tandem.store.master.state.index import NO_ROW, Replica
 from tandem.store.master.state.space import Extent, HostSpace
 from tandem.store.master.state.state import StoreState
+from tandem.store.messages import ExtentRecords
 
 __all__ = ["Adoption"]
 
@@ -25,16 +28,53 @@ class Adoption:
         self._departures = departures
         self._tombstones = tombstones
 
-    def take_page(
-        self, host: HostSpace, listed: list[tuple[int, ExtentHeader]], *, is_disk: bool
-    ) -> None:
-        """Take one page of what a joining host holds."""
+    def take_page(self, host: HostSpace, records: ExtentRecords, *, is_disk: bool) -> None:
+        """Take one page of what a joining host holds. Raises: CorruptionError."""
+        if not is_disk and self._adopt_columns(host, records):
+            return
+        listed = iterate_records(records)
         if is_disk:
             for _, header in listed:
                 self._adopt_disk(host, header)
         else:
             for offset, header in self._adopt_new(host, listed):
                 self._adopt(host, offset, header)
+
+    def _adopt_columns(self, host: HostSpace, records: ExtentRecords) -> bool:
+        """Insert a page of which all is new, as nearly all is after a restart.
+
+        Returns: False if something of it needs a decision; nothing has changed then.
+        """
+        state, keys = self._state, records.keys
+        columns = (records.sizes, records.versions, records.checksums, records.offsets)
+        flags = (records.wanted, records.hard_pins, records.soft_pin_ms)
+        if not keys or any(len(column) != len(keys) for column in (*columns, *flags)):
+            return False
+        if any(records.hard_pins) or any(records.soft_pin_ms):
+            return False
+        if state.dropped_versions or len(self._tombstones) or host.has_dropped or host.is_known:
+            return False
+        if min(records.versions) <= host.dead_below or len(set(keys)) != len(keys):
+            return False
+        if state.directory.has_any(keys):
+            return False
+        self._insert_new(host, records)
+        return True
+
+    def _insert_new(self, host: HostSpace, records: ExtentRecords) -> None:
+        state = self._state
+        rows = state.directory.insert_many(
+            records.keys,
+            sizes=records.sizes,
+            checksums=records.checksums,
+            versions=records.versions,
+            wanted=records.wanted,
+            host=host.number,
+            offsets=records.offsets,
+            # A reader that an earlier master sent there may still be reading.
+            lease_until_ms=state.now_ms() + state.config.lease_ms,
+        )
+        host.confirmed.update(zip(rows, measure_extents(records.keys, records.sizes), strict=True))
 
     def _find_dead(self, key: str, floor: int) -> int:
         """Return the version up to which objects of ``key`` must not come back."""
@@ -60,21 +100,10 @@ class Adoption:
                 new[key] = item
             else:
                 rest.append(item)
-        headers = [header for _, header in new.values()]
-        lengths = [layout.extent_bytes(len(h.key.encode()), h.size) for h in headers]
-        offsets = [offset for offset, _ in new.values()]
-        rows = self._state.directory.insert_many(
-            list(new),
-            sizes=[header.size for header in headers],
-            checksums=[header.checksum for header in headers],
-            versions=[header.version for header in headers],
-            wanted=[header.wanted for header in headers],
-            host=host.number,
-            offsets=offsets,
-            # A reader that an earlier master sent there may still be reading.
-            lease_until_ms=self._state.now_ms() + self._state.config.lease_ms,
-        )
-        host.confirmed.update(zip(rows, map(Extent, offsets, lengths), strict=True))
+        records = ExtentRecords()
+        for offset, header in new.values():
+            append_record(records, offset, header)
+        self._insert_new(host, records)
         return rest
 
     def _adopt(self, host: HostSpace, offset: int, header: ExtentHeader) -> None:
@@ -87,7 +116,7 @@ class Adoption:
         is_same = row != NO_ROW and directory.version(row) == header.version
         length = layout.extent_bytes(len(header.key.encode()), header.size)
         if is_same and listed is not None and listed.offset == offset:
-            host.confirmed[row] = Extent(offset, length)
+            host.confirmed[row] = length
             return
         if host.is_dropping(offset):  # Removed since its inventory began.
             wiped = host.watch_wipe(offset)
@@ -125,7 +154,7 @@ class Adoption:
         # A reader that an earlier master sent there may still be reading.
         directory.extend_lease(row, self._state.now_ms() + self._state.config.lease_ms)
         length = layout.extent_bytes(len(header.key.encode()), header.size)
-        host.confirmed[row] = Extent(offset, length)
+        host.confirmed[row] = length
 
     def _set_pins(self, row: int, header: ExtentHeader) -> None:
         if header.hard_pin or header.soft_pin_ms:

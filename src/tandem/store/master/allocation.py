@@ -259,11 +259,16 @@ class Allocation:
             "objects, put smaller batches, wait longer, or add a host",
         )
 
-    def forget_lost(self, batch: PutBatch) -> None:
-        """Forget space on hosts that have gone, or come back: the inventory has settled it."""
-        for number in list(batch.places):
-            if self._state.hosts[number].session != batch.sessions[number]:
-                del batch.places[number]
+    def forget_lost(self, batch: PutBatch) -> list[int]:
+        """Forget space on hosts that have gone, or come back: the inventory has settled it.
+
+        Returns: those hosts.
+        """
+        hosts = self._state.hosts
+        lost = [n for n in batch.places if hosts[n].session != batch.sessions[n]]
+        for number in lost:
+            del batch.places[number]
+        return lost
 
     def release(self, batch: PutBatch, objects: Iterable[int] | None = None) -> None:
         """Free the space of objects (all if None) without a writer that were not sealed."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from tandem._native import measure_extents
 from tandem.store.master.state.index import NO_ROW
 from tandem.store.master.state.space import Extent, HostSpace
 from tandem.store.master.state.state import StoreState
@@ -33,14 +34,10 @@ class Departures:
 
     # Leaving the directory.
 
-    def drop_row(self, row: int, *, wait: bool = False) -> "list[asyncio.Future[None]]":
+    def drop_row(self, row: int) -> "list[asyncio.Future[None]]":
         """Remove an object; its space is free once it is wiped and unleased.
 
-        Args:
-            row: of the object.
-            wait: record the wipes that come before it is gone; see ``note_going``.
-
-        Returns: if ``wait``, a future that is done when all headers are wiped.
+        Returns: futures that are done when all headers are wiped; see ``note_going``.
         """
         state, directory = self._state, self._state.directory
         key, version = directory.key(row), directory.version(row)
@@ -50,22 +47,24 @@ class Departures:
             state.dropped_versions[key] = version
         # Clients may remember where it was, and take it for present while there is a header.
         is_known = free_at_ms > state.now_ms()
-        wait = wait or is_known
-        pending = self._abandon_copy(key, version, wait=wait)
+        pending = self._abandon_copy(key, version)
         on_disk = set(directory.disks(row))
         wiped: dict[int, asyncio.Future[None]] = {}
         for replica in directory.remove(row):
             host = state.hosts[replica.host]
-            done = host.drop(Extent(replica.offset, length), free_at_ms, wait=wait)
-            if done is not None:
-                wiped[replica.host] = done
-                pending.append(done)
-                if host.disk is not None:
-                    on_disk.add(replica.host)  # Or it is being written there.
+            if host.caller is None:
+                self.note_unlisted(key)
+            done = host.drop(Extent(replica.offset, length), free_at_ms, wait=True)
+            assert done is not None
+            wiped[replica.host] = done
+            pending.append(done)
+            if host.disk is not None:
+                on_disk.add(replica.host)  # Or it is being written there.
         for number in sorted(on_disk):
-            forgotten = state.hosts[number].forget(key, version, after=wiped.get(number))
-            if wait:
-                pending.append(forgotten)
+            host = state.hosts[number]
+            if host.caller is None:
+                self.note_unlisted(key)
+            pending.append(host.forget(key, version, after=wiped.get(number)))
         if is_known:
             earlier = self.find_going(key)  # Other copies, given up a moment ago.
             headers: list[asyncio.Future[Any]] = [] if earlier is None else [earlier]
@@ -74,18 +73,63 @@ class Departures:
             self.note_going(key, pending)
         return pending
 
-    def _abandon_copy(self, key: str, version: int, *, wait: bool) -> "list[asyncio.Future[None]]":
+    def drop_rows(self, rows: Sequence[int]) -> "list[asyncio.Future[Any]]":
+        """As ``drop_row`` of each. Those that nothing is known of but where they lie go at once.
+
+        Returns: futures that are done when all headers are wiped.
+        """
+        state, directory = self._state, self._state.directory
+        free_at_ms = state.now_ms()
+        is_plain = bytes(h.caller is not None and h.disk is None for h in state.hosts.values())
+        plain, rest = directory.split_plain(rows, is_plain, free_at_ms)
+        keys = [directory.key(row) for row in plain]
+        busy = state.copies.keys() | self._removing.keys() if plain else set[str]()
+        if not busy.isdisjoint(keys):
+            pairs = list(zip(plain, keys, strict=True))
+            rest += [row for row, key in pairs if key in busy]
+            plain = [row for row, key in pairs if key not in busy]
+            keys = [key for key in keys if key not in busy]
+        pending: list[asyncio.Future[Any]] = []
+        if plain:
+            lengths = dict(zip(plain, measure_extents(keys, directory.sizes(plain)), strict=True))
+            if state.awaited.is_adopting:
+                versions = map(directory.version, plain)
+                state.dropped_versions.update(zip(keys, versions, strict=True))
+            for number, (owners, offsets) in directory.remove_many(plain).items():
+                host = state.hosts[number]
+                there = [lengths[row] for row in owners]
+                pending.append(host.drop_many(offsets, there, free_at_ms))
+            self._note_many_going(keys, pending)
+        for row in rest:
+            pending += self.drop_row(row)
+        return pending
+
+    def _note_many_going(self, keys: Sequence[str], going: "Sequence[asyncio.Future[Any]]") -> None:
+        """As ``note_going``, of keys of which nothing is going."""
+        gone: asyncio.Future[Any] = going[0] if len(going) == 1 else asyncio.gather(*going)
+        waiting = dict.fromkeys(keys, gone)
+        self._removing |= waiting
+        self._replacing |= waiting
+
+        def forget(_: object) -> None:
+            for all_going in (self._removing, self._replacing):
+                for key in keys:
+                    if all_going.get(key) is gone:
+                        del all_going[key]
+
+        gone.add_done_callback(forget)
+
+    def _abandon_copy(self, key: str, version: int) -> "list[asyncio.Future[None]]":
         """The object goes: end the copying of it, and wipe what may have come of that.
 
-        Returns: if ``wait`` and there is a copy, a future that is done when it is wiped.
+        Returns: if there is a copy, futures that are done when it is wiped.
         """
         copy = self._state.copies.get(key)
         if copy is None or copy.is_abandoned or copy.target.session != copy.session:
             return []
         copy.is_abandoned = True
-        done = copy.target.drop(copy.extent, 0, wait=wait)
-        if done is None:
-            return []
+        done = copy.target.drop(copy.extent, 0, wait=True)
+        assert done is not None
         return [done, copy.target.forget(key, version, after=done)]
 
     def evict_row(self, row: int) -> bool:
@@ -94,7 +138,7 @@ class Departures:
         if not any(state.hosts[number].caller is not None for number in directory.disks(row)):
             # Its headers are still there, and it may be on its way to a disk: a removal that comes
             # now must not be over before it could not come back.
-            self.drop_row(row, wait=True)
+            self.drop_row(row)
             return False
         for replica in directory.replicas(row):
             self._drop_copy(row, replica.host)
@@ -111,7 +155,7 @@ class Departures:
             return
         if len(replicas) == 1 and not directory.disks(row):
             # A removal that comes now must not be over before it could not come back.
-            self.drop_row(row, wait=True)
+            self.drop_row(row)
             return
         self._drop_copy(row, host)
 
@@ -150,6 +194,8 @@ class Departures:
 
         Returns: done when that is so, or the host is lost.
         """
+        if host.caller is None:
+            self.note_unlisted(key)
         done = host.drop(extent, free_at_ms, wait=True)
         assert done is not None
         going = [done]
@@ -219,10 +265,29 @@ class Departures:
         """As ``find_going``, of objects that clients were shown: a put of the key waits for it."""
         return self._replacing.get(key)
 
-    @property
-    def has_going(self) -> bool:
-        """Whether anything is going that a put may have to wait for."""
-        return len(self._replacing) > 0
+    def may_have_older(self, keys: Collection[str]) -> bool:
+        """Whether something of one of the keys is going, or may be with a host that is away."""
+        unlisted = self._state.unlisted
+        return bool(self._replacing) or (bool(unlisted) and not unlisted.isdisjoint(keys))
+
+    def note_unlisted(self, key: str) -> None:
+        """A host that is away may have a copy that the directory does not list (any more)."""
+        self._state.unlisted.add(key)
+
+    def note_lost(self) -> None:
+        """A host is about to be lost: what is being wiped may stay there."""
+        for key in self._removing:
+            self.note_unlisted(key)
+
+    def hide(self, key: str) -> None:
+        """Have nobody told of a key until ``show``: an older object of it could come back."""
+        self._leaving[key] = self._leaving.get(key, 0) + 1
+
+    def show(self, key: str) -> None:
+        """End one ``hide``."""
+        self._leaving[key] -= 1
+        if not self._leaving[key]:
+            del self._leaving[key]
 
     @property
     def leaving(self) -> Collection[str]:
@@ -236,13 +301,8 @@ class Departures:
     def _note_leaving(self, key: str, headers: "Sequence[asyncio.Future[Any]]") -> None:
         for header in headers:
             if not header.done():
-                self._leaving[key] = self._leaving.get(key, 0) + 1
-                header.add_done_callback(lambda _: self._note_left(key))
-
-    def _note_left(self, key: str) -> None:
-        self._leaving[key] -= 1
-        if not self._leaving[key]:
-            del self._leaving[key]
+                self.hide(key)
+                header.add_done_callback(lambda _: self.show(key))
 
 
 def _join(

@@ -13,6 +13,7 @@ from tandem.core.clock import Clock
 from tandem.store.config import StoreConfig
 from tandem.store.election import MemoryRosterStore, RosterStore, Term
 from tandem.store.master.allocation import Allocation
+from tandem.store.master.burials import Burials
 from tandem.store.master.departures import Departures
 from tandem.store.master.eviction import Eviction
 from tandem.store.master.lookups import Lookups
@@ -30,6 +31,7 @@ from tandem.store.messages import (
     CommitPut,
     DiskReport,
     DrainHost,
+    FloorSet,
     HostStatus,
     InventoryDone,
     InventoryPage,
@@ -50,6 +52,7 @@ from tandem.store.messages import (
     ReportBadReplica,
     RetireHost,
     SegmentGrown,
+    SetFloor,
     StartedPut,
     StartPut,
     StoreStatus,
@@ -101,7 +104,9 @@ class StoreMaster:
         self.departures = departures = Departures(state)
         self.eviction = eviction = Eviction(state, departures)
         self.allocation = Allocation(state, eviction)
-        sealing = Sealing(state, departures, self.allocation)
+        store = MemoryRosterStore() if roster is None else roster
+        self.burials = burials = Burials(state, store)
+        sealing = Sealing(state, departures, self.allocation, burials)
         self.puts = Puts(state, self.allocation, sealing, results)
         self.upkeep = Upkeep(state, departures, eviction)
         self.lookups = Lookups(state, departures, self.upkeep)
@@ -110,11 +115,10 @@ class StoreMaster:
             departures,
             eviction,
             self.puts,
-            store=MemoryRosterStore() if roster is None else roster,
+            burials,
+            store=store,
         )
-        self.removals = Removals(
-            state, departures, results, lookups=self.lookups, membership=self.membership
-        )
+        self.removals = Removals(state, departures, results, lookups=self.lookups, burials=burials)
         self.pins = Pins(state, results)
         self._running: asyncio.Task[None] | None = None
 
@@ -139,6 +143,7 @@ class StoreMaster:
             ("report_bad", self._report_bad, ReportBadReplica, Ack),
             ("drain", self.membership.drain, DrainHost, Ack),
             ("retire", self.membership.retire, RetireHost, Ack),
+            ("set_floor", self.membership.set_floor, SetFloor, FloorSet),
             ("status", self._status, type(None), StoreStatus),
             ("join", self.membership.join, JoinHost, Joined),
             ("inventory", self.membership.inventory, InventoryPage, Ack),
@@ -220,6 +225,8 @@ class StoreMaster:
             ],
             is_recovering=state.awaited.is_learning,
             damaged=list(self._damaged),
+            num_tombstones=len(self.burials.tombstones),
+            is_roster_complete=self.burials.is_complete,
         )
 
     def _status(self, _: Caller, __: None) -> StoreStatus:

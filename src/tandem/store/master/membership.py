@@ -6,8 +6,11 @@ has or is declared lost: see ``state/awaited.py``.
 """
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+
+import numpy as np
 
 from tandem.core.errors import (
     CapacityError,
@@ -16,27 +19,21 @@ from tandem.core.errors import (
     PeerLostError,
     TandemError,
 )
-from tandem.store.election import (
-    Member,
-    Roster,
-    RosterStore,
-    RosterWriter,
-    Tombstone,
-    Tombstones,
-)
+from tandem.store.election import Member, RosterStore
 from tandem.store.formats import layout
-from tandem.store.formats.records import iterate_records
 from tandem.store.master.adoption import Adoption
+from tandem.store.master.burials import ALL_CONFIRMED, Burials
 from tandem.store.master.departures import Departures
 from tandem.store.master.eviction import Eviction
 from tandem.store.master.puts import Puts
 from tandem.store.master.state.index import NO_ROW
-from tandem.store.master.state.space import Extent, HostSpace
+from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.state import StoreState
 from tandem.store.messages import (
     Ack,
     DiskReport,
     DrainHost,
+    FloorSet,
     HostStage,
     InventoryDone,
     InventoryPage,
@@ -46,6 +43,7 @@ from tandem.store.messages import (
     LeaveStore,
     RetireHost,
     SegmentGrown,
+    SetFloor,
 )
 from tandem.store.sessions import Caller, check_present
 
@@ -56,10 +54,6 @@ logger = logging.getLogger(__name__)
 LOAD_RETRY_S = 0.25
 MAX_MEMBERS = 4_096
 """Hosts of a store; one more takes the place of one that is lost."""
-MAX_TOMBSTONES = 200_000
-"""Beyond, hosts that are lost are retired, for the tombstones that wait for them to go."""
-ALL_CONFIRMED = 2**63
-"""As ``HostSpace.unconfirmed_from``: it has nothing that a tombstone is for."""
 
 
 class Membership:
@@ -70,6 +64,7 @@ class Membership:
         departures: takes what hosts no longer have, or should not have.
         eviction: told when there may be more copies than wanted.
         puts: told which hosts are lost.
+        burials: of removed objects, and the roster.
         store: keeps the membership; borrowed.
     """
 
@@ -79,6 +74,7 @@ class Membership:
         departures: Departures,
         eviction: Eviction,
         puts: Puts,
+        burials: Burials,
         *,
         store: RosterStore,
     ) -> None:
@@ -88,14 +84,13 @@ class Membership:
         self._puts = puts
         self._store = store
         self._awaited = state.awaited
-        self._roster = Roster()
-        self._writer = RosterWriter(store, self._roster, state.tasks.spawn)
-        self.tombstones = Tombstones()
-        self._adoption = Adoption(state, departures, self.tombstones)
+        self._burials = burials
+        self._roster = burials.roster
+        self._writer = burials.writer
+        self._adoption = Adoption(state, departures, burials.tombstones)
         self._names: dict[str, HostSpace] = {}
         self._by_session: dict[int, HostSpace] = {}
         self._num_sessions = 0
-        self._num_lost = 0
         self._declaring: set[int] = set()
 
     # The roster.
@@ -109,16 +104,23 @@ class Membership:
             except TandemError as error:
                 logger.warning("event=roster_unread reason=%s", error)
                 await asyncio.sleep(LOAD_RETRY_S)
-        config, now_ms = self._state.config, self._state.now_ms()
+        config, now_ms, roster = self._state.config, self._state.now_ms(), self._roster
         if saved.roster is None:
-            window_ms = config.recovery_ms if saved.is_new else config.member_lease_ms
-            self._awaited.open_window(now_ms + window_ms)
+            # Hosts may come of which nothing is known: for a moment, or at any time.
+            roster.is_complete, roster.has_waited = saved.is_new, False
+            self._writer.note_change()
         else:
-            self._roster.members.update(saved.roster.members)
-            self._roster.retired.update(saved.roster.retired)
-        for number, tombstones in saved.tombstones:
-            self.tombstones.add(number, tombstones)
-        self._writer.number = self.tombstones.newest_number + 1
+            roster.members.update(saved.roster.members)
+            roster.retired.update(saved.roster.retired)
+            roster.is_complete, roster.floor = saved.roster.is_complete, saved.roster.floor
+            roster.has_waited = saved.roster.has_waited
+        if not roster.has_waited:
+            window_ms = config.recovery_ms if roster.is_complete else config.member_lease_ms
+            self._awaited.open_window(now_ms + window_ms)
+        tombstones = self._burials.tombstones
+        for number, batch in saved.tombstones:
+            tombstones.add(number, batch)
+        self._writer.number = tombstones.newest_number + 1
         for name, member in self._roster.members.items():
             host = self._make_host(name)
             host.segment_id, host.disk_id = member.segment_id, member.disk_id
@@ -138,9 +140,11 @@ class Membership:
             if host.is_settled and host.unconfirmed_from != ALL_CONFIRMED:
                 host.purging = [future for future in host.purging if not future.done()]
                 if not host.purging:
-                    self._note_confirmed(host)
-        if self.tombstones:
-            self._release_tombstones()
+                    self._burials.note_confirmed(host)
+        if not self._roster.has_waited and not self._awaited.is_window_open:
+            self._roster.has_waited = True
+            self._writer.note_change()
+        self._burials.release()
 
     async def _declare_lost(self, host: HostSpace) -> None:
         """Declare a host lost. That is durable before any caller is told of the consequences."""
@@ -166,7 +170,7 @@ class Membership:
                 self._make_room()
             else:
                 # Its name now stands for the new segment alone.
-                for old, new in zip(_storage_of(member), _storage_of(wanted), strict=True):
+                for old, new in zip(member.storage, wanted.storage, strict=True):
                     if old != new:
                         self._roster.retire(old, self._state.versions.newest)
             self._roster.members[host.name] = wanted
@@ -208,7 +212,7 @@ class Membership:
     def _retire(self, host: HostSpace) -> None:
         member = self._roster.members.pop(host.name, None)
         if member is not None:
-            for storage_id in _storage_of(member):
+            for storage_id in member.storage:
                 self._roster.retire(storage_id, self._state.versions.newest)
         self._awaited.until_ms.pop(host.number, None)
         host.is_retired = True
@@ -218,62 +222,25 @@ class Membership:
             self._departures.lose_disk(row, host.number)
         host.is_disk_known = False
 
-    # Tombstones.
+    async def set_floor(self, _: Caller, request: SetFloor) -> FloorSet:
+        """Let what hosts have that no roster names be dead. Raises: ConflictError while they come.
 
-    @property
-    def num_lost(self) -> int:
-        """Counts losses of hosts: unchanged, none was lost in between."""
-        return self._num_lost
-
-    def mark_removed(self, tombstones: Sequence[Tombstone]) -> None:
-        """Keep hosts that have not sent their inventory from bringing back removed objects."""
-        if not self._is_whole:
-            self.tombstones.add(self._writer.number, tombstones)
-
-    async def bury(self, tombstones: Sequence[Tombstone], num_lost: int) -> None:
-        """Return when no host that was away, and no later master, can bring back removed objects.
-
-        Args:
-            tombstones: of removed objects, which are wiped on all hosts that are there.
-            num_lost: before that began.
+        Changes nothing if it is only asked what would be.
         """
-        if num_lost == self._num_lost and self._is_whole:
-            return  # They have told all they have, and have wiped it.
-        self.tombstones.add(self._writer.number, tombstones)
-        await self._writer.add(tombstones)
-        if len(self.tombstones) > MAX_TOMBSTONES:
-            self._retire_lost()
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether all hosts are there and have sent their inventory."""
-        return all(host.is_settled or host.is_retired for host in self._state.hosts.values())
-
-    def _retire_lost(self) -> None:
-        for name, member in list(self._roster.members.items()):
-            host = self._names[name]
-            if member.is_lost and host.caller is None:
-                logger.error(
-                    "event=too_many_tombstones count=%d retired=%s", len(self.tombstones), name
-                )
-                self._retire(host)
-        self._writer.note_change()
-
-    def _note_confirmed(self, host: HostSpace) -> None:
-        """Its dead objects are wiped, so nothing on it needs a tombstone."""
-        host.unconfirmed_from = ALL_CONFIRMED
-        for storage_id in (host.segment_id, host.disk_id):
-            if self._roster.retired.pop(storage_id, None) is not None:
-                self._writer.note_change()
-        host.dead_below = host.disk_dead_below = -1
-
-    def _release_tombstones(self) -> None:
-        if self._awaited.is_learning:
-            return  # Hosts may come that are no members yet.
-        hosts = [host for host in self._state.hosts.values() if not host.is_retired]
-        below = min((host.unconfirmed_from for host in hosts), default=ALL_CONFIRMED)
-        if self.tombstones.release(min(below, self._writer.number)):
-            self._writer.drop(min(below, self._writer.number))
+        await self._awaited.is_loaded.wait()
+        if not request.dry_run and self._awaited.is_learning:
+            raise ConflictError(
+                "store.set_floor",
+                "hosts are still waited for (`tandem store stat` says recovering): start all that "
+                "are to keep their objects, wait for the end of member_lease_ms, then repeat",
+            )
+        num_tombstones = len(self._burials.tombstones)
+        hosts = list(self._roster.members)
+        version = self._state.versions.newest
+        if not request.dry_run:
+            version = await self._burials.set_floor()
+            logger.warning("event=floor_set version=%d", version)
+        return FloorSet(version, self._burials.is_complete, num_tombstones, hosts)
 
     # Sessions.
 
@@ -329,9 +296,9 @@ class Membership:
     def _begin_session(self, host: HostSpace, caller: Caller, request: JoinHost) -> None:
         host.is_retired = False
         host.begin_session(caller, self._num_sessions, request)
-        retired = self._roster.retired
-        host.dead_below = retired.get(request.segment_id, -1)
-        host.disk_dead_below = retired.get(request.disk_id, -1) if request.disk_id else -1
+        host.dead_below, host.disk_dead_below = self._burials.find_floor(
+            request.name, request.segment_id, request.disk_id
+        )
         if self._awaited.is_window_open and host.name not in self._roster.members:
             self._await_host(host)  # It may be one of before, that no roster knows of.
         self._state.directory.find_host(host.number)
@@ -374,7 +341,7 @@ class Membership:
         host.num_pages += 1
         if host.number in self._awaited:
             self._await_host(host)
-        self._adoption.take_page(host, iterate_records(page.records), is_disk=page.is_disk)
+        self._adoption.take_page(host, page.records, is_disk=page.is_disk)
         return Ack()
 
     async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
@@ -435,19 +402,19 @@ class Membership:
 
     def _settle(self, host: HostSpace) -> None:
         """The inventory is complete: objects it does not list are absent; the rest is free."""
-        extents: list[Extent] = []
-        for row in self._state.directory.rows_on_host(host.number):
-            extent = host.confirmed.get(row)
-            if extent is None:
-                self._forget_replica(row, host.number)
-            else:
-                extents.append(extent)
+        rows, offsets = self._state.directory.places_on_host(host.number)
+        # By columns: a host may have a million objects, and others are to be answered.
+        confirmed = map(host.confirmed.get, rows.tolist(), itertools.repeat(0))
+        lengths = np.fromiter(confirmed, np.uint64, len(rows))
+        for row in rows[lengths == 0].tolist():
+            self._forget_replica(row, host.number)
+        offsets, lengths = offsets[lengths > 0], lengths[lengths > 0]
         for row in self._state.directory.rows_on_disk(host.number):
             if host.confirmed_disk.get(row) != self._state.directory.version(row):
                 self._departures.lose_disk(row, host.number)
         host.is_disk_known = host.disk is not None
         host.confirmed_disk.clear()
-        host.rebuild(extents)
+        host.rebuild(offsets, lengths)
         if not any(other.is_settled for other in self._state.hosts.values()):
             # Without any host leases meant nothing: other hosts that were cut off may be returning.
             for number in self._awaited.until_ms:
@@ -457,7 +424,7 @@ class Membership:
         host.stage = HostStage.READ_ONLY
         self._awaited.until_ms.pop(host.number, None)
         self._eviction.note_surplus()
-        logger.info("event=host_joined host=%s objects=%d", host.name, len(extents))
+        logger.info("event=host_joined host=%s objects=%d", host.name, len(offsets))
 
     def _forget_replica(self, row: int, host: int) -> None:
         """The copy is not there; nothing to wipe."""
@@ -474,9 +441,8 @@ class Membership:
     def lose_host(self, host: HostSpace) -> None:
         """Its session has ended; its objects may come back with it."""
         logger.warning("event=host_lost host=%s", host.name)
-        self._num_lost += 1
-        if host.unconfirmed_from == ALL_CONFIRMED:
-            host.unconfirmed_from = self._writer.number
+        self._burials.note_lost(host)
+        self._departures.note_lost()
         if host.is_settled:
             self._await_host(host)
         self._puts.forget_host(host.number)
@@ -484,7 +450,3 @@ class Membership:
         host.end_session()
         self._state.directory.lose_host(host.number)
         self._state.counters.hosts_lost += 1
-
-
-def _storage_of(member: Member) -> tuple[str, str]:
-    return member.segment_id, member.disk_id

@@ -6,9 +6,9 @@ from typing import Any
 
 from tandem.rpc import Kept
 from tandem.store.election import Tombstone
+from tandem.store.master.burials import Burials
 from tandem.store.master.departures import Departures
 from tandem.store.master.lookups import SCAN_KEYS, Lookups
-from tandem.store.master.membership import Membership
 from tandem.store.master.state.index import NO_ROW
 from tandem.store.master.state.results import Results
 from tandem.store.master.state.state import StoreState
@@ -28,13 +28,13 @@ class Removals:
         results: Results,
         *,
         lookups: Lookups,
-        membership: Membership,
+        burials: Burials,
     ) -> None:
         self._state = state
         self._departures = departures
         self._results = results
         self._lookups = lookups
-        self._membership = membership
+        self._burials = burials
 
     def remove(self, caller: Caller, request: RemoveObjects) -> Kept:
         """Remove objects; answers when their headers are gone."""
@@ -57,11 +57,27 @@ class Removals:
     async def _remove_keys(self, keys: Sequence[str], begin: int) -> bytes:
         # Whether they are found or not: a host that has not told yet may have a copy.
         await self._state.awaited.recover()
-        num_lost = self._membership.num_lost
-        flags, versions = await self._drop_keys(keys, begin, marked_below=-1)
-        tombstones = list(map(Tombstone, keys, versions))
-        await self._membership.bury(tombstones, num_lost)
-        return flags
+        await self._wait_room(len(keys))
+        num_lost = self._burials.num_lost
+        flags, versions = bytearray(), list[int]()
+        for at in range(0, len(keys), SCAN_KEYS):
+            some = keys[at : at + SCAN_KEYS]
+            some_flags, some_versions = await self._drop_keys(some, begin, marked_below=-1)
+            flags += some_flags
+            versions += some_versions
+        await self._bury(list(map(Tombstone, keys, versions)), num_lost)
+        return bytes(flags)
+
+    async def _wait_room(self, count: int) -> None:
+        """Wait for room for tombstones, before anything is removed. Raises: CapacityError."""
+        if not self._burials.is_whole:
+            await self._burials.wait_room(count, self._state.config.put_wait_ms / 1e3)
+
+    async def _bury(self, tombstones: Sequence[Tombstone], num_lost: int) -> None:
+        """Make removals final that began when ``num_lost`` hosts had been lost."""
+        if num_lost != self._burials.num_lost or not self._burials.is_whole:
+            await self._burials.bury(tombstones)
+        # Else all hosts have told what they have, and have wiped it.
 
     async def _drop_keys(
         self, keys: Sequence[str], begin: int, *, marked_below: int
@@ -79,21 +95,24 @@ class Removals:
         pending: list[asyncio.Future[Any]] = []
         directory, has_given = self._state.directory, self._state.versions.has_given
         versions = [begin] * len(keys)
+        taken: dict[int, None] = {}
+        find_going = self._departures.find_going
         for i, key in enumerate(keys):
             row = directory.find(key)
-            if row != NO_ROW and not has_given(directory.version(row), since=begin):
+            is_there = row != NO_ROW and row not in taken
+            if is_there and not has_given(directory.version(row), since=begin):
                 versions[i] = max(begin, directory.version(row))
-                self._departures.drop_row(row, wait=True)
-                self._state.counters.objects_removed += 1
+                taken[row] = None
                 flags[i] = 1
-            # Else it may have been removed, or evicted, but not yet for good.
-            going = self._departures.find_going(key)
+            # It may have been removed, or evicted, but not yet for good.
+            going = find_going(key)
             if going is not None:
                 pending.append(going)
-        pairs = zip(keys, versions, strict=True)
-        self._membership.mark_removed(
-            [Tombstone(*pair) for pair in pairs if pair[1] > marked_below]
-        )
+        self._state.counters.objects_removed += len(taken)
+        pending += self._departures.drop_rows(list(taken))
+        if not self._burials.is_whole:
+            pairs = zip(keys, versions, strict=True)
+            self._burials.mark([Tombstone(*pair) for pair in pairs if pair[1] > marked_below])
         # Only then could no restart bring them back.
         for gone in pending:
             await asyncio.shield(gone)
@@ -112,10 +131,11 @@ class Removals:
 
     async def _remove_matches(self, prefix: str, begin: int) -> int:
         matches = await self._lookups.match_prefix(prefix)
-        membership = self._membership
-        num_lost, tombstone = membership.num_lost, Tombstone(prefix, begin, is_prefix=True)
+        await self._wait_room(1)
+        burials = self._burials
+        num_lost, tombstone = burials.num_lost, Tombstone(prefix, begin, is_prefix=True)
         # Also for objects that this master has never heard of.
-        membership.mark_removed([tombstone])
+        burials.mark([tombstone])
         count, newer = 0, list[Tombstone]()
         for at in range(0, len(matches), SCAN_KEYS):
             keys = matches[at : at + SCAN_KEYS]
@@ -127,5 +147,5 @@ class Removals:
         # Objects that other callers are removing are not gone before their headers are.
         for gone in self._departures.find_going_below(prefix):
             await asyncio.shield(gone)
-        await membership.bury([tombstone, *newer], num_lost)
+        await self._bury([tombstone, *newer], num_lost)
         return count

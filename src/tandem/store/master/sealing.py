@@ -7,8 +7,10 @@ import os
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
-from tandem.core.errors import TandemError
+from tandem.core.errors import CapacityError, TandemError
+from tandem.store.election import Tombstone
 from tandem.store.master.allocation import Allocation, PutBatch
+from tandem.store.master.burials import Burials
 from tandem.store.master.departures import Departures
 from tandem.store.master.state.index import NO_ROW, Replica, Staged
 from tandem.store.master.state.space import Extent
@@ -49,14 +51,27 @@ class Blob:
 class Sealing:
     """Seals and shows the batches of one master."""
 
-    def __init__(self, state: StoreState, departures: Departures, allocation: Allocation) -> None:
+    def __init__(
+        self,
+        state: StoreState,
+        departures: Departures,
+        allocation: Allocation,
+        burials: Burials,
+    ) -> None:
         self._state = state
         self._departures = departures
         self._allocation = allocation
+        self._burials = burials
 
     async def seal(self, batch: PutBatch, checksums: Sequence[int], blob: Blob) -> bytes:
         """Seal and publish; each host gets its part of the blob."""
         deadline_s = self._state.clock.now_s() + self._state.config.put_timeout_ms / 1e3
+        try:
+            await self._wait_room(batch)
+        except CapacityError:
+            self._allocation.forget_lost(batch)
+            self._allocation.release(batch)
+            raise
         while True:
             # Meanwhile others may put the same keys; upserts do.
             left_s = deadline_s - self._state.clock.now_s()
@@ -68,6 +83,31 @@ class Sealing:
                 if self._is_unsure(batch) and self._state.clock.now_s() < deadline_s:
                     continue
                 return await self._seal_held(batch, checksums, blob)
+
+    async def _wait_room(self, batch: PutBatch) -> None:
+        """Wait for room for the tombstones that showing a batch may take.
+
+        Raises: CapacityError.
+        """
+        if not self._burials.is_whole:
+            count = len(self._find_replaced(batch.keys, is_upsert=batch.request.upsert))
+            if count:
+                await self._burials.wait_room(count, self._state.config.put_wait_ms / 1e3)
+
+    def _find_replaced(self, keys: Sequence[str], *, is_upsert: bool) -> Sequence[str]:
+        """Return the keys of which there is, or may be, an older copy anywhere."""
+        if is_upsert and self._burials.is_blind:
+            return keys
+        directory, departures = self._state.directory, self._departures
+        if not directory.has_any(keys) and not departures.may_have_older(keys):
+            return ()
+        return [
+            key
+            for key in keys
+            if directory.find(key) != NO_ROW
+            or departures.find_replaced(key) is not None
+            or key in self._state.unlisted
+        ]
 
     def _is_unsure(self, batch: PutBatch) -> bool:
         """Whether a host that is waited for may have what the batch is not to replace."""
@@ -117,15 +157,51 @@ class Sealing:
             for number in batch.places:
                 self._wipe(batch, number, first_version)
             raise
-        allocation.forget_lost(batch)
+        for number in allocation.forget_lost(batch):
+            # It may have sealed them before it went.
+            for key in records[number].keys if number in records else ():
+                self._departures.note_unlisted(key)
         for number in [number for number in batch.places if number not in sealed]:
             self._wipe(batch, number, first_version)
             del batch.places[number]
-        replaced = self._insert(batch, checksums, first_version, statuses, staged)
-        # Until the old versions are gone, a crash could bring them back.
-        for gone in replaced:
-            await asyncio.shield(gone)
+        is_blind = batch.request.upsert and self._burials.is_blind
+        replaced = self._find_replaced(batch.keys, is_upsert=batch.request.upsert)
+        for key in replaced:
+            self._departures.hide(key)
+        try:
+            gone = self._insert(batch, checksums, first_version, statuses, staged)
+            if replaced:
+                await self._end_older(batch, first_version, replaced, gone, is_blind=is_blind)
+        finally:
+            for key in replaced:
+                self._departures.show(key)
         return bytes(statuses)
+
+    async def _end_older(
+        self,
+        batch: PutBatch,
+        first_version: int,
+        replaced: Sequence[str],
+        gone: "Sequence[asyncio.Future[Any]]",
+        *,
+        is_blind: bool,
+    ) -> None:
+        """Return when no crash, and no host that was away, brings older versions back.
+
+        Until then nobody is told of the new ones: it could be followed by an older one.
+        """
+        for wiped in gone:
+            await asyncio.shield(wiped)
+        unlisted = self._state.unlisted
+        dead = set(replaced) if is_blind else unlisted.intersection(replaced)
+        if dead:
+            await self._burials.bury(
+                [
+                    Tombstone(key, first_version + i - 1)
+                    for i, key in enumerate(batch.keys)
+                    if key in dead
+                ]
+            )
 
     def _wipe(self, batch: PutBatch, number: int, first_version: int) -> None:
         """Have a host wipe objects that it may have sealed: its answer was lost or negative."""
@@ -232,7 +308,7 @@ class Sealing:
         else:
             statuses[:] = bytes([created]) * len(statuses)
         departures = self._departures
-        if departures.has_going or directory.has_any(keys):
+        if departures.may_have_older(()) or directory.has_any(keys):
             for i, key in zip(shown, keys, strict=True):
                 going = departures.find_replaced(key)
                 if going is not None:  # Evicted a moment ago, and maybe still read.
@@ -240,7 +316,7 @@ class Sealing:
                 row = directory.find(key)
                 if row != NO_ROW:
                     statuses[i] = CommitStatus.REPLACED
-                    replaced += self._departures.drop_row(row, wait=True)
+                    replaced += self._departures.drop_row(row)
         if staged is not None and keys is not batch.keys:
             directory.unstage_many(staged)
             staged = None

@@ -226,8 +226,10 @@ class Upkeep:
         if not is_done:
             self._not_before_ms[key] = self._state.now_ms() + RETRY_AFTER_MS
         is_same = directory.find(key) == row and directory.version(row) == version
-        if copy.is_abandoned or target.session != copy.session:
-            pass  # The part that removed the object has it wiped; or the next inventory settles it.
+        if target.session != copy.session:
+            self._departures.note_unlisted(key)  # The next inventory settles it.
+        elif copy.is_abandoned:
+            pass  # The part that removed the object has it wiped.
         elif is_done and is_same and not self._is_on(row, target):
             target.seal([copy.extent.offset])
             directory.add_replica(row, Replica(target.number, copy.extent.offset))

@@ -65,6 +65,11 @@ class ClientService:
         opening.push_async_callback(self.client.aclose)
         await self._channel.connect(self._rpc.connect_timeout_ms / 1e3)
 
+    @property
+    def leader(self) -> str:
+        """Address of the master that leads; empty while there is no session with one."""
+        return self._channel.endpoint
+
     async def __aexit__(self, *_: object) -> None:
         await self._open.aclose()
 

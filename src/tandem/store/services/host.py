@@ -66,10 +66,15 @@ class HostService:
             self._open = opening.pop_all()
         return self
 
+    @property
+    def urls(self) -> list[str]:
+        """Where masters are looked for."""
+        return list(self._urls)
+
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
         """Open one after the other; what is open is closed in the opposite order."""
         config, to_thread = self._config, asyncio.to_thread
-        path = Path(config.segment_dir) / f"{make_file_name(self._name)}.segment"
+        path = config.segment_folder / f"{make_file_name(self._name)}.segment"
         segment = await to_thread(Segment.open_file, path, config.segment_bytes)
         opening.push_async_callback(to_thread, segment.close, remove=not self._is_kept)
         engine = make_engine(config, self._urls[0], self._name, config.listen)
@@ -116,7 +121,7 @@ class HostService:
         folder: DiskFolder | None = None
         try:
             folder = await asyncio.to_thread(
-                DiskFolder.open, Path(config.ssd_dir), engine, marks=Path(config.segment_dir)
+                DiskFolder.open, Path(config.ssd_dir), engine, marks=config.segment_folder
             )
             opening.push_async_callback(asyncio.to_thread, folder.close)
             disk = DiskTier(

@@ -169,6 +169,10 @@ class Directory:
         """Return the bytes of the value."""
         return self._size[row]
 
+    def sizes(self, rows: Sequence[int]) -> list[int]:
+        """Return the bytes of several values."""
+        return view(self._size)[np.asarray(rows, dtype=np.int64)].tolist()
+
     def version(self, row: int) -> int:
         """Return the version: higher is newer, over all keys."""
         return self._version[row]
@@ -228,6 +232,12 @@ class Directory:
     def rows_on_host(self, host: int) -> list[int]:
         """Return the rows that have a replica in the memory of ``host``."""
         return self._rows_on_host(host).tolist()
+
+    def places_on_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """Return the rows that have a replica in the memory of ``host``, and its offset there."""
+        at = np.flatnonzero(view(self._replica_host) == host)
+        rows = view(self._replica_row)[at].astype(np.int64)
+        return rows, view(self._replica_offset)[at].astype(np.uint64)
 
     def rows_on_disk(self, host: int) -> list[int]:
         """Return the rows that are on the disk of ``host``."""
@@ -409,6 +419,61 @@ class Directory:
         self._soft_until_ms.pop(row, None)
         self._spare_rows.append(row)
         return replicas
+
+    def split_plain(
+        self, rows: Sequence[int], is_plain: bytes, now_ms: int
+    ) -> tuple[list[int], list[int]]:
+        """Return the rows that ``remove_many`` takes, and the others.
+
+        Args:
+            rows: to choose from.
+            is_plain: a byte for each host: 1 if all copies on it are in its memory, and it is
+                there.
+            now_ms: leases that have ended by then do not count.
+        """
+        chosen = np.asarray(rows, dtype=np.int64)
+        good = (view(self._num_disks)[chosen] == 0) & (view(self._live)[chosen] > 0)
+        good &= view(self._lease_until_ms)[chosen] <= now_ms
+        hosts_good = np.frombuffer(is_plain, np.uint8).astype(bool)
+        at = view(self._first)[chosen].astype(np.int64)
+        hosts, after = view(self._replica_host), view(self._replica_next)
+        while (live := np.flatnonzero(good & (at >= 0))).size:
+            good[live] &= hosts_good[hosts[at[live]]]
+            at[live] = after[at[live]]
+        return chosen[good].tolist(), chosen[~good].tolist()
+
+    def remove_many(self, rows: Sequence[int]) -> dict[int, tuple[list[int], list[int]]]:
+        """Drop objects. REQUIRES: ``split_plain`` chose them.
+
+        Returns: by host, the rows that had a replica there, and where.
+        """
+        chosen = np.asarray(rows, dtype=np.int64)
+        keys, key_rows, soft = self._keys[chosen].tolist(), self._rows, self._soft_until_ms
+        places: dict[int, tuple[list[int], list[int]]] = {}
+        at = view(self._first)[chosen].astype(np.int64)
+        owners = chosen
+        while at.size:
+            hosts = view(self._replica_host)[at]
+            for host in np.unique(hosts).tolist():
+                here = hosts == host
+                row_list, offset_list = places.setdefault(host, ([], []))
+                row_list += owners[here].tolist()
+                offset_list += view(self._replica_offset)[at[here]].tolist()
+            view(self._replica_host)[at] = _FREE_HOST
+            self._spare_replicas.frombytes(at.astype(np.int32).tobytes())
+            after = view(self._replica_next)[at].astype(np.int64)
+            at, owners = after[after >= 0], owners[after >= 0]
+        self.total_bytes -= int(view(self._size)[chosen].sum())
+        for column in (self._flags, self._wanted, self._live, self._memory):
+            view(column)[chosen] = 0
+        self._keys[chosen] = None
+        for key in keys:
+            del key_rows[key]
+        if soft:
+            for row in rows:
+                soft.pop(row, None)
+        self._spare_rows.extend(rows)
+        return places
 
     def add_replica(self, row: int, replica: Replica) -> None:
         """Add a copy. REQUIRES: none of the object's is on that host."""

@@ -186,6 +186,15 @@ class SpaceLedger:
         else:
             self._enter(TRANSITIONS[Space.SEALED, Event.DROP], [offset], [length])
 
+    def drop_many(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """As ``drop``, of sealed objects alone.
+
+        Raises: InternalError if one of them is listed; none has changed then.
+        """
+        if any(not extents.keys().isdisjoint(offsets) for extents in self._extents.values()):
+            raise InternalError("store.space", f"DROP of {len(offsets)} ranges, some listed")
+        self._enter(TRANSITIONS[Space.SEALED, Event.DROP], offsets, lengths)
+
     def wipe(self, offset: int, *, until_ms: int, now_ms: int, is_guarded: bool) -> bool:
         """A header is gone; returns whether the range is free now, or else it is leased."""
         if until_ms <= now_ms and not is_guarded:

@@ -71,6 +71,8 @@ class StoreState:
         self.space_freed = asyncio.Event()
         self.dropped_versions: dict[str, int] = {}
         """While inventories are coming in: what they must not bring back."""
+        self.unlisted: set[str] = set()
+        """Keys of which a host that is away may have a copy that the directory does not list."""
         self._draw = draw
 
     def now_ms(self) -> int:

@@ -1,0 +1,112 @@
+"""Ctrl-C ends a command: one line on standard error, status 130, within a second, no traceback.
+
+Python raises KeyboardInterrupt in the main thread, once that runs Python again; ``finally`` blocks
+and contexts then clean up. They are given ``GRACE_S``: a thread, which also hears of the signal
+while the main thread computes in native code, then ends the process. What children it leaves end
+by themselves when their standard input, or their parent, does.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+__all__ = ["STATUS", "end_interrupted", "handle_interrupts", "keep_interrupts"]
+
+GRACE_S = 0.5
+"""For what a command undoes when it is interrupted."""
+STATUS = 130
+"""As shells say it: 128 and the signal's number."""
+
+
+class _State:
+    num_keepers = 0
+    is_interrupted = False
+    is_told = False
+
+
+@contextlib.contextmanager
+def handle_interrupts() -> Iterator[None]:
+    """Handle Ctrl-C within the context, which a command runs in; outside, it ends the process.
+
+    Where SIGINT is ignored, as for background commands of a shell, or not on the main thread,
+    nothing is done.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or handler in (signal.SIG_IGN, None):
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    _State.is_interrupted = _State.is_told = False
+    threading.Thread(target=_watch, args=(reader,), name="interrupts", daemon=True).start()
+    signal.signal(signal.SIGINT, _raise)
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        if _State.is_interrupted:
+            # An import, say, that was interrupted and gave a reason of its own.
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.set_wakeup_fd(previous_fd)
+        writer.close()
+
+
+@contextlib.contextmanager
+def keep_interrupts() -> Iterator[None]:
+    """Leave Ctrl-C to the context, which catches KeyboardInterrupt: the command goes on."""
+    _State.num_keepers += 1
+    try:
+        yield
+    finally:
+        _State.num_keepers -= 1
+
+
+def end_interrupted() -> NoReturn:
+    """Write the line and exit; if that takes long, the thread ends the process."""
+    _tell()
+    sys.exit(STATUS)
+
+
+def _tell() -> None:
+    if not _State.is_told:
+        _State.is_told = True
+        with contextlib.suppress(OSError):
+            sys.stderr.write("tandem: interrupted\n")
+            sys.stderr.flush()
+
+
+def _leave() -> NoReturn:
+    _tell()
+    os._exit(STATUS)
+
+
+def _raise(_: int, __: FrameType | None) -> None:
+    if not _State.num_keepers:
+        if _State.is_interrupted:
+            _leave()
+        _State.is_interrupted = True
+        # What the interrupt breaks off in destructors and threads is nobody's error.
+        sys.unraisablehook = lambda _: None
+        threading.excepthook = lambda _: None
+    raise KeyboardInterrupt
+
+
+def _watch(reader: socket.socket) -> None:
+    with reader:
+        while data := reader.recv(1):
+            if data[0] == signal.SIGINT and not _State.num_keepers:
+                time.sleep(GRACE_S)
+                _leave()

@@ -1,0 +1,369 @@
+"""From conversations to the tokens of each turn.
+
+Without a name the checkpoint's own chat template renders a conversation; LLaMA-Factory's names
+stand for its texts. Each answer is tokenized apart from its prompt, as a server that generates it
+has done.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.finetune.data.named_templates import (
+    CONTENT,
+    EOS,
+    LATER_NAMES,
+    NAMED_TEXTS,
+    NamedText,
+    Part,
+)
+from tandem.finetune.data.records import Conversation
+
+__all__ = [
+    "CheckpointTemplate",
+    "NamedTemplate",
+    "Template",
+    "Turn",
+    "differs_from_checkpoint",
+    "make_template",
+]
+
+WHERE = "finetune.make_template"
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question with what stands around it, and its answer, in token ids."""
+
+    source: list[int]
+    target: list[int]
+    num_learned: int
+    """Of the target's tokens, the first ones; white space behind an answer's end is the rest."""
+
+
+class Template(Protocol):
+    """Renders conversations."""
+
+    tail: list[int]
+    """Follows the whole conversation, and is learned."""
+    starts: list[int]
+    """Learned in place of the first token of each question but the first."""
+    stop_ids: list[int]
+    """Ends an answer, beside the tokens that the checkpoint names."""
+    num_left_out: int
+    """Turns so far that could not be rendered beside the last one."""
+    is_history_reduced: bool
+    """True if an earlier answer was shown otherwise than it was generated."""
+
+    def encode_turns(
+        self, conversation: Conversation, *, is_history_shown: bool = False
+    ) -> list[Turn]:
+        """Return the turns in order, the last one last.
+
+        Args:
+            conversation: ends with an answer.
+            is_history_shown: earlier answers are as they are shown when the last is generated, else
+                each is as it was generated.
+        """
+        ...
+
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        """Return the tokens after which the answer is generated."""
+        ...
+
+
+class CheckpointTemplate:
+    """The chat template of a checkpoint.
+
+    A template may show an earlier answer otherwise than the last one, without its reasoning say.
+    Then every answer is learned as the template renders it when it is the last; the text between
+    is what the template puts behind an earlier answer.
+
+    Args:
+        tokenizer: transformers' tokenizer of the checkpoint.
+        system: of conversations without a system message.
+        options: further arguments of the chat template.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, system: str | None = None, options: dict[str, Any] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._system = system
+        self._options = options or {}
+        self.tail: list[int] = []
+        self.starts: list[int] = []
+        self.stop_ids: list[int] = []
+        self.num_left_out = 0
+        self.is_history_reduced = False
+
+    def encode_turns(
+        self, conversation: Conversation, *, is_history_shown: bool = False
+    ) -> list[Turn]:
+        """See ``Template``."""
+        turns: list[Turn] = []
+        for prompt, answer in self.render(conversation, is_history_shown=is_history_shown):
+            # White space behind the answer's end belongs to the next turn.
+            kept = answer.rstrip() or answer
+            target, rest = self._tokenize(kept), self._tokenize(answer[len(kept) :])
+            turns.append(Turn(self._tokenize(prompt), target + rest, len(target)))
+        return turns
+
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        """See ``Template``."""
+        return self._tokenize(self._render(messages, is_prompt=True))
+
+    def render(
+        self, conversation: Conversation, *, is_history_shown: bool = False
+    ) -> list[tuple[str, str]]:
+        """Return (text before an answer, answer with its end) for each turn, in order."""
+        messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
+        if self._system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._system})
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        turns: list[tuple[str, str]] = []
+        done, is_even = "", True
+        for number, i in enumerate(places):
+            prompt = self._render(messages[:i], is_prompt=True)
+            whole = self._render(messages[: i + 1])
+            answer = whole[len(prompt) :] if whole.startswith(prompt) else messages[i]["content"]
+            source = prompt[len(done) :]
+            if not prompt.startswith(done):
+                is_even = False
+                # ``done`` is the prompt before with its answer as it was generated.
+                seam = self._find_seam(messages[:i], places[number - 1], done)
+                if seam is None:
+                    self.num_left_out += len(turns)
+                    turns, source = [], prompt
+                else:
+                    self.is_history_reduced = True
+                    source = seam
+            turns.append((source, answer))
+            done = prompt + answer
+        return turns if is_even or not is_history_shown else self._show(messages, places, turns)
+
+    def _probe(self, messages: Messages, place: int) -> tuple[str, str]:
+        """Return what the template puts before and behind the content of an earlier answer."""
+        # Two answers that differ in their first and last characters.
+        probes = [{"role": "assistant", "content": word} for word in ("1 left 1", "2 right 2")]
+        first, second = (
+            self._render([*messages[:place], probe, *messages[place + 1 :]], is_prompt=True)
+            for probe in probes
+        )
+        num_before = _count_equal(first, second)
+        num_behind = _count_equal(first[::-1], second[::-1])
+        return first[:num_before], first[len(first) - num_behind :]
+
+    def _find_seam(self, messages: Messages, place: int, done: str) -> str | None:
+        """Return what stands between an answer as it was generated and the next one.
+
+        None: the template changes more than the answer.
+        """
+        before, behind = self._probe(messages, place)
+        prompt = self._render(messages, is_prompt=True)
+        is_same = prompt.startswith(before) and prompt.endswith(behind) and done.startswith(before)
+        return _cut_overlap(done, behind) if is_same else None
+
+    def _show(
+        self, messages: Messages, places: list[int], turns: list[tuple[str, str]]
+    ) -> list[tuple[str, str]]:
+        """Return the turns with earlier answers as the last prompt shows them."""
+        whole = self._render(messages[: places[-1]], is_prompt=True)
+        shown: list[tuple[str, str]] = []
+        at = 0
+        for place in places[len(places) - len(turns) : -1]:
+            before, behind = self._probe(messages[: places[-1]], place)
+            end = len(whole) - len(behind)
+            if not whole.startswith(before) or not whole.endswith(behind) or len(before) < at:
+                return [(whole, turns[-1][1])]
+            # What ends an answer is the same for all.
+            end += len(behind) - len(_cut_overlap(turns[-1][1], behind))
+            shown.append((whole[at : len(before)], whole[len(before) : end]))
+            at = end
+        return [*shown, (whole[at:], turns[-1][1])]
+
+    def _render(self, messages: Messages, *, is_prompt: bool = False) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=is_prompt, **self._options
+        )
+
+    def _tokenize(self, text: str) -> list[int]:
+        """Return the ids of a text in which the template wrote all special tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def _count_equal(a: str, b: str) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((i for i, (one, other) in pairs if one != other), min(len(a), len(b)))
+
+
+def _cut_overlap(done: str, behind: str) -> str:
+    """Return ``behind`` without the longest beginning with which ``done`` ends."""
+    most = min(len(done), len(behind))
+    size = next((n for n in range(most, 0, -1) if done.endswith(behind[:n])), 0)
+    return behind[size:]
+
+
+class NamedTemplate:
+    """A text of LLaMA-Factory, tokenized part by part as it does.
+
+    Args:
+        tokenizer: transformers' tokenizer of the checkpoint.
+        text: how messages are written.
+        system: of conversations without a system message; None is the text's own.
+        is_thinking: an answer without reasoning is learned with empty reasoning before it; else
+            reasoning is left out, and is empty in the prompt.
+    """
+
+    def __init__(
+        self, tokenizer: Any, text: NamedText, *, system: str | None = None, is_thinking: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._system = text.default_system if system is None else system
+        self._is_thinking = is_thinking
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self.tail = end if text.has_late_end else []
+        self.starts = self.tail
+        self.stop_ids = self._list_stops()
+        self.num_left_out = 0
+        self.is_history_reduced = False
+
+    def encode_turns(
+        self, conversation: Conversation, *, is_history_shown: bool = False
+    ) -> list[Turn]:
+        """See ``Template``."""
+        messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
+        system, messages = self._split_system(messages)
+        turns: list[Turn] = []
+        for i in range(0, len(messages), 2):
+            is_last = i + 2 == len(messages)
+            answer = messages[i + 1]["content"]
+            source = self._encode_question(messages[i]["content"], system if i == 0 else None)
+            target: list[int] = []
+            if self._text.thought is not None:
+                if not self._is_thinking or (is_history_shown and not is_last):
+                    answer = self._drop_thought(answer)
+                is_bare = not any(word.strip() in answer for word in self._text.thought)
+                if is_bare and (is_last or not is_history_shown):
+                    empty = self._encode("".join(self._text.thought))
+                    source, target = (source, empty) if self._is_thinking else (source + empty, [])
+            target = target + self._fill(self._text.assistant, answer)
+            turns.append(Turn(source, target, len(target)))
+        return turns
+
+    def encode_prompt(self, messages: Messages) -> list[int]:
+        """See ``Template``."""
+        system, messages = self._split_system(messages)
+        ids: list[int] = []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                ids += self._fill(self._text.assistant, self._drop_thought(message["content"]))
+            else:
+                ids += self._encode_question(message["content"], system if i == 0 else None)
+        if self._text.thought is not None and not self._is_thinking:
+            ids += self._encode("".join(self._text.thought))
+        return ids
+
+    def _split_system(self, messages: Messages) -> tuple[str, Messages]:
+        if messages[0]["role"] == "system":
+            return messages[0]["content"], messages[1:]
+        return self._system, messages
+
+    def _encode_question(self, question: str, system: str | None) -> list[int]:
+        """Return a question's ids; with a system message, however empty, it is the first one."""
+        ids: list[int] = []
+        if system is not None:
+            ids += self._fill(self._text.prefix, "")
+            if system and self._text.is_system_asked:
+                question = str(self._text.system[0]).replace(CONTENT, system) + question
+            elif system:
+                ids += self._fill(self._text.system, system)
+        return ids + self._fill(self._text.user, question)
+
+    def _fill(self, parts: tuple[Part, ...], content: str) -> list[int]:
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                ids += self._encode(part.replace(CONTENT, content))
+                continue
+            tokens = self._tokenizer
+            token_id = tokens.eos_token_id if part.is_end else tokens.bos_token_id
+            ids += [] if token_id is None else [token_id]
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _drop_thought(self, answer: str) -> str:
+        if self._text.thought is None:
+            return answer
+        first, last = (re.escape(word) for word in self._text.thought)
+        return re.sub(f"{first}(.*?){last}", "", answer, flags=re.DOTALL).lstrip("\n")
+
+    def _list_stops(self) -> list[int]:
+        """Return the ids that the text itself puts behind an answer."""
+        ids = self._fill(self._text.assistant, "") + self.tail
+        special = set(self._tokenizer.all_special_ids)
+        return [i for i in ids if i in special]
+
+
+def make_template(
+    tokenizer: Any,
+    name: str | None = None,
+    *,
+    system: str | None = None,
+    is_thinking: bool = True,
+) -> Template:
+    """Return the template of a checkpoint, or LLaMA-Factory's of a name.
+
+    Args:
+        tokenizer: transformers'.
+        name: LLaMA-Factory's name; None is the checkpoint's own.
+        system: default system message.
+        is_thinking: as LLaMA-Factory's ``enable_thinking``.
+
+    Raises:
+        ConfigError: an unknown name, a checkpoint without a template, or without the tokens of a
+            named one.
+        UnsupportedError: a name of LLaMA-Factory whose text is not here.
+    """
+    if name is None:
+        if not tokenizer.chat_template:
+            what = "the checkpoint has no chat template: name one of LLaMA-Factory's, as chatml"
+            raise ConfigError(WHERE, what, field="template")
+        options = {} if is_thinking else {"enable_thinking": False}
+        return CheckpointTemplate(tokenizer, system=system, options=options)
+    if name in LATER_NAMES:
+        what = f"template {name}: LLaMA-Factory's text of that name is not here: leave it out for"
+        raise UnsupportedError(WHERE, f"{what} the checkpoint's own", field="template")
+    if name not in NAMED_TEXTS:
+        close = difflib.get_close_matches(name, [*NAMED_TEXTS, *LATER_NAMES], n=1)
+        hint = f"did you mean {close[0]}?" if close else "leave it out."
+        what = f"unknown template {name!r}: {hint} The checkpoint's own is the default"
+        raise ConfigError(WHERE, what, field="template")
+    text = NAMED_TEXTS[name]
+    vocabulary = tokenizer.get_vocab()
+    _require_tokens(name, [token for token in text.tokens if token not in vocabulary])
+    if tokenizer.eos_token_id is None and (EOS in text.assistant or text.has_late_end):
+        _require_tokens(name, ["an end token (eos_token)"])
+    return NamedTemplate(tokenizer, text, system=system, is_thinking=is_thinking)
+
+
+def differs_from_checkpoint(template: Template, tokenizer: Any) -> bool:
+    """Return whether the chat template that chats and servers render asks in another text."""
+    if not isinstance(template, NamedTemplate) or not tokenizer.chat_template:
+        return False
+    messages = [{"role": "user", "content": "Hello!"}]
+    return template.encode_prompt(messages) != CheckpointTemplate(tokenizer).encode_prompt(messages)
+
+
+def _require_tokens(name: str, missing: Sequence[str]) -> None:
+    if missing:
+        what = f"template {name} is of tokens that the tokenizer does not have: "
+        what += f"{', '.join(missing)}: leave it out for the checkpoint's own"
+        raise ConfigError(WHERE, what, field="template")

@@ -1,0 +1,88 @@
+"""Ctrl-C ends every long command: one line, status 130, no traceback, and no process left."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from tandem.cli.interrupts import keep_interrupts
+
+LONG = {
+    "serve": ["serve", "demo", "--port", "0"],
+    "serve-pair": ["serve", "demo", "--port", "0", "--prefill", "1", "--decode", "1"],
+    "bench": ["bench", "moe", "--quick"],
+    "convert": ["convert", "demo", "--to", "int8g128", "--out", "out"],
+    "finetune": ["finetune", "nothing.yaml"],
+    "plan": ["plan", "demo"],
+    "verify": ["verify", "demo", "--again"],
+    "doctor": ["doctor"],
+    "pull": ["pull", "a/b"],
+    "generate": ["generate", "demo", "-p", "x", "--max-tokens", "2000"],
+}
+MOMENTS = 40
+LATEST_S = 6.0
+
+
+def start(arguments, cwd):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tandem", *arguments], cwd=cwd, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A shell has its background commands ignore it, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def test_ctrl_c_while_a_server_loads(tmp_path):
+    """Its instance has begun to import; the pipes close when that has ended as well."""
+    with start(["serve", "demo", "--port", "0", "--log-level", "info"], tmp_path) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "event=peer_joined peer=instance-0" in line:
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        lines = process.communicate(timeout=60)[1].splitlines()
+        assert process.returncode == 130
+        assert [line for line in lines if "level=info" not in line] == ["tandem: interrupted"]
+
+
+def test_an_interrupt_that_is_kept_is_caught_where_it_is_raised(run, monkeypatch):
+    """As in a chat: the turn ends, and neither the command nor the process does."""
+
+    def find_version(_):
+        with keep_interrupts(), pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+            threading.Event().wait(60)
+        return "1"
+
+    monkeypatch.setattr("tandem.cli.commands.version.package_version", find_version)
+    assert run("version")[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.timeout(1800)
+def test_ctrl_c_at_random_moments(name, tmp_path):
+    chance = random.Random(name)
+    for number in range(MOMENTS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with start(LONG[name], folder) as process:
+            try:
+                process.wait(chance.uniform(0.15, LATEST_S))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGINT)
+            else:
+                continue  # It had ended by itself.
+            out, errors = process.communicate(timeout=60)
+            if process.returncode == 0 and (
+                "Serving" in out or name not in ("serve", "serve-pair")
+            ):
+                continue  # It served already, and drained; or was at its end.
+            assert process.returncode == 130, (number, errors)
+            lines = [line for line in errors.splitlines() if line.startswith("tandem: ")]
+            assert lines == ["tandem: interrupted"], (number, errors)
+            assert "Traceback" not in errors, (number, errors)

@@ -1,0 +1,123 @@
+"""Plausible mistakes over all commands: one line with the remedy, the right status, no traceback.
+
+Status 2: the words of the command line are wrong; 1: they are well-formed, and cannot be done.
+"""
+
+import re
+
+import pytest
+
+URL = "--url=http://127.0.0.1:1"
+
+WORDS = [
+    # A name that is no command, and near ones.
+    "srve demo", "server demo", "start demo", "run demo", "ps", "models", "list", "stop",
+    "finetun r.yaml", "benchmark engine", "doctr", "versoin", "config list", "config sho",
+    "config", "store", "store list", "store masters", "store delete k", "store status", "--version",
+    "-v", "-V", "serve -p 80 demo",
+    # Flags that are not there.
+    "serve demo --prot 80", "serve demo --models demo", "serve demo --gpu 1", "serve demo --tp 2",
+    "serve demo --max-len 10", "serve demo --engine.kv-cache 1", "serve demo --engine.nothing 1",
+    "serve demo --tensor-parallel-size 2", "serve demo -port 80", "serve demo demo",
+    "serve demo --dtype float32", "serve demo --gpu-memory-utilization 0.9",
+    "serve demo --enable-prefix-caching", "serve demo --trust-remote-code",
+    "chat demo --port 8000", "chat demo --model demo", "chat demo --top-k 5",
+    "generate demo hello", "generate -p x --maxtokens 5", "generate -p x --n 2",
+    "plan demo --format int8", "pull demo --token x", "verify demo --all",
+    "convert demo --quantize int8", "finetune r.yaml --epochs 3", "eval demo --dataset d",
+    "export demo --output o", "explain id --port 8000", "doctor --verbose", "bench engine --fast",
+    "version --short", "config show --all",
+    # What a command needs and did not get.
+    "plan", "pull", "verify", "convert", "finetune", "eval", "export", "explain", "bench",
+    "eval demo", "export demo", "export demo --out o", "store put", "store put k", "store get",
+    "store rm", "store drain", "store retire",
+    "serve demo --port", "chat --prompt", "generate -p", "serve demo --config",
+    # Values of the wrong kind.
+    "chat --max-tokens 0", "chat --max-tokens many", "chat --temperature -1",
+    "chat --temperature hot", "chat --seed x", "chat --max-model-len 0", "chat --max-model-len -5",
+    "generate -p x --max-tokens -1", "generate -p x --temperature -0.1", "generate -p x --top-p 2",
+    "generate -p x --top-p -1", "generate -p x --seed 1.5", "eval demo --data d --max-samples 0",
+    "eval demo --data d --max-tokens 0", "serve demo --log-level loud",
+    "store put k f --replicas 0", "store put k f --soft-pin-s -1", "store ls --limit 0",
+    "store drain h --wait-s -1", "store master --log-level x",
+    "convert demo", "convert demo --to int8", "convert demo --format int8 --to bf16 --out o",
+    "convert demo --out o",
+]  # fmt: skip
+"""Status 2."""
+
+INPUTS = [
+    "serve", "serve nothing", "serve ./nothing", "serve org/name", "serve nothing.gguf",
+    "serve demo --port -1", "serve demo --port 99999", "serve demo --port http",
+    "serve demo --host no.such.host.invalid --dry-run --port x",
+    "serve demo --max-model-len many", "serve demo --max_model_len -1",
+    "serve demo --engine.block_size 7x", "serve demo --engine.kv-dtype int3",
+    "serve demo --model.dtype float8", "serve demo --engine.kv-cache-gib lots",
+    "serve demo --prefill 1", "serve demo --decode 1", "serve demo --unified -1",
+    "serve demo --unified 2 --prefill 1 --decode 1", "serve demo --adapter x",
+    "serve demo --adapter nothing=nothing", "serve demo --store.memory lots",
+    "serve demo --store.memory 1B", "serve demo --store.memory 1GiB --store.master h:1",
+    "serve demo --store.ssd-dir d", "serve demo --config nothing.yaml", "serve demo --config .",
+    "config show --config nothing.yaml", "config show --port x",
+    "config show --engine.threads -1", "config show --engine.max-batch-tokens 0",
+    "chat --url nonsense --prompt x", "chat --url localhost:8000 --prompt x",
+    f"chat {URL} --prompt x", f"chat demo {URL} --prompt x", f"chat {URL}/v1 --prompt x",
+    f"chat {URL} --adapter a --prompt x", "chat --url http:// --prompt x",
+    "chat --url ftp://h --prompt x", "chat --url http://h:port --prompt x",
+    "chat --url http://h:99999 --prompt x", "chat --url http://[::1 --prompt x",
+    "generate", f"generate -p x {URL}", f"generate -p x {URL}/v1", "generate -p x --url nonsense",
+    "generate -f nothing", "generate -p x -f y", f"generate -p x {URL} --adapter a",
+    f"explain id {URL}", "explain id --url nonsense", f"explain id {URL}/v1",
+    "pull nothing", "pull a/b/c", "pull /etc", "plan nothing", "plan ./nothing", "verify nothing",
+    "plan demo --rules nothing.yaml", "plan demo --expert-format int3",
+    "plan demo --linear-format int3", "convert nothing --format int8",
+    "convert demo --format int3", "convert demo --to int3 --out o",
+    "convert nothing --to bf16 --out o", "finetune nothing.yaml", "finetune .",
+    "eval nothing --data d", "eval demo --data nothing", "eval demo --data d --adapter nothing",
+    "export nothing --adapter a --out o", "export demo --adapter nothing --out o",
+    "bench nothing", "bench engine --with-peers", "bench engine --cases nothing",
+    "bench engine --json no/such/folder", "doctor --peer nothing", "doctor --peer h:x",
+    "store get k", "store put k nothing", "store rm k", "store ls", "store stat", "store drain h",
+    "store retire h",
+]  # fmt: skip
+"""Status 1."""
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """An empty folder to work in, no hub, and a store that nobody serves."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("TANDEM_STORE__MASTER", f"ipc://{tmp_path}/m")
+    monkeypatch.setenv("TANDEM_RPC__CONNECT_TIMEOUT_MS", "100")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def list_faults(run, status, cases):
+    """Return what is wrong with the answers to mistakes, each with its words."""
+    for words in cases:
+        found, out, err = run(*words.split())
+        lines = err.strip().splitlines()
+        if found != status:
+            yield f"{words}: status {found}: {out[-200:]} {err[-300:]}"
+        elif words in ("config", "store"):
+            if "Usage:" not in out:
+                yield f"{words}: no help"
+        elif len(lines) != 1 or not lines[0].startswith("tandem: "):
+            yield f"{words}: {err!r}"
+        elif not re.search(r"[:;(`,]|there is|give|see", lines[0].removeprefix("tandem: ")):
+            yield f"{words}: no remedy: {err!r}"
+
+
+def test_a_wrong_command_line_is_one_line_and_status_2(run, elsewhere):
+    assert len(WORDS) + len(INPUTS) >= 150
+    assert not list(list_faults(run, 2, WORDS))
+
+
+def test_what_cannot_be_done_is_one_line_and_status_1(run, elsewhere):
+    assert not list(list_faults(run, 1, INPUTS))
+
+
+def test_flags_take_underscores(run):
+    for flag in ("--max_model_len", "--max-model-len", "--engine.max_model_len"):
+        status, out, _ = run("config", "show", "--json", flag, "77")
+        assert (status, '"value": 77' in out) == (0, True), flag

@@ -1,0 +1,179 @@
+"""Odd configurations: tiny ones whose every field that changes values is away from its default."""
+
+import random
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tandem.models.families import FAMILIES
+from tandem.models.proof.flips import OF_TRAINING, list_read_fields
+from tandem.models.proof.shrink import NUM_TOKENS
+
+__all__ = ["MODEL_TYPES", "list_untouched", "make_odd"]
+
+MODEL_TYPES = [name for name, family in FAMILIES.items() if not family.config_type]
+"""Families with a class of their own."""
+OWNED = {
+    "_name_or_path": "of the checkpoint",
+    "dtype": "of the checkpoint",
+    "chunk_size_feed_forward": "of encoders",
+    "is_encoder_decoder": "of encoders",
+    "vocab_size": "moved",
+    "use_bidirectional_attention": "refused",
+    "attn_logit_softcapping": "moved where eager attention has a cap",
+    "pad_token_id": "says which row of the embedding is not trained",
+    "num_nextn_predict_layers": "layers that are left out",
+    "max_position_embeddings": "moved; matters to a dynamic RoPE",
+    "topk_method": "moved with groups",
+    "sliding_window_pattern": "summed up in layer_types",
+}
+"""Fields that ``list_untouched`` passes over, and why."""
+WINDOWS = ("sliding_attention", "full_attention")
+
+
+def make_odd(model_type: str, seed: int) -> Any:
+    """Return a tiny configuration of a family.
+
+    Seed 0 moves each field from its default, with a plain RoPE whose fields other types read; the
+    others draw values at random.
+    """
+    draw = random.Random(f"{model_type}-{seed}")
+    kind = type(CONFIG_MAPPING[model_type]())
+    default = kind().to_dict()
+    values: dict[str, Any] = {"vocab_size": draw.choice((97, 131))}
+    values |= {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
+    _put_sizes(values, default, draw)
+    for name in ("attention_bias", "mlp_bias", "qkv_bias", "norm_topk_prob", "use_qk_norm"):
+        if name in default and not (model_type == "deepseek_v2" and name == "norm_topk_prob"):
+            values[name] = not default[name] if seed == 0 else draw.random() < 0.5
+    for name in ("tie_word_embeddings", "rope_interleave"):
+        if name in default or (name == "rope_interleave" and model_type == "deepseek_v3"):
+            values[name] = not default.get(name, True) if seed == 0 else draw.random() < 0.5
+    act = "hidden_activation" if "hidden_activation" in default else "hidden_act"
+    acts = [a for a in ("silu", "gelu", "gelu_pytorch_tanh") if a != default[act]]
+    if model_type != "gpt_oss":
+        values[act] = draw.choice(acts if seed == 0 else [default[act], *acts])
+    values["rms_norm_eps"] = draw.choice((1e-3, 1e-2, 0.05))
+    if "query_pre_attn_scalar" in default:
+        values["query_pre_attn_scalar"] = draw.choice((7, 33))
+        values["attn_logit_softcapping"] = draw.choice((3.0, 5.0, None))
+        values["final_logit_softcapping"] = draw.choice((2.0, 4.0))
+        if model_type == "gemma3_text":
+            # Its eager code has no cap within attention.
+            values["attn_logit_softcapping"] = None
+    for name, choices in (
+        ("routed_scaling_factor", (0.6, 1.7)),
+        ("swiglu_limit", (0.7, 1.5)),
+        ("swiglu_alpha", (0.9, 2.5)),
+    ):
+        if name in default:
+            values[name] = draw.choice(choices)
+    _put_experts(values, default, draw, model_type)
+    _put_windows(values, default, draw, seed)
+    ropes = [_make_rope(draw, model_type, seed) for _ in WINDOWS]
+    is_layered = any(isinstance(value, dict) for value in default["rope_parameters"].values())
+    values["rope_parameters"] = dict(zip(WINDOWS, ropes, strict=True)) if is_layered else ropes[0]
+    if any(rope["rope_type"] == "dynamic" for rope in ropes) and values.get("sliding_window") == 1:
+        # Eager runs token by token then, and its cache keeps all of a window of one.
+        values["sliding_window"] = 2
+    values["max_position_embeddings"] = draw.choice((NUM_TOKENS // 2, 4 * NUM_TOKENS))
+    if "original_max_position_embeddings" in default:
+        values["original_max_position_embeddings"] = 24
+    return kind(**values)
+
+
+def _put_sizes(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
+    kv_heads = draw.choice((1, 2, 3))
+    heads = kv_heads * draw.choice((1, 2, 3))
+    head_dim = draw.choice((8, 16, 24))
+    values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    values |= {"num_hidden_layers": draw.choice((2, 3, 4)), "hidden_size": heads * head_dim}
+    values["intermediate_size"] = draw.choice((40, 72, 88))
+    if "kv_lora_rank" in default:
+        rope, nope, value = draw.choice((8, 16, 32)), draw.choice((8, 16)), draw.choice((8, 24))
+        values |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value}
+        values |= {"kv_lora_rank": draw.choice((16, 32)), "q_lora_rank": draw.choice((None, 24))}
+        values |= {"num_key_value_heads": heads, "hidden_size": heads * draw.choice((6, 10, 14))}
+    elif "head_dim" in default:
+        values |= {"head_dim": head_dim, "hidden_size": heads * draw.choice((6, 10, 14))}
+
+
+def _put_experts(
+    values: dict[str, Any], default: dict[str, Any], draw: random.Random, model_type: str
+) -> None:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    name = next((name for name in names if name in default), None)
+    if name is None:
+        return
+    count = draw.choice((4, 8))
+    values[name], values["num_experts_per_tok"] = count, draw.choice((1, 2, 3, 4))
+    if "moe_intermediate_size" in default:
+        values["moe_intermediate_size"] = draw.choice((24, 40))
+    if "shared_expert_intermediate_size" in default:
+        values["shared_expert_intermediate_size"] = draw.choice((24, 56))
+    if "n_shared_experts" in default:
+        values["n_shared_experts"] = draw.choice((1, 2))
+    if "first_k_dense_replace" in default:
+        values["first_k_dense_replace"] = draw.choice((0, 1, 2))
+    if "decoder_sparse_step" in default:
+        values["decoder_sparse_step"] = draw.choice((1, 2))
+        values["mlp_only_layers"] = draw.choice(([], [0], [1]))
+    if "n_group" in default:
+        groups = draw.choice((1, 2))
+        values |= {"n_group": groups, "topk_group": draw.choice((1, groups))}
+        values["num_experts_per_tok"] = draw.choice((1, 2))
+        if model_type == "deepseek_v2":
+            values["topk_method"] = draw.choice(("greedy", "group_limited_greedy"))
+
+
+def _put_windows(
+    values: dict[str, Any], default: dict[str, Any], draw: random.Random, seed: int
+) -> None:
+    if "sliding_window" not in default:
+        return
+    values["sliding_window"] = draw.choice((1, 5, 16, 17))
+    if "use_sliding_window" in default:
+        values["use_sliding_window"] = seed == 0 or draw.random() < 0.7
+        values["max_window_layers"] = draw.choice((0, 1, 2))
+    elif "layer_types" in default:
+        count = values["num_hidden_layers"]
+        values["layer_types"] = [draw.choice(WINDOWS) for _ in range(count - 1)]
+        values["layer_types"] += ["full_attention" if seed == 0 else draw.choice(WINDOWS)]
+
+
+PARTIAL = ("phi3", "glm4", "glm4_moe", "minimax_m2")
+"""Families whose attention takes the share of a head that a scaled RoPE rotates."""
+
+
+def _make_rope(draw: random.Random, model_type: str, seed: int) -> dict[str, Any]:
+    rope_type = draw.choice(("default", "linear", "dynamic", "yarn", "llama3"))
+    if seed == 0 or model_type == "phi3":
+        # Phi-3 has no other but LongRoPE, which is refused.
+        rope_type = "default"
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": draw.choice((50.0, 3e3, 7e5))}
+    if rope_type == "default" or model_type in PARTIAL:
+        rope["partial_rotary_factor"] = draw.choice((0.5, 0.75))
+    if rope_type != "default":
+        rope["factor"] = draw.choice((1.5, 4.0))
+    if rope_type in ("yarn", "llama3"):
+        rope["original_max_position_embeddings"] = draw.choice((16, 24))
+    if rope_type == "yarn":
+        rope |= {"beta_fast": draw.choice((2.0, 8.0)), "beta_slow": draw.choice((0.05, 0.5))}
+        rope |= draw.choice(({}, {"attention_factor": 0.8}, {"mscale": 0.7, "mscale_all_dim": 0.4}))
+        rope |= draw.choice(({}, {"truncate": False}))
+    if rope_type == "llama3":
+        rope |= {"low_freq_factor": draw.choice((0.5, 1.0)), "high_freq_factor": 3.0}
+    return rope
+
+
+def list_untouched(model_type: str) -> list[str]:
+    """Return the fields that transformers reads and that are at their defaults in all of 20 odd
+    configurations of a family."""
+    default = CONFIG_MAPPING[model_type]()
+    made = [make_odd(model_type, seed) for seed in range(20)]
+    return [
+        name
+        for name in sorted(list_read_fields(default) & default.to_dict().keys())
+        if name not in OWNED and not any(word in name for word in OF_TRAINING)
+        if all(getattr(config, name) == getattr(default, name) for config in made)
+    ]
