@@ -32,12 +32,16 @@ _GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
 
 async def get_openapi(context: ServerContext, _: Request) -> Response:
     """Describe all of this as OpenAPI."""
+    num_token_ids = context.encoder.tokenizer.vocab_size
+    if context.engine.last_info is not None:
+        num_token_ids = min(num_token_ids, context.engine.last_info.vocab_size)
     document = make_document(
         list_endpoints(context.config),
         version=tandem.__version__,
         has_keys=context.has_keys,
         open_paths=OPEN_PATHS,
         admin_paths=ADMIN_PATHS,
+        num_token_ids=num_token_ids,
     )
     return Response(msgspec.json.encode(document), media_type="application/json")
 

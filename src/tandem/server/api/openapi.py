@@ -56,6 +56,7 @@ def make_document(
     has_keys: bool,
     open_paths: frozenset[str],
     admin_paths: frozenset[str],
+    num_token_ids: int,
 ) -> dict[str, Any]:
     """Return the document.
 
@@ -65,6 +66,7 @@ def make_document(
         has_keys: whether it asks for keys.
         open_paths: where it does not, and says by 503 that it is not ready.
         admin_paths: where it asks for an admin's in any case.
+        num_token_ids: that the model and its tokenizer know.
     """
     types = {ErrorReply}
     for endpoint in endpoints:
@@ -91,6 +93,8 @@ def make_document(
                 responses["401"] = _make_error("No key, or one that is not known.", schema_of)
                 responses["403"] = _make_error("The key is not enough.", schema_of)
             item[method.lower()] = operation
+    token_id = {"type": "integer", "minimum": 0, "maximum": num_token_ids - 1}
+    components["TokenId"] = token_id
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": version},

@@ -1,8 +1,7 @@
 """What the bodies of requests must meet beside the types of their fields, as JSON Schema.
 
 Handlers check the same and name the field; these are for who reads ``/openapi.json``, people and
-programs that make requests by it. What depends on the model (its context, its vocabulary) is not
-here.
+programs that make requests by it. What depends on the model's context is not here.
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,8 @@ __all__ = ["ABORT", "CHAT", "COMPLETION", "DETOKENIZE", "GENERATE", "TOKENIZE", 
 Rule = Mapping[str, Any]
 
 _TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_IDS = {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/TokenId"}}
+"""``make_document`` defines it: its bound is the vocabulary's."""
 
 
 def _list_of(item: Rule) -> Rule:
@@ -50,6 +50,13 @@ _MESSAGES = _list_of(
         },
     }
 )
+_HAS_ONE_BEST = {
+    # Answers are not ranked. Any other n may be repeated as best_of; nobody asks for that.
+    "anyOf": [
+        _absent("best_of"),
+        {"properties": {"best_of": {"const": 1}, "n": {"enum": [None, 1]}}},
+    ]
+}
 _IS_TEXT = {"properties": {"response_format": {"properties": {"type": {"const": "text"}}}}}
 _HAS_NO_TOOLS = {
     "properties": {
@@ -82,6 +89,7 @@ CHAT: Rule = {
     "allOf": [
         _given("messages", _MESSAGES),
         _IS_TEXT,
+        _HAS_ONE_BEST,
         _HAS_NO_TOOLS,
         _HAS_ROOM,
         _ONE_END,
@@ -92,6 +100,7 @@ COMPLETION: Rule = {
     "allOf": [
         _given("prompt", {"anyOf": [_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS)]}),
         _IS_TEXT,
+        _HAS_ONE_BEST,
     ]
 }
 GENERATE: Rule = {
