@@ -16,6 +16,7 @@ from chain_model import (
 )
 from sim_peers import Listener, SimPeerPort
 
+from tandem.core.errors import InternalError
 from tandem.core.wire import InstanceInfo, KvPeer
 from tandem.engine.config import EngineConfig
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
@@ -194,10 +195,11 @@ class SimInstance:
                 result = end.value
                 break
             await asyncio.sleep(world.random.uniform(0.2, 2) * STEP_S / NUM_LAYERS)
+        failures = {}
         if world.random.random() < world.faults_of_model:
-            self.api.deliver(engine.fail_step(step, RuntimeError("a fault of the model")))
-        else:
-            self.api.deliver(engine.end_step(step, result))
+            fault = InternalError("sim.step", "a fault of the model")
+            failures = {sequence.sequence_id: fault for sequence in message.sequences}
+        self.api.deliver(engine.end_step(step, result, failures))
 
     async def _wait_for_bell(self) -> None:
         wake_in_s = self.scheduler.wake_s - self.process.loop.now_s

@@ -12,7 +12,7 @@ class StepRunner:
     def begin(self, step, on_layer=None):
         def run():
             for sequence_id in step.ends:
-                del self.started[sequence_id]
+                self.started.pop(sequence_id, None)
             self.started |= {start.sequence_id: start for start in step.starts}
             results = [SequenceResult(s.sequence_id) for s in step.sequences]
             for sequence, result in zip(step.sequences, results, strict=True):

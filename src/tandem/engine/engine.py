@@ -7,12 +7,12 @@ refused or cancelled at once, however long a step takes.
 """
 
 import logging
-import math
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
@@ -56,6 +56,7 @@ from tandem.engine.step import (
     StepInput,
     StepResult,
     StepSequence,
+    select_sequences,
 )
 from tandem.engine.timelines import TimelineLog
 
@@ -70,11 +71,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+NOTHING = StepInput([])
+NO_FAILURES: Mapping[int, TandemError] = MappingProxyType({})
 DEFAULT_TIMELINES = 256
 MAX_ENDED_PREFILLS = 4096
 """Remembered, so that who asks after the end of a hold does not wait for it to begin."""
 MAX_LOGIT_BIAS = 1024
 """Entries; each costs a Python operation per token."""
+MAX_BIAS = 1e6
+"""Of a token; beyond it, it would be the only one or never chosen, and float32 has an end."""
 
 
 @dataclass(slots=True)
@@ -152,6 +157,8 @@ class EngineStep:
     plan: StepPlan
     outputs: list[RequestOutput]
     """The outputs known when it was planned."""
+    message: StepInput = NOTHING
+    """What the runner has to do, from ``Engine.start_step`` on."""
     begin_s: float = 0.0
     """When ``Engine.start_step`` was called, seconds on the engine's clock."""
 
@@ -341,6 +348,7 @@ class Engine:
             arrival_s=now_s,
             priority=message.priority,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
+            client=message.client,
             cache_salt=message.cache_salt,
             adapter=message.adapter,
             kv_source=message.kv_source,
@@ -469,8 +477,8 @@ class Engine:
         With overlap, the step that this call begins is recorded by the next call: while it runs,
         the caller delivers the outputs, and the next step is planned.
 
-        A failure of the runner ends the requests of that step with ``ERROR`` and leaves the
-        others as they were.
+        If the runner fails, the requests that it fails for by themselves end with ``ERROR``; the
+        others go on.
         """
         if self._is_overlapped:
             return self._step_ahead()
@@ -498,15 +506,47 @@ class Engine:
         try:
             result = self._runner.finish(handle)
         except Exception as error:  # A process edge: requests must end.
-            logger.exception("step failed, its %d requests end", len(step.plan.sequences))
-            return self.fail_step(step, error)
+            logger.exception("event=step_failed requests=%d", len(step.plan.sequences))
+            results, failures = self._run_apart(step.message, error)
+            result = StepResult([results[s.sequence_id] for s in step.message.sequences])
+            return self.end_step(step, result, failures)
         return self.end_step(step, result)
+
+    def _run_apart(
+        self, message: StepInput, error: Exception
+    ) -> tuple[dict[int, SequenceResult], dict[int, TandemError]]:
+        """Run the sequences of a step that failed again, in halves.
+
+        A step may be repeated: it writes the same KV to the same places, and what it sampled is
+        counted when it succeeds. With one culprit among n sequences that costs less than two more
+        steps of their size.
+
+        Returns: results by sequence id, empty ones of those that fail alone; the failures of those.
+        """
+        sequences = message.sequences
+        if len(sequences) == 1:
+            failed = sequences[0].sequence_id
+            return {failed: SequenceResult(failed)}, {failed: _describe_failure(error)}
+        results: dict[int, SequenceResult] = {}
+        failures: dict[int, TandemError] = {}
+        middle = len(sequences) // 2
+        for half in (sequences[:middle], sequences[middle:]):
+            part = select_sequences(message, half)
+            try:
+                result = self._runner.finish(self._runner.begin(part))
+            except Exception as cause:  # noqa: BLE001 - logged with the first; the request tells.
+                found, failed = self._run_apart(part, cause)
+                results |= found
+                failures |= failed
+            else:
+                results |= {given.sequence_id: given for given in result.sequences}
+        return results, failures
 
     def plan_step(self) -> EngineStep:
         """Plan a step and begin its transfers.
 
         The parts of ``step``, for a driver that lets time pass between them, such as a simulator:
-        ``plan_step``, ``start_step``, the runner, ``end_step`` or ``fail_step``. With overlap, the
+        ``plan_step``, ``start_step``, the runner, ``end_step``. With overlap, the
         next step may be planned before the last one has ended.
         """
         with self._lock:
@@ -526,7 +566,7 @@ class Engine:
         """Return what the runner has to do for a planned step; None if there is nothing to do.
 
         The steps planned before it have ended. The runner is given ``watch_layers`` beside it. A
-        step that is started is ended by ``end_step`` or ``fail_step`` before the next is started.
+        step that is started is ended by ``end_step`` before the next is started.
         """
         with self._lock:
             step.begin_s = self._clock.now_s()
@@ -539,10 +579,23 @@ class Engine:
                 if sequence.wants_sample and not self._live[sequence.request.request_id].is_started
             ]
             ends, self._ended = self._ended, []
-            return StepInput(sequences, step.plan.copies, starts, ends)
+            step.message = StepInput(sequences, step.plan.copies, starts, ends)
+            return step.message
 
-    def end_step(self, step: EngineStep, result: StepResult) -> list[RequestOutput]:
-        """Record what a step computed; return its outputs, those of its planning included."""
+    def end_step(
+        self,
+        step: EngineStep,
+        result: StepResult,
+        failures: Mapping[int, TandemError] = NO_FAILURES,
+    ) -> list[RequestOutput]:
+        """Record what a step computed; return its outputs, those of its planning included.
+
+        Args:
+            step: the one that was started.
+            result: of the runner.
+            failures: by sequence id, of those that the runner failed for; their requests end, and
+                nothing that the step computed for them is kept.
+        """
         plan = step.plan
         with self._lock:
             end_s = self._clock.now_s()
@@ -555,34 +608,22 @@ class Engine:
                 self._observer.note_step(num_prefilled, plan.num_tokens, seconds)
             self._timelines.note_step(plan, seconds)
             self._prefilling = {}
-            outputs = step.outputs + self._record(plan, result, end_s)
+            outputs = step.outputs + self._record(plan, result, failures, end_s)
         self._tell_listener()
         return outputs
-
-    def fail_step(self, step: EngineStep, error: Exception) -> list[RequestOutput]:
-        """End the requests of a step whose runner failed; return as ``end_step``."""
-        cause = error.what if isinstance(error, TandemError) else error
-        failure = InternalError("engine.step", f"the model failed: {cause}")
-        with self._lock:
-            self._prefilling = {}
-            ended = self._scheduler.abandon(step.plan, self._clock.now_s())
-            failed = [self._end(self._live[request.request_id], failure) for request in ended]
-        self._tell_listener()
-        return step.outputs + failed
 
     def _start_sampling(self, live: _Live) -> SequenceStart:
         """Describe the sampling state of a request before its first sample on this runner."""
         live.is_started = True
         request, params = live.request, live.request.sampling
         repeats = params.repetition_penalty != 1.0
-        counts = repeats or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         return SequenceStart(
             sequence_id=request.sequence_id,
             params=params,
             seed=live.seed,
             stop_ids=tuple(live.stop_ids),
             prompt_ids=request.prompt_ids if repeats else [],
-            output_ids=list(request.output_ids) if counts else [],
+            output_ids=list(request.output_ids) if params.has_penalties else [],
         )
 
     def watch_layers(self, step: EngineStep) -> Callable[[int], None] | None:
@@ -650,11 +691,12 @@ class Engine:
                 field="logit_bias",
             )
         for token_id, bias in params.logit_bias.items():
-            if not 0 <= token_id < self._vocab_size or not math.isfinite(bias):
+            # NaN is in no range.
+            if not 0 <= token_id < self._vocab_size or not abs(bias) <= MAX_BIAS:
                 raise ConfigError(
                     "engine.add",
                     f"entry {token_id}: {bias} needs a token id below {self._vocab_size} and a "
-                    "finite bias",
+                    f"bias of at most {MAX_BIAS:g}",
                     field="logit_bias",
                 )
 
@@ -681,12 +723,21 @@ class Engine:
         own = () if params.ignore_eos else self._eos_token_ids
         return frozenset((*own, *params.stop_token_ids))
 
-    def _record(self, plan: StepPlan, result: StepResult, now_s: float) -> list[RequestOutput]:
+    def _record(
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        failures: Mapping[int, TandemError],
+        now_s: float,
+    ) -> list[RequestOutput]:
         sampled: dict[str, list[int]] = {}
         finished: dict[str, FinishReason] = {}
         for sequence, given in zip(plan.sequences, result.sequences, strict=True):
             request_id = sequence.request.request_id
             live = self._live[request_id]
+            if given.sequence_id in failures:
+                finished[request_id] = FinishReason.ERROR
+                continue
             if given.prompt_logprobs:
                 # Position i scores token i + 1; a preempted prompt is scored again from its start.
                 live.prompt_logprobs[sequence.start :] = given.prompt_logprobs
@@ -708,20 +759,21 @@ class Engine:
         for sequence, given, num_known in zip(plan.sequences, result.sequences, known, strict=True):
             live = self._live[sequence.request.request_id]
             taken = given.tokens[: len(sequence.request.output_ids) - num_known]
-            output = self._report(live, taken, given)
+            output = self._report(live, taken, failures.get(given.sequence_id))
             if output is not None:
                 outputs.append(output)
         return outputs
 
     def _report(
-        self, live: _Live, taken: list[SampledToken], given: SequenceResult
+        self, live: _Live, taken: list[SampledToken], failure: TandemError | None
     ) -> RequestOutput | None:
         """Return what a step gave a request: tokens, its end, both, or nothing yet."""
         request = live.request
         reason = request.finish_reason
-        if reason is FinishReason.ERROR and given.tokens:
-            failure = InternalError("engine.sample", "the model's logits are not numbers")
+        if failure is not None:
             return self._end(live, failure)
+        if not taken and reason is FinishReason.ERROR:
+            return self._end(live, _describe_broken_row(request.sampling))
         if not taken or reason is FinishReason.CANCELLED:
             return self._end(live) if request.is_finished else None
         if reason is FinishReason.STOP:
@@ -838,6 +890,22 @@ def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
     """Return the log-probabilities of sampled tokens, which all have one or none."""
     found = [token.logprob for token in tokens if token.logprob is not None]
     return found or None
+
+
+def _describe_failure(error: Exception) -> InternalError:
+    cause = error.what if isinstance(error, TandemError) else error
+    return InternalError("engine.step", f"the model failed: {cause}")
+
+
+def _describe_broken_row(params: SamplingParams) -> TandemError:
+    """Say whose fault it is that a row of logits is no distribution."""
+    if params.has_penalties or params.logit_bias:
+        what = (
+            "no token can be chosen: the logits are not finite numbers after penalties and "
+            "logit_bias: leave these out, and if that does not help, the model is at fault"
+        )
+        return ConfigError("engine.sample", what, field="repetition_penalty")
+    return InternalError("engine.sample", "the model's logits are not numbers")
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:

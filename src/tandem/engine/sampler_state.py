@@ -56,19 +56,9 @@ class SamplerState:
             list(start.output_ids),
         )
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether tokens seen so far change the logits."""
-        params = self.params
-        return (
-            params.repetition_penalty != 1.0
-            or params.frequency_penalty != 0.0
-            or params.presence_penalty != 0.0
-        )
-
     def note_token(self, token_id: int) -> None:
         """Count a generated token; penalties alone need it."""
-        if self.has_penalties:
+        if self.params.has_penalties:
             self.output_ids.append(token_id)
             if self.rule is not None:
                 self.rule.note_token(token_id)

@@ -27,6 +27,7 @@ __all__ = [
     "StepResult",
     "StepSequence",
     "pack_block_ids",
+    "select_sequences",
 ]
 
 
@@ -127,3 +128,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 def pack_block_ids(block_ids: Iterable[int]) -> bytes:
     """Return block ids as ``StepSequence.block_table`` holds them."""
     return array("i", block_ids).tobytes()
+
+
+def select_sequences(step: StepInput, sequences: list[StepSequence]) -> StepInput:
+    """Return a step of some of another's sequences, with what belongs to them."""
+    ids = {sequence.sequence_id for sequence in sequences}
+    blocks = {block_id for s in sequences for block_id in array("i", s.block_table)}
+    # A copy clears the rest of its block: it must not be repeated after others have computed.
+    copies = [copy for copy in step.copies if copy.dst_block_id in blocks]
+    starts = [start for start in step.starts if start.sequence_id in ids]
+    return StepInput(sequences, copies, starts, step.ends)

@@ -15,7 +15,7 @@ from tandem.engine.sampler_state import BROKEN_ROW
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.step import SampledToken
+from tandem.engine.step import SampledToken, pack_block_ids
 
 EOS = 90
 VOCAB = 100
@@ -28,12 +28,22 @@ class CountingRunner(StepRunner):
         super().__init__()
         self.fails_next = False
         self.broken: set[int] = set()
+        """Sequences whose logits are no distribution."""
+        self.refused: set[int] = set()
+        """Sequences with which a step fails."""
+        self.steps = []
         self.num_tokens = 0
+
+    def begin(self, step, on_layer=None):
+        self.steps.append(step)
+        return super().begin(step, on_layer)
 
     def finish(self, handle):
         if self.fails_next:
             self.fails_next = False
             raise RuntimeError("no memory")
+        if any(sequence.sequence_id in self.refused for sequence in self.steps[-1].sequences):
+            raise RuntimeError("a value that no step can be computed with")
         return super().finish(handle)
 
     def compute(self, sequence, result):
@@ -221,6 +231,47 @@ def test_runner_failure_ends_its_requests_and_nothing_is_cached():
     # What the failed step was to compute must not be found by the next request.
     engine.add(ask("b", prompt=range(1, 12), max_tokens=1))
     assert drain(engine)[0].cached_len == 0
+
+
+@pytest.mark.parametrize("num_bad", [1, 2, 9])
+def test_a_failed_step_ends_those_alone_that_it_fails_for(num_bad):
+    """Goal: whatever a request does to the runner, the others get their tokens, in few steps."""
+    engine, runner, _ = make(num_blocks=64)
+    names = [f"{i}" for i in range(9)]
+    refused = set(names[3 : 3 + num_bad]) | set(names[: max(num_bad - 6, 0)])
+    runner.refused = {int(name) + 1 for name in refused}
+    for i, name in enumerate(names):
+        engine.add(ask(name, prompt=(1, 2, 3 + i), max_tokens=3))
+    outputs = drain(engine)
+    ends = {o.request_id: o for o in outputs if o.finish_reason}
+    for i, name in enumerate(names):
+        if name in refused:
+            assert ends[name].finish_reason is FinishReason.ERROR
+            assert "a value that no step" in ends[name].error_text
+        else:
+            tokens = [t for o in outputs if o.request_id == name for t in o.token_ids]
+            assert tokens == [4 + i, 5 + i, 6 + i]
+            assert ends[name].finish_reason is FinishReason.LENGTH
+    if num_bad == 1:
+        assert len(runner.steps) <= 3 + 8, "halves, not one by one"
+    assert engine.get_stats().num_used_blocks == 0
+
+
+def test_a_step_in_halves_repeats_no_copy_of_the_other_half():
+    """A copy clears the rest of its block, where the other half has computed tokens by then."""
+    engine, runner, _ = make(num_blocks=64)
+    engine.add(ask("first", prompt=range(1, 8), max_tokens=1))
+    drain(engine)
+    for name, token in (("a", 20), ("b", 30)):
+        engine.add(ask(name, prompt=(1, 2, 3, 4, 5, token), max_tokens=2))
+    runner.refused = {3}
+    runner.steps.clear()
+    drain(engine)
+    assert len(runner.steps[0].copies) == 2
+    for step in runner.steps[1:3]:
+        (sequence,) = step.sequences
+        (copy,) = step.copies
+        assert pack_block_ids([copy.dst_block_id]) in sequence.block_table
 
 
 def test_broken_row_ends_that_request_alone():

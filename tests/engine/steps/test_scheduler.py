@@ -3,17 +3,20 @@
 That the decisions are sound under any traffic is the business of ``test_scheduler_props.py``.
 """
 
+from collections import Counter
+from random import Random
+
 import msgspec
 import pytest
 
 from tandem.core.config import list_fields
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
-from tandem.core.wire import FinishReason, SamplingParams
+from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams
 from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.request import Request, RequestState
-from tandem.engine.scheduling.scheduler import MAX_CANDIDATES, Scheduler
+from tandem.engine.scheduling.scheduler import MAX_CANDIDATES, MAX_OVERTAKEN, Scheduler
 
 SIZE = 4
 
@@ -226,6 +229,25 @@ def test_second_request_reuses_to_the_token():
     stats = stage.scheduler.get_stats()
     assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (2, 33)
     assert stats.num_prefix_hit_tokens == 14
+
+
+def test_a_prompt_that_another_instance_has_computed_is_counted_there():
+    """Over prefill and decode instances, and after a failure, a prompt counts once, and what one
+    instance hands to another is no work that a client was spared."""
+    stage = Stage()
+    stage.add("first", prompt(18), max_tokens=1)
+    stage.step()
+    stage.add("resumed", prompt(18), output_ids=[7])
+    handle = KvHandle(request_id="p", num_tokens=18, lease_s=1.0)
+    source = PrefillKv(instance="p", handle=handle)
+    stage.add("handed over", prompt(18), kv_source=source, deadline_s=9.0)
+    for _ in range(4):
+        stage.step()
+        stage.now_s += 1.0
+    assert stage.scheduler.find_prefill("handed over") is None
+    stats = stage.scheduler.get_stats()
+    assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (1, 18)
+    assert stats.num_prefix_hit_tokens == 0
 
 
 def test_repeated_prompt_computes_its_last_token_only():
@@ -518,7 +540,8 @@ def test_failed_step_ends_its_requests_and_no_others():
     in_plan, outside = stage.add("a", prompt(8)), stage.add("b", prompt(8, 2000))
     stage.step()
     assert stage.schedule() == {"a": (4, 4)}
-    assert stage.scheduler.abandon(stage.plan, 1.0) == [in_plan]
+    failed = {"a": FinishReason.ERROR}
+    assert stage.scheduler.complete(stage.plan, {}, 1.0, failed) == [in_plan]
     assert in_plan.finish_reason is FinishReason.ERROR
     assert not outside.is_finished
     assert stage.step() == {"b": (0, 4)}
@@ -558,3 +581,90 @@ def test_stats_are_a_snapshot():
     stage.step()
     stats = stage.scheduler.get_stats()
     assert (stats.num_running, stats.num_cached_blocks, stats.num_blocks) == (0, 3, 64)
+
+
+# ------------------------------------------------------------------------ shares
+
+
+def test_clients_get_equal_shares_whatever_they_queue():
+    """One that queued forty requests first does not hold up those with few."""
+    stage = Stage(max_running=4, max_queue=64, max_batch_tokens=64, num_blocks=256)
+    for i in range(40):
+        stage.add(f"a{i}", prompt(5, 100 * i), max_tokens=6, client="a")
+    stage.step()
+    for client in "bcd":
+        for i in range(3):
+            stage.add(f"{client}{i}", prompt(5, 100 * i + ord(client)), max_tokens=6, client=client)
+    served = []
+    while len(served) < 4 + 9:
+        for name in stage.schedule():
+            if name not in served:
+                served.append(name)
+        stage.complete()
+    assert [name[0] for name in served[:4]] == list("aaaa"), "nobody else was there"
+    assert {name[0] for name in served[4:8]} == set("abcd"), "one slot each"
+    for client in "bcd":
+        own = [name for name in served if name[0] == client]
+        assert own == [f"{client}{i}" for i in range(len(own))], "in the order of arrival"
+        assert len(own) >= 2
+
+
+def test_a_full_queue_still_takes_those_below_their_share():
+    stage = Stage(max_running=2, max_queue=6)
+    for i in range(8):
+        stage.add(f"a{i}", prompt(5), client="a")
+    with pytest.raises(CapacityError):
+        stage.add("a8", prompt(5), client="a")
+    for i in range(4):
+        stage.add(f"b{i}", prompt(5), client="b")
+    with pytest.raises(CapacityError):
+        stage.add("b4", prompt(5), client="b")
+    stage.add("c0", prompt(5), client="c")
+    for i in range(200):  # Each of very many has a share of nothing.
+        try:
+            stage.add(f"x{i}", prompt(5), client=f"x{i}")
+        except CapacityError:
+            break
+    assert len(stage.scheduler._live) <= 2 * 8
+    stage.scheduler.check()
+
+
+@pytest.mark.parametrize(("num_clients", "num_alike"), [(180, 0), (180, 60), (100, 30)])
+def test_no_request_of_a_share_is_overtaken_by_more_than_is_said(num_clients, num_alike):
+    """Clients behind one address, each with its next request when it has its answer.
+
+    Some ask with a prefix that is always cached, which goes first; the others must not wait for
+    ever. All are served equally often.
+    """
+    random = Random(7)
+    stage = Stage(
+        max_running=8, max_queue=256, max_batch_tokens=256, num_blocks=160, max_passover_s=1e4
+    )
+    served, live, order, number = Counter(), {}, {}, 0
+    worst = 0
+
+    def ask(client):
+        nonlocal number
+        number += 1
+        first = 0 if client < num_alike else 10_000 * number
+        name = f"{number}"
+        live[name] = stage.add(name, prompt(33, first), max_tokens=random.randint(1, 4))
+        order[name] = client
+
+    for client in range(num_clients):
+        ask(client)
+    for _ in range(450):
+        stage.schedule()
+        for name in stage.complete():
+            request = live.pop(name)
+            worst = max(worst, request.num_overtaken)
+            served[order[name]] += 1
+            ask(order[name])
+    assert worst <= MAX_OVERTAKEN
+    assert max(request.num_overtaken for request in live.values()) <= MAX_OVERTAKEN
+    if num_alike and num_clients <= MAX_CANDIDATES:
+        assert worst > 0, "a cached prefix goes first, as far as it may"
+        return
+    counts = [served[client] for client in range(num_clients)]
+    assert min(counts) >= 3
+    assert max(counts) - min(counts) <= 2, "of equal clients, none is served more often"

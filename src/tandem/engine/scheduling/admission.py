@@ -1,8 +1,12 @@
 """Admission: which waiting requests start in a step, and in which order. Pure.
 
 Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
-block's worth of growth for everybody, fits beside what the running ones still need.
+block's worth of growth for everybody, fits beside what the running ones still need. Clients get
+equal shares, and none of a client's requests is overtaken by more than ``MAX_OVERTAKEN`` others.
 """
+
+from collections import Counter
+from collections.abc import Sequence
 
 from tandem.engine.scheduling.blocks import BlockCopy
 from tandem.engine.scheduling.plan import StepPlan
@@ -10,7 +14,11 @@ from tandem.engine.scheduling.prefix_index import PrefixMatch
 from tandem.engine.scheduling.request import Request, RequestState
 from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
 
-__all__ = ["Admission", "awaits_prefill"]
+__all__ = ["MAX_OVERTAKEN", "Admission", "awaits_prefill"]
+
+MAX_OVERTAKEN = 16
+"""Later requests of its client that may be admitted before a request that waits for a slot or for
+blocks; while its KV comes from elsewhere, others go on."""
 
 
 class Admission:
@@ -33,10 +41,11 @@ class Admission:
             budget = state.config.max_batch_tokens - plan.num_tokens
             if budget == 0 or len(state.running) >= state.config.max_running:
                 return
-            if state.prefix.is_expected(request):
+            is_bypassed = request.queue.num_overtaken >= MAX_OVERTAKEN
+            if not is_bypassed and state.prefix.is_expected(request):
                 request.queue.num_deferrals += 1
                 continue
-            if awaits_prefill(state, request, now_s):
+            if awaits_prefill(state, request, now_s) or self._is_barred(request, now_s):
                 continue
             # No request overtakes one that lacks blocks, or large ones would starve.
             if not self._admit(plan, request, budget, reserved, now_s):
@@ -46,25 +55,58 @@ class Admission:
     def order_waiting(self, now_s: float) -> list[Request]:
         """Return the candidates of this step, the one to admit first in front.
 
-        By priority; then preempted ones, then those passed over for ``max_passover_s``, both in
-        order of arrival; then the longest cached prefix first.
+        By priority; then preempted ones in order of arrival; then the clients in turn, the one
+        with the fewest running requests first. Of one client, those passed over for
+        ``max_passover_s`` or by ``MAX_OVERTAKEN`` in order of arrival, then the longest cached
+        prefix first.
         """
-        state = self._state
-        candidates = state.waiting[:MAX_CANDIDATES]
-        if len(state.waiting) > MAX_CANDIDATES or not state.config.prefix_cache:
-            return candidates
-        arrived_by = now_s - state.config.max_passover_s
+        state, waiting = self._state, self._state.waiting
+        if state.config.prefix_cache and len(waiting) <= MAX_CANDIDATES:
+            arrived_by = now_s - state.config.max_passover_s
 
-        def order(request: Request) -> tuple[int, int, int, int]:
-            if request.state is RequestState.PREEMPTED:
-                return (request.priority, 0, 0, request.sequence_id)
-            if request.arrival_s <= arrived_by:
-                return (request.priority, 1, 0, request.sequence_id)
-            num_cached = state.prefix.count_cached_blocks(request)
-            return (request.priority, 2, -num_cached, request.sequence_id)
+            def order(request: Request) -> tuple[int, int, int, int]:
+                if request.state is RequestState.PREEMPTED:
+                    return (request.priority, 0, 0, request.sequence_id)
+                is_bypassed = request.queue.num_overtaken >= MAX_OVERTAKEN
+                if request.arrival_s <= arrived_by or is_bypassed:
+                    return (request.priority, 1, 0, request.sequence_id)
+                num_cached = state.prefix.count_cached_blocks(request)
+                return (request.priority, 2, -num_cached, request.sequence_id)
 
-        candidates.sort(key=order)
-        return candidates
+            waiting = sorted(waiting, key=order)
+        if state.shares.num_clients > 1:
+            waiting = self._take_turns(waiting)
+        return waiting[:MAX_CANDIDATES]
+
+    def _take_turns(self, waiting: Sequence[Request]) -> list[Request]:
+        """Return requests so that clients get equal numbers of running ones; keep their orders."""
+        turns = Counter(request.client for request in self._state.running)
+        keyed: list[tuple[int, bool, int, int, Request]] = []
+        for request in waiting:
+            is_new = request.state is not RequestState.PREEMPTED
+            turn = turns[request.client]
+            turns[request.client] += 1
+            # Of clients that have equally many, the one whose request came first.
+            order = request.sequence_id
+            keyed.append((request.priority, is_new, turn if is_new else 0, order, request))
+        keyed.sort(key=lambda entry: entry[:4])
+        return [entry[4] for entry in keyed]
+
+    def _is_barred(self, request: Request, now_s: float) -> bool:
+        """Return True if another one that was overtaken often enough must be admitted first."""
+        return any(
+            other.queue.num_overtaken >= MAX_OVERTAKEN
+            and other.sequence_id < request.sequence_id
+            and (other.priority, other.client) == (request.priority, request.client)
+            and not awaits_prefill(self._state, other, now_s)
+            for other in self._state.waiting
+        )
+
+    def _note_overtaken(self, admitted: Request) -> None:
+        """Count an admission against the requests that it overtook."""
+        for request in self._state.waiting:
+            if (request.priority, request.client) == (admitted.priority, admitted.client):
+                request.queue.num_overtaken += request.sequence_id < admitted.sequence_id
 
     def _admit(
         self, plan: StepPlan, request: Request, budget: int, reserved: int, now_s: float
@@ -106,6 +148,7 @@ class Admission:
         start = match.num_tokens
         num_tokens = min(request.num_tokens - start, budget)
         if request.report.first_scheduled_s is None:
+            self._note_overtaken(request)
             self._report_start(request, match, now_s)
         shared = state.prefix.attach(request, match)
         # Loads still in progress come too late.
@@ -123,16 +166,16 @@ class Admission:
         report.first_scheduled_s = now_s
         report.num_cached_tokens = match.num_tokens
         report.miss = state.prefix.explain_miss(request)
-        stats.num_queries += 1
-        stats.num_query_tokens += request.prompt_len
-        stats.num_hit_tokens += match.num_tokens
         loaded = request.load.loaded_blocks
         num_loaded = max(min(loaded.stop, len(match.nodes)) - loaded.start, 0)
         report.num_loaded_tokens = num_loaded * state.config.block_size
-        if request.prefill_kv is None:
+        # Of one that goes on here, another instance has counted the prompt: what that one
+        # computed for it is no work that its client was spared.
+        if request.prefill_kv is None and not request.output_ids:
+            stats.num_queries += 1
+            stats.num_query_tokens += request.prompt_len
+            stats.num_hit_tokens += match.num_tokens
             stats.num_store_hit_tokens += report.num_loaded_tokens
-        else:
-            stats.num_prefill_hit_tokens += report.num_loaded_tokens
 
 
 def awaits_prefill(state: SchedulerState, request: Request, now_s: float) -> bool:

@@ -57,7 +57,7 @@ class Lifecycle:
                 f"the prompt takes {num_blocks} blocks, and the machine has memory for "
                 f"{state.pool.num_blocks} now: try again later",
             )
-        if len(state.requests) >= limit:
+        if not state.shares.has_room(request.client, limit):
             raise CapacityError(
                 "engine.add",
                 f"{len(state.running)} requests running and {len(state.waiting)} waiting of "
@@ -79,6 +79,7 @@ class Lifecycle:
             # Not later than the prefill's blocks are there.
             request.load.wait_until_s = request.arrival_s + request.prefill_kv.handle.lease_s
         state.requests[request.request_id] = request
+        state.shares.add(request.client)
         state.enqueue(request)
         if request.deadline_s is not None:
             self._add_deadline(request, request.deadline_s)
@@ -243,6 +244,7 @@ class Lifecycle:
         request.finish_reason = reason
         request.report.finished_s = now_s
         del state.requests[request.request_id]
+        state.shares.remove(request.client)
 
     def _add_deadline(self, request: Request, deadline_s: float) -> None:
         heapq.heappush(self._deadlines, (deadline_s, request.sequence_id, request))

@@ -111,5 +111,3 @@ class SchedulerStats:
     num_prefix_hit_tokens: int
     num_store_hit_tokens: int
     """Of the hits: those that loads from lower tiers had brought for the request."""
-    num_prefill_hit_tokens: int
-    """Of the hits: those that loads from a prefill instance had brought."""

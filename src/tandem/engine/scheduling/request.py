@@ -41,6 +41,8 @@ class QueueNotes:
     """Prompt and output at most, from ``max_tokens`` and the context length."""
     num_deferrals: int = 0
     """Steps it was passed over because a running request computes a prefix that it shares."""
+    num_overtaken: int = 0
+    """Requests of its client and priority that came later and were admitted before it."""
     is_prefilling: bool = False
     """Admitted, and not all of its known tokens have been computed since."""
     is_cancelled: bool = False
@@ -106,6 +108,7 @@ class Request:
         arrival_s: monotonic seconds, on the clock that ``Scheduler.schedule`` is given.
         priority: lower is served first.
         deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
+        client: who sent it; waiting requests of different clients get equal shares.
         cache_salt: requests of different salts never share blocks.
         adapter: digest of the LoRA adapter that computes it; different ones never share blocks.
         kv_source: where KV may come from beside this instance's own blocks.
@@ -123,6 +126,7 @@ class Request:
     arrival_s: float
     priority: int = 0
     deadline_s: float | None = None
+    client: str = ""
     cache_salt: str = ""
     adapter: str = ""
     kv_source: KvSource = field(default_factory=TierKv)

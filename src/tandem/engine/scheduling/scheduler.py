@@ -10,6 +10,9 @@ Rules that everything below serves:
 - Running requests are served in order of urgency: lower ``priority`` first, then arrival. A
   request takes blocks only from less urgent ones, never from one in flight, and only if that
   yields a block. So the most urgent request always proceeds, and every request ends.
+- Of the waiting requests of a priority, those of the client with the fewest running ones come
+  first: clients get equal shares. A client's own are admitted in the order of arrival, but for
+  those with a longer cached prefix; ``MAX_OVERTAKEN`` later ones at most go before any.
 - Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
   block's worth of growth for everybody, fits beside what the running ones still need.
 - Tokens become matchable when the step that computed them has completed, not before.
@@ -229,7 +232,6 @@ class Scheduler:
             num_prefix_query_tokens=prefix.num_query_tokens,
             num_prefix_hit_tokens=prefix.num_hit_tokens,
             num_store_hit_tokens=prefix.num_store_hit_tokens,
-            num_prefill_hit_tokens=prefix.num_prefill_hit_tokens,
         )
 
     # ---------------------------------------------------------------- a step begins
@@ -367,14 +369,6 @@ class Scheduler:
         ended = self._lifecycle.complete(plan, sampled, now_s, finished)
         self._state.wake_s = -math.inf
         return ended
-
-    def abandon(self, plan: StepPlan, now_s: float) -> list[Request]:
-        """End all requests of the oldest plan in flight with ``FinishReason.ERROR``: it failed.
-
-        Nothing that it computed is kept; requests outside the plan go on. Returns the ended ones.
-        """
-        failed = {s.request.request_id: FinishReason.ERROR for s in plan.sequences}
-        return self.complete(plan, {}, now_s, failed)
 
     def check(self) -> None:
         """Assert that every reference in the pool has its owner. O(blocks), for tests."""

@@ -17,6 +17,7 @@ from tandem.engine.scheduling.plan import ScheduledSequence, StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.prefix_reuse import PrefixReuse
 from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.shares import ClientShares
 
 __all__ = ["MAX_CANDIDATES", "SchedulerState"]
 
@@ -52,6 +53,8 @@ class SchedulerState:
         # The last token of a request needs no KV, but a prompt that is only scored does.
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.requests: dict[str, Request] = {}
+        self.shares = ClientShares()
+        """Of the live requests."""
         self.waiting: list[Request] = []
         self.loading: list[Request] = []
         self.running: list[Request] = []
