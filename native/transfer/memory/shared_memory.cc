@@ -79,9 +79,13 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::map_peer(const Grant& grant)
   }
   // The pid may have been given to another process between the grant and here.
   struct stat status {};
+  const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (fstat(fd.get(), &status) != 0 || status.st_dev != grant.device ||
-      status.st_ino != grant.inode || static_cast<uint64_t>(status.st_size) > grant.length ||
-      (fcntl(fd.get(), F_GET_SEALS) & F_SEAL_SHRINK) == 0)
+      status.st_ino != grant.inode || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
+    return fail_attach(Code::kCorruption, path + " is not the memory that the peer named");
+  // One that may still grow is as long as what its owner has reserved.
+  const uint64_t length = static_cast<uint64_t>(status.st_size);
+  if (length > grant.length || (length < grant.length && (seals & F_SEAL_GROW) != 0))
     return fail_attach(Code::kCorruption, path + " is not the memory that the peer named");
   const int protection = PROT_READ | (grant.can_write ? PROT_WRITE : 0);
   void* data = mmap(nullptr, grant.length, protection, MAP_SHARED, fd.get(), 0);

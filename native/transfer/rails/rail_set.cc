@@ -114,32 +114,39 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
     const uint32_t r = find_next_in_turn();
     return take(r, cut(rails_[r], remaining, total, all_bandwidth), now_ns);
   }
-  std::optional<uint32_t> best;
-  uint64_t best_bytes = 0;
-  double best_s = std::numeric_limits<double>::infinity();
+  struct Offer {
+    uint32_t rail = 0;
+    uint64_t bytes = 0;
+    double predicted_s = std::numeric_limits<double>::infinity();
+  };
+  Offer best, best_free;
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const Rail& rail = rails_[r];
     if (!rail.health.may_carry() || rail.held_until_ns > now_ns) continue;
     const uint64_t bytes = cut(rail, remaining, total, all_bandwidth);
-    const double predicted_s = rail.predictor.predict_s(bytes, rail.penalty(location));
-    if (predicted_s < best_s) {
-      best = r;
-      best_bytes = bytes;
-      best_s = predicted_s;
-    }
+    const Offer offer{r, bytes, rail.predictor.predict_s(bytes, rail.penalty(location))};
+    if (offer.predicted_s < best.predicted_s) best = offer;
+    if (offer.predicted_s < best_free.predicted_s && !is_full(rail, offer.predicted_s))
+      best_free = offer;
   }
-  if (!best) return std::nullopt;
-  // The best rail is full: every other would end later than waiting for it.
+  // The best rail is full. Another would end this slice later than it, which is only of no harm
+  // before the rest of the transfer has ended on all rails: then it would be the tail.
+  if (best_free.predicted_s > best.predicted_s && best_free.predicted_s > rest_s)
+    return std::nullopt;
+  if (best_free.bytes == 0) return std::nullopt;
+  return take(best_free.rail, best_free.bytes, now_ns);
+}
+
+bool RailSet::is_full(const Rail& rail, double predicted_s) const {
   constexpr uint32_t kAlwaysInFlight = 2;
-  const RailPredictor& predictor = rails_[*best].predictor;
-  const double queue_ns = (best_s - predictor.beta0_s()) * kNsPerS;
+  if (rail.num_in_flight < kAlwaysInFlight) return false;
+  const RailPredictor& predictor = rail.predictor;
+  const double queue_ns = (predicted_s - predictor.beta0_s()) * kNsPerS;
   // The fixed latency is covered twice over, or the rail would run dry while an answer travels.
   const double travel_ns = std::min(2 * predictor.beta0_s() * kNsPerS, kMaxTravelNs);
-  const bool is_full = queue_ns > static_cast<double>(options_.window_ns) + travel_ns ||
-                       predictor.in_flight_bytes() >= kMaxInFlightBytes ||
-                       rails_[*best].num_in_flight >= kMaxInFlightSlices;
-  if (rails_[*best].num_in_flight >= kAlwaysInFlight && is_full) return std::nullopt;
-  return take(*best, best_bytes, now_ns);
+  return queue_ns > static_cast<double>(options_.window_ns) + travel_ns ||
+         predictor.in_flight_bytes() >= kMaxInFlightBytes ||
+         rail.num_in_flight >= kMaxInFlightSlices;
 }
 
 SliceChoice RailSet::take(uint32_t index, uint64_t bytes, int64_t now_ns) {

@@ -155,6 +155,8 @@ class RailSet {
   int64_t quiet_limit_ns(uint32_t rail) const;
   int64_t look_due_ns(uint32_t rail) const;
   bool is_quiet(uint32_t rail, int64_t now_ns) const;
+  // It has as much as it may have, with a slice that is predicted to end then.
+  bool is_full(const Rail& rail, double predicted_s) const;
   uint64_t cut(const Rail& rail, uint64_t remaining, uint64_t total, double all_bandwidth) const;
   uint32_t find_next_in_turn();
   std::optional<uint32_t> find_idlest(int64_t now_ns, bool is_little_known) const;

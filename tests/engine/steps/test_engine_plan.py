@@ -27,7 +27,7 @@ def test_native_models_share_their_work_and_torch_does_not():
         1,
         "all matrices run on native kernels",
     )
-    small = plan(dtype="float32")
+    small = plan(dtype="float32", linear_format="none")
     assert small.torch_threads == 1
     assert "too few to share" in small.torch_threads_reason
     mixed = plan(dtype="bfloat16", linear_format="none")

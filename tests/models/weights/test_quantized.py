@@ -115,7 +115,7 @@ def test_logits_are_those_of_the_decoded_weights(kind, coded, open_session):
     packed = load_checkpoint(folder, dtype="float32")
     held = HELD[kind]
     formats = {m.weight_format for m in packed.plan.matrices if m.role in ("qkv", "gate_up")}
-    assert formats <= {held or "none"}
+    assert formats <= {held or "f32"}
     assert relative(open_session(packed).run(IDS), exact) < LARGEST_ERROR
 
 
@@ -205,7 +205,7 @@ def test_blocks_that_do_not_stack_are_decoded(coded, open_session):
     folder, plain = coded("llama", "fp8 blocks", **changes)
     plan = plan_model(folder, dtype="float32")
     formats = {m.role: m.weight_format for m in plan.matrices}
-    assert (formats["qkv"], formats["gate_up"]) == ("none", "fp8")
+    assert (formats["qkv"], formats["gate_up"]) == ("f32", "fp8")
     (reason,) = {m.reason for m in plan.matrices if m.role == "qkv"}
     assert "do not end where the stacked parts do" in reason
     exact, _ = eager(plain)
@@ -225,7 +225,7 @@ def test_modules_that_are_not_coded_keep_their_values(coded, edit_config, open_s
     edit_config(folder, quantization_config=config | {"ignore": ["lm_head", f"re:.*{skipped}$"]})
     plan = plan_model(folder, dtype="float32")
     formats = {m.module: m.weight_format for m in plan.matrices if m.role == "down"}
-    assert formats == {"model.layers.0.mlp": "int4g32sym", "model.layers.1.mlp": "none"}
+    assert formats == {"model.layers.0.mlp": "int4g32sym", "model.layers.1.mlp": "f32"}
     exact, _ = eager(plain)
     assert (
         relative(open_session(load_checkpoint(folder, dtype="float32")).run(IDS), exact)

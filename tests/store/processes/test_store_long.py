@@ -15,12 +15,14 @@ import pytest
 from store_cluster import Child, Cluster
 
 from tandem.core.errors import NotFoundError, TandemError
+from tandem.rpc import RpcConfig
 from tandem.store import PutOptions, StoreClient
 
 pytestmark = pytest.mark.long
 
 NUM_OPS = 100_000
-MAX_S = 900.0
+MAX_S = 1800.0
+PROGRESS_S = 20.0
 NUM_KEYS, NUM_THREADS = 60, 8
 WATCHDOG_S = 60.0
 """A call with a deadline of 12 s that takes longer hangs."""
@@ -80,6 +82,13 @@ class Attack:
     @property
     def is_over(self) -> bool:
         return self.num_ops >= NUM_OPS or time.monotonic() > self.end_s
+
+    def describe(self) -> str:
+        return (
+            f"operations={self.num_ops} failed={self.num_failed} kills={self.num_kills} "
+            f"stops={self.num_stops} slowest_s={self.slowest_s:.1f} "
+            f"violations={len(self.violations)}"
+        )
 
     def work(self, number: int, client: StoreClient) -> None:
         chance = random.Random(number)
@@ -162,17 +171,17 @@ def test_reads_are_linearizable_per_key_under_kills_and_stops(tmp_path_factory):
         trouble = threading.Thread(target=attack.trouble, args=(master, hosts), daemon=True)
         for thread in [*threads, trouble]:
             thread.start()
+        told_s = time.monotonic()
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.5)
             now_s = time.monotonic()
+            if now_s > told_s + PROGRESS_S:
+                told_s = now_s
+                print(attack.describe(), flush=True)
             hung = [i for i, begun_s in attack.calls.copy().items() if now_s - begun_s > WATCHDOG_S]
             assert not hung, f"threads {hung} hang"
         trouble.join(30)
-        print(
-            f"operations={attack.num_ops} failed={attack.num_failed} kills={attack.num_kills} "
-            f"stops={attack.num_stops} slowest_s={attack.slowest_s:.1f} "
-            f"violations={len(attack.violations)}"
-        )
+        print(attack.describe())
         assert not attack.violations, attack.violations[:10]
     finally:
         cluster.close()
@@ -181,7 +190,11 @@ def test_reads_are_linearizable_per_key_under_kills_and_stops(tmp_path_factory):
 NUM_OBJECTS, BATCH = 1_000_000, 10_000
 
 
-def test_a_million_objects_are_known_again_and_removed_while_others_are_answered(tmp_path_factory):
+def test_a_million_objects_are_known_again_and_removed_while_others_are_answered(
+    tmp_path_factory, monkeypatch
+):
+    # Nobody dies here but the master; on a machine under load a second of silence is nothing.
+    monkeypatch.setattr("store_cluster.RPC", RpcConfig())
     folder = tmp_path_factory.mktemp("store")
     cluster = Cluster(folder, folder)
     cluster.config = msgspec.structs.replace(

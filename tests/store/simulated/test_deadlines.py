@@ -236,7 +236,9 @@ def test_the_work_of_a_large_batch_counts(kind, monkeypatch):
         work = client.put_many(keys, Slow([b"v"] * count))
     else:
         monkeypatch.setattr(
-            "tandem.store.client.client.zip", lambda *a, **kw: Slow(zip(*a, **kw)), raising=False
+            "tandem.store.client.client.zip",
+            lambda *columns, strict: Slow(zip(*columns, strict=strict)),
+            raising=False,
         )
         work = client.size_many(keys)
     with pytest.raises(DeadlineError):

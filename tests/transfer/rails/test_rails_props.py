@@ -147,6 +147,18 @@ def test_load_follows_bandwidth(rates):
         assert world.carried[rail] / total == pytest.approx(rate / sum(rates), rel=0.08)
 
 
+@pytest.mark.parametrize("rates_mbit", [(200, 100, 50), (400, 100, 25), (200, 50, 10)])
+@pytest.mark.parametrize("total", [8 << 20, 64 << 20])
+def test_slow_rails_carry_their_part_beside_a_fast_one(rates_mbit, total):
+    """The fast rail is full, and yet ends a slice sooner: the others do not wait for it."""
+    rates = [mbit * 1e6 / 8 for mbit in rates_mbit]
+    world = ToyNetwork(1, rates)
+    world.transfer(total)
+    # Of rates that vary by up to 5 %.
+    shares = [total / (sum(rates) * world.transfer(total) / S) for _ in range(5)]
+    assert min(shares) >= 0.9, shares
+
+
 def test_beats_round_robin_on_unequal_rails():
     rates = [1.25e8, 1.25e8, 3.1e7, 3.1e7]
     total = 64 << 20
