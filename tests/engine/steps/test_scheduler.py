@@ -13,10 +13,12 @@ from tandem.core.config import list_fields
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
 from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams
 from tandem.engine.config import EngineConfig
+from tandem.engine.scheduling.admission import MAX_OVERTAKEN
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.request import Request, RequestState
-from tandem.engine.scheduling.scheduler import MAX_CANDIDATES, MAX_OVERTAKEN, Scheduler
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.state import MAX_CANDIDATES
 
 SIZE = 4
 
@@ -657,11 +659,11 @@ def test_no_request_of_a_share_is_overtaken_by_more_than_is_said(num_clients, nu
         stage.schedule()
         for name in stage.complete():
             request = live.pop(name)
-            worst = max(worst, request.num_overtaken)
+            worst = max(worst, request.queue.num_overtaken)
             served[order[name]] += 1
             ask(order[name])
     assert worst <= MAX_OVERTAKEN
-    assert max(request.num_overtaken for request in live.values()) <= MAX_OVERTAKEN
+    assert max(request.queue.num_overtaken for request in live.values()) <= MAX_OVERTAKEN
     if num_alike and num_clients <= MAX_CANDIDATES:
         assert worst > 0, "a cached prefix goes first, as far as it may"
         return
