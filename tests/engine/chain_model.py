@@ -12,7 +12,7 @@ import numpy as np
 
 from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import MlaLayout
-from tandem.engine.step import SampledToken, SequenceResult, StepInput, StepResult
+from tandem.engine.stepping.messages import SampledToken, SequenceResult, StepInput, StepResult
 
 BLOCK = 4
 NUM_LAYERS = 2

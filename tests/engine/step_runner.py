@@ -1,6 +1,6 @@
 """Base of the runners of tests: one method computes a step when it is waited for."""
 
-from tandem.engine.step import SampledToken, SequenceResult, StepResult
+from tandem.engine.stepping.messages import SampledToken, SequenceResult, StepResult
 
 
 class StepRunner:

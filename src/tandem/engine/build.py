@@ -25,10 +25,10 @@ from tandem.engine.memory import KvPlan, check_context, plan_kv_cache
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
-from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
 from tandem.models.loading.hub import resolve_folder

@@ -18,11 +18,8 @@ from typing import NamedTuple, Protocol, TypedDict
 from tandem.core.clock import Clock
 from tandem.core.errors import (
     CapacityError,
-    ConfigError,
-    InternalError,
     NotFoundError,
     TandemError,
-    UnsupportedError,
 )
 from tandem.core.timeline import InstanceTimeline, StoreLookup
 from tandem.core.wire import (
@@ -31,13 +28,11 @@ from tandem.core.wire import (
     ContinueRequest,
     FinishReason,
     KvHandle,
-    PrefillKv,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
 )
-from tandem.engine.runner import BlockTransfers, PrefillListener, Runner, StepHandle
-from tandem.engine.sampler_state import BROKEN_ROW
+from tandem.engine.checks import RequestChecks
 from tandem.engine.scheduling.blocks import KeyedBlock
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import (
@@ -46,18 +41,22 @@ from tandem.engine.scheduling.scheduler import (
     SchedulerStats,
     StepPlan,
 )
-from tandem.engine.step import (
-    Logits,
+from tandem.engine.stepping.describe import (
+    describe_broken_row,
+    describe_failure,
+    describe_sequence,
+    describe_start,
+)
+from tandem.engine.stepping.messages import (
     Phase,
     SampledToken,
-    SamplingRow,
     SequenceResult,
-    SequenceStart,
     StepInput,
     StepResult,
-    StepSequence,
     select_sequences,
 )
+from tandem.engine.stepping.runner import BlockTransfers, PrefillListener, Runner, StepHandle
+from tandem.engine.stepping.sampler_state import BROKEN_ROW
 from tandem.engine.timelines import TimelineLog
 
 __all__ = [
@@ -76,10 +75,6 @@ NO_FAILURES: Mapping[int, TandemError] = MappingProxyType({})
 DEFAULT_TIMELINES = 256
 MAX_ENDED_PREFILLS = 4096
 """Remembered, so that who asks after the end of a hold does not wait for it to begin."""
-MAX_LOGIT_BIAS = 1024
-"""Entries; each costs a Python operation per token."""
-MAX_BIAS = 1e6
-"""Of a token; beyond it, it would be the only one or never chosen, and float32 has an end."""
 
 
 @dataclass(slots=True)
@@ -212,7 +207,7 @@ class Engine:
             timelines = TimelineLog(DEFAULT_TIMELINES, block_size=1)
         self._timelines = timelines
         self._clock = clock
-        self._vocab_size = vocab_size
+        self._checks = RequestChecks(vocab_size)
         self._eos_token_ids = eos_token_ids
         self._live: dict[str, _Live] = {}
         self._ended: list[int] = []
@@ -338,7 +333,9 @@ class Engine:
             ConflictError: the id is live.
             CapacityError: the queue is full.
         """
-        self._check(message)
+        transfers = self._transfers
+        can_read = transfers is not None and transfers.can_read_instances
+        self._checks.check(message, can_read_instances=can_read)
         now_s = self._clock.now_s()
         params = message.sampling
         request = Request(
@@ -382,7 +379,7 @@ class Engine:
             live = self._live.get(message.request_id)
             if live is None:
                 return False
-            self._check_continuation(message.continuation, live.request.sampling)
+            self._checks.check_continuation(message.continuation, live.request.sampling)
             tokens = message.continuation.token_ids
             if not self._scheduler.continue_request(message.request_id, tokens):
                 return False
@@ -526,7 +523,7 @@ class Engine:
         sequences = message.sequences
         if len(sequences) == 1:
             failed = sequences[0].sequence_id
-            return {failed: SequenceResult(failed)}, {failed: _describe_failure(error)}
+            return {failed: SequenceResult(failed)}, {failed: describe_failure(error)}
         results: dict[int, SequenceResult] = {}
         failures: dict[int, TandemError] = {}
         middle = len(sequences) // 2
@@ -572,12 +569,16 @@ class Engine:
             step.begin_s = self._clock.now_s()
             if step.plan.is_empty or not self._scheduler.settle(step.plan):
                 return None
-            sequences = [_describe_sequence(sequence) for sequence in step.plan.sequences]
-            starts = [
-                self._start_sampling(self._live[sequence.request.request_id])
+            sequences = [describe_sequence(sequence) for sequence in step.plan.sequences]
+            starting = [
+                live
                 for sequence in step.plan.sequences
-                if sequence.wants_sample and not self._live[sequence.request.request_id].is_started
+                if sequence.wants_sample
+                and not (live := self._live[sequence.request.request_id]).is_started
             ]
+            starts = [describe_start(live.request, live.seed, live.stop_ids) for live in starting]
+            for live in starting:
+                live.is_started = True
             ends, self._ended = self._ended, []
             step.message = StepInput(sequences, step.plan.copies, starts, ends)
             return step.message
@@ -611,20 +612,6 @@ class Engine:
             outputs = step.outputs + self._record(plan, result, failures, end_s)
         self._tell_listener()
         return outputs
-
-    def _start_sampling(self, live: _Live) -> SequenceStart:
-        """Describe the sampling state of a request before its first sample on this runner."""
-        live.is_started = True
-        request, params = live.request, live.request.sampling
-        repeats = params.repetition_penalty != 1.0
-        return SequenceStart(
-            sequence_id=request.sequence_id,
-            params=params,
-            seed=live.seed,
-            stop_ids=tuple(live.stop_ids),
-            prompt_ids=request.prompt_ids if repeats else [],
-            output_ids=list(request.output_ids) if params.has_penalties else [],
-        )
 
     def watch_layers(self, step: EngineStep) -> Callable[[int], None] | None:
         """Return the ``on_layer`` of a started step; None if no instance may wait for layers."""
@@ -660,64 +647,6 @@ class Engine:
         if digest and (digest not in self._adapters or digest in self._leaving):
             what = f"the adapter {digest[:12]} is not loaded here: load it, or ask for another"
             raise NotFoundError("engine.add", what, field="model")
-
-    def _check(self, message: AddRequest) -> None:
-        params = message.sampling
-        self._check_tokens(message.prompt_ids, "prompt")
-        if message.continuation is not None:
-            self._check_continuation(message.continuation, params)
-        if isinstance(message.kv_source, PrefillKv) and (
-            self._transfers is None or not self._transfers.can_read_instances
-        ):
-            raise UnsupportedError(
-                "engine.add",
-                f"this instance cannot read the blocks of {message.kv_source.instance}: send it "
-                "the request without a prefill instance",
-                field="kv_source",
-            )
-        if message.awaits_continuation and (
-            message.continuation is not None or not isinstance(message.kv_source, PrefillKv)
-        ):
-            raise ConfigError(
-                "engine.add",
-                "a continuation is awaited that is there, or comes from nobody: name the prefill "
-                "instance as kv_source and give no continuation",
-                field="awaits_continuation",
-            )
-        if len(params.logit_bias) > MAX_LOGIT_BIAS:
-            raise ConfigError(
-                "engine.add",
-                f"{len(params.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are taken",
-                field="logit_bias",
-            )
-        for token_id, bias in params.logit_bias.items():
-            # NaN is in no range.
-            if not 0 <= token_id < self._vocab_size or not abs(bias) <= MAX_BIAS:
-                raise ConfigError(
-                    "engine.add",
-                    f"entry {token_id}: {bias} needs a token id below {self._vocab_size} and a "
-                    f"bias of at most {MAX_BIAS:g}",
-                    field="logit_bias",
-                )
-
-    def _check_tokens(self, token_ids: Sequence[int], field: str) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise ConfigError(
-                    "engine.add",
-                    f"token id {token_id} is outside the vocabulary of {self._vocab_size}",
-                    field=field,
-                )
-
-    def _check_continuation(self, continuation: Continuation, params: SamplingParams) -> None:
-        self._check_tokens(continuation.token_ids, "continuation")
-        if len(continuation.token_ids) >= params.max_tokens:
-            raise ConfigError(
-                "engine.add",
-                f"{len(continuation.token_ids)} tokens are there, of max_tokens "
-                f"{params.max_tokens}: nothing is left to generate",
-                field="continuation",
-            )
 
     def _collect_stop_ids(self, params: SamplingParams) -> frozenset[int]:
         own = () if params.ignore_eos else self._eos_token_ids
@@ -773,7 +702,7 @@ class Engine:
         if failure is not None:
             return self._end(live, failure)
         if not taken and reason is FinishReason.ERROR:
-            return self._end(live, _describe_broken_row(request.sampling))
+            return self._end(live, describe_broken_row(request.sampling))
         if not taken or reason is FinishReason.CANCELLED:
             return self._end(live) if request.is_finished else None
         if reason is FinishReason.STOP:
@@ -861,51 +790,10 @@ class Engine:
         self.counters.num_finished += 1
 
 
-def _describe_sequence(sequence: ScheduledSequence) -> StepSequence:
-    """Return the plain values of a scheduled sequence."""
-    request = sequence.request
-    start, end = sequence.start, sequence.start + sequence.num_tokens
-    # Positions of the prompt predict its next token; later ones predict output.
-    num_scored = request.prompt_len - 1 - start
-    is_scored = request.sampling.prompt_logprobs is not None and num_scored > 0
-    if is_scored:
-        logits = Logits.ALL
-    else:
-        logits = Logits.LAST if sequence.wants_sample else Logits.NONE
-    return StepSequence(
-        sequence_id=request.sequence_id,
-        phase=sequence.phase,
-        start=start,
-        token_ids=request.get_tokens(start, end),
-        block_table=request.packed_table,
-        logits=logits,
-        sampling=SamplingRow(len(request.output_ids)) if sequence.wants_sample else None,
-        adapter=request.adapter,
-        scored_ids=request.prompt_ids[start + 1 : end + 1] if is_scored else [],
-        num_top=request.sampling.prompt_logprobs or 0,
-    )
-
-
 def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
     """Return the log-probabilities of sampled tokens, which all have one or none."""
     found = [token.logprob for token in tokens if token.logprob is not None]
     return found or None
-
-
-def _describe_failure(error: Exception) -> InternalError:
-    cause = error.what if isinstance(error, TandemError) else error
-    return InternalError("engine.step", f"the model failed: {cause}")
-
-
-def _describe_broken_row(params: SamplingParams) -> TandemError:
-    """Say whose fault it is that a row of logits is no distribution."""
-    if params.has_penalties or params.logit_bias:
-        what = (
-            "no token can be chosen: the logits are not finite numbers after penalties and "
-            "logit_bias: leave these out, and if that does not help, the model is at fault"
-        )
-        return ConfigError("engine.sample", what, field="repetition_penalty")
-    return InternalError("engine.sample", "the model's logits are not numbers")
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:

@@ -17,7 +17,7 @@ from tandem.core.timeline import (
 )
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request, RequestState
-from tandem.engine.step import Phase
+from tandem.engine.stepping.messages import Phase
 
 __all__ = ["TimelineLog"]
 

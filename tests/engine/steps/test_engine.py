@@ -11,11 +11,11 @@ from tandem.core.errors import CapacityError, ConfigError, ConflictError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams, TokenLogprob
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.sampler_state import BROKEN_ROW
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.step import SampledToken, pack_block_ids
+from tandem.engine.stepping.messages import SampledToken, pack_block_ids
+from tandem.engine.stepping.sampler_state import BROKEN_ROW
 
 EOS = 90
 VOCAB = 100

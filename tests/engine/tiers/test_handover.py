@@ -22,10 +22,10 @@ from tandem.core.wire import (
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.sampler_state import draw_uniform
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.sampler_state import draw_uniform
 
 SIZE = 4
 VOCAB = 1000

@@ -10,7 +10,7 @@ from loading import load_checkpoint
 
 from tandem.core.wire import SamplingParams
 from tandem.engine.scheduling.blocks import BlockCopy
-from tandem.engine.step import (
+from tandem.engine.stepping.messages import (
     Logits,
     Phase,
     SamplingRow,
@@ -19,7 +19,7 @@ from tandem.engine.step import (
     StepSequence,
     pack_block_ids,
 )
-from tandem.engine.torch_runner import TorchRunner
+from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.kernels import paged
 
 PROMPT = [(7 * i) % 120 + 3 for i in range(45)]

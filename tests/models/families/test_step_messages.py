@@ -14,7 +14,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.scheduling.blocks import BlockCopy, BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.step import (
+from tandem.engine.stepping.messages import (
     Logits,
     Phase,
     SampledToken,
@@ -26,7 +26,7 @@ from tandem.engine.step import (
     StepSequence,
     pack_block_ids,
 )
-from tandem.engine.torch_runner import TorchRunner
+from tandem.engine.stepping.torch_runner import TorchRunner
 
 SIZE = 16
 PROMPT = [(7 * i) % 120 + 3 for i in range(21)]

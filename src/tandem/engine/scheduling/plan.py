@@ -6,7 +6,7 @@ from typing import NamedTuple
 from tandem.core.wire import KvSource
 from tandem.engine.scheduling.blocks import BlockCopy, KeyedBlock
 from tandem.engine.scheduling.request import Request
-from tandem.engine.step import Phase
+from tandem.engine.stepping.messages import Phase
 
 __all__ = ["BlockLoad", "ScheduledSequence", "SchedulerStats", "StepPlan"]
 

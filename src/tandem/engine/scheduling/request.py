@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tandem.core.timeline import PrefixMiss
 from tandem.core.wire import FinishReason, KvSource, PrefillKv, SamplingParams, TierKv
-from tandem.engine.step import pack_block_ids
+from tandem.engine.stepping.messages import pack_block_ids
 
 if TYPE_CHECKING:
     from tandem.engine.scheduling.prefix_index import PrefixNode

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from tandem._native import ThreadPool
 from tandem.core.wire import TokenLogprob
-from tandem.engine.runner import StepHandle
-from tandem.engine.sampler import gather_logprobs, sample_tokens
-from tandem.engine.sampler_state import BROKEN_ROW, SamplerState
-from tandem.engine.step import (
+from tandem.engine.stepping.messages import (
     Logits,
     Phase,
     SampledToken,
@@ -22,6 +19,9 @@ from tandem.engine.step import (
     StepResult,
     StepSequence,
 )
+from tandem.engine.stepping.runner import StepHandle
+from tandem.engine.stepping.sampler import gather_logprobs, sample_tokens
+from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.models.loading.loader import CausalModel
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tandem.engine.scheduling.plan import StepPlan
-from tandem.engine.step import StepInput, StepResult
+from tandem.engine.stepping.messages import StepInput, StepResult
 
 __all__ = ["BlockTransfers", "PrefillListener", "Runner", "StepHandle"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.core.wire import SamplingParams
-from tandem.engine.step import SequenceStart
+from tandem.engine.stepping.messages import SequenceStart
 
 __all__ = ["BROKEN_ROW", "SamplerState", "draw_uniform"]
 

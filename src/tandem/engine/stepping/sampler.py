@@ -16,8 +16,8 @@ from tandem._native import SamplingRule, ThreadPool
 from tandem._native import gather_logprobs as gather_natively
 from tandem._native import sample_tokens as sample_natively
 from tandem.core.wire import TokenLogprob
-from tandem.engine.sampler_state import BROKEN_ROW, SamplerState, draw_uniform
-from tandem.engine.step import SampledToken
+from tandem.engine.stepping.messages import SampledToken
+from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState, draw_uniform
 from tandem.kernels.native import view_tensor
 
 __all__ = ["gather_logprobs", "sample_tokens"]
