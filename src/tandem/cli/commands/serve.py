@@ -16,12 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from tandem.cli.config import SERVE_SETTINGS, Config, load_config, with_config_flags
 from tandem.cli.extras import require_serve
 from tandem.cli.output import JsonFlag, print_json, print_table
-from tandem.core.adapter import read_sources
 from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
-from tandem.engine.config import EngineConfig
-from tandem.engine.memory import check_context
 from tandem.server.config import ACCESS_LOGGER
 from tandem.store.config import StoreConfig
 
@@ -139,69 +136,22 @@ async def _serve_with(
     *,
     json: bool,
 ) -> None:
-    from tandem.engine.cluster.client import ClusterClient, make_specs
-    from tandem.engine.process.instance import InstanceSpec
-    from tandem.engine.process.store_child import StoreChild
-    from tandem.models.families import read_json
-    from tandem.models.loading.hub import resolve_folder
-    from tandem.models.loading.packed_cache import may_write_cache
-    from tandem.models.sources.gguf_files import find_gguf
-    from tandem.server.api.names import find_names
-    from tandem.server.api.sampling import load_sampling_defaults
-    from tandem.server.app import build_app
+    from tandem.cli.composition import check_model, compose
     from tandem.server.run import RunningServer, open_listener, run_server
-    from tandem.server.text.tokenizer import load_tokenizer
 
-    folder = resolve_folder(settings.model.path, revision=settings.model.revision)
-    if find_gguf(folder) is None:
-        # A folder without a model is refused before its tokenizer.
-        _check_context(settings.engine, read_json(folder / "config.json"))
-    sources, adapter_folder = read_sources(settings.model.adapter), settings.model.adapter_folder
-    names = find_names(settings.model.path, settings.server.served_model_name, folder)
-    for source in sources:
-        names.check_adapter_name(source.name)
     # What is cheap to find wrong comes before processes are started and weights are read.
-    tokenizer = load_tokenizer(folder)
+    model = check_model(settings)
     listener = open_listener(settings.server)
     with listener, _show_loading(quiet=json) as on_stage:
-        async with contextlib.AsyncExitStack() as opened:
-            store, child = None, None
-            if settings.store.memory_bytes:
-                child = StoreChild(
-                    settings.store, settings.rpc, log_level=log_level, log_format=log_format
-                )
-                store = (await opened.enter_async_context(child)).store
-            elif settings.store.master:
-                store = settings.store
-            common = InstanceSpec(
-                model=settings.model,
-                adapters=sources,
-                engine=settings.engine,
-                rpc=settings.rpc,
-                tiers=settings.tiers,
-                store=store,
-                kv_events=settings.kv_events,
-                log_level=log_level,
-                log_format=log_format,
-            )
-            cluster = ClusterClient(
-                make_specs(settings.cluster, common),
-                settings.cluster,
-                on_stage=on_stage,
-                is_staggered=may_write_cache(settings.model.packed_cache, folder),
-                make_launcher=iter(launchers).__next__,
-            )
-            engine = await opened.enter_async_context(cluster)
-            app = build_app(
-                settings.server,
-                engine,
-                tokenizer,
-                settings.model.path,
-                folder=folder,
-                defaults=load_sampling_defaults(folder),
-                adapter_folder=Path(adapter_folder) if adapter_folder else None,
-                read_store=None if child is None else lambda: child.status,
-            )
+        composing = compose(
+            settings,
+            model,
+            launchers,
+            log_level=log_level,
+            log_format=log_format,
+            on_stage=on_stage,
+        )
+        async with composing as (engine, app):
             started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
             serving = asyncio.create_task(
                 run_server(settings.server, app, started.set_result, listener)
@@ -221,16 +171,6 @@ async def _serve_with(
             finally:
                 announcing.cancel()
                 await asyncio.gather(announcing, return_exceptions=True)
-
-
-def _check_context(engine: EngineConfig, values: dict[str, Any]) -> None:
-    """Refuse a context beyond the model's own, as far as its configuration names that plainly.
-
-    Raises: ConfigError.
-    """
-    own = values.get("max_position_embeddings")
-    if isinstance(own, int) and own > 0:
-        check_context(engine.max_model_len, own)
 
 
 async def _announce(cluster: Any, started: Any, *, json: bool) -> None:
