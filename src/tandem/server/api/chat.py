@@ -32,7 +32,7 @@ from tandem.server.protocol.openai import (
     ChatRequest,
 )
 
-__all__ = ["answer_chat"]
+__all__ = ["answer_chat", "plan_chat"]
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
@@ -50,7 +50,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
     origin = context.note_arrival(http)
     request = await context.read_request(http, _decoder, REFUSED_FIELDS)
-    model, plans = await context.prepare(http, origin, request.timeout, _plan, context, request)
+    model, plans = await context.prepare(http, origin, request.timeout, plan_chat, context, request)
     n = request.n if request.n is not None else 1
     options = read_options(request, "chatcmpl", model.adapter)
     group = await context.start(plans, options, origin, http.receive)
@@ -60,7 +60,8 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
     return await answer_whole(http, group, _collect(answer, group))
 
 
-def _plan(context: ServerContext, request: ChatRequest) -> tuple[ServedModel, list[ChoicePlan]]:
+def plan_chat(context: ServerContext, request: ChatRequest) -> tuple[ServedModel, list[ChoicePlan]]:
+    """Return what was asked for, and its generations."""
     _check(request)
     model = context.find_model(request.model)
     info = context.ready_info()

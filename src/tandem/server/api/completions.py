@@ -29,7 +29,7 @@ from tandem.server.protocol.openai import (
     CompletionRequest,
 )
 
-__all__ = ["answer_completion"]
+__all__ = ["answer_completion", "plan_completion"]
 
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of this endpoint."""
@@ -77,7 +77,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
     origin = context.note_arrival(http)
     request = await context.read_request(http, _decoder, REFUSED_FIELDS)
     model, plans, echoes = await context.prepare(
-        http, origin, request.timeout, _plan, context, request
+        http, origin, request.timeout, plan_completion, context, request
     )
     options = read_options(request, "cmpl", model.adapter)
     group = await context.start(plans, options, origin, http.receive)
@@ -95,7 +95,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
     return await answer_whole(http, group, _collect(answer, group))
 
 
-def _plan(
+def plan_completion(
     context: ServerContext, request: CompletionRequest
 ) -> tuple[ServedModel, list[ChoicePlan], list[str] | None]:
     """Return what was asked for, and the texts of the prompts if they are to be repeated."""

@@ -1,0 +1,318 @@
+"""``LLM``: a model in a Python program, served by the parts that `tandem serve` puts together.
+
+A request takes the path of ``/v1/completions`` or ``/v1/chat/completions`` without HTTP: the same
+fields, the same checks, the same generations. One thread runs the event loop; every method may be
+called from any thread.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+import uuid
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from tandem.cli.composition import check_model, compose
+from tandem.cli.config import Config, load_config
+from tandem.core.config import list_fields
+from tandem.core.errors import ConfigError, PeerLostError
+from tandem.core.wire import TokenLogprob
+from tandem.engine.process.launcher import ProcessLauncher
+from tandem.server.api.chat import plan_chat
+from tandem.server.api.completions import plan_completion
+from tandem.server.api.options import REFUSED_FIELDS, read_options
+from tandem.server.context import ChoicePlan, ServedModel, ServerContext
+from tandem.server.edge.connection import limit_time
+from tandem.server.generation import GenerationGroup
+from tandem.server.protocol.decode import decode_body, refuse_unsupported
+from tandem.server.protocol.openai import ChatRequest, CompletionRequest
+from tandem.server.telemetry.timelines import Origin
+
+__all__ = ["LLM", "Delta", "Output"]
+
+T = TypeVar("T")
+
+_completions = msgspec.json.Decoder(CompletionRequest)
+_chats = msgspec.json.Decoder(ChatRequest)
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """New text of an answer; the last has a ``finish_reason``."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None = None
+
+
+class Output(msgspec.Struct, kw_only=True):
+    """An answer.
+
+    Attributes:
+        index: of the answer; those of one prompt are side by side.
+        text: of the answer, without the stop string.
+        token_ids: generated, a stop token included.
+        finish_reason: "stop", "length" or "abort".
+        stop_reason: the stop string or id that was asked for and ended it.
+        logprobs: of the tokens; empty unless asked for.
+        prompt_tokens: of the prompt.
+        completion_tokens: generated.
+        cached_tokens: of the prompt, not computed again.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] = []
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class LLM:
+    """A model, loaded in instances of its own. A context manager; ``close`` ends the instances.
+
+    Args:
+        model: a folder, GGUF file, hub id or `demo`.
+        config: YAML file of settings.
+        settings: settings by their last name (``max_model_len=2048``), or by section and name
+            where several sections have it (``store__secret=...``).
+
+    Raises: ConfigError, PeerLostError (it cannot be served), and as loading raises.
+    """
+
+    def __init__(self, model: str, *, config: Path | None = None, **settings: Any) -> None:
+        self._settings = load_config(config, _find_settings(settings), model=model).config
+        self._loop = asyncio.new_event_loop()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._opened = contextlib.AsyncExitStack()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
+        self._thread.start()
+        try:
+            self._context = self._call(self._open())
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the instances; requests in flight raise PeerLostError. Idempotent."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def generate(self, prompts: str | Sequence[Any], **sampling: Any) -> list[Output]:
+        """Continue all prompts, together.
+
+        Args:
+            prompts: a text, token ids, or a list of either.
+            sampling: fields of ``/v1/completions``.
+
+        Raises: as the server answers: ConfigError, CapacityError, DeadlineError, PeerLostError.
+        """
+        return self._call(self._answer(_read_completion(prompts, sampling)))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> list[Output]:
+        """Answer a conversation; ``sampling`` are fields of ``/v1/chat/completions``."""
+        return self._call(self._answer(_read_chat(messages, sampling)))
+
+    def stream(self, prompts: str | Sequence[Any], **sampling: Any) -> Iterator[Delta]:
+        """Yield what ``generate`` returns as it comes; closing the iterator cancels the rest."""
+        deltas = self._deltas(_read_completion(prompts, sampling))
+        try:
+            while (delta := self._call(_next(deltas))) is not None:
+                yield delta
+        finally:
+            if not self._is_closed:
+                self._call(deltas.aclose())
+
+    async def agenerate(self, prompts: str | Sequence[Any], **sampling: Any) -> list[Output]:
+        """See ``generate``."""
+        return await self._await(self._answer(_read_completion(prompts, sampling)))
+
+    async def achat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> list[Output]:
+        """See ``chat``."""
+        return await self._await(self._answer(_read_chat(messages, sampling)))
+
+    async def astream(self, prompts: str | Sequence[Any], **sampling: Any) -> AsyncIterator[Delta]:
+        """See ``stream``."""
+        deltas = self._deltas(_read_completion(prompts, sampling))
+        try:
+            while (delta := await self._await(_next(deltas))) is not None:
+                yield delta
+        finally:
+            if not self._is_closed:
+                await self._await(deltas.aclose())
+
+    async def _open(self) -> ServerContext:
+        launchers: list[ProcessLauncher] = []
+        for _ in range(self._settings.cluster.num_instances):
+            launchers.append(ProcessLauncher())
+            self._opened.push_async_callback(launchers[-1].close)
+            await launchers[-1].prepare()
+        model = check_model(self._settings)
+        composing = compose(
+            self._settings, model, launchers, log_level="warning", log_format="text"
+        )
+        engine, app = await self._opened.enter_async_context(composing)
+        await self._opened.enter_async_context(app.router.lifespan_context(app))
+        await engine.wait_ready()
+        self._app = app
+        return app.state.context
+
+    async def _close(self) -> None:
+        own = asyncio.current_task()
+        running = [task for task in asyncio.all_tasks() if task.get_name() == "llm-request"]
+        for task in running:
+            if task is not own:
+                task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._opened.aclose()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
+        if self._is_closed:
+            work.close()
+            raise PeerLostError("llm.call", "the model is closed: make another LLM")
+
+        async def run() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            task.set_name("llm-request")
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        future = self._submit(work)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise PeerLostError("llm.call", "the model was closed meanwhile") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await asyncio.wrap_future(self._submit(work))
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise PeerLostError("llm.call", "the model was closed meanwhile") from None
+            raise
+
+    @contextlib.asynccontextmanager
+    async def _start(
+        self, request: CompletionRequest | ChatRequest
+    ) -> AsyncIterator[GenerationGroup]:
+        context, name = self._context, uuid.uuid4().hex
+        now_s, unix_s = context.clock.now_s(), datetime.now(UTC).timestamp()
+        origin = Origin(now_s, unix_s, b"", name, "", "")
+        planning: Callable[[], tuple[ServedModel, list[ChoicePlan]]]
+        if isinstance(request, ChatRequest):
+            planning = lambda: plan_chat(context, request)  # noqa: E731
+        else:
+            planning = lambda: plan_completion(context, request)[:2]  # noqa: E731
+        served, plans = await context.encoder.threads.run(planning, 0)
+        options = read_options(request, name, served.adapter)
+        group = await context.start(plans, options, origin, _never_gone)
+        try:
+            yield group
+        finally:
+            await group.close()
+
+    async def _answer(self, request: CompletionRequest | ChatRequest) -> list[Output]:
+        async with self._start(request) as group:
+            outputs = [
+                Output(index=each.index, token_ids=[], logprobs=[]) for each in group.generations
+            ]
+            async with limit_time(group.time_limit_s):
+                async for generation, piece in group.pieces():
+                    output = outputs[generation.index]
+                    output.text += piece.text
+                    output.token_ids += piece.token_ids
+                    output.logprobs += piece.logprobs
+            for output, each in zip(outputs, group.generations, strict=True):
+                output.finish_reason, output.stop_reason = each.finish_reason, each.stop_reason
+                output.prompt_tokens, output.completion_tokens = each.prompt_len, each.num_tokens
+                output.cached_tokens = each.cached_len
+            return outputs
+
+    async def _deltas(
+        self, request: CompletionRequest | ChatRequest
+    ) -> AsyncGenerator[Delta, None]:
+        async with self._start(request) as group:
+            async for generation, piece in group.pieces():
+                yield Delta(
+                    index=generation.index,
+                    text=piece.text,
+                    token_ids=list(piece.token_ids),
+                    logprobs=list(piece.logprobs),
+                    finish_reason=piece.finish_reason,
+                )
+
+
+async def _never_gone() -> Any:
+    """Stand for the connection of a client that stays."""
+    await asyncio.get_running_loop().create_future()
+
+
+async def _next(deltas: Any) -> Delta | None:
+    return await anext(deltas, None)
+
+
+def _read_completion(prompts: Any, sampling: Mapping[str, Any]) -> CompletionRequest:
+    body = msgspec.json.encode({**sampling, "prompt": prompts})
+    request = decode_body(body, _completions)
+    refuse_unsupported(body, REFUSED_FIELDS)
+    return request
+
+
+def _read_chat(messages: Any, sampling: Mapping[str, Any]) -> ChatRequest:
+    body = msgspec.json.encode({**sampling, "messages": messages})
+    request = decode_body(body, _chats)
+    refuse_unsupported(body, REFUSED_FIELDS)
+    return request
+
+
+def _find_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by flag parameter, as ``load_config`` takes them."""
+    paths = [field.path for field in list_fields(Config)]
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        dotted = name.replace("__", ".")
+        matching = [path for path in paths if path == dotted or path.endswith(f".{name}")]
+        if len(matching) != 1:
+            why = f"is one of {', '.join(matching)}" if matching else "is no setting"
+            raise ConfigError(
+                "llm.settings", f"{name} {why}: give section__name, as cluster__prefill", field=name
+            )
+        text = str(value).lower() if isinstance(value, bool) else value
+        found[matching[0].replace(".", "__")] = text if isinstance(text, list) else str(text)
+    return found
