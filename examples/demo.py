@@ -66,7 +66,7 @@ def main() -> int:
     """Run the demo; return 0 if both answers came and the second met a warm cache."""
     print("$ tandem serve demo", flush=True)
     try:
-        with connect("demo", None, None, []) as client:
+        with connect("demo", None, None, []) as (client, _):
             print(f"serving at {client.base_url}\n")
             first, second = [
                 ask(client, number, prompt) for number, prompt in enumerate(PROMPTS, start=1)

@@ -51,7 +51,7 @@ def ask_both(adapter: Path, prompt: str) -> None:
     """Serve the model with its adapter; ask both by their names, on one server."""
     flags = ["--adapter", f"{ADAPTER_NAME}={adapter}"]
     print(f"$ tandem serve demo {' '.join(flags)}", flush=True)
-    with connect("demo", None, None, flags) as client:
+    with connect("demo", None, None, flags) as (client, _):
         print(f"--- {prompt}")
         for model in ("demo", ADAPTER_NAME):
             message = {"role": "user", "content": prompt}

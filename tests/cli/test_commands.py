@@ -33,6 +33,16 @@ def test_config_show_names_every_setting_and_its_origin(run, tmp_path):
     assert set(SHORT_NAMES) <= set(rows)
 
 
+def test_a_repeated_flag_adds_to_its_list(run):
+    """The documented form: each --adapter counts, not the last alone; commas do, too."""
+    arguments = ["--adapter", "a=/x", "--adapter", "b=/y,c=/z", "--server.allowed-hosts", "h"]
+    shown = json.loads(run("config", "show", "--json", *arguments)[1])
+    values = {row["setting"]: row["value"] for row in shown}
+    assert values["model.adapter"] == ["a=/x", "b=/y", "c=/z"]
+    assert values["server.allowed_hosts"] == ["h"]
+    assert values["server.cors_origins"] == []
+
+
 def test_config_show_hides_secrets(run):
     _, out, _ = run("config", "show", "--api-key", "s3cret")
     assert "s3cret" not in out

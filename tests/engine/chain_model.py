@@ -7,10 +7,12 @@ from, gives wrong tokens. The next token follows from the last layer and the req
 
 import hashlib
 
+import msgspec
+import numpy as np
+
 from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import MlaLayout
-from tandem.engine.runner import SequenceResult
-from tandem.engine.sampler_state import SampledToken
+from tandem.engine.stepping.messages import SampledToken, SequenceResult, StepInput, StepResult
 
 BLOCK = 4
 NUM_LAYERS = 2
@@ -71,39 +73,48 @@ class ChainRunner:
     def __init__(self, memory, weights: str) -> None:
         self._bytes = memoryview(memory)
         self._weights = weights
+        self._seeds: dict[int, int] = {}
 
-    def run(self, step):
-        """Compute a step; a generator that yields after each layer and returns the results."""
-        for copy in step.plan.copies:
+    @property
+    def num_started(self) -> int:
+        """Sequences whose sampling state is kept."""
+        return len(self._seeds)
+
+    def run(self, step, on_layer):
+        """Compute a step; a generator that yields after each layer and returns the result."""
+        # What goes to a runner can always be sent to another process.
+        step = msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput)
+        for sequence_id in step.ends:
+            del self._seeds[sequence_id]
+        self._seeds |= {start.sequence_id: start.seed for start in step.starts}
+        for copy in step.copies:
             for layer in range(NUM_LAYERS):
                 source = copy.src_block_id * BLOCK_BYTES + layer * ROW_BYTES
                 target = copy.dst_block_id * BLOCK_BYTES + layer * ROW_BYTES
                 size = copy.num_tokens * WIDTH
                 self._bytes[target : target + size] = self._bytes[source : source + size]
-        inputs = []
-        for sequence in step.plan.sequences:
-            end = sequence.start + sequence.num_tokens
-            tokens = sequence.request.get_tokens(sequence.start, end)
-            inputs.append([encode_token(self._weights, token) for token in tokens])
+        inputs = [
+            [encode_token(self._weights, token) for token in sequence.token_ids]
+            for sequence in step.sequences
+        ]
         for layer in range(NUM_LAYERS):
-            for i, sequence in enumerate(step.plan.sequences):
+            for i, sequence in enumerate(step.sequences):
                 inputs[i] = self._run_layer(layer, sequence, inputs[i])
-            if step.on_layer is not None:
-                step.on_layer(layer)
+            if on_layer is not None:
+                on_layer(layer)
             yield
-        results = {}
-        for sequence, states in zip(step.plan.sequences, inputs, strict=True):
-            request_id = sequence.request.request_id
-            sampled = None
-            if sequence.wants_sample:
-                position = len(sequence.request.output_ids)
-                seed = step.states[request_id].seed
-                sampled = SampledToken(pick(states[-1], seed, position), None)
-            results[request_id] = SequenceResult(sampled=sampled)
-        return results
+        results = []
+        for sequence, states in zip(step.sequences, inputs, strict=True):
+            result = SequenceResult(sequence.sequence_id)
+            if sequence.sampling is not None:
+                seed = self._seeds[sequence.sequence_id]
+                token_id = pick(states[-1], seed, sequence.sampling.position)
+                result.tokens = [SampledToken(token_id)]
+            results.append(result)
+        return StepResult(results)
 
     def _run_layer(self, layer, sequence, inputs):
-        table, states = sequence.block_table, []
+        table, states = np.frombuffer(sequence.block_table, np.int32).tolist(), []
         at = _find_row(table, layer, sequence.start - 1)
         state = bytes(self._bytes[at : at + WIDTH]) if sequence.start else bytes(WIDTH)
         for position, below in enumerate(inputs, sequence.start):

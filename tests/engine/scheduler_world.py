@@ -64,7 +64,7 @@ class ToyRunner:
                         f"{s.request.request_id} reads position {position} in block {block_id}"
                     )
         return {
-            s.request.request_id: expected[s.request.request_id][-1] % VOCABULARY
+            s.request.request_id: [expected[s.request.request_id][-1] % VOCABULARY]
             for s in sequences
             if s.wants_sample
         }
@@ -160,6 +160,9 @@ class World:
     max_queue: int = 6
     max_model_len: int = 1000
     prefix_cache: bool = True
+    overlap: bool = False
+    ahead: StepPlan | None = None
+    num_ahead: int = 0
     index_class: type[PrefixIndex] = PrefixIndex
     pool_class: type[BlockPool] = BlockPool
     scheduler_class: type[Scheduler] = Scheduler
@@ -185,6 +188,7 @@ class World:
             max_model_len=self.max_model_len,
             scheduling_order=self.order,
             prefix_cache=self.prefix_cache,
+            overlap="on" if self.overlap else "off",
         )
         self.pool = self.pool_class(self.num_blocks)
         self.index = self.index_class(self.pool, BLOCK_SIZE, b"toy")
@@ -248,22 +252,25 @@ class World:
         self.ended.append(request)
 
     def step(self, in_flight=(), stop_chance=0.05, fail_chance=0.01) -> StepPlan:
-        """One step; ``in_flight`` are calls that happen while it is being computed."""
-        plan = self.scheduler.schedule(self.now_s)
-        if self.checks:
-            self.check_plan(plan)
-        for request in plan.expired:
-            self.retire(request, FinishReason.DEADLINE)
-        self.check_progress(plan)
-        if self.tier is not None:
-            self.tier.begin(plan)
-            self.move_some()
+        """One step; ``in_flight`` are calls that happen while it is being computed.
+
+        With overlap, another one may be planned meanwhile, which is then the next.
+        """
+        plan, self.ahead = self.ahead, None
+        if plan is None:
+            plan = self.plan()
         for call in in_flight:
             call()
+        if self.overlap and not plan.is_empty and self.rng.random() < 0.8:
+            self.ahead = self.plan(is_ahead=True)
+            for call in in_flight:
+                if self.rng.random() < 0.5:
+                    call()
         if self.checks:
             self.scheduler.check()
         ids = [s.request.request_id for s in plan.sequences]
         failed = {i for i in ids if self.rng.random() < fail_chance}
+        self.check_referenced(plan)
         sampled = self.runner.execute(plan, failed)
         stopped = {i: FinishReason.STOP for i in sampled if self.rng.random() < stop_chance}
         stopped |= dict.fromkeys(failed, FinishReason.ERROR)
@@ -274,18 +281,42 @@ class World:
         for request in self.scheduler.complete(plan, sampled, self.now_s, stopped):
             self.check_end(request, stopped)
             self.retire(request)
+        if self.ahead is not None:
+            self.num_ahead += len(self.ahead.sequences)
+            if self.ahead.is_empty or not self.scheduler.settle(self.ahead):
+                self.ahead = None
         if self.checks:
             self.scheduler.check()
         return plan
+
+    def plan(self, *, is_ahead: bool = False) -> StepPlan:
+        plan = self.scheduler.schedule(self.now_s)
+        if self.checks:
+            self.check_plan(plan)
+        for request in plan.expired:
+            self.retire(request, FinishReason.DEADLINE)
+        if not is_ahead:
+            self.check_progress(plan)
+        if self.tier is not None:
+            self.tier.begin(plan)
+            self.move_some()
+        return plan
+
+    def check_referenced(self, plan: StepPlan) -> None:
+        """What a step reads may not be given to anybody else while it runs."""
+        for s in plan.sequences:
+            free = [b for b in s.block_table if not self.pool.get_num_refs(b)]
+            if free and not s.request.is_finished:
+                raise WrongKvError(f"{s.request.request_id} reads blocks {free}, which are free")
 
     def move_some(self, chance: float = 0.5) -> None:
         """Let some transfers from and to the lower tier happen."""
         # Slower than loads, so that some blocks have a new owner when they are stored.
         self.tier.store_some(self.scheduler, self.runner, chance**3)
-        for request in list(self.scheduler._loading):
+        for request in list(self.scheduler._state.loading):
             if request.awaits_continuation and self.rng.random() < chance:
                 tokens = [fingerprint(request)[-1] % VOCABULARY]
-                if request.max_total_tokens > request.num_tokens + 1:
+                if request.queue.max_total_tokens > request.num_tokens + 1:
                     assert self.scheduler.continue_request(request.request_id, tokens)
         self.tier.end_some(self.scheduler, self.runner, chance)
 
@@ -330,8 +361,15 @@ class World:
         for s in plan.sequences:
             request = s.request
             assert s.num_tokens >= 1
-            assert s.start + s.num_tokens <= request.num_tokens
-            assert s.wants_sample == (s.start + s.num_tokens == request.num_tokens) or (
+            # In the plan made last, so what is in flight ends where its request's plans end.
+            assert s.start + s.num_tokens == request.num_planned_tokens
+            num_expected = request.num_expected_tokens - s.wants_sample
+            assert (
+                s.start + s.num_tokens
+                <= num_expected
+                < request.queue.max_total_tokens + (request.sampling.max_tokens == 0)
+            )
+            assert s.wants_sample == (s.start + s.num_tokens == num_expected) or (
                 request.sampling.max_tokens == 0
             )
             first, last = s.start // BLOCK_SIZE, (s.start + s.num_tokens - 1) // BLOCK_SIZE
@@ -374,13 +412,13 @@ class World:
             *(s.block_table for s in plan.sequences)
         )
         assert in_step.isdisjoint(moving), "a step uses a block that a transfer writes"
-        running = self.scheduler._running
+        running = self.scheduler._state.running
         if running and self.order == "chunked" and running[0].num_remaining_tokens == 1:
             assert running[0].is_scheduled, "the most urgent decode waits for a load"
 
     def is_new(self, request: Request) -> bool:
         """Whether this is the request's first step since it was admitted (again)."""
-        admissions = 1 + request.num_preemptions
+        admissions = 1 + request.queue.num_preemptions
         is_new = self.num_seen.get(request.request_id) != admissions
         self.num_seen[request.request_id] = admissions
         return is_new
@@ -399,7 +437,9 @@ class World:
         if start < best:
             # Only a copy may be forgone, and only where its source could not be pinned as well.
             assert start == best - best % BLOCK_SIZE, f"{start} tokens reused, {best} were there"
-            outstanding = map(self.scheduler._count_outstanding, self.scheduler._running)
+            outstanding = map(
+                self.scheduler._state.count_outstanding, self.scheduler._state.running
+            )
             assert self.pool.num_free + self.pool.num_cached <= sum(outstanding)
         copied = {c.dst_block_id: c.num_tokens for c in plan.copies}
         assert copied.get(request.block_table[start // BLOCK_SIZE], 0) == start % BLOCK_SIZE or (
@@ -409,7 +449,7 @@ class World:
     def drain(self) -> None:
         """Step until nothing lives, in a bounded number of steps, and all blocks are back."""
         # A generous multiple of one token per step, recomputing everything now and then.
-        limit = 200 + 20 * sum(r.max_total_tokens for r in self.live.values())
+        limit = 200 + 20 * sum(r.queue.max_total_tokens for r in self.live.values())
         for _ in range(limit):
             if not self.live:
                 break
@@ -454,8 +494,10 @@ def count_shared(a, b) -> int:
 class Impatient(Scheduler):
     """Admits without leaving room for growth: correct all the same, but preempts far more."""
 
-    def _count_lookahead(self, request):
-        return self._count_blocks(request.num_tokens)
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        state = self._state
+        state.count_lookahead = lambda r: state.count_blocks(r.num_expected_tokens)
 
 
 def drive(world: World, num_steps: int) -> None:

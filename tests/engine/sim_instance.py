@@ -3,6 +3,7 @@
 import asyncio
 import collections
 
+import msgspec
 import numpy as np
 from chain_model import (
     BLOCK,
@@ -15,6 +16,7 @@ from chain_model import (
 )
 from sim_peers import Listener, SimPeerPort
 
+from tandem.core.errors import InternalError
 from tandem.core.wire import InstanceInfo, KvPeer
 from tandem.engine.config import EngineConfig
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
@@ -78,7 +80,10 @@ class SimInstance:
         pool = BlockPool(self.num_blocks)
         self.planner = CostTierPlanner(world.tiers, block_size=BLOCK, block_bytes=BLOCK_BYTES)
         index = PrefixIndex(pool, BLOCK, identity=self.identity.digest)
-        self.scheduler = Scheduler(ENGINE, pool, index, self.planner)
+        # Half of the instances plan ahead, so that every race is tried both ways.
+        self.is_overlapped = world.random.random() < 0.5
+        config = msgspec.structs.replace(ENGINE, overlap="on" if self.is_overlapped else "off")
+        self.scheduler = Scheduler(config, pool, index, self.planner)
         self.runner = ChainRunner(self.memory, weights)
         self.engine = Engine(
             self.scheduler,
@@ -159,28 +164,42 @@ class SimInstance:
 
     async def _run(self) -> None:
         """What the main thread of an instance does, with time that passes within a step."""
-        engine, world = self.engine, self.world
+        engine = self.engine
+        running = None
         while True:
-            while not engine.wait_for_work(0.0):
+            while running is None and not engine.wait_for_work(0.0):
                 self.bell.clear()
                 await self._wait_for_bell()
-            step = engine.begin_step()
-            if step.plan.is_empty:
-                self.api.deliver(step.outputs)
+            step = engine.plan_step()
+            self.api.deliver(step.outputs)
+            step.outputs = []
+            if running is not None:
+                await running
+                running = None
+            message = engine.start_step(step)
+            if message is None:
                 await asyncio.sleep(0.0005)
                 continue
-            layers = self.runner.run(step)
-            while True:
-                try:
-                    next(layers)
-                except StopIteration as end:
-                    results = end.value
-                    break
-                await asyncio.sleep(world.random.uniform(0.2, 2) * STEP_S / NUM_LAYERS)
-            if world.random.random() < world.faults_of_model:
-                self.api.deliver(engine.fail_step(step, RuntimeError("a fault of the model")))
-            else:
-                self.api.deliver(engine.end_step(step, results))
+            running = self.process.spawn(self._compute(step, message))
+            if not self.is_overlapped:
+                await running
+                running = None
+
+    async def _compute(self, step, message) -> None:
+        engine, world = self.engine, self.world
+        layers = self.runner.run(message, engine.watch_layers(step))
+        while True:
+            try:
+                next(layers)
+            except StopIteration as end:
+                result = end.value
+                break
+            await asyncio.sleep(world.random.uniform(0.2, 2) * STEP_S / NUM_LAYERS)
+        failures = {}
+        if world.random.random() < world.faults_of_model:
+            fault = InternalError("sim.step", "a fault of the model")
+            failures = {sequence.sequence_id: fault for sequence in message.sequences}
+        self.api.deliver(engine.end_step(step, result, failures))
 
     async def _wait_for_bell(self) -> None:
         wake_in_s = self.scheduler.wake_s - self.process.loop.now_s
@@ -200,13 +219,13 @@ class SimInstance:
         """What an idle instance should have given back; ``may_store``: puts may be under way."""
         if self.peer is not None:
             self.listener.announcer.note_progress()  # Forgets questions that nobody waits for.
-        stats, loads = self.engine.get_stats(), self.scheduler._loads
+        stats, state = self.engine.get_stats(), self.scheduler._state
         kept = {
             "used blocks": stats.num_used_blocks,
             "held": stats.num_held,
-            "pinned by holds": self.scheduler._holds.num_pinned,
-            "in transfer": loads.num_in_transfer,
-            "pinned by loads": loads.num_pinned,
+            "pinned by holds": state.holds.num_pinned,
+            "in transfer": state.loads.num_in_transfer,
+            "pinned by loads": state.loads.num_pinned,
             "live": int(self.engine.has_requests),
             "owned": self.api.num_owned,
             "staging": self.world.tiers.staging_blocks - self.tier._staging.num_free,

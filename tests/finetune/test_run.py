@@ -147,7 +147,7 @@ def test_validation_of_which_the_cutoff_leaves_nothing_is_refused(make_values, t
     """With eval_strategy transformers would end with an error of its own, after the model."""
     rows = [{"instruction": "q " * 100, "output": "a"}]
     (tmp_path / "long.json").write_text(json.dumps(rows))
-    values = make_values(tmp_path / "out", eval_dataset=str(tmp_path / "long.json"))
+    values = make_values(tmp_path / "out", eval_dataset=str(tmp_path / "long.json"), cutoff_len=4)
     with pytest.raises(ConfigError, match="no answer in any record of validation"):
         finetune(make_recipe(values))
 

@@ -28,12 +28,10 @@ class LiveServer:
         tokenizer: Tokenizer,
         model: str = "tiny",
         folder: Path | None = None,
-        adapter_folder: Path | None = None,
+        **parts,
     ) -> None:
         self.engine = engine
-        self.app = build_app(
-            config, engine, tokenizer, model, folder=folder, adapter_folder=adapter_folder
-        )
+        self.app = build_app(config, engine, tokenizer, model, folder=folder, **parts)
         self.config = config
         self._started: Future[RunningServer] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -88,13 +86,20 @@ class LiveServers:
         model: str = "tiny",
         folder: Path | None = None,
         adapter_folder: Path | None = None,
+        read_store=None,
         **settings,
     ) -> LiveServer:
         settings = {"port": 0, "drain_timeout_s": 0.5} | settings
         if engine is None:
             engine = FakeEngine(info=make_info(self._tokenizer.vocab_size))
         server = LiveServer(
-            ServerConfig(**settings), engine, self._tokenizer, model, folder, adapter_folder
+            ServerConfig(**settings),
+            engine,
+            self._tokenizer,
+            model,
+            folder,
+            adapter_folder=adapter_folder,
+            read_store=read_store,
         )
         self._servers.append(server)
         return server

@@ -125,11 +125,14 @@ def load_config(
 
     Raises: ConfigError naming the setting and its origin.
     """
-    given = {
-        field.path: (SHORT_NAMES.get(field.path, field.flag), flags[_parameter(field)])
-        for field in list_fields(Config)
-        if flags.get(_parameter(field)) is not None
-    }
+    given: dict[str, tuple[str, Any]] = {}
+    for field in list_fields(Config):
+        value = flags.get(_parameter(field))
+        if isinstance(value, list):
+            # Of a flag that was repeated; none of it, if it was not given.
+            value = ",".join(cast("list[str]", value)) if value else None
+        if value is not None:
+            given[field.path] = (SHORT_NAMES.get(field.path, field.flag), value)
     if model is not None:
         given["model.path"] = ("MODEL", model)
     return resolve_config(Config, file=file, environment=read_environment(), flags=given)
@@ -222,5 +225,6 @@ def _make_parameter(field: ConfigField, shown: frozenset[str]) -> inspect.Parame
         _parameter(field),
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[str | None, option],
+        # A list may be given in one flag, with commas, or by repeating it.
+        annotation=Annotated[list[str] | None if field.is_list else str | None, option],
     )

@@ -76,6 +76,11 @@ class ConfigField(msgspec.Struct, frozen=True, kw_only=True):
     secret: bool = False
 
     @property
+    def is_list(self) -> bool:
+        """Whether it takes several values: text is split at commas."""
+        return "list" in self.type_name.split(" | ")
+
+    @property
     def flag(self) -> str:
         """The command line's name, ``--engine.block-size``."""
         return "--" + self.path.replace("_", "-")

@@ -1,10 +1,23 @@
-"""What a server tells about one of its instances."""
+"""What a server tells about one of its instances, and about its store."""
+
+from typing import Literal
 
 import msgspec
 
 from tandem.core.wire import StageChanged
 
-__all__ = ["InstanceStatus"]
+__all__ = ["InstanceStatus", "StoreStatus"]
+
+
+class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The store that a server runs for its instances."""
+
+    stage: Literal["starting", "serving", "restarting"]
+    detail: str = ""
+    """Why it restarts, or did last."""
+    pid: int | None = None
+    """None while no process runs."""
+    num_restarts: int = 0
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,18 +1,30 @@
-"""Log lines: ``key=value`` text on standard error, with the request's id where there is one.
+"""Log lines on standard error, ``key=value`` text or JSON, with the request's id if there is one.
 
 Only a process's entry point calls ``configure_logging``; the library never does. INFO is a change
 of state of a process or a peer, and the access log's one line for each HTTP request; all else that
 is per request is DEBUG, and nothing is logged per token.
 """
 
+import json
 import logging
 import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from enum import StrEnum
 
 from tandem.core.errors import TandemError
 
-__all__ = ["LogLevel", "configure_logging", "current_request_id"]
+__all__ = ["LogFormat", "LogLevel", "configure_logging", "current_request_id"]
+
+MAX_REPEATS = 10
+"""Warnings of one place in the code that are written within ``REPEAT_WINDOW_S``."""
+REPEAT_WINDOW_S = 10.0
+_MAX_PLACES = 256
+_KEY_CHARS = 48
+"""Of a message's template: libraries put addresses into theirs, after what it is about."""
 
 
 class LogLevel(StrEnum):
@@ -22,6 +34,13 @@ class LogLevel(StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+
+class LogFormat(StrEnum):
+    """How a line is written."""
+
+    TEXT = "text"
+    JSON = "json"
 
 
 current_request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -55,13 +74,74 @@ class _KeyValueFormatter(logging.Formatter):
         return line
 
 
-def configure_logging(process: str, level: str = LogLevel.INFO) -> None:
+class _JsonFormatter(logging.Formatter):
+    """One object a line; ``message`` is the text of the other format without what has a field."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, str | int] = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "pid": record.process or 0,
+            "logger": record.name,
+        }
+        request_id = current_request_id.get()
+        if request_id:
+            line["request_id"] = request_id
+        line["message"] = record.getMessage()
+        if record.exc_info:
+            error = record.exc_info[1]
+            if isinstance(error, TandemError | OSError):
+                line["error"] = str(error)
+            else:
+                line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class _RepeatFilter(logging.Filter):
+    """Drops warnings and errors that one place repeats, and says how many with the next line.
+
+    A server without descriptors would write thousands of lines a second, all of them the same.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._now_s = now_s
+        self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is written."""
+        if record.levelno < logging.WARNING:
+            return True
+        key = (record.name, str(record.msg)[:_KEY_CHARS])
+        now_s = self._now_s()
+        begin_s, count = self._seen.pop(key, (now_s, 0))
+        num_dropped = max(count - MAX_REPEATS, 0)
+        if now_s - begin_s >= REPEAT_WINDOW_S:
+            if num_dropped:
+                record.msg = f"{record.getMessage()} suppressed={num_dropped}"
+                record.args = None
+            begin_s, count = now_s, 0
+        self._seen[key] = (begin_s, count + 1)
+        if len(self._seen) > _MAX_PLACES:
+            self._seen.popitem(last=False)
+        return count < MAX_REPEATS
+
+
+def configure_logging(process: str, level: str = LogLevel.INFO, form: str = LogFormat.TEXT) -> None:
     """Send this process's log lines to standard error; call once, at its entry point.
 
-    Raises: ValueError (``level`` is no ``LogLevel``).
+    Raises: ValueError (``level`` is no ``LogLevel``, ``form`` no ``LogFormat``).
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_KeyValueFormatter(process))
+    is_json = LogFormat(form) is LogFormat.JSON
+    handler.setFormatter(_JsonFormatter(process) if is_json else _KeyValueFormatter(process))
+    handler.addFilter(_RepeatFilter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(LogLevel(level).upper())

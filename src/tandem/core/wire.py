@@ -16,6 +16,7 @@ from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout
 
 __all__ = [
+    "MIN_REPETITION_PENALTY",
     "WIRE_VERSION",
     "AddRequest",
     "CancelRequest",
@@ -41,8 +42,12 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Version of these messages; an instance and a server of different versions refuse each other."""
+
+
+MIN_REPETITION_PENALTY = 1e-6
+"""Logits are divided by it in float32, where much smaller values are 0 or give infinities."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0)] = 0
     """0 is all."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=10.0)] = 1.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: dict[int, float] = {}
@@ -71,6 +76,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """None: none. k: the chosen token's log-probability and those of the k likeliest."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """The same for the prompt's tokens; switches reuse of a cached prefix off."""
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if tokens seen so far change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
 
 
 class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +139,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is served first."""
     timeout_s: float | None = None
     """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
+    client: str = ""
+    """Who sent it, in the server's words: different clients that wait get equal shares."""
     cache_salt: str = ""
     """Requests of different salts never share cached blocks."""
     adapter: str = ""
@@ -322,12 +338,11 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generated_tokens: int = 0
     prefix_query_tokens: int = 0
+    """Of prompts, each counted by the instance that computes it: not by one that goes on."""
     prefix_hit_tokens: int = 0
-    """From all tiers; those of the device are the ones that the next two fields leave."""
+    """From all tiers; those of the device are the ones that the next field leaves."""
     store_hit_tokens: int = 0
     """Prompt tokens that loads from the store had brought for their request."""
-    prefill_hit_tokens: int = 0
-    """Prompt tokens whose KV came from a prefill instance."""
     evicted_tokens: int = 0
     """Of blocks whose memory was needed; the store may hold them."""
     step_seconds: float = 0.0

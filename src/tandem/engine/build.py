@@ -25,10 +25,10 @@ from tandem.engine.memory import KvPlan, check_context, plan_kv_cache
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
-from tandem.engine.torch_runner import TorchRunner
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
 from tandem.models.loading.hub import resolve_folder
@@ -275,7 +275,9 @@ def build_engine(
     )
     engine = Engine(
         Scheduler(plan.config, pool, index, planner),
-        TorchRunner(model, cache, threads=plan.torch_threads),
+        TorchRunner(
+            model, cache, threads=plan.torch_threads, is_overlapped=plan.config.overlap == "on"
+        ),
         clock,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
@@ -285,6 +287,7 @@ def build_engine(
             block_size=plan.layout.block_size,
             block_bytes=plan.layout.bytes_per_block,
         ),
+        is_overlapped=plan.config.overlap == "on",
     )
     info = InstanceInfo(
         model=model_config.path,

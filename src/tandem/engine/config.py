@@ -38,8 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="relaxed: KV is shared with instances that round differently (another "
             "number of NUMA parts, bf16 instructions of another CPU). strict: it is not, and an "
             "answer is bitwise that of a fresh run on this instruction set, in every dtype and "
-            "format but none, whatever was cached, chunked, loaded, sent by another instance or "
-            "recovered."
+            "format (where torch multiplies, format none, excepted), whatever was cached, chunked, "
+            "loaded, sent by another instance or recovered."
         ),
     ] = "relaxed"
     max_model_len: Annotated[
@@ -67,6 +67,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "whatever can be prefilled goes before decodes; decode_first: decodes run undisturbed."
         ),
     ] = "chunked"
+    overlap: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(
+            description="on: the next step is planned, and the last one's tokens are sent, while a "
+            "step runs; auto = on where a device computes beside the CPU."
+        ),
+    ] = "auto"
     prefix_cache: Annotated[bool, Meta(description="Reuse the KV of prompts that begin alike.")] = (
         True
     )

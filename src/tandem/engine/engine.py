@@ -7,22 +7,19 @@ refused or cancelled at once, however long a step takes.
 """
 
 import logging
-import math
 import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypedDict
 
 from tandem.core.clock import Clock
 from tandem.core.errors import (
     CapacityError,
-    ConfigError,
-    InternalError,
     NotFoundError,
     TandemError,
-    UnsupportedError,
 )
 from tandem.core.timeline import InstanceTimeline, StoreLookup
 from tandem.core.wire import (
@@ -31,13 +28,11 @@ from tandem.core.wire import (
     ContinueRequest,
     FinishReason,
     KvHandle,
-    PrefillKv,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
 )
-from tandem.engine.runner import BlockTransfers, PrefillListener, Runner, SequenceResult
-from tandem.engine.sampler_state import BROKEN_ROW, SampledToken, SamplerState
+from tandem.engine.checks import RequestChecks
 from tandem.engine.scheduling.blocks import KeyedBlock
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import (
@@ -46,6 +41,22 @@ from tandem.engine.scheduling.scheduler import (
     SchedulerStats,
     StepPlan,
 )
+from tandem.engine.stepping.describe import (
+    describe_broken_row,
+    describe_failure,
+    describe_sequence,
+    describe_start,
+)
+from tandem.engine.stepping.messages import (
+    Phase,
+    SampledToken,
+    SequenceResult,
+    StepInput,
+    StepResult,
+    select_sequences,
+)
+from tandem.engine.stepping.runner import BlockTransfers, PrefillListener, Runner, StepHandle
+from tandem.engine.stepping.sampler_state import BROKEN_ROW
 from tandem.engine.timelines import TimelineLog
 
 __all__ = [
@@ -59,11 +70,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+NOTHING = StepInput([])
+NO_FAILURES: Mapping[int, TandemError] = MappingProxyType({})
 DEFAULT_TIMELINES = 256
 MAX_ENDED_PREFILLS = 4096
 """Remembered, so that who asks after the end of a hold does not wait for it to begin."""
-MAX_LOGIT_BIAS = 1024
-"""Entries; each costs a Python operation per token."""
 
 
 @dataclass(slots=True)
@@ -82,7 +93,12 @@ class _Live:
     """What the engine remembers of a request beside the scheduler's state."""
 
     request: Request
-    state: SamplerState
+    seed: int
+    """Concrete: a request without one gets a fresh seed when it is accepted."""
+    stop_ids: frozenset[int]
+    """Ids that end it: the model's own, unless the request ignores them, and the request's."""
+    is_started: bool = False
+    """The runner has its sampling state."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     """Of the prompt's tokens but the first."""
     has_reported: bool = False
@@ -129,18 +145,17 @@ class PrefillView(NamedTuple):
     num_layers: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class EngineStep:
-    """A step that was planned and is to be run; see ``Engine.begin_step``."""
+    """A step that was planned; see ``Engine.plan_step``."""
 
     plan: StepPlan
-    begin_s: float
     outputs: list[RequestOutput]
-    """The outputs known before it runs."""
-    states: Mapping[str, SamplerState]
-    """By request id."""
-    on_layer: Callable[[int], None] | None
-    """Called when a layer's KV is in the blocks; None: not needed."""
+    """The outputs known when it was planned."""
+    message: StepInput = NOTHING
+    """What the runner has to do, from ``Engine.start_step`` on."""
+    begin_s: float = 0.0
+    """When ``Engine.start_step`` was called, seconds on the engine's clock."""
 
 
 class StepObserver(Protocol):
@@ -162,6 +177,8 @@ class Engine:
         eos_token_ids: the model's own ends of text.
         observer: told what each step took; the planner of loads.
         timelines: remembers what becomes of requests; None: a small one of its own. Owned.
+        is_overlapped: plan a step while the one before it runs; the runner's ``begin`` returns at
+            once, and the scheduler's ``engine.overlap`` is on.
     """
 
     def __init__(
@@ -174,6 +191,7 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         observer: StepObserver | None = None,
         timelines: TimelineLog | None = None,
+        is_overlapped: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -189,10 +207,14 @@ class Engine:
             timelines = TimelineLog(DEFAULT_TIMELINES, block_size=1)
         self._timelines = timelines
         self._clock = clock
-        self._vocab_size = vocab_size
+        self._checks = RequestChecks(vocab_size)
         self._eos_token_ids = eos_token_ids
         self._live: dict[str, _Live] = {}
-        self._states: dict[str, SamplerState] = {}
+        self._ended: list[int] = []
+        """Sequences that have ended, whose sampling state the runner still has."""
+        self._is_overlapped = is_overlapped
+        self._running: tuple[EngineStep, StepHandle] | None = None
+        """With overlap, the step that runs between two calls of ``step``."""
         self._pending: list[RequestOutput] = []
         self._adapters: dict[str, int] = {}
         """By digest of a LoRA adapter, its requests that have not ended."""
@@ -311,7 +333,9 @@ class Engine:
             ConflictError: the id is live.
             CapacityError: the queue is full.
         """
-        self._check(message)
+        transfers = self._transfers
+        can_read = transfers is not None and transfers.can_read_instances
+        self._checks.check(message, can_read_instances=can_read)
         now_s = self._clock.now_s()
         params = message.sampling
         request = Request(
@@ -321,6 +345,7 @@ class Engine:
             arrival_s=now_s,
             priority=message.priority,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
+            client=message.client,
             cache_salt=message.cache_salt,
             adapter=message.adapter,
             kv_source=message.kv_source,
@@ -329,17 +354,16 @@ class Engine:
             num_stored_blocks=num_stored_blocks,
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        state = SamplerState(params, seed, self._collect_stop_ids(params), message.prompt_ids)
         if message.continuation is not None:
             request.output_ids += message.continuation.token_ids
-            _continue_sampling(state, message.continuation)
+            seed = message.continuation.seed
         with self._lock:
             self._check_adapter(message.adapter)
             self._scheduler.add(request)
             if message.adapter:
                 self._adapters[message.adapter] += 1
-            self._live[request.request_id] = _Live(request, state)
-            self._states[request.request_id] = state
+            stop_ids = self._collect_stop_ids(params)
+            self._live[request.request_id] = _Live(request, seed, stop_ids)
             self._timelines.open(request, lookup)
             if not (request.output_ids or request.awaits_continuation):
                 # Of one that goes on here, another instance has counted the prompt.
@@ -355,11 +379,11 @@ class Engine:
             live = self._live.get(message.request_id)
             if live is None:
                 return False
-            self._check_continuation(message.continuation, live.request.sampling)
+            self._checks.check_continuation(message.continuation, live.request.sampling)
             tokens = message.continuation.token_ids
             if not self._scheduler.continue_request(message.request_id, tokens):
                 return False
-            _continue_sampling(live.state, message.continuation)
+            live.seed = message.continuation.seed
             self._work.notify()
             return True
 
@@ -441,51 +465,138 @@ class Engine:
             return self._work.wait_for(self._has_work, max(min(timeout_s, wake_in_s), 0.0))
 
     def _has_work(self) -> bool:
-        return bool(self._pending) or self._scheduler.wake_s <= self._clock.now_s()
+        is_due = self._scheduler.wake_s <= self._clock.now_s()
+        return is_due or bool(self._pending) or self._running is not None
 
     def step(self) -> list[RequestOutput]:
         """Plan, run and record one step; return what it gave each request, maybe nothing.
 
-        A failure of the runner ends the requests of that step with ``ERROR`` and leaves the
-        others as they were.
+        With overlap, the step that this call begins is recorded by the next call: while it runs,
+        the caller delivers the outputs, and the next step is planned.
+
+        If the runner fails, the requests that it fails for by themselves end with ``ERROR``; the
+        others go on.
         """
-        step = self.begin_step()
-        if step.plan.is_empty:
+        if self._is_overlapped:
+            return self._step_ahead()
+        step = self.plan_step()
+        message = self.start_step(step)
+        if message is None:
             return step.outputs
+        return self._finish(step, self._runner.begin(message, self.watch_layers(step)))
+
+    def _step_ahead(self) -> list[RequestOutput]:
+        """Record the step that runs and begin the next one, planned meanwhile."""
+        running, self._running = self._running, None
+        step = self.plan_step()
+        outputs = step.outputs
+        if running is not None:
+            outputs = self._finish(*running) + outputs
+        message = self.start_step(step)
+        if message is not None:
+            step.outputs = []
+            self._running = (step, self._runner.begin(message, self.watch_layers(step)))
+        return outputs
+
+    def _finish(self, step: EngineStep, handle: StepHandle) -> list[RequestOutput]:
+        """Wait for a step and record it."""
         try:
-            if step.on_layer is None:
-                results = self._runner.run(step.plan, step.states)
-            else:
-                results = self._runner.run(step.plan, step.states, step.on_layer)
+            result = self._runner.finish(handle)
         except Exception as error:  # A process edge: requests must end.
-            logger.exception("step failed, its %d requests end", len(step.plan.sequences))
-            return self.fail_step(step, error)
-        return self.end_step(step, results)
+            logger.exception("event=step_failed requests=%d", len(step.plan.sequences))
+            results, failures = self._run_apart(step.message, error)
+            result = StepResult([results[s.sequence_id] for s in step.message.sequences])
+            return self.end_step(step, result, failures)
+        return self.end_step(step, result)
 
-    def begin_step(self) -> EngineStep:
-        """Plan a step and begin its transfers; ``step`` without the runner, for a simulator.
+    def _run_apart(
+        self, message: StepInput, error: Exception
+    ) -> tuple[dict[int, SequenceResult], dict[int, TandemError]]:
+        """Run the sequences of a step that failed again, in halves.
 
-        One with an empty plan has its outputs and is over. Any other must be run, and ended by
-        ``end_step`` or ``fail_step`` before the next one.
+        A step may be repeated: it writes the same KV to the same places, and what it sampled is
+        counted when it succeeds. With one culprit among n sequences that costs less than two more
+        steps of their size.
+
+        Returns: results by sequence id, empty ones of those that fail alone; the failures of those.
+        """
+        sequences = message.sequences
+        if len(sequences) == 1:
+            failed = sequences[0].sequence_id
+            return {failed: SequenceResult(failed)}, {failed: describe_failure(error)}
+        results: dict[int, SequenceResult] = {}
+        failures: dict[int, TandemError] = {}
+        middle = len(sequences) // 2
+        for half in (sequences[:middle], sequences[middle:]):
+            part = select_sequences(message, half)
+            try:
+                result = self._runner.finish(self._runner.begin(part))
+            except Exception as cause:  # noqa: BLE001 - logged with the first; the request tells.
+                found, failed = self._run_apart(part, cause)
+                results |= found
+                failures |= failed
+            else:
+                results |= {given.sequence_id: given for given in result.sequences}
+        return results, failures
+
+    def plan_step(self) -> EngineStep:
+        """Plan a step and begin its transfers.
+
+        The parts of ``step``, for a driver that lets time pass between them, such as a simulator:
+        ``plan_step``, ``start_step``, the runner, ``end_step``. With overlap, the
+        next step may be planned before the last one has ended.
         """
         with self._lock:
             outputs, self._pending = self._pending, []
-            begin_s = self._clock.now_s()
-            plan = self._scheduler.schedule(begin_s)
-            self._timelines.note_plan(plan, begin_s)
+            now_s = self._clock.now_s()
+            plan = self._scheduler.schedule(now_s)
+            self._timelines.note_plan(plan, now_s)
             outputs += [self._end(self._live[request.request_id]) for request in plan.expired]
             outputs += [self._end_starved(request) for request in plan.starved]
-            on_layer = self._watch_prefills(plan)
         if self._transfers is not None:
             self._transfers.begin(plan)
         if plan.is_empty:
             self._tell_listener()  # Leases may have ended.
-        return EngineStep(plan, begin_s, outputs, self._states, on_layer)
+        return EngineStep(plan, outputs)
+
+    def start_step(self, step: EngineStep) -> StepInput | None:
+        """Return what the runner has to do for a planned step; None if there is nothing to do.
+
+        The steps planned before it have ended. The runner is given ``watch_layers`` beside it. A
+        step that is started is ended by ``end_step`` before the next is started.
+        """
+        with self._lock:
+            step.begin_s = self._clock.now_s()
+            if step.plan.is_empty or not self._scheduler.settle(step.plan):
+                return None
+            sequences = [describe_sequence(sequence) for sequence in step.plan.sequences]
+            starting = [
+                live
+                for sequence in step.plan.sequences
+                if sequence.wants_sample
+                and not (live := self._live[sequence.request.request_id]).is_started
+            ]
+            starts = [describe_start(live.request, live.seed, live.stop_ids) for live in starting]
+            for live in starting:
+                live.is_started = True
+            ends, self._ended = self._ended, []
+            step.message = StepInput(sequences, step.plan.copies, starts, ends)
+            return step.message
 
     def end_step(
-        self, step: EngineStep, results: Mapping[str, SequenceResult]
+        self,
+        step: EngineStep,
+        result: StepResult,
+        failures: Mapping[int, TandemError] = NO_FAILURES,
     ) -> list[RequestOutput]:
-        """Record what a step computed; return its outputs, those of its beginning included."""
+        """Record what a step computed; return its outputs, those of its planning included.
+
+        Args:
+            step: the one that was started.
+            result: of the runner.
+            failures: by sequence id, of those that the runner failed for; their requests end, and
+                nothing that the step computed for them is kept.
+        """
         plan = step.plan
         with self._lock:
             end_s = self._clock.now_s()
@@ -493,37 +604,28 @@ class Engine:
             self.counters.num_steps += 1
             self.counters.step_seconds += seconds
             if self._observer is not None:
-                num_prefilled = sum(s.num_tokens for s in plan.sequences if s.num_tokens > 1)
+                prefills = [s for s in plan.sequences if s.phase is Phase.PREFILL]
+                num_prefilled = sum(s.num_tokens for s in prefills)
                 self._observer.note_step(num_prefilled, plan.num_tokens, seconds)
             self._timelines.note_step(plan, seconds)
             self._prefilling = {}
-            outputs = step.outputs + self._record(plan, results, end_s)
+            outputs = step.outputs + self._record(plan, result, failures, end_s)
         self._tell_listener()
         return outputs
 
-    def fail_step(self, step: EngineStep, error: Exception) -> list[RequestOutput]:
-        """End the requests of a step whose runner failed; return as ``end_step``."""
-        cause = error.what if isinstance(error, TandemError) else error
-        failure = InternalError("engine.step", f"the model failed: {cause}")
+    def watch_layers(self, step: EngineStep) -> Callable[[int], None] | None:
+        """Return the ``on_layer`` of a started step; None if no instance may wait for layers."""
         with self._lock:
+            self._num_layers_done = 0
             self._prefilling = {}
-            ended = self._scheduler.abandon(step.plan, self._clock.now_s())
-            failed = [self._end(self._live[request.request_id], failure) for request in ended]
-        self._tell_listener()
-        return step.outputs + failed
-
-    def _watch_prefills(self, plan: StepPlan) -> Callable[[int], None] | None:
-        """Return what hears of the layers of a step, if another instance may wait for them."""
-        self._num_layers_done = 0
-        self._prefilling = {}
-        if self._listener is None:
-            return None
-        self._prefilling = {
-            sequence.request.request_id: sequence
-            for sequence in plan.sequences
-            if sequence.request.prefill_lease_s is not None
-        }
-        return self._note_layer if self._prefilling else None
+            if self._listener is None:
+                return None
+            self._prefilling = {
+                sequence.request.request_id: sequence
+                for sequence in step.plan.sequences
+                if sequence.request.prefill_lease_s is not None
+            }
+            return self._note_layer if self._prefilling else None
 
     def _note_layer(self, layer: int) -> None:
         with self._lock:
@@ -546,114 +648,71 @@ class Engine:
             what = f"the adapter {digest[:12]} is not loaded here: load it, or ask for another"
             raise NotFoundError("engine.add", what, field="model")
 
-    def _check(self, message: AddRequest) -> None:
-        params = message.sampling
-        self._check_tokens(message.prompt_ids, "prompt")
-        if message.continuation is not None:
-            self._check_continuation(message.continuation, params)
-        if isinstance(message.kv_source, PrefillKv) and (
-            self._transfers is None or not self._transfers.can_read_instances
-        ):
-            raise UnsupportedError(
-                "engine.add",
-                f"this instance cannot read the blocks of {message.kv_source.instance}: send it "
-                "the request without a prefill instance",
-                field="kv_source",
-            )
-        if message.awaits_continuation and (
-            message.continuation is not None or not isinstance(message.kv_source, PrefillKv)
-        ):
-            raise ConfigError(
-                "engine.add",
-                "a continuation is awaited that is there, or comes from nobody: name the prefill "
-                "instance as kv_source and give no continuation",
-                field="awaits_continuation",
-            )
-        if len(params.logit_bias) > MAX_LOGIT_BIAS:
-            raise ConfigError(
-                "engine.add",
-                f"{len(params.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are taken",
-                field="logit_bias",
-            )
-        for token_id, bias in params.logit_bias.items():
-            if not 0 <= token_id < self._vocab_size or not math.isfinite(bias):
-                raise ConfigError(
-                    "engine.add",
-                    f"entry {token_id}: {bias} needs a token id below {self._vocab_size} and a "
-                    "finite bias",
-                    field="logit_bias",
-                )
-
-    def _check_tokens(self, token_ids: Sequence[int], field: str) -> None:
-        for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise ConfigError(
-                    "engine.add",
-                    f"token id {token_id} is outside the vocabulary of {self._vocab_size}",
-                    field=field,
-                )
-
-    def _check_continuation(self, continuation: Continuation, params: SamplingParams) -> None:
-        self._check_tokens(continuation.token_ids, "continuation")
-        if len(continuation.token_ids) >= params.max_tokens:
-            raise ConfigError(
-                "engine.add",
-                f"{len(continuation.token_ids)} tokens are there, of max_tokens "
-                f"{params.max_tokens}: nothing is left to generate",
-                field="continuation",
-            )
-
     def _collect_stop_ids(self, params: SamplingParams) -> frozenset[int]:
         own = () if params.ignore_eos else self._eos_token_ids
         return frozenset((*own, *params.stop_token_ids))
 
     def _record(
-        self, plan: StepPlan, results: Mapping[str, SequenceResult], now_s: float
+        self,
+        plan: StepPlan,
+        result: StepResult,
+        failures: Mapping[int, TandemError],
+        now_s: float,
     ) -> list[RequestOutput]:
-        sampled: dict[str, int] = {}
+        sampled: dict[str, list[int]] = {}
         finished: dict[str, FinishReason] = {}
-        for sequence in plan.sequences:
+        for sequence, given in zip(plan.sequences, result.sequences, strict=True):
             request_id = sequence.request.request_id
-            live, result = self._live[request_id], results[request_id]
-            if result.prompt_logprobs:
-                # Position i scores token i + 1; a preempted prompt is scored again from its start.
-                live.prompt_logprobs[sequence.start :] = result.prompt_logprobs
-            if result.sampled is None:
-                continue
-            token_id = sampled[request_id] = result.sampled.token_id
-            if token_id == BROKEN_ROW:
+            live = self._live[request_id]
+            if given.sequence_id in failures:
                 finished[request_id] = FinishReason.ERROR
-            elif token_id in live.state.stop_ids:
-                finished[request_id] = FinishReason.STOP
-            else:
-                live.state.note_token(token_id)
+                continue
+            if given.prompt_logprobs:
+                # Position i scores token i + 1; a preempted prompt is scored again from its start.
+                live.prompt_logprobs[sequence.start :] = given.prompt_logprobs
+            if not given.tokens:
+                continue
+            token_ids = [token.token_id for token in given.tokens]
+            if BROKEN_ROW in token_ids:
+                finished[request_id] = FinishReason.ERROR
+                continue
+            for position, token_id in enumerate(token_ids):
+                if token_id in live.stop_ids:
+                    finished[request_id] = FinishReason.STOP
+                    del token_ids[position + 1 :]
+                    break
+            sampled[request_id] = token_ids
+        known = [len(sequence.request.output_ids) for sequence in plan.sequences]
         self._scheduler.complete(plan, sampled, now_s, finished)
         outputs: list[RequestOutput] = []
-        for sequence in plan.sequences:
+        for sequence, given, num_known in zip(plan.sequences, result.sequences, known, strict=True):
             live = self._live[sequence.request.request_id]
-            output = self._report(live, results[sequence.request.request_id])
+            taken = given.tokens[: len(sequence.request.output_ids) - num_known]
+            output = self._report(live, taken, failures.get(given.sequence_id))
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _report(self, live: _Live, result: SequenceResult) -> RequestOutput | None:
-        """Say what a step gave a request: a token, its end, both, or nothing yet."""
+    def _report(
+        self, live: _Live, taken: list[SampledToken], failure: TandemError | None
+    ) -> RequestOutput | None:
+        """Return what a step gave a request: tokens, its end, both, or nothing yet."""
         request = live.request
-        token = result.sampled
         reason = request.finish_reason
-        if token is None or reason is FinishReason.CANCELLED:
-            return self._end(live) if request.is_finished else None
-        if token.token_id == BROKEN_ROW:
-            failure = InternalError("engine.sample", "the model's logits are not numbers")
+        if failure is not None:
             return self._end(live, failure)
+        if not taken and reason is FinishReason.ERROR:
+            return self._end(live, describe_broken_row(request.sampling))
+        if not taken or reason is FinishReason.CANCELLED:
+            return self._end(live) if request.is_finished else None
         if reason is FinishReason.STOP:
-            return self._end(live, stop=token)
-        self.counters.generated_tokens += 1
+            return self._end(live, taken=taken)
+        self.counters.generated_tokens += len(taken)
         output = RequestOutput(
             request_id=request.request_id,
-            token_ids=[token.token_id],
+            token_ids=[token.token_id for token in taken],
             finish_reason=reason,
-            logprobs=None if token.logprob is None else [token.logprob],
+            logprobs=_list_logprobs(taken),
             **self._describe_prompt(live),
             **_describe_hold(live),
         )
@@ -669,18 +728,28 @@ class Engine:
         return self._end(self._live[request.request_id], failure)
 
     def _end(
-        self, live: _Live, failure: TandemError | None = None, stop: SampledToken | None = None
+        self,
+        live: _Live,
+        failure: TandemError | None = None,
+        taken: Sequence[SampledToken] = (),
     ) -> RequestOutput:
-        """Make the last output of a request that has ended without a token of its text."""
+        """Make the last output of a request that has ended.
+
+        Args:
+            live: of the request.
+            failure: what ended it, if something failed.
+            taken: tokens of its last step, of which the last is the stop token and not text.
+        """
         request = live.request
         assert request.is_finished, f"request {request.request_id} goes on"
+        self.counters.generated_tokens += max(len(taken) - 1, 0)
         self._forget(live)
         return RequestOutput(
             request_id=request.request_id,
-            token_ids=[],
+            token_ids=[token.token_id for token in taken[:-1]],
             finish_reason=FinishReason.ERROR if failure else request.finish_reason,
-            logprobs=None if stop is None or stop.logprob is None else [stop.logprob],
-            stop_token_id=None if stop is None else stop.token_id,
+            logprobs=_list_logprobs(taken),
+            stop_token_id=taken[-1].token_id if taken else None,
             error_code=None if failure is None else failure.code,
             error_text=None if failure is None else failure.what,
             **self._describe_prompt(live),
@@ -695,10 +764,10 @@ class Engine:
         if request.sampling.prompt_logprobs is not None and not live.has_reported:
             logprobs = [None, *live.prompt_logprobs]
         live.has_reported = True
-        begun_s = request.first_scheduled_s
+        begun_s = request.report.first_scheduled_s
         return {
             "prompt_len": request.prompt_len,
-            "cached_len": request.num_cached_tokens,
+            "cached_len": request.report.num_cached_tokens,
             "queue_s": None if begun_s is None else begun_s - request.arrival_s,
             "prompt_logprobs": logprobs,
         }
@@ -706,7 +775,8 @@ class Engine:
     def _forget(self, live: _Live) -> None:
         request_id = live.request.request_id
         del self._live[request_id]
-        del self._states[request_id]
+        if live.is_started:
+            self._ended.append(live.request.sequence_id)
         adapter = live.request.adapter
         if adapter:
             self._adapters[adapter] -= 1
@@ -720,11 +790,10 @@ class Engine:
         self.counters.num_finished += 1
 
 
-def _continue_sampling(state: SamplerState, continuation: Continuation) -> None:
-    """Bring the sampler to where another instance left it."""
-    state.seed = continuation.seed
-    for token_id in continuation.token_ids:
-        state.note_token(token_id)
+def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
+    """Return the log-probabilities of sampled tokens, which all have one or none."""
+    found = [token.logprob for token in tokens if token.logprob is not None]
+    return found or None
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:
@@ -740,5 +809,5 @@ def _describe_hold(live: _Live) -> _HoldFacts:
             num_tokens=request.prompt_len,
             lease_s=request.prefill_lease_s,
         ),
-        "continuation": Continuation(token_ids=request.output_ids, seed=live.state.seed),
+        "continuation": Continuation(token_ids=request.output_ids, seed=live.seed),
     }

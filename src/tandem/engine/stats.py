@@ -38,7 +38,6 @@ def make_stats(
         prefix_query_tokens=stats.num_prefix_query_tokens,
         prefix_hit_tokens=stats.num_prefix_hit_tokens,
         store_hit_tokens=stats.num_store_hit_tokens,
-        prefill_hit_tokens=stats.num_prefill_hit_tokens,
         evicted_tokens=stats.num_evicted_blocks * block_size,
         num_steps=counters.num_steps,
         num_finished=counters.num_finished,

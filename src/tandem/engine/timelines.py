@@ -17,6 +17,7 @@ from tandem.core.timeline import (
 )
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.stepping.messages import Phase
 
 __all__ = ["TimelineLog"]
 
@@ -93,7 +94,7 @@ class TimelineLog:
         """Count a step for each request in it."""
         for sequence in plan.sequences:
             record = self._live[sequence.request.request_id]
-            if sequence.num_tokens > 1 or sequence.start < sequence.request.prompt_len:
+            if sequence.phase is Phase.PREFILL:
                 record.num_prefill_steps += 1
                 record.prefill_s += seconds
             else:
@@ -161,7 +162,8 @@ class TimelineLog:
     def _describe(self, record: _Record, now_s: float) -> InstanceTimeline:
         request = record.request
         zero_s = record.arrival_s
-        is_admitted = request.first_scheduled_s is not None
+        report = request.report
+        is_admitted = report.first_scheduled_s is not None
         reason = request.finish_reason
         return InstanceTimeline(
             request_id=request.request_id,
@@ -170,20 +172,20 @@ class TimelineLog:
             prompt_tokens=request.prompt_len,
             output_tokens=len(request.output_ids),
             lookup=record.lookup,
-            admitted_s=_after(request.first_scheduled_s, zero_s),
-            deferred_steps=request.num_deferrals,
+            admitted_s=_after(report.first_scheduled_s, zero_s),
+            deferred_steps=request.queue.num_deferrals,
             loads=[_copy(load.message) for load in record.loads],
-            device_tokens=request.num_cached_tokens - request.num_loaded_tokens,
-            loaded_tokens=request.num_loaded_tokens,
-            computed_tokens=request.prompt_len - request.num_cached_tokens if is_admitted else 0,
+            device_tokens=report.num_cached_tokens - report.num_loaded_tokens,
+            loaded_tokens=report.num_loaded_tokens,
+            computed_tokens=request.prompt_len - report.num_cached_tokens if is_admitted else 0,
             miss=self._choose_miss(record),
-            num_preemptions=request.num_preemptions,
+            num_preemptions=request.queue.num_preemptions,
             preempted_s=list(record.preempted_s),
             num_prefill_steps=record.num_prefill_steps,
             prefill_s=record.prefill_s,
             num_decode_steps=record.num_decode_steps,
             decode_s=record.decode_s,
-            first_token_s=_after(request.first_token_s, zero_s),
+            first_token_s=_after(report.first_token_s, zero_s),
             end_s=now_s - zero_s if request.is_finished else None,
             finish_reason=None if reason is None else str(reason),
         )
@@ -193,10 +195,11 @@ class TimelineLog:
 
         What the device lacks, a lower tier may have had; then that it did not help is the reason.
         """
-        request, miss = record.request, record.request.miss
-        if miss is None or request.first_scheduled_s is None or miss.reason in _FINAL:
+        request, report = record.request, record.request.report
+        miss = report.miss
+        if miss is None or report.first_scheduled_s is None or miss.reason in _FINAL:
             return miss
-        admitted_s = request.first_scheduled_s - record.arrival_s
+        admitted_s = report.first_scheduled_s - record.arrival_s
         loads = [load.message for load in record.loads if load.message.begin_s <= admitted_s]
         failures = {name for load in loads for name in load.failures} - {"after_gap"}
         reason, detail = miss.reason, ""

@@ -11,6 +11,7 @@ holds finite numbers (a block is zeroed when its first token arrives), so that m
 never bring another request's NaN into a sum. One thread at a time per cache.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -59,7 +60,7 @@ class SequenceChunk(msgspec.Struct, frozen=True):
     token_ids: list[int]
     start: int
     """Position of the first of ``token_ids``; the KV of all earlier ones is in the cache."""
-    block_table: list[int]
+    block_table: Sequence[int] | NDArray[np.int32]
     """Blocks of the sequence in order; must reach the last of ``token_ids``, may be longer."""
     wants: str = "last"
     """Rows whose logits are wanted: ``none``, ``last`` or ``all``."""
@@ -141,7 +142,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
                 own += range(len(ids), len(ids) + length)
             position = chunk.start
             while position < end:
-                block_id, offset = table[position // block_size], position % block_size
+                block_id, offset = int(table[position // block_size]), position % block_size
                 count = min(block_size - offset, end - position)
                 row = len(blocks)
                 runs.append((block_id, offset, row, row + count))
@@ -152,20 +153,19 @@ class PagedBatch(msgspec.Struct, frozen=True):
             query_start.append(len(ids))
             context_lens.append(end)
             if end % block_size and end - end % block_size >= chunk.start:
-                fresh.append(table[end // block_size])
+                fresh.append(int(table[end // block_size]))
         width = max((len(chunk.block_table) for chunk in sequences), default=0)
-        tables = [
-            c.block_table + c.block_table[:1] * (width - len(c.block_table)) for c in sequences
-        ]
+        tables = np.empty((len(sequences), width), np.int64)
+        for row, chunk in zip(tables, sequences, strict=True):
+            row[: len(chunk.block_table)] = chunk.block_table
+            row[len(chunk.block_table) :] = chunk.block_table[0]
         positions_T = torch.tensor(positions, dtype=torch.int64, device=device)
         return cls(
             token_ids=torch.tensor(ids, dtype=torch.int64, device=device),
             positions=positions_T,
             slot_blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
             slot_offsets=positions_T % block_size,
-            block_table=torch.tensor(tables, dtype=torch.int64, device=device).view(
-                len(tables), width
-            ),
+            block_table=torch.from_numpy(tables).to(device),
             logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             query_start=tuple(query_start),
             context_lens=tuple(context_lens),

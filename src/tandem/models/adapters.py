@@ -125,8 +125,10 @@ class ModelAdapters:
             if found is not None:
                 return found
             if not self._free_slots:
-                what = f"{len(self._loaded)} adapters are loaded, the most that max_adapters allows"
-                raise CapacityError(WHERE, f"{what}: unload one")
+                what = (
+                    f"{len(self._loaded)} adapters are in memory, the most that max_adapters allows"
+                )
+                raise CapacityError(WHERE, f"{what}: unload one, or wait for its last request")
             slot = self._free_slots.pop()
             try:
                 made = self._install(slot, files)

@@ -80,6 +80,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = ""
     max_adapters: Annotated[
-        int, Meta(ge=1, le=4096, description="Adapters that are loaded at a time.")
+        int, Meta(ge=1, le=4096, description="Adapters that are loaded at a time, by name.")
     ] = 64
     device: Annotated[Literal["cpu"], Meta(description="Device of layers without a rule.")] = "cpu"

@@ -7,9 +7,11 @@ handled in two places, and every answer that is an error leaves through ``_answe
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.core.errors import InternalError, TandemError
+from tandem.core.instance_status import StoreStatus
 from tandem.server.api.endpoints import list_endpoints
 from tandem.server.api.explain import collect_timeline
 from tandem.server.api.names import find_names
@@ -40,12 +43,14 @@ from tandem.server.telemetry.metrics import ServerMetrics
 from tandem.server.telemetry.timelines import TimelineRing
 from tandem.server.telemetry.tracing import make_tracer
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import Tokenizer, TokenThreads
+from tandem.server.text.tokenizer import Tokenizer
+from tandem.server.text.work_threads import WorkThreads
 
 __all__ = ["build_app"]
 
 _logger = logging.getLogger(__name__)
 
+_LONGEST_PATH = 200
 _CORS_MAX_AGE_S = 600
 """How long a browser may remember what was allowed."""
 
@@ -59,6 +64,7 @@ def build_app(
     folder: Path | None = None,
     defaults: SamplingDefaults | None = None,
     adapter_folder: Path | None = None,
+    read_store: Callable[[], StoreStatus] | None = None,
 ) -> Starlette:
     """Build the HTTP application over one engine.
 
@@ -70,6 +76,7 @@ def build_app(
         folder: where its files are.
         defaults: sampling defaults of the checkpoint (``sampling.load_sampling_defaults``).
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
+        read_store: tells how the server's own store fares; None: there is none.
 
     Returns: the application; ``state.context`` is its ``ServerContext``.
 
@@ -91,6 +98,7 @@ def build_app(
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
         adapter_folder=adapter_folder,
+        read_store=read_store,
     )
     context.tracer = make_tracer(
         config.otlp_endpoint, models.first, lambda record: collect_timeline(context, record)
@@ -162,7 +170,7 @@ def _make_encoder(config: ServerConfig, tokenizer: Tokenizer) -> PromptEncoder:
             # A rendering that is longer than a body may be comes from a runaway loop.
             max_chars=4 * config.max_body_bytes,
         )
-    return PromptEncoder(tokenizer, TokenThreads(config.tokenizer_threads), template)
+    return PromptEncoder(tokenizer, WorkThreads(config.tokenizer_threads), template)
 
 
 def _bind(context: ServerContext, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -195,10 +203,18 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     assert isinstance(error, HTTPException)
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=error.headers)
+    what = error.detail
+    if error.status_code == 404:
+        path = quote(request.url.path)[:_LONGEST_PATH]
+        served = ", ".join(
+            f"{'/'.join(each.methods)} {re.sub(r':path', '', each.path)}"
+            for each in list_endpoints(request.app.state.context.config)
+        )
+        what = f"there is no endpoint {path}: there are {served}"
     return error_response(
         HttpError(
             error.status_code,
-            error.detail,
+            what,
             code="method_not_allowed" if error.status_code == 405 else "not_found",
             headers=error.headers,
         )

@@ -13,7 +13,11 @@ from msgspec import Meta
 
 from tandem.core.errors import ConfigError
 
-__all__ = ["ServerConfig", "check_exposure", "is_loopback", "load_api_keys"]
+__all__ = ["ACCESS_LOGGER", "ServerConfig", "check_exposure", "is_loopback", "load_api_keys"]
+
+
+ACCESS_LOGGER = "tandem.server.access"
+"""Logger of the access log alone; the entry point sets its level."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,8 +37,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admin_api_key: Annotated[
         tuple[str, ...],
         Meta(
-            description="Keys that may load and unload adapters, and do all else; empty: nobody "
-            "may load any.",
+            description="Keys that may load and unload adapters, flush the cache, abort any "
+            "request, and do all else; empty: nobody may load any adapter.",
             extra={"secret": True},
         ),
     ] = ()
@@ -99,6 +103,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     template_timeout_s: Annotated[
         float, Meta(gt=0, le=60, description="Seconds a chat template may take to render.")
     ] = 5.0
+    access_log: Annotated[
+        bool, Meta(description="Log a line for each HTTP request, whatever --log-level says.")
+    ] = True
     metrics: Annotated[bool, Meta(description="Serve Prometheus metrics at /metrics.")] = True
     timelines: Annotated[
         int,

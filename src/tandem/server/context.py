@@ -6,11 +6,11 @@ get it as their first argument; of HTTP it knows the caller's key alone.
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import msgspec
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from starlette.types import Receive
 from tandem.core.adapter import AdapterInfo
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, TandemError
+from tandem.core.instance_status import StoreStatus
 from tandem.core.logs import current_request_id
 from tandem.core.wire import (
     AddRequest,
@@ -30,9 +31,10 @@ from tandem.core.wire import (
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
+from tandem.server.clients import current_client
 from tandem.server.config import ServerConfig
 from tandem.server.edge.auth import identify_owner
-from tandem.server.edge.connection import read_body, run_while_connected
+from tandem.server.edge.connection import limit_time, read_body, run_while_connected
 from tandem.server.engine import EngineClient
 from tandem.server.generation import Generation, GenerationGroup
 from tandem.server.lifecycle import Lifecycle
@@ -49,10 +51,14 @@ from tandem.server.telemetry.timelines import (
 )
 from tandem.server.telemetry.tracing import RequestTracer
 from tandem.server.text.stop_strings import StopMatcher, StopStrings
+from tandem.server.text.work_threads import SMALL_COST
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServedModel", "ServerContext", "TextOptions"]
 
 _T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+_LOGPROB_COST = 64
+"""Of a token and its log-probability, compared to a byte of a body."""
 _STATS_TIMEOUT_S = 2.0
 """A scrape must not wait for a stuck instance; Prometheus itself gives up after ten seconds."""
 
@@ -109,6 +115,7 @@ class ServerContext:
         models: what clients may ask for.
         has_keys: whether clients need an API key.
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
+        read_store: tells how the server's own store fares; None: there is none.
     """
 
     config: ServerConfig
@@ -122,6 +129,7 @@ class ServerContext:
     tracer: RequestTracer | None = None
     has_keys: bool = False
     adapter_folder: Path | None = None
+    read_store: Callable[[], StoreStatus] | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 
@@ -181,11 +189,15 @@ class ServerContext:
         return Origin(
             arrived_s=self.clock.now_s(),
             arrived_at=datetime.now(UTC).timestamp(),
-            owner=identify_owner(http.scope["headers"]) if self.has_keys else b"",
+            owner=self.find_owner(http),
             request_id=current_request_id.get(),
             path=http.url.path,
             traceparent=http.headers.get("traceparent", ""),
         )
+
+    def find_owner(self, http: Request) -> bytes:
+        """Return the digest of the caller's key; empty where none is asked for."""
+        return identify_owner(http.scope["headers"]) if self.has_keys else b""
 
     async def read_body(self, http: Request) -> bytes:
         """Read the body of a request within the bounds of its size and time.
@@ -193,20 +205,22 @@ class ServerContext:
         Raises:
             HttpError: 413 or 408; see ``connection.read_body``.
         """
-        return await read_body(http, self.config.max_body_bytes, self.config.body_timeout_s)
+        body = await read_body(http, self.config.max_body_bytes, self.config.body_timeout_s)
+        http.state.body_bytes = len(body)
+        return body
 
     async def read_request(
         self,
         http: Request,
         decoder: msgspec.json.Decoder[_T],
-        refused: Mapping[str, str] | None = None,
+        refused: Mapping[str, str] | Callable[[bytes], None] | None = None,
     ) -> _T:
-        """Read and decode a body.
+        """Read and decode a body; a large one on the threads.
 
         Args:
             http: whose body has not been read.
             decoder: of the struct that is returned.
-            refused: fields that are not supported, each with the reason.
+            refused: fields that are not supported, each with the reason, or what refuses them.
 
         Raises:
             HttpError: the body is too long or too late.
@@ -214,10 +228,63 @@ class ServerContext:
             UnsupportedError: it asks for a field of ``refused``.
         """
         body = await self.read_body(http)
-        request = decode_body(body, decoder)
-        if refused is not None:
-            refuse_unsupported(body, refused)
-        return request
+
+        def decode() -> _T:
+            request = decode_body(body, decoder)
+            if callable(refused):
+                refused(body)
+            elif refused is not None:
+                refuse_unsupported(body, refused)
+            return request
+
+        if len(body) <= SMALL_COST:
+            return decode()
+        return await run_while_connected(http.receive, self.encoder.threads.run(decode, len(body)))
+
+    async def prepare(
+        self,
+        http: Request,
+        origin: Origin,
+        timeout_s: float | None,
+        work: Callable[[*_Ts], _T],
+        *args: *_Ts,
+    ) -> _T:
+        """Run what a request needs before it is generated, on the threads, in its client's turn.
+
+        Args:
+            http: whose body has been read.
+            origin: when it came.
+            timeout_s: that it asks for; None: the server's limit alone.
+            work: blocks, in time that depends on the size of the body.
+            args: of ``work``.
+
+        Raises:
+            DeadlineError: it was not over in time.
+            ClientGoneError: the client left.
+            TandemError: what ``work`` raises.
+        """
+        async with limit_time(self.find_time_left(origin, timeout_s)):
+            running = self.encoder.threads.run(work, http.state.body_bytes, *args)
+            return await run_while_connected(http.receive, running)
+
+    async def shape(self, num_logprobs: int, work: Callable[[], _T]) -> _T:
+        """Run what gives an answer its form: here, or on the threads if it is long.
+
+        Args:
+            num_logprobs: that it turns into text; all else is fast.
+            work: uses nothing that another task changes.
+        """
+        cost = num_logprobs * _LOGPROB_COST
+        if cost <= SMALL_COST:
+            return work()
+        return await self.encoder.threads.run(work, cost)
+
+    def find_time_left(self, origin: Origin, timeout_s: float | None) -> float:
+        """Return the seconds that a request may still take, by its own limit and the server's."""
+        limit_s = self.config.request_timeout_s
+        if timeout_s is not None:
+            limit_s = min(limit_s, timeout_s)
+        return max(limit_s - (self.clock.now_s() - origin.arrived_s), 0.0)
 
     def now_unix_s(self) -> int:
         """Return the wall clock, for ``created`` fields."""
@@ -250,11 +317,10 @@ class ServerContext:
             ConfigError: refused by the engine.
             CapacityError: the queue is full; nothing is left queued.
             PeerLostError: the instance is down, and did not come back in time.
+            DeadlineError: its time is over before an instance took it.
             ClientGoneError: the client left; nothing is left queued.
         """
-        limit_s = self.config.request_timeout_s
-        if options.timeout_s is not None:
-            limit_s = min(limit_s, options.timeout_s)
+        limit_s = self.find_time_left(origin, options.timeout_s)
         generations = [
             self._make_generation(
                 index,
@@ -267,10 +333,16 @@ class ServerContext:
         ]
         record = self._record(options, origin, generations)
         group = GenerationGroup(
-            options.name, generations, self.lifecycle, limit_s, lambda: self._trace(record)
+            options.name,
+            generations,
+            self.lifecycle,
+            limit_s,
+            lambda: self._trace(record),
+            origin.owner,
         )
         try:
-            await run_while_connected(receive, group.submit(self.engine))
+            async with limit_time(limit_s):
+                await run_while_connected(receive, group.submit(self.engine))
         except BaseException as error:
             code = error.code if isinstance(error, TandemError) else "abort"
             record.refuse(code, self.clock.now_s() - origin.arrived_s)
@@ -327,6 +399,7 @@ class ServerContext:
             sampling=plan.sampling,
             priority=options.priority,
             timeout_s=limit_s,
+            client=current_client.get(),
             cache_salt=options.cache_salt,
             adapter="" if options.adapter is None else options.adapter.digest,
         )

@@ -17,7 +17,7 @@ from tandem.server.telemetry.metrics import RequestTimer
 from tandem.server.text.detokenizer import Detokenizer
 from tandem.server.text.stop_strings import StopMatcher
 
-__all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece"]
+__all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece", "count_logprobs"]
 
 _logger = logging.getLogger(__name__)
 
@@ -43,6 +43,14 @@ class Piece(NamedTuple):
     finish_reason: str | None
     num_tokens: int
     """Of the generation, up to this piece."""
+
+
+def count_logprobs(entries: Sequence[TokenLogprob | None] | None) -> int:
+    """Return how many log-probabilities there are, those of likeliest tokens included."""
+    if not entries:
+        return 0
+    last = entries[-1]
+    return len(entries) * (1 if last is None else 1 + len(last.top))
 
 
 class Generation:
@@ -247,6 +255,7 @@ class GenerationGroup:
         generations: owned; submitted by ``submit``.
         time_limit_s: what the engine was given; the server itself gives up a little later.
         on_closed: called once, when all choices have ended.
+        owner: digest of the key that sent the request; empty where none is asked for.
     """
 
     def __init__(
@@ -256,8 +265,10 @@ class GenerationGroup:
         live: LiveGenerations,
         time_limit_s: float,
         on_closed: Callable[[], None] | None = None,
+        owner: bytes = b"",
     ) -> None:
         self.name = name
+        self.owner = owner
         self.generations = generations
         self._live = live
         self.time_limit_s = time_limit_s + _DEADLINE_GRACE_S

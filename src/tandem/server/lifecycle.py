@@ -9,6 +9,8 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.engine.scheduling.shares import ClientShares
+from tandem.server.clients import current_client
 from tandem.server.edge.http_errors import RETRY_LATER_S, RETRY_SOON_S, HttpError, error_response
 from tandem.server.generation import GenerationGroup
 from tandem.server.telemetry.metrics import ServerMetrics
@@ -29,7 +31,7 @@ class Lifecycle:
     def __init__(self, metrics: ServerMetrics) -> None:
         self.metrics = metrics
         self.is_draining = False
-        self._num_in_flight = 0
+        self._in_flight = ClientShares()
         self._idle = asyncio.Event()
         self._idle.set()
         self._groups: dict[str, set[GenerationGroup]] = {}
@@ -37,19 +39,23 @@ class Lifecycle:
     @property
     def num_in_flight(self) -> int:
         """HTTP requests being handled, probes left out."""
-        return self._num_in_flight
+        return len(self._in_flight)
 
-    def enter(self) -> None:
-        """Count a request in."""
-        self._num_in_flight += 1
-        self.metrics.num_in_flight = self._num_in_flight
+    def has_room(self, client: str, limit: int) -> bool:
+        """Say whether one more request of an address may come; see ``ClientShares``."""
+        return self._in_flight.has_room(client, limit)
+
+    def enter(self, client: str) -> None:
+        """Count a request of an address in."""
+        self._in_flight.add(client)
+        self.metrics.num_in_flight = len(self._in_flight)
         self._idle.clear()
 
-    def leave(self) -> None:
+    def leave(self, client: str) -> None:
         """Count a request out."""
-        self._num_in_flight -= 1
-        self.metrics.num_in_flight = self._num_in_flight
-        if self._num_in_flight == 0:
+        self._in_flight.remove(client)
+        self.metrics.num_in_flight = len(self._in_flight)
+        if not self._in_flight:
             self._idle.set()
 
     def add(self, name: str, group: GenerationGroup) -> None:
@@ -64,10 +70,20 @@ class Lifecycle:
             if not groups:
                 del self._groups[name]
 
-    async def abort(self, name: str | None) -> int:
-        """End the groups of a name, or all; returns how many."""
+    async def abort(self, name: str | None, owner: bytes | None = None) -> int:
+        """End the groups of a name, or all; returns how many.
+
+        Args:
+            name: None: of every name.
+            owner: of the groups, as in ``Origin``; None: whoever it is.
+        """
         names = list(self._groups) if name is None else [name]
-        groups = [group for key in names for group in self._groups.get(key, ())]
+        groups = [
+            group
+            for key in names
+            for group in self._groups.get(key, ())
+            if owner is None or group.owner == owner
+        ]
         for group in groups:
             await group.abort()
         return len(groups)
@@ -75,7 +91,7 @@ class Lifecycle:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and wait for the running ones; cancel those left at the time-out."""
         self.is_draining = True
-        _logger.info("event=draining in_flight=%d timeout_s=%g", self._num_in_flight, timeout_s)
+        _logger.info("event=draining in_flight=%d timeout_s=%g", self.num_in_flight, timeout_s)
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -105,18 +121,19 @@ class AdmissionGate:
             await send(message)
 
         is_probe = scope["path"] in WATCHED_PATHS
-        refusal = None if is_probe else self._refuse()
+        client = current_client.get()
+        refusal = None if is_probe else self._refuse(client)
         if not is_probe:
-            self._lifecycle.enter()
+            self._lifecycle.enter(client)
         try:
             handler = self._app if refusal is None else error_response(refusal)
             await handler(scope, receive, send_noting)
         finally:
             if not is_probe:
-                self._lifecycle.leave()
+                self._lifecycle.leave(client)
             self._lifecycle.metrics.count_http(_route_of(scope), status)
 
-    def _refuse(self) -> HttpError | None:
+    def _refuse(self, client: str) -> HttpError | None:
         if self._lifecycle.is_draining:
             return HttpError(
                 503,
@@ -124,7 +141,7 @@ class AdmissionGate:
                 code="draining",
                 headers={"Retry-After": str(RETRY_LATER_S), "Connection": "close"},
             )
-        if self._lifecycle.num_in_flight >= self._max_in_flight:
+        if not self._lifecycle.has_room(client, self._max_in_flight):
             return HttpError(
                 503,
                 f"the server handles {self._max_in_flight} requests already",

@@ -37,6 +37,7 @@ class StoreProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """With a master's address in a folder of the server's, and a host's name."""
     rpc: RpcConfig
     log_level: str = "info"
+    log_format: str = "text"
 
 
 async def _serve(spec: StoreProcessSpec) -> None:
@@ -74,7 +75,7 @@ def main() -> int:
     # Ctrl-C in a terminal goes to the whole group; the server ends us when it has drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=StoreProcessSpec)
-    configure_logging("store", spec.log_level)
+    configure_logging("store", spec.log_level, spec.log_format)
     raise_limit()
     with asyncio.Runner(loop_factory=PollingLoop) as runner:
         try:

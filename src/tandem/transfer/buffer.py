@@ -78,8 +78,8 @@ class Buffer:
     @property
     def reserved_bytes(self) -> int:
         """Bytes from the start that may be touched: all, unless ``allocate`` was told otherwise."""
-        is_ours = isinstance(self._memory, SharedArray)
-        return self._memory.reserved_bytes if is_ours else self.length
+        memory = self._memory
+        return memory.reserved_bytes if isinstance(memory, SharedArray) else self.length
 
     def reserve(self, end_bytes: int) -> None:
         """Take the first ``end_bytes`` of allocated memory from the machine; nothing is given back.

@@ -5,14 +5,13 @@ import math
 import threading
 
 import pytest
+from step_runner import StepRunner
 
 from tandem.core.clock import ManualClock
 from tandem.core.errors import ConflictError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.runner import SequenceResult
-from tandem.engine.sampler_state import SampledToken
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.loads import LoadDecision
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -57,7 +56,7 @@ class Stage:
         self.plan = self.scheduler.schedule(self.now_s)
         self.scheduler.check()
         if self.plan.sequences:
-            sampled = {s.request.request_id: 1 for s in self.plan.sequences if s.wants_sample}
+            sampled = {s.request.request_id: [1] for s in self.plan.sequences if s.wants_sample}
             self.scheduler.complete(self.plan, sampled, self.now_s)
             self.scheduler.check()
         return {s.request.request_id: (s.start, s.num_tokens) for s in self.plan.sequences}
@@ -78,7 +77,7 @@ def test_request_waits_for_its_load_and_computes_the_rest():
     assert request.state is RequestState.LOADING
     assert stage.tier.asked == [("a", 0, 4)]
     loads = stage.plan.loads
-    assert [load.key for load in loads] == request.block_keys[:4]
+    assert [load.key for load in loads] == request.prefix.block_keys[:4]
     assert len({load.block_id for load in loads}) == 4
     assert stage.scheduler.get_stats().num_loading == 1
     assert stage.step() == {}
@@ -89,7 +88,7 @@ def test_request_waits_for_its_load_and_computes_the_rest():
     stage.done(request, [loads[3]])
     assert request.state is RequestState.WAITING
     assert stage.step() == {"a": (16, 2)}
-    assert (request.num_cached_tokens, request.num_loaded_tokens) == (16, 16)
+    assert (request.report.num_cached_tokens, request.report.num_loaded_tokens) == (16, 16)
     assert request.block_table[:4] == tuple(load.block_id for load in loads)
     assert stage.scheduler.get_stats().num_loaded_blocks == 4
 
@@ -110,10 +109,10 @@ def test_load_extends_what_the_device_holds_and_keeps_it():
     assert stage.step() == {}
     assert stage.tier.asked[-1] == ("a", 2, 5)
     # Pressure: all else is given up, but not what the load extends.
-    stage.scheduler._index.evict(100)
+    stage.scheduler._state.index.evict(100)
     stage.done(request, stage.plan.loads)
     assert stage.step() == {"a": (16, 14)}
-    assert (request.num_cached_tokens, request.num_loaded_tokens) == (16, 8)
+    assert (request.report.num_cached_tokens, request.report.num_loaded_tokens) == (16, 8)
 
 
 def test_planner_is_not_asked_where_nothing_could_be_reused():
@@ -137,7 +136,7 @@ def test_failed_block_and_those_after_it_are_computed(first_failed):
     stage.failed(request, [loads[first_failed]])
     stage.done(request, [load for i, load in enumerate(loads) if i != first_failed])
     assert stage.step() == {"a": (4 * first_failed, 18 - 4 * first_failed)}
-    assert request.num_loaded_tokens == 4 * first_failed
+    assert request.report.num_loaded_tokens == 4 * first_failed
     stats = stage.scheduler.get_stats()
     assert (stats.num_loaded_blocks, stats.num_failed_loads) == (first_failed, 4 - first_failed)
     assert len(stage.tier.asked) == 1, "a second load could go on for ever"
@@ -237,8 +236,8 @@ def test_shared_prefix_is_loaded_once():
     assert {load.request for load in stage.plan.loads} == {first}
     stage.done(first, stage.plan.loads)
     assert stage.step() == {"a": (16, 2), "b": (16, 2)}
-    assert (first.num_loaded_tokens, second.num_loaded_tokens) == (16, 0)
-    assert second.num_cached_tokens == 16
+    assert (first.report.num_loaded_tokens, second.report.num_loaded_tokens) == (16, 0)
+    assert second.report.num_cached_tokens == 16
 
 
 def test_flush_gives_loads_up():
@@ -283,7 +282,7 @@ def test_loads_are_bounded_and_wait_behind_the_needs_of_those_ahead():
     stage = Stage(Tier(), num_blocks=40, max_running=1)
     stage.add("runs", 3, max_tokens=60)
     stage.add("large", 150, first=5000, max_tokens=50)
-    stage.scheduler._requests["large"].has_loaded = True
+    stage.scheduler._state.requests["large"].load.has_loaded = True
     stage.add("small", 30, first=9000)
     stage.step()
     assert stage.plan.loads == []
@@ -301,9 +300,9 @@ def test_full_blocks_are_reported_once_generated_ones_too():
     stage.step()
     filled += stage.plan.filled
     assert [(b.key, b.block_id) for b in filled[:2]] == list(
-        zip(request.block_keys[:2], [b.block_id for b in filled[:2]], strict=True)
+        zip(request.prefix.block_keys[:2], [b.block_id for b in filled[:2]], strict=True)
     )
-    assert [b.key for b in filled] == request.block_keys[:4]
+    assert [b.key for b in filled] == request.prefix.block_keys[:4]
     assert all(stage.scheduler.is_unchanged(block) for block in filled)
     assert stage.scheduler.wake_s == math.inf
     stage.add("again", 9, max_tokens=1)
@@ -332,15 +331,14 @@ def test_flush_forgets_what_was_not_reported():
 # ------------------------------------------------------------------------ the engine's loop
 
 
-class EchoRunner:
-    def run(self, plan, states):
-        return {
-            s.request.request_id: SequenceResult(SampledToken(7) if s.wants_sample else None)
-            for s in plan.sequences
-        }
+class EchoRunner(StepRunner):
+    def pick(self, sequence):
+        return 7
 
 
 class Transfers:
+    can_read_instances = False
+
     def __init__(self):
         self.loads = []
 

@@ -2,14 +2,13 @@
 bounded. Blocks of four; the "model" says last token + 1; time passes where a test says so."""
 
 import pytest
+from step_runner import StepRunner
 
 from tandem.core.clock import ManualClock
 from tandem.core.timeline import MissReason, PrefixMiss, StoreLookup, describe_miss
 from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.runner import SequenceResult
-from tandem.engine.sampler_state import SampledToken
 from tandem.engine.scheduling import prefix_index
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.loads import LoadDecision
@@ -21,20 +20,19 @@ SIZE = 4
 STEP_S = 0.5
 
 
-class Runner:
+class Runner(StepRunner):
     """Each step takes ``STEP_S``."""
 
     def __init__(self, clock):
+        super().__init__()
         self._clock = clock
 
-    def run(self, plan, states):
+    def begin(self, step, on_layer=None):
         self._clock.advance(STEP_S)
-        return {
-            s.request.request_id: SequenceResult(
-                sampled=SampledToken(90, None) if s.wants_sample else None
-            )
-            for s in plan.sequences
-        }
+        return super().begin(step, on_layer)
+
+    def pick(self, sequence):
+        return 90
 
 
 class Tier:
@@ -278,7 +276,7 @@ def test_cancelled_and_failed_requests_are_told():
     stage.engine.step()
     stage.engine.cancel("b")
     assert (stage.tell("b").finish_reason, stage.tell("b").miss) == ("cancelled", None)
-    stage.engine._runner.run = None  # Not callable: the step fails.
+    stage.engine._runner.finish = None  # Not callable: the step fails.
     stage.engine.step()
     assert stage.tell("a").finish_reason == "error"
 

@@ -13,7 +13,14 @@ from safetensors.torch import save_file
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.clock import MonotonicClock
-from tandem.core.errors import ConflictError, CorruptionError, NotFoundError, PeerLostError
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    PeerLostError,
+)
 from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine.adapters import AdapterTable
 from tandem.engine.build import build_engine
@@ -247,6 +254,51 @@ def test_cluster_brings_a_restarted_instance_in_line():
         while members[1].loaded != {"/a"}:
             await asyncio.sleep(0)
         await table.close()
+
+    run(work)
+
+
+def test_names_are_counted_and_not_contents():
+    async def work():
+        table = ClusterAdapters([Member("a")], lambda _: 0, max_adapters=2)
+        table.begin([])
+        for name in "xy":
+            await table.load(source_of(name))
+        with pytest.raises(CapacityError):
+            await table.load(source_of("z"))
+        with pytest.raises(ConflictError):
+            await table.load(source_of("x", "/b"))
+        await table.unload("x")
+        await table.load(source_of("z"))
+
+    run(work)
+    with pytest.raises(ConfigError, match="max_adapters"):
+        ClusterAdapters([], lambda _: 0, 1).begin([source_of("x"), source_of("y")])
+
+
+def test_what_a_restarted_instance_cannot_have_is_not_listed():
+    """A file was replaced: the name is withdrawn everywhere; one that may come yet stays."""
+
+    async def work():
+        members = [Member("a"), Member("b")]
+        table = ClusterAdapters(members, lambda _: 0)
+        table.begin([])
+        await table.load(source_of("x"))
+        for failure, names in (
+            (PeerLostError("test", "lost"), ["x"]),
+            (ConflictError("test", "it has changed"), []),
+        ):
+            members[1].info, members[1].loaded = Info(), set()
+            members[1].failure = failure
+            table.note_serving(members[1])
+            while table._tasks:
+                await asyncio.sleep(0)
+            assert list(table.table) == names
+        assert members[0].loaded == set()
+        assert members[0].told == []
+        members[1].failure = None
+        await table.load(source_of("x"))
+        assert list(table.table) == ["x"]
 
     run(work)
 

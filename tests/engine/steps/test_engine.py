@@ -4,53 +4,57 @@
 import threading
 
 import pytest
+from step_runner import StepRunner
 
 from tandem.core.clock import ManualClock
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams, TokenLogprob
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.runner import SequenceResult
-from tandem.engine.sampler_state import BROKEN_ROW, SampledToken
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.messages import SampledToken, pack_block_ids
+from tandem.engine.stepping.sampler_state import BROKEN_ROW
 
 EOS = 90
 VOCAB = 100
 
 
-class CountingRunner:
+class CountingRunner(StepRunner):
     """Next token = last token + 1, never past 98; can fail or give broken rows."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.fails_next = False
-        self.broken: set[str] = set()
+        self.broken: set[int] = set()
+        """Sequences whose logits are no distribution."""
+        self.refused: set[int] = set()
+        """Sequences with which a step fails."""
+        self.steps = []
         self.num_tokens = 0
 
-    def run(self, plan, states):
+    def begin(self, step, on_layer=None):
+        self.steps.append(step)
+        return super().begin(step, on_layer)
+
+    def finish(self, handle):
         if self.fails_next:
             self.fails_next = False
             raise RuntimeError("no memory")
-        results = {}
-        for sequence in plan.sequences:
-            request = sequence.request
-            self.num_tokens += sequence.num_tokens
-            result = results[request.request_id] = SequenceResult()
-            if sequence.wants_sample:
-                last = request.get_tokens(request.num_tokens - 1, request.num_tokens)[0]
-                token = BROKEN_ROW if request.request_id in self.broken else min(last + 1, 98)
-                logprob = None
-                if request.sampling.logprobs is not None:
-                    logprob = TokenLogprob(token, -0.5)
-                result.sampled = SampledToken(token, logprob)
-            if request.sampling.prompt_logprobs is not None:
-                end = min(sequence.start + sequence.num_tokens, request.prompt_len - 1)
-                result.prompt_logprobs = [
-                    TokenLogprob(request.prompt_ids[i + 1], -1.0)
-                    for i in range(sequence.start, end)
-                ]
-        return results
+        if any(sequence.sequence_id in self.refused for sequence in self.steps[-1].sequences):
+            raise RuntimeError("a value that no step can be computed with")
+        return super().finish(handle)
+
+    def compute(self, sequence, result):
+        self.num_tokens += len(sequence.token_ids)
+        if sequence.sampling is not None:
+            token = min(sequence.token_ids[-1] + 1, 98)
+            if sequence.sequence_id in self.broken:
+                token = BROKEN_ROW
+            wants = self.started[sequence.sequence_id].params.logprobs is not None
+            result.tokens = [SampledToken(token, TokenLogprob(token, -0.5) if wants else None)]
+        result.prompt_logprobs = [TokenLogprob(token, -1.0) for token in sequence.scored_ids]
 
 
 def make(num_blocks: int = 16, **config):
@@ -191,13 +195,13 @@ def test_cancel_during_the_step_frees_its_blocks_with_it():
     engine, runner, _ = make()
     engine.add(ask("a", max_tokens=50))
     engine.step()
-    run = runner.run
+    finish = runner.finish
 
-    def cancel_meanwhile(plan, states):
+    def cancel_meanwhile(handle):
         assert engine.cancel("a")
-        return run(plan, states)
+        return finish(handle)
 
-    runner.run = cancel_meanwhile
+    runner.finish = cancel_meanwhile
     (output,) = engine.step()
     assert output.finish_reason is FinishReason.CANCELLED
     assert output.token_ids == []
@@ -229,9 +233,50 @@ def test_runner_failure_ends_its_requests_and_nothing_is_cached():
     assert drain(engine)[0].cached_len == 0
 
 
+@pytest.mark.parametrize("num_bad", [1, 2, 9])
+def test_a_failed_step_ends_those_alone_that_it_fails_for(num_bad):
+    """Goal: whatever a request does to the runner, the others get their tokens, in few steps."""
+    engine, runner, _ = make(num_blocks=64)
+    names = [f"{i}" for i in range(9)]
+    refused = set(names[3 : 3 + num_bad]) | set(names[: max(num_bad - 6, 0)])
+    runner.refused = {int(name) + 1 for name in refused}
+    for i, name in enumerate(names):
+        engine.add(ask(name, prompt=(1, 2, 3 + i), max_tokens=3))
+    outputs = drain(engine)
+    ends = {o.request_id: o for o in outputs if o.finish_reason}
+    for i, name in enumerate(names):
+        if name in refused:
+            assert ends[name].finish_reason is FinishReason.ERROR
+            assert "a value that no step" in ends[name].error_text
+        else:
+            tokens = [t for o in outputs if o.request_id == name for t in o.token_ids]
+            assert tokens == [4 + i, 5 + i, 6 + i]
+            assert ends[name].finish_reason is FinishReason.LENGTH
+    if num_bad == 1:
+        assert len(runner.steps) <= 3 + 8, "halves, not one by one"
+    assert engine.get_stats().num_used_blocks == 0
+
+
+def test_a_step_in_halves_repeats_no_copy_of_the_other_half():
+    """A copy clears the rest of its block, where the other half has computed tokens by then."""
+    engine, runner, _ = make(num_blocks=64)
+    engine.add(ask("first", prompt=range(1, 8), max_tokens=1))
+    drain(engine)
+    for name, token in (("a", 20), ("b", 30)):
+        engine.add(ask(name, prompt=(1, 2, 3, 4, 5, token), max_tokens=2))
+    runner.refused = {3}
+    runner.steps.clear()
+    drain(engine)
+    assert len(runner.steps[0].copies) == 2
+    for step in runner.steps[1:3]:
+        (sequence,) = step.sequences
+        (copy,) = step.copies
+        assert pack_block_ids([copy.dst_block_id]) in sequence.block_table
+
+
 def test_broken_row_ends_that_request_alone():
     engine, runner, _ = make()
-    runner.broken = {"a"}
+    runner.broken = {1}
     engine.add(ask("a", max_tokens=4))
     engine.add(ask("b", max_tokens=2))
     outputs = drain(engine)

@@ -65,7 +65,7 @@ class Stage:
         self.starved += [request.request_id for request in plan.starved]
         names = [sequence.request.request_id for sequence in plan.sequences]
         if names:
-            sampled = {s.request.request_id: 1 for s in plan.sequences if s.wants_sample}
+            sampled = {s.request.request_id: [1] for s in plan.sequences if s.wants_sample}
             self.scheduler.complete(plan, sampled, self.now_s)
         self.scheduler.check()
         self.now_s += 1.0

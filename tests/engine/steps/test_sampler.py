@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.core.wire import SamplingParams
-from tandem.engine.sampler import gather_logprobs, sample_tokens
-from tandem.engine.sampler_state import BROKEN_ROW, SamplerState, draw_uniform
+from tandem.engine.stepping.sampler import gather_logprobs, sample_tokens
+from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState, draw_uniform
 
 VOCAB = 40
 

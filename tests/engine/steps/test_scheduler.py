@@ -3,17 +3,22 @@
 That the decisions are sound under any traffic is the business of ``test_scheduler_props.py``.
 """
 
+from collections import Counter
+from random import Random
+
 import msgspec
 import pytest
 
 from tandem.core.config import list_fields
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
-from tandem.core.wire import FinishReason, SamplingParams
+from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams
 from tandem.engine.config import EngineConfig
+from tandem.engine.scheduling.admission import MAX_OVERTAKEN
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.request import Request, RequestState
-from tandem.engine.scheduling.scheduler import MAX_CANDIDATES, Scheduler
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.state import MAX_CANDIDATES
 
 SIZE = 4
 
@@ -42,7 +47,7 @@ class Stage:
         return {s.request.request_id: (s.start, s.num_tokens) for s in self.plan.sequences}
 
     def complete(self, token=1, finished=()):
-        sampled = {s.request.request_id: token for s in self.plan.sequences if s.wants_sample}
+        sampled = {s.request.request_id: [token] for s in self.plan.sequences if s.wants_sample}
         self.now_s += 0.01
         reasons = dict.fromkeys(finished, FinishReason.STOP)
         ended = self.scheduler.complete(self.plan, sampled, self.now_s, reasons)
@@ -79,7 +84,11 @@ def test_prompt_is_computed_in_chunks_and_then_token_by_token():
     assert stage.complete(token=9) == ["a"]
     assert request.output_ids == [7, 8, 9]
     assert request.finish_reason is FinishReason.LENGTH
-    assert (request.first_scheduled_s, request.first_token_s, request.finished_s) == (
+    assert (
+        request.report.first_scheduled_s,
+        request.report.first_token_s,
+        request.report.finished_s,
+    ) == (
         0.0,
         pytest.approx(0.03),
         pytest.approx(0.05),
@@ -165,8 +174,8 @@ def test_plans_alternate_with_completions():
     with pytest.raises(ConflictError, match=r"no token sampled for requests \['a'\]"):
         stage.scheduler.complete(stage.plan, {}, 0.0)
     stage.complete()
-    with pytest.raises(ConflictError, match="not the plan"):
-        stage.scheduler.complete(stage.plan, {"a": 1}, 0.0)
+    with pytest.raises(ConflictError, match="not the oldest plan"):
+        stage.scheduler.complete(stage.plan, {"a": [1]}, 0.0)
 
 
 def test_config_is_described_and_refuses_what_does_not_fit():
@@ -217,11 +226,30 @@ def test_second_request_reuses_to_the_token():
     assert stage.schedule() == {"second": (14, 4)}
     (copy,) = stage.plan.copies
     assert (copy.num_tokens, copy.dst_block_id) == (2, second.block_table[3])
-    assert second.num_cached_tokens == 14
+    assert second.report.num_cached_tokens == 14
     stage.complete()
     stats = stage.scheduler.get_stats()
     assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (2, 33)
     assert stats.num_prefix_hit_tokens == 14
+
+
+def test_a_prompt_that_another_instance_has_computed_is_counted_there():
+    """Over prefill and decode instances, and after a failure, a prompt counts once, and what one
+    instance hands to another is no work that a client was spared."""
+    stage = Stage()
+    stage.add("first", prompt(18), max_tokens=1)
+    stage.step()
+    stage.add("resumed", prompt(18), output_ids=[7])
+    handle = KvHandle(request_id="p", num_tokens=18, lease_s=1.0)
+    source = PrefillKv(instance="p", handle=handle)
+    stage.add("handed over", prompt(18), kv_source=source, deadline_s=9.0)
+    for _ in range(4):
+        stage.step()
+        stage.now_s += 1.0
+    assert stage.scheduler.find_prefill("handed over") is None
+    stats = stage.scheduler.get_stats()
+    assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (1, 18)
+    assert stats.num_prefix_hit_tokens == 0
 
 
 def test_repeated_prompt_computes_its_last_token_only():
@@ -438,9 +466,9 @@ def test_least_urgent_request_gives_its_blocks_and_resumes_from_cache():
         pass
     assert old.finish_reason is young.finish_reason is FinishReason.LENGTH
     assert (len(old.output_ids), len(young.output_ids)) == (14, 10)
-    assert young.num_preemptions >= 1
-    assert old.num_preemptions == 0
-    assert young.num_cached_tokens == 0, "usage reports what the prompt found on arrival"
+    assert young.queue.num_preemptions >= 1
+    assert old.queue.num_preemptions == 0
+    assert young.report.num_cached_tokens == 0, "usage reports what the prompt found on arrival"
 
 
 def test_priority_decides_who_is_preempted():
@@ -473,7 +501,7 @@ def test_pool_of_one_request_serves_many_one_after_the_other():
         num_steps += 1
     assert [len(r.output_ids) for r in requests] == [3] * 5
     assert num_steps <= 15
-    assert sum(r.num_preemptions for r in requests) == 0
+    assert sum(r.queue.num_preemptions for r in requests) == 0
 
 
 # ------------------------------------------------------------------------ leaving early
@@ -514,7 +542,8 @@ def test_failed_step_ends_its_requests_and_no_others():
     in_plan, outside = stage.add("a", prompt(8)), stage.add("b", prompt(8, 2000))
     stage.step()
     assert stage.schedule() == {"a": (4, 4)}
-    assert stage.scheduler.abandon(stage.plan, 1.0) == [in_plan]
+    failed = {"a": FinishReason.ERROR}
+    assert stage.scheduler.complete(stage.plan, {}, 1.0, failed) == [in_plan]
     assert in_plan.finish_reason is FinishReason.ERROR
     assert not outside.is_finished
     assert stage.step() == {"b": (0, 4)}
@@ -540,7 +569,7 @@ def test_deadlines_of_finished_requests_do_not_pile_up():
     for i in range(1000):
         stage.add(f"r{i}", "x", max_tokens=1, deadline_s=1e9)
         stage.step()
-    assert len(stage.scheduler._deadlines) < 200
+    assert len(stage.scheduler._lifecycle._deadlines) < 200
 
 
 def test_stats_are_a_snapshot():
@@ -554,3 +583,90 @@ def test_stats_are_a_snapshot():
     stage.step()
     stats = stage.scheduler.get_stats()
     assert (stats.num_running, stats.num_cached_blocks, stats.num_blocks) == (0, 3, 64)
+
+
+# ------------------------------------------------------------------------ shares
+
+
+def test_clients_get_equal_shares_whatever_they_queue():
+    """One that queued forty requests first does not hold up those with few."""
+    stage = Stage(max_running=4, max_queue=64, max_batch_tokens=64, num_blocks=256)
+    for i in range(40):
+        stage.add(f"a{i}", prompt(5, 100 * i), max_tokens=6, client="a")
+    stage.step()
+    for client in "bcd":
+        for i in range(3):
+            stage.add(f"{client}{i}", prompt(5, 100 * i + ord(client)), max_tokens=6, client=client)
+    served = []
+    while len(served) < 4 + 9:
+        for name in stage.schedule():
+            if name not in served:
+                served.append(name)
+        stage.complete()
+    assert [name[0] for name in served[:4]] == list("aaaa"), "nobody else was there"
+    assert {name[0] for name in served[4:8]} == set("abcd"), "one slot each"
+    for client in "bcd":
+        own = [name for name in served if name[0] == client]
+        assert own == [f"{client}{i}" for i in range(len(own))], "in the order of arrival"
+        assert len(own) >= 2
+
+
+def test_a_full_queue_still_takes_those_below_their_share():
+    stage = Stage(max_running=2, max_queue=6)
+    for i in range(8):
+        stage.add(f"a{i}", prompt(5), client="a")
+    with pytest.raises(CapacityError):
+        stage.add("a8", prompt(5), client="a")
+    for i in range(4):
+        stage.add(f"b{i}", prompt(5), client="b")
+    with pytest.raises(CapacityError):
+        stage.add("b4", prompt(5), client="b")
+    stage.add("c0", prompt(5), client="c")
+    for i in range(200):  # Each of very many has a share of nothing.
+        try:
+            stage.add(f"x{i}", prompt(5), client=f"x{i}")
+        except CapacityError:
+            break
+    assert len(stage.scheduler._state.shares) <= 2 * 8
+    stage.scheduler.check()
+
+
+@pytest.mark.parametrize(("num_clients", "num_alike"), [(180, 0), (180, 60), (100, 30)])
+def test_no_request_of_a_share_is_overtaken_by_more_than_is_said(num_clients, num_alike):
+    """Clients behind one address, each with its next request when it has its answer.
+
+    Some ask with a prefix that is always cached, which goes first; the others must not wait for
+    ever. All are served equally often.
+    """
+    random = Random(7)
+    stage = Stage(
+        max_running=8, max_queue=256, max_batch_tokens=256, num_blocks=160, max_passover_s=1e4
+    )
+    served, live, order, number = Counter(), {}, {}, 0
+    worst = 0
+
+    def ask(client):
+        nonlocal number
+        number += 1
+        first = 0 if client < num_alike else 10_000 * number
+        name = f"{number}"
+        live[name] = stage.add(name, prompt(33, first), max_tokens=random.randint(1, 4))
+        order[name] = client
+
+    for client in range(num_clients):
+        ask(client)
+    for _ in range(450):
+        stage.schedule()
+        for name in stage.complete():
+            request = live.pop(name)
+            worst = max(worst, request.queue.num_overtaken)
+            served[order[name]] += 1
+            ask(order[name])
+    assert worst <= MAX_OVERTAKEN
+    assert max(request.queue.num_overtaken for request in live.values()) <= MAX_OVERTAKEN
+    if num_alike and num_clients <= MAX_CANDIDATES:
+        assert worst > 0, "a cached prefix goes first, as far as it may"
+        return
+    counts = [served[client] for client in range(num_clients)]
+    assert min(counts) >= 3
+    assert max(counts) - min(counts) <= 2, "of equal clients, none is served more often"

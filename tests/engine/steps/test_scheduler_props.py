@@ -42,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 6),
         max_model_len=st.integers(8, 80),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        overlap=st.booleans(),
         is_impatient=st.booleans(),
         has_tier=st.booleans(),
         seed=st.integers(0, 1000),
@@ -137,13 +138,16 @@ class TestSchedulerMachineAtLength(SchedulerMachine.TestCase):
     )
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("order", ORDERS)
-def test_long_traffic_in_a_small_pool_is_sound_and_exercises_everything(order):
+def test_long_traffic_in_a_small_pool_is_sound_and_exercises_everything(order, overlap):
     """Not vacuous: hits, copies, preemptions and evictions all happen, under every order."""
-    impatient = World(num_blocks=14, seed=7, order=order, max_running=5, scheduler_class=Impatient)
+    settings = {"num_blocks": 14, "seed": 7, "order": order, "max_running": 5, "overlap": overlap}
+    impatient = World(**settings, scheduler_class=Impatient)
     drive(impatient, 500)
-    patient = World(num_blocks=14, seed=7, order=order, max_running=5)
+    patient = World(**settings)
     drive(patient, 500)
+    assert (impatient.num_ahead > 300) == overlap
     stats = impatient.scheduler.get_stats()
     assert stats.num_preemptions > 15
     assert stats.num_evicted_blocks > 200
@@ -165,18 +169,19 @@ def test_long_traffic_over_a_tier_is_sound_and_exercises_everything():
     assert stats.num_preemptions > 15
     assert tier.num_dropped > 20
     assert tier.num_stale > 20
-    assert any(0 < r.num_loaded_tokens < r.num_cached_tokens for r in world.ended)
+    assert any(0 < r.report.num_loaded_tokens < r.report.num_cached_tokens for r in world.ended)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_traffic_with_prefills_that_are_held_and_decodes_from_elsewhere_is_sound(order):
     tier = ToyTier(random.Random(6))
-    world = World(num_blocks=30, seed=6, order=order, tier=tier, handover_chance=0.3)
+    overlap = order != "prefill_first"
+    world = World(30, 6, order=order, tier=tier, handover_chance=0.3, overlap=overlap)
     drive(world, 400)
     assert world.num_held_checked > 20
     reasons = [r.finish_reason for r in world.ended]
     assert reasons.count(FinishReason.PREFILLED) > 10
-    assert sum(r.num_loaded_tokens > 0 and r.prefill_kv is not None for r in world.ended) > 3
+    assert sum(r.report.num_loaded_tokens > 0 and r.prefill_kv is not None for r in world.ended) > 3
 
 
 def test_outputs_do_not_depend_on_cache_order_or_pool():
@@ -201,6 +206,7 @@ def test_outputs_do_not_depend_on_cache_order_or_pool():
         assert outputs == expected
         assert num_computed < num_computed_alone
         assert run(num_blocks=9, order=order)[0] == expected
+        assert run(num_blocks=9, order=order, overlap=True)[0] == expected
         # Another instance, and what those before it have stored.
         assert run(num_blocks=16, order=order, tier=tier)[0] == expected
     assert tier.stored
@@ -244,19 +250,29 @@ class FindsTheEvicted(PrefixIndex):
 class EagerIndexing(Scheduler):
     """Makes blocks matchable when they are planned, not when they are computed."""
 
-    def schedule(self, now_s):
-        plan = super().schedule(now_s)
-        for s in plan.sequences:
-            s.request.num_computed_tokens += s.num_tokens
-            self._prefix.index_computed(s.request, is_prompt_end=True)
-            s.request.num_computed_tokens -= s.num_tokens
-        return plan
+    def __init__(self, *args):
+        super().__init__(*args)
+        state, emit = self._state, self._state.emit
 
-    def _emit(self, plan, request, num_tokens):
-        super()._emit(plan, request, num_tokens)
-        request.num_computed_tokens += num_tokens
-        self._prefix.index_computed(request, is_prompt_end=True)
-        request.num_computed_tokens -= num_tokens
+        def emit_and_index(plan, request, num_tokens):
+            emit(plan, request, num_tokens)
+            request.num_computed_tokens += num_tokens
+            state.prefix.index_computed(request, is_prompt_end=True)
+            request.num_computed_tokens -= num_tokens
+
+        state.emit = emit_and_index
+
+
+class StaleTables(Scheduler):
+    """Runs a plan that was made ahead with the blocks that it had then."""
+
+    def settle(self, plan):
+        before = {s.request.request_id: s.block_table for s in plan.sequences}
+        is_left = super().settle(plan)
+        plan.sequences = [
+            s._replace(block_table=before[s.request.request_id]) for s in plan.sequences
+        ]
+        return is_left
 
 
 class GivesTwice(BlockPool):
@@ -311,7 +327,8 @@ def with_loads(loads_class):
     class Mutant(Scheduler):
         def __init__(self, config, pool, index, tiers):
             super().__init__(config, pool, index, tiers)
-            self._loads = loads_class(pool, index, self._prefix, config.block_size)
+            prefix = self._state.prefix
+            self._state.loads = loads_class(pool, index, prefix, config.block_size)
 
     Mutant.__name__ = loads_class.__name__
     return Mutant
@@ -324,6 +341,10 @@ class StoresStale(ToyTier):
         return False
 
 
+def name_mutant(mutant) -> str:
+    return "+".join(getattr(c, "__name__", "overlap") for c in mutant.values()) or "control"
+
+
 @pytest.mark.parametrize(
     "mutant",
     [
@@ -334,21 +355,22 @@ class StoresStale(ToyTier):
         {"scheduler_class": EagerIndexing},
         {"pool_class": GivesTwice},
         {"runner_class": LateCopies},
+        {"overlap": True},
     ],
-    ids=lambda mutant: "+".join(c.__name__ for c in mutant.values()) or "control",
+    ids=name_mutant,
 )
 def test_runner_notices_a_broken_decider(mutant):
     """The content check alone, with all bookkeeping checks off, finds each of these bugs."""
-    num_found = 0
+    num_found, is_mutant = 0, bool(mutant.keys() - {"overlap"})
     for seed in range(8):
         world = World(num_blocks=14, seed=seed, max_running=5, checks=False, **mutant)
         try:
             drive(world, 150)
         except WrongKvError:
             num_found += 1
-        except (AssertionError, CapacityError, KeyError):
-            assert mutant, "the unchanged deciders are sound"
-    assert num_found >= 3 if mutant else num_found == 0
+        except (AssertionError, CapacityError, ConflictError, KeyError):
+            assert is_mutant, "the unchanged deciders are sound"
+    assert num_found >= 3 if is_mutant else num_found == 0
 
 
 @pytest.mark.parametrize(
@@ -358,12 +380,14 @@ def test_runner_notices_a_broken_decider(mutant):
         {"scheduler_class": with_loads(FreesEarly)},
         {"scheduler_class": with_loads(TrustsFailures)},
         {"tier_class": StoresStale},
+        {"scheduler_class": StaleTables, "overlap": True},
+        {"overlap": True},
     ],
-    ids=lambda mutant: "+".join(c.__name__ for c in mutant.values()) or "control",
+    ids=name_mutant,
 )
 def test_runner_notices_a_broken_load(mutant):
     """The same with a tier: a wrong block is read, whatever the bookkeeping says."""
-    num_found = 0
+    num_found, is_mutant = 0, bool(mutant.keys() - {"overlap"})
     classes = dict(mutant)
     tier_class = classes.pop("tier_class", ToyTier)
     for seed in range(8):
@@ -374,5 +398,5 @@ def test_runner_notices_a_broken_load(mutant):
         except WrongKvError:
             num_found += 1
         except (AssertionError, CapacityError, ConflictError, KeyError):
-            assert mutant, "the unchanged deciders are sound"
-    assert num_found >= 3 if mutant else num_found == 0
+            assert is_mutant, "the unchanged deciders are sound"
+    assert num_found >= 3 if is_mutant else num_found == 0

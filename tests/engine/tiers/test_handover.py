@@ -7,6 +7,7 @@ that was not handed over shows; the test moves the blocks.
 import math
 
 import pytest
+from step_runner import StepRunner
 
 from tandem.core.clock import ManualClock
 from tandem.core.errors import ConfigError, ConflictError, UnsupportedError
@@ -21,34 +22,30 @@ from tandem.core.wire import (
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.runner import SequenceResult
-from tandem.engine.sampler_state import SampledToken, draw_uniform
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.sampler_state import draw_uniform
 
 SIZE = 4
 VOCAB = 1000
 PROMPT = list(range(1, 19))
 
 
-class DrawingRunner:
+class DrawingRunner(StepRunner):
     """The token depends on the seed, the position in the output and the token before."""
 
     def __init__(self):
+        super().__init__()
         self.computed = []
 
-    def run(self, plan, states):
-        results = {}
-        for s in plan.sequences:
-            request = s.request
-            self.computed.append((s.start, s.num_tokens))
-            result = results[request.request_id] = SequenceResult()
-            if s.wants_sample:
-                draw = draw_uniform(states[request.request_id].seed, len(request.output_ids))
-                last = request.get_tokens(request.num_tokens - 1, request.num_tokens)[0]
-                result.sampled = SampledToken((int(draw * VOCAB) + last) % VOCAB)
-        return results
+    def compute(self, sequence, result):
+        self.computed.append((sequence.start, len(sequence.token_ids)))
+        super().compute(sequence, result)
+
+    def pick(self, sequence):
+        draw = draw_uniform(self.started[sequence.sequence_id].seed, sequence.sampling.position)
+        return (int(draw * VOCAB) + sequence.token_ids[-1]) % VOCAB
 
 
 class Node:

@@ -9,11 +9,17 @@ import torch
 from loading import load_checkpoint
 
 from tandem.core.wire import SamplingParams
-from tandem.engine.sampler_state import SamplerState
 from tandem.engine.scheduling.blocks import BlockCopy
-from tandem.engine.scheduling.plan import ScheduledSequence, StepPlan
-from tandem.engine.scheduling.request import Request
-from tandem.engine.torch_runner import TorchRunner
+from tandem.engine.stepping.messages import (
+    Logits,
+    Phase,
+    SamplingRow,
+    SequenceStart,
+    StepInput,
+    StepSequence,
+    pack_block_ids,
+)
+from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.kernels import paged
 
 PROMPT = [(7 * i) % 120 + 3 for i in range(45)]
@@ -45,13 +51,21 @@ def cache(way, model):
     return model.allocate_kv(8, block_size=16, kv_dtype=way[1])
 
 
-def make_request():
-    return Request("r", list(PROMPT), SamplingParams(max_tokens=1), 0.0)
-
-
-def plan_prefill(request, start, end, copies=()):
-    sequence = ScheduledSequence(request, start, end - start, (6, 1, 4), end == len(PROMPT))
-    return StepPlan([sequence], list(copies), num_tokens=end - start)
+def prefill(runner, start, end, copies=(), on_layer=None):
+    is_last = end == len(PROMPT)
+    sequence = StepSequence(
+        sequence_id=1,
+        phase=Phase.PREFILL,
+        start=start,
+        token_ids=PROMPT[start:end],
+        block_table=pack_block_ids((6, 1, 4)),
+        logits=Logits.LAST if is_last else Logits.NONE,
+        sampling=SamplingRow(0) if is_last else None,
+    )
+    params = SamplingParams(max_tokens=1)
+    starts = [SequenceStart(1, params, 1, (), [], [])] if is_last else []
+    step = StepInput([sequence], list(copies), starts)
+    return runner.finish(runner.begin(step, on_layer)).sequences[0]
 
 
 class Watcher:
@@ -69,13 +83,11 @@ class Watcher:
 
 def test_bytes_are_final_when_announced(model, cache):
     runner = TorchRunner(model, cache, threads=1)
-    request = make_request()
-    states = {"r": SamplerState(SamplingParams(max_tokens=1), seed=1)}
     cache.tensor[2] = 1
     copies = [BlockCopy(2, 6, 4)]
     for start, end in ((4, 30), (30, 45)):
         watcher = Watcher(cache)
-        results = runner.run(plan_prefill(request, start, end, copies), states, watcher)
+        result = prefill(runner, start, end, copies, watcher)
         copies = []
         assert watcher.layers == list(range(NUM_LAYERS))
         for layer, seen in enumerate(watcher.seen):
@@ -84,32 +96,30 @@ def test_bytes_are_final_when_announced(model, cache):
             for later in range(layer + 1, NUM_LAYERS):
                 for block in written:
                     assert not torch.equal(seen[block, later], cache.tensor[block, later])
-    assert results["r"].sampled is not None
+    assert len(result.tokens) == 1
 
 
 def test_the_step_is_the_same_without(model, cache):
     runner = TorchRunner(model, cache, threads=1)
-    states = {"r": SamplerState(SamplingParams(max_tokens=1), seed=1)}
     runs = []
     for watcher in (None, Watcher(cache)):
         cache.tensor.zero_()
-        results = runner.run(plan_prefill(make_request(), 0, 45), states, watcher)
-        runs.append((cache.tensor.clone(), results["r"].sampled))
+        result = prefill(runner, 0, 45, on_layer=watcher)
+        runs.append((cache.tensor.clone(), result.tokens))
     assert torch.equal(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
 
 
 def test_what_the_callback_raises_ends_the_step(model, cache):
     runner = TorchRunner(model, cache, threads=1)
-    states = {"r": SamplerState(SamplingParams(max_tokens=1), seed=1)}
 
     def fail(layer_idx):
         if layer_idx == 1:
             raise ConnectionError("the peer is gone")
 
     with pytest.raises(ConnectionError):
-        runner.run(plan_prefill(make_request(), 0, 45), states, fail)
+        prefill(runner, 0, 45, on_layer=fail)
     # The runner goes on with the next step.
     watcher = Watcher(cache)
-    runner.run(plan_prefill(make_request(), 0, 45), states, watcher)
+    prefill(runner, 0, 45, on_layer=watcher)
     assert watcher.layers == list(range(NUM_LAYERS))

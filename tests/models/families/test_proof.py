@@ -335,7 +335,7 @@ MUTANTS = {
     "angles of another base": (
         "llama",
         forget(Rope, "inv_freq", lambda rope: rope.inv_freq * 1.01),
-        "self_attn (Attention)",
+        "operator Rope cannot take model.rotary_emb",
     ),
 }
 

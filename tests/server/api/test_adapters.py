@@ -3,6 +3,7 @@
 import pytest
 import requests
 
+from tandem.core.errors import CorruptionError
 from tandem.server.edge.auth import ADMIN_PATHS
 
 ADMIN = "admin-key"
@@ -75,6 +76,19 @@ def test_unloaded_names_are_not_the_models(served):
         assert reply.status_code == 404
         assert "poet" in reply.json()["error"]["message"]
     assert served.call("POST", "/v1/unload_lora_adapter", {"lora_name": "poet"}).status_code == 404
+
+
+def test_a_broken_file_is_the_clients_mistake(served, monkeypatch):
+    """It asks for that file: 400 with what is wrong, and no reason to try again."""
+
+    async def refuse(source):
+        raise CorruptionError("models.read_adapter", "lora_A holds NaN")
+
+    monkeypatch.setattr(served.engine, "load_adapter", refuse)
+    reply = load(served, "poet", "first")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "lora_path"
+    assert "lora_A holds NaN" in reply.json()["error"]["message"]
 
 
 def test_sglangs_paths(served):

@@ -179,6 +179,7 @@ def test_flush_cache_and_information(server):
     for reply in (server.get("/flush_cache"), server.post("/flush_cache")):
         assert reply.json() == {"success": True, "num_freed_blocks": 7}
     info = server.get("/server_info").json()
+    assert info["store"] is None, "it runs none"
     assert info["instance"]["architecture"] == "Qwen3MoeForCausalLM"
     assert "api_key" not in info["config"]
     assert server.get("/get_server_info").json()["version"] == info["version"]

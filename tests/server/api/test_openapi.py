@@ -201,3 +201,47 @@ def test_keys_are_asked_for_where_they_are_needed(serve_text):
         if any("security" in o for o in item.values())
     }
     assert set(document["paths"]) - needing == {"/health", "/ping", "/live", "/ready"}
+
+
+def test_what_the_rules_of_bodies_say_is_what_the_handlers_do(serve):
+    """A body that keeps the rules is answered, one that breaks a rule alone is a 400."""
+    live = serve()
+    user = {"role": "user", "content": "a"}
+    cases = [
+        ("/tokenize", {"prompt": "a"}, 200), ("/tokenize", {}, 400),
+        ("/tokenize", {"prompt": "a", "messages": [user]}, 400),
+        ("/detokenize", {"tokens": [70.0]}, 200), ("/detokenize", {"tokens": [70.5]}, 400),
+        ("/detokenize", {"tokens": []}, 200), ("/detokenize", {"tokens": [None]}, 400),
+        ("/abort_request", {"rid": "x"}, 200), ("/abort_request", {}, 400),
+        ("/generate", {"text": "a", "input_ids": None}, 200), ("/generate", {}, 400),
+        ("/v1/completions", {"prompt": [70.0, 71], "n": 1.0, "max_tokens": 2.0}, 200),
+        ("/v1/completions", {"prompt": "a", "n": 1.5}, 400),
+        ("/v1/completions", {"prompt": ""}, 400),
+        ("/v1/chat/completions", {"messages": [user], "max_tokens": 2}, 200),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": None}]}, 400),
+        ("/v1/chat/completions", {"messages": [user], "top_logprobs": 2}, 400),
+        ("/v1/chat/completions", {"messages": [user], "max_tokens": 0}, 400),
+    ]  # fmt: skip
+    for path, body, status in cases:
+        assert live.post(path, body).status_code == status, (path, body)
+
+
+def test_keys_and_errors_have_names(serve_text):
+    """Who reads the document learns which key an endpoint takes and how an error looks."""
+    document = (
+        serve_text(api_key=("k",))
+        .get("/openapi.json", headers={"Authorization": "Bearer k"})
+        .json()
+    )
+    assert set(document["components"]["securitySchemes"]) == {"key", "admin_key"}
+    chat = document["paths"]["/v1/chat/completions"]["post"]
+    assert chat["security"] == [{"key": []}, {"admin_key": []}]
+    loading = document["paths"]["/v1/load_lora_adapter"]["post"]
+    assert loading["security"] == [{"admin_key": []}]
+    for status in ("400", "401", "403", "408", "413", "503", "504", "default"):
+        schema = chat["responses"][status]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": "#/components/schemas/ErrorReply"}
+    ready = document["paths"]["/ready"]["get"]
+    assert "security" not in ready
+    schema = ready["responses"]["503"]["content"]["application/json"]["schema"]
+    assert schema == {"$ref": "#/components/schemas/Readiness"}

@@ -10,11 +10,12 @@ import socket
 import ssl
 import struct
 import subprocess
+import threading
 
 import pytest
 import requests
 from fake_engine import FakeEngine
-from serving import LiveServers, wait_until
+from serving import WAIT_S, LiveServers, wait_until
 
 from tandem.core.errors import ConfigError
 from tandem.server.app import build_app
@@ -104,7 +105,11 @@ def test_pages_of_other_sites_cannot_post(serve_text):
         reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
         assert reply.status_code == 403, origin
     assert live.engine.requests == []
-    for origin in (live.url, "http://localhost:3000"):
+    # What another program serves on this machine, or the one before it, is a stranger.
+    for origin in ("http://localhost:3000", "http://localhost", "http://127.0.0.1:1"):
+        reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
+        assert reply.status_code == 403, origin
+    for origin in (live.url, f"http://localhost:{live.running.port}"):
         reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
         assert reply.status_code == 200, origin
 
@@ -301,3 +306,37 @@ def test_options_tells_the_methods(serve_text):
         "HEAD",
     }
     assert requests.options(f"{live.url}/nowhere", timeout=10).status_code == 404
+
+
+def test_only_the_owner_or_an_admin_ends_requests_and_flushes(serve_text):
+    """With several keys, one client's is no word over another's; an admin's is over all."""
+    live = serve_text(api_key=("one", "two"), admin_api_key=("admin",))
+    live.engine.hang = True
+
+    def call(path, body, key):
+        return live.post(path, body, headers={"Authorization": f"Bearer {key}"})
+
+    answers = {}
+
+    def ask(key):
+        answers[key] = call("/v1/completions", {"prompt": "a", "request_id": "mine"}, key).json()
+
+    asking = {key: threading.Thread(target=ask, args=(key,)) for key in ("one", "two")}
+    for thread in asking.values():
+        thread.start()
+    wait_until(lambda: live.engine.num_held == 2)
+    assert call("/abort_request", {"rid": "mine"}, "one").json() == {"num_aborted": 1}
+    asking["one"].join(WAIT_S)
+    assert answers["one"]["choices"][0]["finish_reason"] == "abort"
+    assert call("/abort_request", {"abort_all": True}, "one").json() == {"num_aborted": 0}
+    assert call("/flush_cache", None, "one").status_code == 403
+    assert live.engine.num_held == 1
+    assert call("/flush_cache", None, "admin").status_code == 200
+    assert call("/abort_request", {"abort_all": True}, "admin").json() == {"num_aborted": 1}
+    asking["two"].join(WAIT_S)
+    several = serve_text(api_key=("one", "two"))
+    reply = several.post("/flush_cache", headers={"Authorization": "Bearer one"})
+    assert reply.status_code == 403, "no admin key is no right for all"
+    alone = serve_text(api_key=("one",))
+    reply = alone.post("/flush_cache", headers={"Authorization": "Bearer one"})
+    assert reply.status_code == 200, "all that is here is this client's"

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import socket
 import struct
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -245,11 +246,11 @@ def test_an_engine_that_never_answers_is_given_up(serve_text, monkeypatch):
     assert reply.status_code == 504
     assert reply.headers["x-should-retry"] == "false"
     assert live.engine.num_held == 0
-    assert live.engine.requests[0].timeout_s == 0.1
+    assert 0 < live.engine.requests[0].timeout_s <= 0.1, "counted from when it came"
     reply = live.post("/v1/completions", {"prompt": "a", "stream": True, "timeout": 0.05})
     assert reply.status_code == 200
     assert "deadline" in reply.text
-    assert live.engine.requests[1].timeout_s == 0.05
+    assert 0 < live.engine.requests[1].timeout_s <= 0.05
 
 
 def test_while_loading_the_stage_is_told_and_requests_wait_outside(serve_text):
@@ -428,3 +429,46 @@ def test_a_large_head_and_a_body_of_tiny_chunks_are_served(serve_text):
     answers = exchange(port, head, chunks + trailers, last)
     assert answers.count(b"HTTP/1.1 200 OK") == 2
     assert b"late" not in answers  # Trailers are no headers.
+
+
+def test_no_work_of_a_request_keeps_the_loop(serve_text, monkeypatch):
+    """While a long list is encoded, other requests are served: its work is on a thread."""
+    live = serve_text()
+    tokenizer = live.app.state.context.encoder.tokenizer
+    encode, begun, gate = tokenizer.encode, threading.Event(), threading.Event()
+
+    def wait(text, **options):
+        if text == "wait":
+            begun.set()
+            assert gate.wait(20)
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", wait)
+    replies = []
+    asking = threading.Thread(
+        target=lambda: replies.append(live.post("/tokenize", {"prompt": ["wait", "b"] * 20_000}))
+    )
+    asking.start()
+    assert begun.wait(20)
+    assert live.get("/health").status_code == 200
+    assert live.post("/v1/completions", {"prompt": "a"}).status_code == 200
+    assert not replies
+    gate.set()
+    asking.join(20)
+    assert len(replies[0].json()["tokens"]) == 40_000
+
+
+def test_a_time_limit_holds_before_a_request_is_generated(serve_text, monkeypatch):
+    """It counts from arrival: while others' prompts are encoded, and while no instance takes it."""
+    live = serve_text(tokenizer_threads=1)
+    tokenizer = live.app.state.context.encoder.tokenizer
+    encode, gate = tokenizer.encode, threading.Event()
+    monkeypatch.setattr(tokenizer, "encode", lambda *a, **k: gate.wait(20) and encode(*a, **k))
+    busy = threading.Thread(target=lambda: live.post("/tokenize", {"prompt": "a"}))
+    busy.start()
+    assert live.post("/v1/completions", {"prompt": "a", "timeout": 0.05}).status_code == 504
+    gate.set()
+    busy.join(20)
+    live.engine.is_down = True
+    assert live.post("/v1/completions", {"prompt": "a", "timeout": 0.05}).status_code == 504
+    assert live.engine.num_waiting == 0

@@ -13,6 +13,8 @@ import pytest
 import requests
 from serving import WAIT_S, wait_until
 
+from tandem.core.instance_status import StoreStatus
+
 BODY = {"prompt": "hello", "max_tokens": 30, "stream": True}
 
 
@@ -72,6 +74,7 @@ import asyncio, sys
 sys.path.insert(0, {folder!r})
 from fake_engine import FakeEngine, make_info
 from vocabularies import make_byte_level_tokenizer
+from tandem.core.instance_status import StoreStatus
 from tandem.server.app import build_app
 from tandem.server.config import ServerConfig
 from tandem.server.run import run_server
@@ -110,3 +113,20 @@ def test_it_stops_at_once_when_nothing_runs(serve_text):
     live = serve_text(drain_timeout_s=600.0)
     live.stop()
     live.join()  # Which waits for much less than it may drain.
+
+
+def test_server_info_tells_of_the_store(serve_text):
+    status = StoreStatus(stage="restarting", detail="it is silent", num_restarts=2)
+    live = serve_text(read_store=lambda: status)
+    told = live.get("/server_info").json()["store"]
+    assert told == {"stage": "restarting", "detail": "it is silent", "pid": None, "num_restarts": 2}
+
+
+def test_an_unknown_path_is_told_what_there_is(serve_text):
+    reply = serve_text(api_key=("k",)).get("/v2/chat", headers={"Authorization": "Bearer k"})
+    assert reply.status_code == 404
+    error = reply.json()["error"]
+    assert error["code"] == "not_found"
+    assert "/v2/chat" in error["message"]
+    for path in ("POST /v1/chat/completions", "GET /v1/models", "GET /v1/models/{name}"):
+        assert path in error["message"]

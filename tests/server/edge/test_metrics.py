@@ -4,6 +4,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+import tandem
 from tandem.server.telemetry.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -43,12 +44,20 @@ def test_every_metric_of_the_table_is_on_the_page(serve_text):
         assert metric.name + suffix in names, metric.name
 
 
+def test_the_page_tells_of_the_process_and_the_build(serve_text):
+    found = scrape(serve_text())
+    names = {key[0]: value for key, value in found.items()}
+    assert names["process_resident_memory_bytes"] > 0
+    assert names["process_open_fds"] > 0
+    build = next(key for key in found if key[0] == "tandem:build_info")
+    assert ("version", tandem.__version__) in build
+
+
 def test_hits_are_told_by_tier_and_failures_by_reason(serve_text):
     live = serve_text()
     live.engine.more_stats = {
         "prefix_hit_tokens": 100,
         "store_hit_tokens": 64,
-        "prefill_hit_tokens": 16,
         "loaded_bytes": 4096,
         "num_lookup_timeouts": 3,
         "load_failures": {"not_found": 2, "corruption": 1},
@@ -56,7 +65,7 @@ def test_hits_are_told_by_tier_and_failures_by_reason(serve_text):
     }
     found = scrape(live)
     model = ("model_name", "tiny")
-    for source, tokens in (("device", 20), ("store", 64), ("prefill", 16)):
+    for source, tokens in (("device", 36), ("store", 64)):
         assert found["tandem:cached_tokens_total", ("cache_source", source), model] == tokens
     assert found["tandem:external_prefix_cache_hits_total", model] == 64
     assert found["tandem:kv_load_bytes_total", model] == 4096

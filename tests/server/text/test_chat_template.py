@@ -4,9 +4,12 @@ Method: templates of the forms that real checkpoints use; and attacks on Python'
 memory and on time, after each of which the next conversation renders.
 """
 
+import signal
+import threading
+
 import pytest
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, PeerLostError
 from tandem.server.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<b>&'\""}]
@@ -89,13 +92,13 @@ def test_time_memory_and_output_are_bounded_and_the_next_one_renders():
 
     try:
         assert ask("hello") == "fine"
-        for content, reason in (
-            ("spin", "in time"),
-            ("grow", "memory"),
-            ("double", "memory|in time"),
-            ("print", "10000"),
+        for content, reason, error in (
+            ("spin", "in time", PeerLostError),
+            ("grow", "memory", ConfigError),
+            ("double", "memory|in time", (ConfigError, PeerLostError)),
+            ("print", "10000", ConfigError),
         ):
-            with pytest.raises(ConfigError, match=reason):
+            with pytest.raises(error, match=reason):
                 ask(content)
             assert ask("hello") == "fine"
     finally:
@@ -105,8 +108,52 @@ def test_time_memory_and_output_are_bounded_and_the_next_one_renders():
 def test_a_closed_template_leaves_no_process_and_can_start_again():
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render(MESSAGES, {}) == "hi"
-    process = template._worker
+    (process,) = template._workers
     template.close()
     assert process.returncode is not None
     assert template.render(MESSAGES, {}) == "hi"
     template.close()
+
+
+def test_a_worker_that_hangs_or_is_killed_is_a_retryable_error():
+    """A stopped process takes no input either, so a conversation larger than a pipe hangs, too."""
+    template = ChatTemplate("{{ messages[0].content }}", {}, timeout_s=0.2)
+    try:
+        for harm in (signal.SIGSTOP, signal.SIGKILL):
+            for content in ("hi", "x" * 2**18):
+                assert template.render([{"role": "user", "content": content}], {}) == content
+                (process,) = template._workers
+                process.send_signal(harm)
+                if harm == signal.SIGKILL:
+                    # Noticed before it is used: another one is started.
+                    process.wait(10)
+                    continue
+                with pytest.raises(PeerLostError) as caught:
+                    template.render([{"role": "user", "content": content}], {})
+                assert caught.value.retryable
+                assert process.returncode is not None
+    finally:
+        template.close()
+
+
+def test_conversations_are_rendered_beside_each_other():
+    """One that takes long does not hold another up."""
+    template = ChatTemplate(HOSTILE, {}, timeout_s=60.0)
+    failed = []
+
+    def spin():
+        with pytest.raises(PeerLostError):
+            template.render([{"role": "user", "content": "spin"}], {})
+        failed.append(True)
+
+    spinning = threading.Thread(target=spin)
+    try:
+        spinning.start()
+        while not template._workers:
+            threading.Event().wait(0.001)
+        assert template.render(MESSAGES, {}) == "fine"
+        assert not failed, "the other one is still at work"
+    finally:
+        template.close()
+        spinning.join(30)
+    assert failed

@@ -35,6 +35,7 @@ from tandem.store import (
 )
 from tandem.store.client import blocking, drive
 from tandem.store.client.master_calls import MasterCalls
+from tandem.store.client.reading import ObjectReader
 from tandem.store.formats import layout
 from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.local import LocalStore
@@ -302,6 +303,24 @@ def test_many_threads_of_one_blocking_client(tmp_path):
         finally:
             done.set_result(None)
         server.result(30)
+
+
+@pytest.mark.asyncio
+async def test_objects_that_are_asked_for_again_in_another_order_get_their_own_values(monkeypatch):
+    """Some wait for a disk, some for a host: the second lookup must not swap what it is told."""
+    values = {f"k{i}": bytes([i]) * 3000 for i in range(3)}
+    async with LocalStore(StoreConfig(recovery_ms=0, segment_bytes=2**20)) as store:
+        await store.client.put_many(list(values), list(values.values()))
+
+        async def look_up_later(self, read, method, unplaced):
+            monkeypatch.setattr(ObjectReader, "_look_up", look_up)
+            read.again, read.unsure, read.staged = [2], [0], [1]
+            read.causes = dict.fromkeys(range(3), NotFoundError("store.get", "not yet"))
+
+        look_up = ObjectReader._look_up
+        monkeypatch.setattr(ObjectReader, "_look_up", look_up_later)
+        store.client._places.cache.clear()
+        assert await store.client.get_many(list(values)) == list(values.values())
 
 
 class _NoLane:

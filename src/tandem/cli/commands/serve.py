@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,11 @@ from tandem.cli.extras import require_serve
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.adapter import read_sources
 from tandem.core.errors import ConfigError, PermissionDeniedError
-from tandem.core.logs import LogLevel, configure_logging
+from tandem.core.logs import LogFormat, LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.engine.config import EngineConfig
 from tandem.engine.memory import check_context
+from tandem.server.config import ACCESS_LOGGER
 from tandem.store.config import StoreConfig
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 LogLevelFlag = Annotated[LogLevel, typer.Option(help="Least severe lines to write.")]
+LogFormatFlag = Annotated[
+    LogFormat, typer.Option(help="How log lines are written: text (key=value) or json.")
+]
 
 
 @with_config_flags(SERVE_SETTINGS)
@@ -41,6 +46,7 @@ def serve(
         bool, typer.Option(help="Say what would run and why; load nothing.")
     ] = False,
     log_level: LogLevelFlag = LogLevel.WARNING,
+    log_format: LogFormatFlag = LogFormat.TEXT,
     json: JsonFlag = False,
     **flags: Any,
 ) -> None:
@@ -56,8 +62,11 @@ def serve(
         _show_plan(settings, json=json)
         return
     require_serve()
-    configure_logging("server", log_level)
-    asyncio.run(_serve(settings, log_level, json=json))
+    configure_logging("server", log_level, log_format)
+    # One line a request, whatever the level of all else.
+    is_logged = settings.server.access_log
+    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
+    asyncio.run(_serve(settings, log_level, log_format, json=json))
 
 
 def _check_store(store: StoreConfig) -> None:
@@ -108,7 +117,7 @@ def _show_plan(settings: Config, *, json: bool) -> None:
     print_table(("what", "value", "why"), rows)
 
 
-async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
+async def _serve(settings: Config, log_level: str, log_format: str, *, json: bool) -> None:
     from tandem.engine.process.launcher import ProcessLauncher
 
     async with contextlib.AsyncExitStack() as opened:
@@ -119,11 +128,16 @@ async def _serve(settings: Config, log_level: str, *, json: bool) -> None:
             launchers.append(ProcessLauncher())
             opened.push_async_callback(launchers[-1].close)
             await launchers[-1].prepare()
-        await _serve_with(launchers, settings, log_level, json=json)
+        await _serve_with(launchers, settings, log_level, log_format, json=json)
 
 
 async def _serve_with(
-    launchers: "list[ProcessLauncher]", settings: Config, log_level: str, *, json: bool
+    launchers: "list[ProcessLauncher]",
+    settings: Config,
+    log_level: str,
+    log_format: str,
+    *,
+    json: bool,
 ) -> None:
     from tandem.engine.cluster.client import ClusterClient, make_specs
     from tandem.engine.process.instance import InstanceSpec
@@ -151,9 +165,11 @@ async def _serve_with(
     listener = open_listener(settings.server)
     with listener, _show_loading(quiet=json) as on_stage:
         async with contextlib.AsyncExitStack() as opened:
-            store = None
+            store, child = None, None
             if settings.store.memory_bytes:
-                child = StoreChild(settings.store, settings.rpc, log_level=log_level)
+                child = StoreChild(
+                    settings.store, settings.rpc, log_level=log_level, log_format=log_format
+                )
                 store = (await opened.enter_async_context(child)).store
             elif settings.store.master:
                 store = settings.store
@@ -166,6 +182,7 @@ async def _serve_with(
                 store=store,
                 kv_events=settings.kv_events,
                 log_level=log_level,
+                log_format=log_format,
             )
             cluster = ClusterClient(
                 make_specs(settings.cluster, common),
@@ -183,6 +200,7 @@ async def _serve_with(
                 folder=folder,
                 defaults=load_sampling_defaults(folder),
                 adapter_folder=Path(adapter_folder) if adapter_folder else None,
+                read_store=None if child is None else lambda: child.status,
             )
             started: asyncio.Future[RunningServer] = asyncio.get_running_loop().create_future()
             serving = asyncio.create_task(

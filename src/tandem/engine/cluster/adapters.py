@@ -11,7 +11,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
-from tandem.core.errors import ConflictError, NotFoundError, PeerLostError, TandemError
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    PeerLostError,
+    TandemError,
+)
 from tandem.core.wire import AddRequest, InstanceInfo
 
 __all__ = ["AdapterMember", "ClusterAdapters"]
@@ -51,9 +58,16 @@ class ClusterAdapters:
     Args:
         members: all instances; borrowed.
         count_live: requests that have not ended, by the digest of their adapter.
+        max_adapters: names at a time; two of one content are two.
     """
 
-    def __init__(self, members: Sequence[AdapterMember], count_live: Callable[[str], int]) -> None:
+    def __init__(
+        self,
+        members: Sequence[AdapterMember],
+        count_live: Callable[[str], int],
+        max_adapters: int = 64,
+    ) -> None:
+        self._max_adapters = max_adapters
         self._members = members
         self._count_live = count_live
         self._table: dict[str, AdapterInfo] = {}
@@ -72,8 +86,12 @@ class ClusterAdapters:
     def begin(self, sources: Sequence[AdapterSource]) -> None:
         """Take in what the instances have loaded at their start.
 
-        Raises: PeerLostError (one of ``sources`` could not be loaded, or not the same everywhere).
+        Raises: ConfigError (more than ``max_adapters``); PeerLostError (one of ``sources`` could
+            not be loaded, or not the same everywhere).
         """
+        if len(sources) > self._max_adapters:
+            what = f"{len(sources)} adapters, max_adapters allows {self._max_adapters}: raise it"
+            raise ConfigError("engine.start", what, field="model.max_adapters")
         for source in sources:
             found: dict[str, AdapterInfo] = {}
             for member in self._members:
@@ -95,10 +113,14 @@ class ClusterAdapters:
     async def load(self, source: AdapterSource) -> AdapterInfo:
         """Load an adapter on every instance and serve it under its name.
 
-        Raises: ConflictError (the name is taken; the file changed meanwhile); PeerLostError (no
+        Raises: CapacityError (``max_adapters`` names are served); ConflictError (the name is taken;
+            the file changed meanwhile); PeerLostError (no
             instance serves); what the instances raise.
         """
         async with self._lock:
+            if len(self._table) >= self._max_adapters and source.name not in self._table:
+                what = f"{len(self._table)} adapters are loaded, the most that max_adapters allows"
+                raise CapacityError("engine.load_adapter", f"{what}: unload one")
             if source.name in self._table:
                 what = f"an adapter {source.name!r} is loaded: unload it first"
                 raise ConflictError("engine.load_adapter", what, field="lora_name")
@@ -194,13 +216,37 @@ class ClusterAdapters:
             if info is None:
                 return
             has = {adapter.digest for adapter in info.adapters}
+            lost: dict[str, TandemError] = {}
             for name, wanted in self._table.items():
-                if wanted.digest not in has:
-                    source = AdapterSource(name=name, folder=wanted.folder, digest=wanted.digest)
-                    await self._try(member, member.load_adapter(source))
+                if wanted.digest in has:
+                    continue
+                source = AdapterSource(name=name, folder=wanted.folder, digest=wanted.digest)
+                try:
+                    await member.load_adapter(source)
+                except TandemError as error:
+                    logger.warning("event=adapter_failed instance=%s error=%s", member.name, error)
+                    if not error.retryable:
+                        lost[name] = error
+            await self._withdraw(lost)
             for digest in has:
                 if not self._is_wanted(digest) and digest not in self._leaving:
                     await self._try(member, member.unload_adapter(digest))
+
+    async def _withdraw(self, lost: Mapping[str, TandemError]) -> None:
+        """Serve names no more that an instance cannot have: what is listed is served everywhere.
+
+        Their files were replaced or removed since they were loaded. Another content under the same
+        name is another model, which the admin decides on.
+        """
+        for name, error in lost.items():
+            info = self._table.pop(name)
+            self._tell_members()
+            logger.error(
+                "event=adapter_withdrawn name=%r error=%s: load it again to serve what is there",
+                name,
+                error.what,
+            )
+            await self._release(info.digest)
 
     async def _try(self, member: AdapterMember, work: Awaitable[object]) -> None:
         try:

@@ -147,7 +147,9 @@ class ClusterClient:
             max_history=specs[0].engine.timelines,
         )
         self._sources = specs[0].adapters
-        self._adapters = ClusterAdapters(self._members, self._dispatcher.count_live)
+        self._adapters = ClusterAdapters(
+            self._members, self._dispatcher.count_live, specs[0].model.max_adapters
+        )
         self._dispatcher.on_end = self._adapters.note_end
         self._starting: asyncio.Task[None] | None = None
         self._entered: list[ClusterMember] = []

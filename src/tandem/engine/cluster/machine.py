@@ -52,8 +52,9 @@ __all__ = [
 
 MAX_LEASE_S = 3600.0
 """The longest that the wire allows; the longest wait for a prefill."""
-GRACE_S = 2.0
-"""After the time limit of a request: its instance ends it first, and tells why."""
+GRACE_S = 0.1
+"""After the time limit of a request: an instance between two steps ends it first, and one in a long
+step does not keep its client waiting."""
 
 
 @dataclass(frozen=True, slots=True)

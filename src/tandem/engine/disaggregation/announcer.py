@@ -197,4 +197,4 @@ class PrefillAnnouncer:
 
 
 def _get_run(request: Request) -> Run:
-    return request.seq_no, request.num_preemptions
+    return request.sequence_id, request.queue.num_preemptions

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from tandem.core.wire import PrefillKv
-from tandem.engine.runner import BlockTransfers
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
+from tandem.engine.stepping.runner import BlockTransfers
 
 __all__ = ["CombinedTransfers"]
 

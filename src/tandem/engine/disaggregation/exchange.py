@@ -20,7 +20,7 @@ from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader_service import ReaderService
 from tandem.engine.disaggregation.transfer_port import TransferPort
 from tandem.engine.engine import Engine
-from tandem.engine.runner import BlockTransfers
+from tandem.engine.stepping.runner import BlockTransfers
 from tandem.transfer import Buffer, TransferConfig, TransferEngine
 
 if TYPE_CHECKING:

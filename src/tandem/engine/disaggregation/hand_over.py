@@ -91,7 +91,7 @@ class HandOver:
         assert request.prefill_kv is not None, f"{request.request_id} comes from no prefill"
         self._target = target
         self._peer = peer
-        self._until_s = request.wait_until_s
+        self._until_s = request.load.wait_until_s
         self._source_id = request.prefill_kv.handle.request_id
         self._digest = digest_prompt(request)
         self._pending = [_Pending(load) for load in loads]

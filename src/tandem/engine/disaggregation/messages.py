@@ -66,7 +66,9 @@ class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 def digest_prompt(request: Request) -> bytes:
     """Return what identifies the KV of a prompt: 32 bytes over identity, salt and tokens."""
-    return hashlib.sha256(request.root_key + array("q", request.prompt_ids).tobytes()).digest()
+    return hashlib.sha256(
+        request.prefix.root_key + array("q", request.prompt_ids).tobytes()
+    ).digest()
 
 
 def decode_question(payload: bytes) -> KvQuestion:

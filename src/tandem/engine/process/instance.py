@@ -113,6 +113,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     None: this instance takes no part in that."""
     kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
+    log_format: str = "text"
 
 
 def compat_facts() -> dict[str, str]:
@@ -440,7 +441,7 @@ def main() -> int:
     if not line:
         return 0  # The server is gone, or does not need another instance.
     spec = read_spec(line)
-    configure_logging(spec.name, spec.log_level)
+    configure_logging(spec.name, spec.log_level, spec.log_format)
     if spec.cores:
         # Later threads inherit the set; those of libraries have begun.
         for thread in os.listdir("/proc/self/task"):

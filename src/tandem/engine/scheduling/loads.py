@@ -141,14 +141,14 @@ class BlockLoads:
         root_or_last = (
             match.nodes[-1]
             if match.nodes
-            else self._index.get_root(request.root_key, request.adapter)
+            else self._index.get_root(request.prefix.root_key, request.adapter)
         )
         self._loads[request] = _Load(root_or_last, path, len(path), list(loads))
         self._in_transfer.update({load.block_id: load for load in loads})
         self._num_pinned += len(path) + len(loads)
         self._prefix.expect(request, [key for key in keys if key])
-        request.has_loaded = True
-        request.loaded_blocks = range(len(path), len(path))
+        request.load.has_loaded = True
+        request.load.loaded_blocks = range(len(path), len(path))
         return loads
 
     def note_done(self, request: Request, block_ids: Sequence[int]) -> bool:
@@ -258,7 +258,7 @@ class BlockLoads:
             position += 1
         self.num_loaded += position
         del load.pending[:position]
-        request.loaded_blocks = range(load.first, len(load.path))
+        request.load.loaded_blocks = range(load.first, len(load.path))
         if load.pending:
             return False
         self._release(load.path)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from tandem.core.wire import KvSource
 from tandem.engine.scheduling.blocks import BlockCopy, KeyedBlock
 from tandem.engine.scheduling.request import Request
+from tandem.engine.stepping.messages import Phase
 
 __all__ = ["BlockLoad", "ScheduledSequence", "SchedulerStats", "StepPlan"]
 
@@ -17,9 +18,20 @@ class ScheduledSequence(NamedTuple):
     start: int
     num_tokens: int
     block_table: tuple[int, ...]
-    """Covers all positions up to the last of this step, no more; a snapshot."""
+    """Covers all positions up to the last of this step, no more; a snapshot, which
+    ``Scheduler.settle`` renews where the plan was made while another step ran."""
     wants_sample: bool
     """The last token is the last known one: its logits choose the next."""
+    num_drafts: int = 0
+    """Of ``num_tokens``, the last ones that are guesses and not known tokens of the request."""
+
+    @property
+    def phase(self) -> Phase:
+        """The kind of work: a decode computes the token sampled last, a prefill known tokens."""
+        if self.num_drafts:
+            return Phase.VERIFY
+        is_decode = self.num_tokens == 1 and self.start >= self.request.prompt_len
+        return Phase.DECODE if is_decode else Phase.PREFILL
 
 
 class BlockLoad(NamedTuple):
@@ -65,10 +77,13 @@ class StepPlan:
     evicted: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
     """Full blocks whose content this plan gives up."""
     num_tokens: int = 0
+    is_stalled: bool = False
+    """A request lacks blocks that only the step in flight can give back: none less urgent than it
+    is in this plan."""
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute; such a plan is not completed, but may have loads."""
+        """True if there is nothing to compute; such a plan is not completed, but may have loads."""
         return not self.sequences
 
 
@@ -96,5 +111,3 @@ class SchedulerStats:
     num_prefix_hit_tokens: int
     num_store_hit_tokens: int
     """Of the hits: those that loads from lower tiers had brought for the request."""
-    num_prefill_hit_tokens: int
-    """Of the hits: those that loads from a prefill instance had brought."""

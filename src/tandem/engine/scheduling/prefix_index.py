@@ -122,7 +122,6 @@ class PrefixStats:
     num_query_tokens: int = 0
     num_hit_tokens: int = 0
     num_store_hit_tokens: int = 0
-    num_prefill_hit_tokens: int = 0
     num_evicted_blocks: int = 0
 
 

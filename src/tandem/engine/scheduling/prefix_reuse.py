@@ -38,7 +38,7 @@ class PrefixReuse:
 
     def open(self, request: Request) -> None:
         """Prepare a request that has just arrived."""
-        request.root_key = self._index.make_root_key(request.cache_salt, request.adapter)
+        request.prefix.root_key = self._index.make_root_key(request.cache_salt, request.adapter)
 
     def make_keys(
         self, prompt_ids: Sequence[int], cache_salt: str, adapter: str = ""
@@ -62,7 +62,9 @@ class PrefixReuse:
         self._extend_keys(request)
         num_tokens = request.num_tokens
         token_ids = request.get_tokens(0, num_tokens) if request.output_ids else request.prompt_ids
-        return self._index.match(request.root_key, request.block_keys, token_ids, num_tokens - 1)
+        return self._index.match(
+            request.prefix.root_key, request.prefix.block_keys, token_ids, num_tokens - 1
+        )
 
     def explain_miss(self, request: Request) -> PrefixMiss | None:
         """Return where and why the reuse of a request's tokens ends; None if all are there."""
@@ -74,17 +76,21 @@ class PrefixReuse:
         if match.num_tokens >= request.num_tokens - 1:
             return None
         num_full = len(match.nodes)
-        next_key = request.block_keys[num_full] if num_full < len(request.block_keys) else None
+        next_key = (
+            request.prefix.block_keys[num_full]
+            if num_full < len(request.prefix.block_keys)
+            else None
+        )
         if next_key in self._expected:
             reason = MissReason.TOO_LATE
         else:
-            reason = self._index.explain_end(request.root_key, match, next_key)
+            reason = self._index.explain_end(request.prefix.root_key, match, next_key)
         return PrefixMiss(reason=reason, position=match.num_tokens)
 
     def count_cached_blocks(self, request: Request) -> int:
         """Return how many leading full blocks of a request are cached, for ordering."""
         self._extend_keys(request)
-        return self._index.count_cached_blocks(request.block_keys)
+        return self._index.count_cached_blocks(request.prefix.block_keys)
 
     def is_expected(self, request: Request) -> bool:
         """Whether this step, or a load, brings another request closer to a block that it shares.
@@ -93,7 +99,7 @@ class PrefixReuse:
         other's prompt or load, as it counts only while the other advances, and by
         ``MAX_DEFERRALS``.
         """
-        if request.num_deferrals >= MAX_DEFERRALS:
+        if request.queue.num_deferrals >= MAX_DEFERRALS:
             return False
         other = self.find_provider(request)
         return other is not None and (other.is_scheduled or other.state is RequestState.LOADING)
@@ -103,9 +109,9 @@ class PrefixReuse:
         if not self._expected or not request.can_reuse_prefix:
             return None
         num_cached = self.count_cached_blocks(request)
-        if num_cached == len(request.block_keys):
+        if num_cached == len(request.prefix.block_keys):
             return None
-        return self._expected.get(request.block_keys[num_cached])
+        return self._expected.get(request.prefix.block_keys[num_cached])
 
     def list_missing_keys(self, request: Request, num_cached: int) -> list[bytes]:
         """Return the keys of the full blocks after the first ``num_cached`` that it could reuse.
@@ -113,7 +119,7 @@ class PrefixReuse:
         Not of one that ends with the last known token: that token is computed in any case.
         """
         self._extend_keys(request)
-        return request.block_keys[num_cached : (request.num_tokens - 1) // self._block_size]
+        return request.prefix.block_keys[num_cached : (request.num_tokens - 1) // self._block_size]
 
     def list_prompt_keys(self, request: Request, num_cached: int) -> list[bytes]:
         """Return the keys of the prompt's blocks after the first ``num_cached``.
@@ -122,7 +128,7 @@ class PrefixReuse:
         """
         self._extend_keys(request)
         num_full, num_tail_tokens = divmod(request.prompt_len, self._block_size)
-        keys = request.block_keys[num_cached:num_full]
+        keys = request.prefix.block_keys[num_cached:num_full]
         return [*keys, b""] if num_tail_tokens else keys
 
     def expect(self, request: Request, keys: Sequence[bytes]) -> None:
@@ -149,15 +155,15 @@ class PrefixReuse:
         """
         shared = self._index.acquire(match)
         request.num_computed_tokens = match.num_tokens
-        request.num_indexed_blocks = len(shared)
+        request.prefix.num_indexed_blocks = len(shared)
         if self.is_enabled:
             # Taken after acquire: a root without children lives by this reference alone.
-            request.prefix_node = (
+            request.prefix.node = (
                 match.nodes[-1]
                 if match.nodes
-                else self._index.get_root(request.root_key, request.adapter)
+                else self._index.get_root(request.prefix.root_key, request.adapter)
             )
-            self.expect(request, request.block_keys[len(shared) :])
+            self.expect(request, request.prefix.block_keys[len(shared) :])
         return shared
 
     def release_copied(self, src_block_id: int) -> None:
@@ -170,39 +176,41 @@ class PrefixReuse:
         The tail is indexed once, not per token: what a request generates after it becomes
         matchable when the block is full, or when the request leaves.
         """
-        node = request.prefix_node
+        node = request.prefix.node
         if node is None:
             return
         size = self._block_size
-        position = request.num_indexed_blocks
+        position = request.prefix.num_indexed_blocks
         num_full = request.num_computed_tokens // size
         if position < num_full and node.is_linked:
             self._extend_keys(request)
             while position < num_full:
                 block_id = request.block_table[position]
                 tokens = request.get_tokens(position * size, (position + 1) * size)
-                node = self._index.insert(node, request.block_keys[position], tokens, block_id)
+                node = self._index.insert(
+                    node, request.prefix.block_keys[position], tokens, block_id
+                )
                 if node.block_id == block_id:
                     self._filled.append(self._index.describe(node))
                 else:
                     _replace_block(request, position, node.block_id)
                 position += 1
-            request.prefix_node = node
-            request.num_indexed_blocks = position
+            request.prefix.node = node
+            request.prefix.num_indexed_blocks = position
         if is_prompt_end:
-            self.forget_expected(request, request.block_keys)
+            self.forget_expected(request, request.prefix.block_keys)
             self._index_tail(request)
 
     def detach(self, request: Request) -> None:
         """Take all blocks from a request; what it has computed stays matchable."""
-        if request.is_prefilling:
-            self.forget_expected(request, request.block_keys)
+        if request.queue.is_prefilling:
+            self.forget_expected(request, request.prefix.block_keys)
         self._index_tail(request)
         self._index.release(request.block_table)
-        request.block_table = ()
+        request.set_blocks(())
         request.num_computed_tokens = 0
-        request.num_indexed_blocks = 0
-        request.prefix_node = None
+        request.prefix.num_indexed_blocks = 0
+        request.prefix.node = None
 
     def clear(self) -> int:
         """Drop all prefixes, also those being computed; return the blocks freed at once."""
@@ -212,18 +220,18 @@ class PrefixReuse:
 
     def _extend_keys(self, request: Request) -> None:
         """Compute the keys of all full blocks of known tokens that have none yet."""
-        keys = request.block_keys
+        keys = request.prefix.block_keys
         size = self._block_size
         num_full = request.num_tokens // size
         if len(keys) < num_full:
             tokens = request.get_tokens(len(keys) * size, num_full * size)
-            self._index.extend_keys(request.root_key, keys, tokens)
+            self._index.extend_keys(request.prefix.root_key, keys, tokens)
 
     def _index_tail(self, request: Request) -> None:
-        node = request.prefix_node
+        node = request.prefix.node
         if node is None or not node.is_linked:
             return
-        position = request.num_indexed_blocks
+        position = request.prefix.num_indexed_blocks
         tail = request.get_tokens(position * self._block_size, request.num_computed_tokens)
         if tail:
             self._index.insert_tail(node, tail, request.block_table[position])
@@ -231,4 +239,4 @@ class PrefixReuse:
 
 def _replace_block(request: Request, position: int, block_id: int) -> None:
     table = request.block_table
-    request.block_table = (*table[:position], block_id, *table[position + 1 :])
+    request.set_blocks((*table[:position], block_id, *table[position + 1 :]))

@@ -1,7 +1,10 @@
 """One generation as the engine sees it: its tokens, its progress, its blocks.
 
-A ``Request`` is mutable and has one writer, the scheduler. The runner and the sampler read it
-between ``schedule`` and ``complete``. Token ids alone: text is the server's business.
+A ``Request`` is mutable. Its own fields are set by whoever adds it (the first group) and by the
+scheduler's lifecycle (the second); each further group is a record with one writer: the queue's
+notes (admission and planning), the prefix's (``PrefixReuse``), the load's (load planning and
+``BlockLoads``) and the report's (times and counts, for outputs and ``tandem explain``). Token ids
+alone: text is the server's business.
 """
 
 from dataclasses import dataclass, field
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tandem.core.timeline import PrefixMiss
 from tandem.core.wire import FinishReason, KvSource, PrefillKv, SamplingParams, TierKv
+from tandem.engine.stepping.messages import pack_block_ids
 
 if TYPE_CHECKING:
     from tandem.engine.scheduling.prefix_index import PrefixNode
@@ -29,6 +33,70 @@ class RequestState(StrEnum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class QueueNotes:
+    """Notes of admission and planning."""
+
+    max_total_tokens: int = 0
+    """Prompt and output at most, from ``max_tokens`` and the context length."""
+    num_deferrals: int = 0
+    """Steps it was passed over because a running request computes a prefix that it shares."""
+    num_overtaken: int = 0
+    """Requests of its client and priority that came later and were admitted before it."""
+    is_prefilling: bool = False
+    """Admitted, and not all of its known tokens have been computed since."""
+    is_cancelled: bool = False
+    """Cancelled while in flight: ends when the step completes."""
+    num_preemptions: int = 0
+    num_plans: int = 0
+    """Plans in flight that contain it."""
+    num_tokens_in_flight: int = 0
+    """Tokens of these plans; they follow the computed ones."""
+    num_samples_in_flight: int = 0
+    """Tokens that these plans will sample."""
+
+
+@dataclass(slots=True)
+class PrefixNotes:
+    """Place of a request in the prefix index."""
+
+    root_key: bytes = b""
+    block_keys: list[bytes] = field(default_factory=list[bytes])
+    """Digests of its leading full blocks, as far as they were needed."""
+    node: "PrefixNode | None" = None
+    """Node of its last indexed block (or the root); None while it has no blocks."""
+    num_indexed_blocks: int = 0
+    """Leading blocks that are in the prefix index."""
+
+
+@dataclass(slots=True)
+class LoadNotes:
+    """State of a request's load from a lower tier or another instance."""
+
+    has_loaded: bool = False
+    """A load was started since it last became waiting; a second one could go on for ever."""
+    wait_until_s: float = 0.0
+    """It is not admitted before this moment while it waits for KV from elsewhere."""
+    loaded_blocks: range = range(0)
+    """Positions of the blocks that its last load brought."""
+
+
+@dataclass(slots=True)
+class ReportNotes:
+    """Times and counts of a request, for its outputs and its timeline."""
+
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix index when it was first admitted; usage reports them."""
+    num_loaded_tokens: int = 0
+    """Those of ``num_cached_tokens`` that a load from a lower tier had brought."""
+    miss: PrefixMiss | None = None
+    """Where and why reuse ended when it was first admitted; for ``tandem explain`` alone."""
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    """When a step or its planning ended it; None for one cancelled between steps."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """State of one generation.
@@ -40,6 +108,7 @@ class Request:
         arrival_s: monotonic seconds, on the clock that ``Scheduler.schedule`` is given.
         priority: lower is served first.
         deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
+        client: who sent it; waiting requests of different clients get equal shares.
         cache_salt: requests of different salts never share blocks.
         adapter: digest of the LoRA adapter that computes it; different ones never share blocks.
         kv_source: where KV may come from beside this instance's own blocks.
@@ -57,6 +126,7 @@ class Request:
     arrival_s: float
     priority: int = 0
     deadline_s: float | None = None
+    client: str = ""
     cache_salt: str = ""
     adapter: str = ""
     kv_source: KvSource = field(default_factory=TierKv)
@@ -64,55 +134,37 @@ class Request:
     awaits_continuation: bool = False
     num_stored_blocks: int = 0
 
+    sequence_id: int = 0
+    """Order of arrival, from 1; names the request in a ``StepInput``."""
     output_ids: list[int] = field(default_factory=list[int])
     """Tokens sampled so far, the one that ended the request included."""
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
-    block_table: tuple[int, ...] = ()
-    """Block ids by position: token ``i`` is in ``block_table[i // block_size]``. Replaced, never
-    changed in place, so that a plan may keep it."""
-    held_blocks: tuple[int, ...] = ()
-    """Its ``block_table`` at the end, if it ended with ``FinishReason.PREFILLED``."""
     num_computed_tokens: int = 0
     """Leading tokens whose KV is in the blocks."""
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix index when it was first admitted; what usage reports."""
-    num_loaded_tokens: int = 0
-    """Those of ``num_cached_tokens`` that a load from a lower tier had brought."""
-    miss: PrefixMiss | None = None
-    """Where and why reuse ended when it was first admitted; for ``tandem explain`` alone."""
-    num_preemptions: int = 0
-    first_scheduled_s: float | None = None
-    first_token_s: float | None = None
-    finished_s: float | None = None
-    """When a step or its planning ended it; None for one cancelled between steps."""
+    block_table: tuple[int, ...] = ()
+    """Block ids by position: token ``i`` is in ``block_table[i // block_size]``. Replaced, never
+    changed in place, so that a plan may keep it. Written by ``set_blocks`` and ``add_blocks``."""
+    packed_table: bytes = b""
+    """``block_table`` as a ``StepInput`` carries it; kept, as packing a long one takes longer than
+    planning its decode."""
+    held_blocks: tuple[int, ...] = ()
+    """Its ``block_table`` at the end, if it ended with ``FinishReason.PREFILLED``."""
 
-    # The scheduler's own notes.
-    seq_no: int = 0
-    """Order of arrival."""
-    max_total_tokens: int = 0
-    """Prompt and output at most, from ``max_tokens`` and the context length."""
-    is_scheduled: bool = False
-    """Part of the plan in flight."""
-    is_prefilling: bool = False
-    """Admitted, and not all of its known tokens have been computed since."""
-    is_cancelled: bool = False
-    """Cancelled while in flight: ends when the step completes."""
-    num_deferrals: int = 0
-    """Steps it was passed over because a running request computes a prefix that it shares."""
-    has_loaded: bool = False
-    """A load was started since it last became waiting; a second one could go on for ever."""
-    wait_until_s: float = 0.0
-    """Until when it is not admitted while it waits for KV from elsewhere."""
-    loaded_blocks: range = range(0)
-    """Positions of the blocks that its last load brought."""
-    root_key: bytes = b""
-    block_keys: list[bytes] = field(default_factory=list[bytes])
-    """Digests of its leading full blocks, as far as they were needed."""
-    prefix_node: "PrefixNode | None" = None
-    """The index's node of its last indexed block (or the root); None while it has no blocks."""
-    num_indexed_blocks: int = 0
-    """Leading blocks that are in the prefix index."""
+    queue: QueueNotes = field(default_factory=QueueNotes)
+    prefix: PrefixNotes = field(default_factory=PrefixNotes)
+    load: LoadNotes = field(default_factory=LoadNotes)
+    report: ReportNotes = field(default_factory=ReportNotes)
+
+    def set_blocks(self, block_ids: tuple[int, ...]) -> None:
+        """Replace the block table."""
+        self.block_table = block_ids
+        self.packed_table = pack_block_ids(block_ids)
+
+    def add_blocks(self, block_ids: tuple[int, ...]) -> None:
+        """Append to the block table."""
+        self.block_table += block_ids
+        self.packed_table += pack_block_ids(block_ids)
 
     @property
     def prompt_len(self) -> int:
@@ -130,13 +182,28 @@ class Request:
         return len(self.prompt_ids) + len(self.output_ids) - self.num_computed_tokens
 
     @property
+    def num_planned_tokens(self) -> int:
+        """Leading tokens that are computed or will be by the plans in flight."""
+        return self.num_computed_tokens + self.queue.num_tokens_in_flight
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Tokens known when the plans in flight have completed, unless they end the request."""
+        return self.num_tokens + self.queue.num_samples_in_flight
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True if a plan in flight contains the request."""
+        return self.queue.num_plans > 0
+
+    @property
     def prefill_kv(self) -> PrefillKv | None:
         """The prefill instance that its blocks come from, if one was named."""
         return self.kv_source if isinstance(self.kv_source, PrefillKv) else None
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has left the scheduler."""
+        """True if it has left the scheduler."""
         return self.state is RequestState.FINISHED
 
     @property

@@ -199,13 +199,13 @@ def _count_memory(
     batch *= _count_sequences(recipe)
     width = min(data.longest, recipe.data.cutoff_len)
     is_bf16 = recipe.train.bf16
-    experts = choose_format(recipe.model.expert_format, is_bf16=is_bf16)
+    packed = choose_format(recipe.model.expert_format, is_bf16=is_bf16)
     shape = StepShape(
         num_rows=batch,
         num_tokens=width,
         is_bf16=is_bf16,
-        has_packed_experts=experts is not None,
-        has_f32_experts=experts is not None and experts.name == "f32",
+        has_packed_experts=packed is not None,
+        has_f32_experts=packed is not None and packed.name == "f32",
         has_packed_linear=choose_format(recipe.model.linear_format, is_bf16=is_bf16) is not None,
         is_checkpointed=recipe.train.gradient_checkpointing,
         has_reference=recipe.method.stage == "dpo",

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from tandem.core.adapter import AdapterSource
-from tandem.core.errors import ConfigError, PermissionDeniedError
+from tandem.core.errors import ConfigError, CorruptionError, PermissionDeniedError
 from tandem.server.context import ServerContext
 from tandem.server.protocol.adapters import AdapterReply, LoadAdapterRequest, UnloadAdapterRequest
 
@@ -55,7 +55,11 @@ async def _load(context: ServerContext, http: Request) -> str:
     request = await context.read_request(http, _load_decoder)
     context.models.check_adapter_name(request.lora_name)
     folder = _find_folder(context.adapter_folder, request.lora_path)
-    await context.engine.load_adapter(AdapterSource(name=request.lora_name, folder=str(folder)))
+    try:
+        await context.engine.load_adapter(AdapterSource(name=request.lora_name, folder=str(folder)))
+    except CorruptionError as error:
+        # Here the file is what the client asks for: it is not our state that is damaged.
+        raise ConfigError("server.load_adapter", error.what, field="lora_path") from error
     return request.lora_name
 
 

@@ -14,7 +14,7 @@ from tandem.server.api.usage import count_piece_usage, count_usage
 from tandem.server.context import ServedModel, ServerContext
 from tandem.server.edge.connection import run_while_connected
 from tandem.server.edge.sse import DONE, EventStream, encode_event
-from tandem.server.generation import Generation, GenerationGroup, Piece
+from tandem.server.generation import Generation, GenerationGroup, Piece, count_logprobs
 from tandem.server.protocol.openai import ChatRequest, CompletionRequest, Usage
 
 __all__ = ["OpenAIAnswer", "answer_stream", "answer_whole", "make_events"]
@@ -102,15 +102,21 @@ async def make_events(
     is_continuous = options is not None and options.continuous_usage_stats is True
     async with aclosing(group.pieces()) as pieces:
         async for generation, piece in pieces:
-            *before, chunk = make_chunks(generation, piece)
-            for early in before:
-                yield encode_event(_encode(early))
-            if is_continuous:
-                chunk.usage = count_piece_usage(generation, piece)
-            elif has_usage:
-                # OpenAI sends null until the last event.
-                chunk.usage = None
-            yield encode_event(_encode(chunk))
+            num_logprobs = count_logprobs(piece.logprobs)
+            if piece.num_tokens <= len(piece.token_ids):  # The first one.
+                num_logprobs += count_logprobs(generation.prompt_logprobs)
+
+            def encode(generation: Generation = generation, piece: Piece = piece) -> list[bytes]:
+                *before, chunk = make_chunks(generation, piece)
+                if is_continuous:
+                    chunk.usage = count_piece_usage(generation, piece)
+                elif has_usage:
+                    # OpenAI sends null until the last event.
+                    chunk.usage = None
+                return [encode_event(_encode(each)) for each in (*before, chunk)]
+
+            for event in await answer.context.shape(num_logprobs, encode):
+                yield event
     if has_usage:
         last = answer.make(kind, [])
         last.usage = count_usage(group.generations, answer.n)

@@ -18,7 +18,7 @@ from tandem.server.api.options import (
     read_options,
 )
 from tandem.server.api.usage import count_usage, make_chat_logprobs
-from tandem.server.context import ServerContext
+from tandem.server.context import ChoicePlan, ServedModel, ServerContext
 from tandem.server.edge.connection import limit_time
 from tandem.server.generation import Generation, GenerationGroup, Piece
 from tandem.server.protocol.openai import (
@@ -50,12 +50,22 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
     """Answer a conversation, whole or as a stream."""
     origin = context.note_arrival(http)
     request = await context.read_request(http, _decoder, REFUSED_FIELDS)
+    model, plans = await context.prepare(http, origin, request.timeout, _plan, context, request)
+    n = request.n if request.n is not None else 1
+    options = read_options(request, "chatcmpl", model.adapter)
+    group = await context.start(plans, options, origin, http.receive)
+    answer = _Answer(context, request, options.name, model, n)
+    if request.stream is True:
+        return answer_stream(context, group, _events(answer, group))
+    return await answer_whole(http, group, _collect(answer, group))
+
+
+def _plan(context: ServerContext, request: ChatRequest) -> tuple[ServedModel, list[ChoicePlan]]:
     _check(request)
     model = context.find_model(request.model)
     info = context.ready_info()
-    n = request.n if request.n is not None else 1
-    context.check_choices(n)
-    prompt_ids = await _encode_prompt(context, request, info.max_model_len)
+    context.check_choices(request.n if request.n is not None else 1)
+    prompt_ids = _encode_prompt(context, request, info.max_model_len)
     plans = plan_choices(
         context,
         request,
@@ -64,12 +74,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
         prompt_field="messages",
         logprobs=_num_logprobs(request),
     )
-    options = read_options(request, "chatcmpl", model.adapter)
-    group = await context.start(plans, options, origin, http.receive)
-    answer = _Answer(context, request, options.name, model, n)
-    if request.stream is True:
-        return answer_stream(context, group, _events(answer, group))
-    return await answer_whole(http, group, _collect(answer, group))
+    return model, plans
 
 
 def _check(request: ChatRequest) -> None:
@@ -103,22 +108,20 @@ def _read_limit(context: ServerContext, request: ChatRequest) -> TokenLimit:
     return TokenLimit(field, asked, context.config.default_max_tokens)
 
 
-async def _encode_prompt(
-    context: ServerContext, request: ChatRequest, max_model_len: int
-) -> list[int]:
+def _encode_prompt(context: ServerContext, request: ChatRequest, max_model_len: int) -> list[int]:
     arguments = request.chat_template_kwargs
     if request.reasoning_effort is not None:
         arguments = {"reasoning_effort": request.reasoning_effort} | (arguments or {})
-    text = await context.encoder.render(
+    text = context.encoder.render(
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         arguments=arguments,
     )
     # The template writes the special tokens itself.
-    return await context.encoder.encode(
-        text, add_special_tokens=False, max_model_len=max_model_len, field="messages"
-    )
+    return context.encoder.encode(
+        [text], add_special_tokens=False, max_model_len=max_model_len, field="messages"
+    )[0]
 
 
 async def _collect(answer: _Answer, group: GenerationGroup) -> ChatCompletion:

@@ -1,9 +1,9 @@
 """POST /v1/completions."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -19,9 +19,9 @@ from tandem.server.api.options import (
 )
 from tandem.server.api.prompts import read_prompts
 from tandem.server.api.usage import add_completion_logprobs, count_usage
-from tandem.server.context import ServerContext
+from tandem.server.context import ChoicePlan, ServedModel, ServerContext
 from tandem.server.edge.connection import limit_time
-from tandem.server.generation import Generation, GenerationGroup, Piece
+from tandem.server.generation import Generation, GenerationGroup, Piece, count_logprobs
 from tandem.server.protocol.openai import (
     Completion,
     CompletionChoice,
@@ -76,14 +76,36 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
     """Continue one or several prompts, whole or as a stream."""
     origin = context.note_arrival(http)
     request = await context.read_request(http, _decoder, REFUSED_FIELDS)
+    model, plans, echoes = await context.prepare(
+        http, origin, request.timeout, _plan, context, request
+    )
+    options = read_options(request, "cmpl", model.adapter)
+    group = await context.start(plans, options, origin, http.receive)
+    answer = _Answer(
+        context,
+        request,
+        options.name,
+        model,
+        request.n if request.n is not None else 1,
+        echoes,
+        [0 for _ in plans],
+    )
+    if request.stream is True:
+        return answer_stream(context, group, _events(answer, group))
+    return await answer_whole(http, group, _collect(answer, group))
+
+
+def _plan(
+    context: ServerContext, request: CompletionRequest
+) -> tuple[ServedModel, list[ChoicePlan], list[str] | None]:
+    """Return what was asked for, and the texts of the prompts if they are to be repeated."""
     check_format(request)
     model = context.find_model(request.model)
     info = context.ready_info()
     prompts, _ = read_prompts(request.prompt, info.vocab_size, "prompt")
     n = request.n if request.n is not None else 1
     context.check_choices(n * len(prompts))
-    prompt_ids = await encode_prompts(
-        context,
+    prompt_ids = context.encoder.encode(
         prompts,
         field="prompt",
         add_special_tokens=request.add_special_tokens is not False,
@@ -98,43 +120,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo is True else None,
     )
-    options = read_options(request, "cmpl", model.adapter)
-    group = await context.start(plans, options, origin, http.receive)
-    answer = _Answer(
-        context,
-        request,
-        options.name,
-        model,
-        n,
-        _make_echoes(context, prompts) if request.echo is True else None,
-        [0 for _ in plans],
-    )
-    if request.stream is True:
-        return answer_stream(context, group, _events(answer, group))
-    return await answer_whole(http, group, _collect(answer, group))
-
-
-async def encode_prompts(
-    context: ServerContext,
-    prompts: Sequence[str] | Sequence[list[int]],
-    *,
-    field: str,
-    add_special_tokens: bool,
-    max_model_len: int | None,
-) -> list[list[int]]:
-    """Return the ids of prompts; those that are ids already stay as they are."""
-
-    async def encode(prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        return await context.encoder.encode(
-            prompt,
-            add_special_tokens=add_special_tokens,
-            max_model_len=max_model_len,
-            field=field,
-        )
-
-    return list(await asyncio.gather(*(encode(prompt) for prompt in prompts)))
+    return model, plans, _make_echoes(context, prompts) if request.echo is True else None
 
 
 def _make_echoes(context: ServerContext, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
@@ -150,7 +136,9 @@ async def _collect(answer: _Answer, group: GenerationGroup) -> Completion:
             choice = choices[generation.index]
             first, is_first[generation.index] = is_first[generation.index], False
             choice.text += answer.make_text(generation, piece, is_first=first)
-            _extend(choice, answer.make_logprobs(generation, piece, is_first=first))
+            num_logprobs = count_logprobs(generation.prompt_logprobs) if first else 0
+            make = partial(answer.make_logprobs, generation, piece, is_first=first)
+            _extend(choice, await answer.context.shape(num_logprobs, make))
             choice.finish_reason = piece.finish_reason
     for choice, generation in zip(choices, group.generations, strict=True):
         if generation.stop_reason is not None:

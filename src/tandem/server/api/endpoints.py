@@ -14,9 +14,10 @@ from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
+from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
 from tandem.server.protocol import openai as oai
-from tandem.server.protocol import sglang
+from tandem.server.protocol import rules, sglang
 from tandem.server.protocol import status as replies
 from tandem.server.protocol.adapters import (
     AdapterReply,
@@ -31,11 +32,16 @@ _GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
 
 async def get_openapi(context: ServerContext, _: Request) -> Response:
     """Describe all of this as OpenAPI."""
+    num_token_ids = context.encoder.tokenizer.vocab_size
+    if context.engine.last_info is not None:
+        num_token_ids = min(num_token_ids, context.engine.last_info.vocab_size)
     document = make_document(
         list_endpoints(context.config),
         version=tandem.__version__,
         has_keys=context.has_keys,
         open_paths=OPEN_PATHS,
+        admin_paths=ADMIN_PATHS,
+        num_token_ids=num_token_ids,
     )
     return Response(msgspec.json.encode(document), media_type="application/json")
 
@@ -50,6 +56,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             oai.ChatCompletion,
             oai.ChatRequest,
             oai.ChatChunk,
+            rule=rules.CHAT,
         ),
         Endpoint(
             "/v1/completions",
@@ -58,6 +65,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             oai.Completion,
             oai.CompletionRequest,
             oai.Completion,
+            rule=rules.COMPLETION,
         ),
         Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
         Endpoint("/v1/models/{name:path}", _GET, status.get_model, oai.ModelCard),
@@ -68,13 +76,28 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             sglang.GenerateResponse | list[sglang.GenerateResponse],
             sglang.GenerateRequest,
             sglang.GenerateResponse,
+            rule=rules.GENERATE,
         ),
         *(
-            Endpoint(path, _POST, tokens.tokenize, replies.TokenizeReply, oai.TokenizeRequest)
+            Endpoint(
+                path,
+                _POST,
+                tokens.tokenize,
+                replies.TokenizeReply,
+                oai.TokenizeRequest,
+                rule=rules.TOKENIZE,
+            )
             for path in ("/tokenize", "/v1/tokenize")
         ),
         *(
-            Endpoint(path, _POST, tokens.detokenize, replies.DetokenizeReply, oai.DetokenizeRequest)
+            Endpoint(
+                path,
+                _POST,
+                tokens.detokenize,
+                replies.DetokenizeReply,
+                oai.DetokenizeRequest,
+                rule=rules.DETOKENIZE,
+            )
             for path in ("/detokenize", "/v1/detokenize")
         ),
         *(
@@ -87,7 +110,12 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         ),
         Endpoint("/flush_cache", _BOTH, status.flush_cache, replies.FlushReply),
         Endpoint(
-            "/abort_request", _POST, status.abort_request, replies.AbortReply, sglang.AbortRequest
+            "/abort_request",
+            _POST,
+            status.abort_request,
+            replies.AbortReply,
+            sglang.AbortRequest,
+            rule=rules.ABORT,
         ),
         Endpoint(
             "/v1/load_lora_adapter",

@@ -9,7 +9,6 @@ from starlette.responses import Response
 from tandem.core.errors import NotFoundError, TandemError
 from tandem.core.timeline import InstanceTimeline, MissReason, PrefixMiss, RequestTimeline
 from tandem.server.context import ServerContext
-from tandem.server.edge.auth import identify_owner
 from tandem.server.telemetry.timelines import ChoiceRecord, RequestRecord
 
 __all__ = ["collect_timeline", "get_timeline"]
@@ -21,8 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 async def get_timeline(context: ServerContext, http: Request) -> Response:
     """Tell what became of a request, ended or not, to the key that sent it."""
-    owner = identify_owner(http.scope["headers"]) if context.has_keys else b""
-    record = context.timelines.find(owner, http.path_params["id"])
+    record = context.timelines.find(context.find_owner(http), http.path_params["id"])
     if record is None:
         # The same words for one of another key: whether it exists is that one's business.
         raise NotFoundError(

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from tandem.server.context import ServerContext
 from tandem.server.edge.http_errors import ErrorReply
+from tandem.server.protocol.rules import Rule
 
 __all__ = ["Endpoint", "Handler", "make_document"]
 
@@ -35,6 +36,7 @@ class Endpoint:
         body: type of the request's JSON; None for none.
         event: type of a stream's events, if it can be a stream.
         media_type: of the answer.
+        rule: what the body must meet beside its type.
     """
 
     path: str
@@ -44,10 +46,17 @@ class Endpoint:
     body: Any = None
     event: Any = None
     media_type: str = "application/json"
+    rule: Rule | None = None
 
 
 def make_document(
-    endpoints: Sequence[Endpoint], *, version: str, has_keys: bool, open_paths: frozenset[str]
+    endpoints: Sequence[Endpoint],
+    *,
+    version: str,
+    has_keys: bool,
+    open_paths: frozenset[str],
+    admin_paths: frozenset[str],
+    num_token_ids: int,
 ) -> dict[str, Any]:
     """Return the document.
 
@@ -55,7 +64,9 @@ def make_document(
         endpoints: all that is served.
         version: of the server.
         has_keys: whether it asks for keys.
-        open_paths: where it does not.
+        open_paths: where it does not, and says by 503 that it is not ready.
+        admin_paths: where it asks for an admin's in any case.
+        num_token_ids: that the model and its tokenizer know.
     """
     types = {ErrorReply}
     for endpoint in endpoints:
@@ -70,40 +81,76 @@ def make_document(
         item = paths.setdefault(_PARAMETER.sub(r"{\g<name>}", endpoint.path), {})
         for method in endpoint.methods:
             operation = _describe(endpoint, schema_of)
+            responses = operation["responses"]
+            if endpoint.path in open_paths:
+                responses["503"] = {**responses["200"], "description": "Not ready; see the status."}
             operation["operationId"] = method.lower() + re.sub(r"\W+", "_", endpoint.path)
-            if has_keys and endpoint.path not in open_paths:
-                operation["security"] = [{"key": []}]
+            if endpoint.path in admin_paths:
+                operation["security"] = [{"admin_key": []}]
+            elif has_keys and endpoint.path not in open_paths:
+                operation["security"] = [{"key": []}, {"admin_key": []}]
+            if "security" in operation:
+                responses["401"] = _make_error("No key, or one that is not known.", schema_of)
+                responses["403"] = _make_error("The key is not enough.", schema_of)
             item[method.lower()] = operation
+    token_id = {"type": "integer", "minimum": 0, "maximum": num_token_ids - 1}
+    components["TokenId"] = token_id
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": version},
         "paths": paths,
         "components": {"schemas": components},
     }
-    if has_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["components"]["securitySchemes"] = {
+        name: {"type": "http", "scheme": "bearer", "description": f"One of {setting}."}
+        for name, setting in (
+            ("key", "server.api_key or server.api_key_file"),
+            ("admin_key", "server.admin_api_key"),
+        )
+    }
     return document
+
+
+_ERRORS = {
+    "400": "A field is wrong or not supported; `param` names it.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "503": "The queue is full or no instance serves: try again after `Retry-After` seconds.",
+    "504": "The time limit of the request, or of the server, is over.",
+}
+"""Of endpoints that take a body."""
+
+
+def _make_error(description: str, schema_of: dict[Any, Any]) -> dict[str, Any]:
+    content = {"application/json": {"schema": schema_of[ErrorReply]}}
+    return {"description": description, "content": content}
 
 
 def _describe(endpoint: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
     content = {endpoint.media_type: {"schema": schema_of[endpoint.answer]}}
     if endpoint.event is not None:
         content["text/event-stream"] = {"schema": schema_of[endpoint.event]}
-    error = {"application/json": {"schema": schema_of[ErrorReply]}}
     operation: dict[str, Any] = {
         "summary": (inspect.getdoc(endpoint.handler) or "").partition("\n")[0],
         "responses": {
             "200": {"description": "The answer.", "content": content},
-            "default": {"description": "What went wrong.", "content": error},
+            "default": _make_error("What went wrong.", schema_of),
         },
     }
     if endpoint.body is not None:
+        schema = schema_of[endpoint.body]
+        if endpoint.rule is not None:
+            schema = {"allOf": [schema, endpoint.rule]}
         operation["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": schema_of[endpoint.body]}},
+            "content": {"application/json": {"schema": schema}},
+        }
+        operation["responses"] |= {
+            status: _make_error(text, schema_of) for status, text in _ERRORS.items()
         }
     names = [match["name"] for match in _PARAMETER.finditer(endpoint.path)]
     if names:
+        operation["responses"]["404"] = _make_error("There is none of this name.", schema_of)
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names

@@ -1,20 +1,22 @@
 """From what a client sends as prompt or conversation to token ids.
 
-Text is encoded on tokenizer threads. A text that cannot fit the context is refused before it is
-encoded, by the longest token there is.
+All of it runs on the server's threads (``WorkThreads``). A text that cannot fit the context is
+refused before it is encoded, by the longest token there is.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import ConfigError, TandemError, UnsupportedError
+from tandem.server.protocol.decode import round_integral
 from tandem.server.protocol.openai import InputMessage
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import Tokenizer, TokenThreads
+from tandem.server.text.tokenizer import Tokenizer
+from tandem.server.text.work_threads import WorkThreads
 
 __all__ = ["PromptEncoder", "fit_max_tokens", "plain_messages", "read_prompts"]
 
@@ -43,6 +45,8 @@ def read_prompts(
         return [value], False
     if not value:
         raise ConfigError("server.read_prompts", f"{field} is empty", field=field)
+    if any(isinstance(item, float) for item in _list_items(value)):
+        value = round_integral(value)
     ids = list[Annotated[int, Meta(ge=0, lt=vocab_size)]]
     try:
         if isinstance(value[0], str):
@@ -53,6 +57,15 @@ def read_prompts(
     except msgspec.ValidationError as error:
         what = str(error).replace("`$", f"`{field}")
         raise ConfigError("server.read_prompts", what, field=field) from error
+
+
+def _list_items(value: list[Any]) -> Iterator[Any]:
+    """Yield the items of a list, or of the lists in it."""
+    for item in value:
+        if isinstance(item, list):
+            yield from item
+        else:
+            yield item
 
 
 def fit_max_tokens(
@@ -157,28 +170,41 @@ def _plain_content(message: InputMessage, place: str) -> str:
 
 
 class PromptEncoder:
-    """Encodes texts and conversations off the event loop; owned by the application."""
+    """Encodes texts and conversations; owned by the application.
+
+    ``encode`` and ``render`` block: call them on ``threads``.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, threads: TokenThreads, template: ChatTemplate | None
+        self, tokenizer: Tokenizer, threads: WorkThreads, template: ChatTemplate | None
     ) -> None:
         self.tokenizer = tokenizer
         self.threads = threads
         self._template = template
 
-    async def encode(
+    def encode(
         self,
-        text: str,
+        prompts: Sequence[str] | Sequence[list[int]],
         *,
         add_special_tokens: bool,
         max_model_len: int | None,
         field: str,
-    ) -> list[int]:
-        """Return the ids of a text.
+    ) -> list[list[int]]:
+        """Return the ids of prompts; those that are ids already stay as they are.
 
         Raises:
-            ConfigError: it cannot fit ``max_model_len``, however it is encoded.
+            ConfigError: one cannot fit ``max_model_len``, however it is encoded.
         """
+        return [
+            prompt
+            if isinstance(prompt, list)
+            else self._encode(prompt, add_special_tokens, max_model_len, field)
+            for prompt in prompts
+        ]
+
+    def _encode(
+        self, text: str, add_special_tokens: bool, max_model_len: int | None, field: str
+    ) -> list[int]:
         if max_model_len is not None and len(text) > max_model_len * _LONGEST_TOKEN_CHARS:
             raise ConfigError(
                 "server.encode",
@@ -186,11 +212,9 @@ class PromptEncoder:
                 "tokens: shorten it",
                 field=field,
             )
-        return await self.threads.run(
-            self.tokenizer.encode, text, add_special_tokens=add_special_tokens
-        )
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    async def render(
+    def render(
         self,
         messages: Sequence[InputMessage],
         *,
@@ -203,6 +227,7 @@ class PromptEncoder:
         Raises:
             ConfigError: the template refuses the conversation, or the flags contradict.
             UnsupportedError: the checkpoint has no chat template.
+            PeerLostError: the process that renders did not answer in time.
         """
         if self._template is None:
             raise UnsupportedError(
@@ -223,7 +248,7 @@ class PromptEncoder:
         # The caller's arguments come first, so that they cannot replace the conversation.
         merged = {k: v for k, v in given.items() if k not in ("messages", "tools", "documents")}
         merged["add_generation_prompt"] = asks
-        text = await self.threads.run(self._template.render, plain, merged)
+        text = self._template.render(plain, merged)
         return _cut_after(text, plain[-1]["content"]) if is_continued else text
 
     async def warm_up(self) -> None:
@@ -231,7 +256,7 @@ class PromptEncoder:
         if self._template is None:
             return
         try:
-            await self.threads.run(self._template.start)
+            await self.threads.run(self._template.start, 0)
         except TandemError as error:
             _logger.warning("event=chat_template_broken error=%s", error)
 

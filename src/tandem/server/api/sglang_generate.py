@@ -18,7 +18,6 @@ from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.logs import current_request_id
 from tandem.core.wire import TokenLogprob
 from tandem.server.api.answers import answer_stream, answer_whole
-from tandem.server.api.completions import encode_prompts
 from tandem.server.api.options import REFUSED_FIELDS, check_ids, make_stops
 from tandem.server.api.prompts import fit_max_tokens, read_prompts
 from tandem.server.api.sampling import choice_seed, make_sampling
@@ -31,8 +30,8 @@ from tandem.server.context import (
 )
 from tandem.server.edge.connection import limit_time
 from tandem.server.edge.sse import DONE, encode_event
-from tandem.server.generation import Generation, GenerationGroup, Piece
-from tandem.server.protocol.decode import decode_body, refuse_unsupported
+from tandem.server.generation import Generation, GenerationGroup, Piece, count_logprobs
+from tandem.server.protocol.decode import refuse_unsupported
 from tandem.server.protocol.sglang import (
     DEFAULT_MAX_NEW_TOKENS,
     GenerateRequest,
@@ -80,22 +79,10 @@ class _Progress:
 async def answer_generate(context: ServerContext, http: Request) -> Response:
     """Continue one or several prompts, whole or as a stream."""
     origin = context.note_arrival(http)
-    body = await context.read_body(http)
-    request = decode_body(body, _decoder)
-    _refuse_unsupported(body)
-    model = _find_model(context, request)
-    prompt_field, prompts, is_list = _read_prompts(context, request)
-    samplings = _per_prompt(request.sampling_params, len(prompts), "sampling_params")
-    num_choices = [1 if s is None or s.n is None else s.n for s in samplings]
-    context.check_choices(sum(num_choices))
-    prompt_ids = await encode_prompts(
-        context,
-        prompts,
-        field=prompt_field,
-        add_special_tokens=True,
-        max_model_len=context.ready_info().max_model_len,
+    request = await context.read_request(http, _decoder, _refuse_unsupported)
+    model, plans, progress, is_list = await context.prepare(
+        http, origin, request.timeout, _prepare, context, request
     )
-    plans, progress = _plan(context, request, prompt_ids, samplings, prompt_field)
     name = request.rid if isinstance(request.rid, str) else current_request_id.get()
     salt = request.cache_salt if request.cache_salt is not None else request.extra_key
     options = RequestOptions(
@@ -113,6 +100,25 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
         return responses if is_list or len(responses) > 1 else responses[0]
 
     return await answer_whole(http, group, _collect(context, group, progress), shape)
+
+
+def _prepare(
+    context: ServerContext, request: GenerateRequest
+) -> tuple[ServedModel, list[ChoicePlan], list[_Progress], bool]:
+    """Return what was asked for, and whether prompts were a list."""
+    model = _find_model(context, request)
+    prompt_field, prompts, is_list = _read_prompts(context, request)
+    samplings = _per_prompt(request.sampling_params, len(prompts), "sampling_params")
+    num_choices = [1 if s is None or s.n is None else s.n for s in samplings]
+    context.check_choices(sum(num_choices))
+    prompt_ids = context.encoder.encode(
+        prompts,
+        field=prompt_field,
+        add_special_tokens=True,
+        max_model_len=context.ready_info().max_model_len,
+    )
+    plans, progress = _plan(context, request, prompt_ids, samplings, prompt_field)
+    return model, plans, progress, is_list
 
 
 def _find_model(context: ServerContext, request: GenerateRequest) -> ServedModel:
@@ -248,10 +254,16 @@ async def _collect(
     async with limit_time(group.time_limit_s), aclosing(group.pieces()) as pieces:
         async for generation, piece in pieces:
             _add(progress[generation.index], piece)
-    return [
-        _make_response(context, generation, progress[generation.index])
-        for generation in group.generations
-    ]
+    num_logprobs = sum(
+        _count_logprobs(generation, progress[generation.index]) for generation in group.generations
+    )
+    return await context.shape(
+        num_logprobs,
+        lambda: [
+            _make_response(context, generation, progress[generation.index])
+            for generation in group.generations
+        ],
+    )
 
 
 async def _events(
@@ -261,10 +273,20 @@ async def _events(
         async for generation, piece in pieces:
             state = progress[generation.index]
             _add(state, piece)
-            response = _make_response(context, generation, state)
-            response.index = generation.index
-            yield encode_event(_encode(response))
+
+            def encode(generation: Generation = generation, state: _Progress = state) -> bytes:
+                response = _make_response(context, generation, state)
+                response.index = generation.index
+                return encode_event(_encode(response))
+
+            yield await context.shape(_count_logprobs(generation, state), encode)
     yield DONE
+
+
+def _count_logprobs(generation: Generation, state: _Progress) -> int:
+    if not state.wants_logprobs:
+        return 0
+    return count_logprobs(state.logprobs) + count_logprobs(generation.prompt_logprobs)
 
 
 def _add(state: _Progress, piece: Piece) -> None:

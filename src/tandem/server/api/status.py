@@ -6,9 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import tandem
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.core.wire import InstanceStage
 from tandem.server.context import ServedModel, ServerContext
+from tandem.server.edge.auth import is_admin
 from tandem.server.edge.http_errors import RETRY_LATER_S
 from tandem.server.protocol.openai import ModelCard, ModelList
 from tandem.server.protocol.sglang import AbortRequest
@@ -140,6 +141,7 @@ async def get_server_info(context: ServerContext, _: Request) -> Response:
             stats=stats,
             stage=context.engine.stage,
             instances=context.engine.instances,
+            store=None if context.read_store is None else context.read_store(),
             max_total_num_tokens=info.num_blocks * info.block_size if info is not None else 0,
         )
     )
@@ -154,16 +156,20 @@ async def get_metrics(context: ServerContext, _: Request) -> Response:
     )
 
 
-async def flush_cache(context: ServerContext, _: Request) -> Response:
-    """Forget cached prefixes that no running request uses."""
+async def flush_cache(context: ServerContext, http: Request) -> Response:
+    """Forget cached prefixes that no running request uses; of all clients, so for an admin."""
+    if not is_admin(http.scope):
+        what = "the cache is all clients': use an admin key (server.admin_api_key)"
+        raise PermissionDeniedError("server.flush_cache", what)
     num_blocks = await context.engine.flush_cache()
     return _answer(FlushReply(success=True, num_freed_blocks=num_blocks))
 
 
 async def abort_request(context: ServerContext, http: Request) -> Response:
-    """End a request by the id its client gave it, or all requests."""
+    """End a request of the caller by the id it gave it, or all; for an admin, anyone's."""
     request = await context.read_request(http, _abort_decoder)
     if request.rid is None and not request.abort_all:
         raise ConfigError("server.abort_request", "rid is missing, and abort_all", field="rid")
     name = None if request.abort_all else request.rid
-    return _answer(AbortReply(await context.lifecycle.abort(name)))
+    owner = None if is_admin(http.scope) else context.find_owner(http)
+    return _answer(AbortReply(await context.lifecycle.abort(name, owner)))

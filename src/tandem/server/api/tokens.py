@@ -1,11 +1,13 @@
 """POST /tokenize and /detokenize."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.core.errors import ConfigError
-from tandem.server.api.completions import encode_prompts
 from tandem.server.api.prompts import read_prompts
 from tandem.server.context import ServerContext
 from tandem.server.protocol.openai import DetokenizeRequest, TokenizeRequest
@@ -13,6 +15,7 @@ from tandem.server.protocol.status import DetokenizeReply, TokenizeReply
 
 __all__ = ["detokenize", "tokenize"]
 
+T = TypeVar("T")
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 _encode = msgspec.json.Encoder().encode
@@ -20,7 +23,27 @@ _encode = msgspec.json.Encoder().encode
 
 async def tokenize(context: ServerContext, http: Request) -> Response:
     """Return the token ids of a text, of several, or of a conversation."""
-    request = await context.read_request(http, _tokenize_decoder)
+    return await _answer(context, http, _tokenize_decoder, _tokenize)
+
+
+async def detokenize(context: ServerContext, http: Request) -> Response:
+    """Return the text of token ids, or of several lists of them."""
+    return await _answer(context, http, _detokenize_decoder, _detokenize)
+
+
+async def _answer(
+    context: ServerContext,
+    http: Request,
+    decoder: msgspec.json.Decoder[T],
+    work: Callable[[ServerContext, T], msgspec.Struct],
+) -> Response:
+    origin = context.note_arrival(http)
+    request = await context.read_request(http, decoder)
+    document = await context.prepare(http, origin, None, lambda: _encode(work(context, request)))
+    return Response(document, media_type="application/json")
+
+
+def _tokenize(context: ServerContext, request: TokenizeRequest) -> TokenizeReply:
     context.find_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ConfigError(
@@ -28,7 +51,7 @@ async def tokenize(context: ServerContext, http: Request) -> Response:
         )
     adds_special = request.add_special_tokens is not False
     if request.messages is not None:
-        text = await context.encoder.render(
+        text = context.encoder.render(
             request.messages,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
@@ -40,40 +63,32 @@ async def tokenize(context: ServerContext, http: Request) -> Response:
         is_list = isinstance(request.prompt, list)
         prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         assert prompts is not None
-    ids = await encode_prompts(
-        context, prompts, field="prompt", add_special_tokens=adds_special, max_model_len=None
+    ids = context.encoder.encode(
+        prompts, field="prompt", add_special_tokens=adds_special, max_model_len=None
     )
     counts = [len(each) for each in ids]
     info = context.engine.info
     names = context.encoder.tokenizer.token_name
     strings = [[names(i) for i in each] for each in ids] if request.return_token_strs else None
-    reply = TokenizeReply(
+    return TokenizeReply(
         tokens=ids if is_list else ids[0],
         count=counts if is_list else counts[0],
         max_model_len=info.max_model_len if info is not None else None,
         token_strs=strings if is_list or strings is None else strings[0],
     )
-    return Response(_encode(reply), media_type="application/json")
 
 
-async def detokenize(context: ServerContext, http: Request) -> Response:
-    """Return the text of token ids, or of several lists of them."""
-    request = await context.read_request(http, _detokenize_decoder)
+def _detokenize(context: ServerContext, request: DetokenizeRequest) -> DetokenizeReply:
     context.find_model(request.model)
     tokenizer = context.encoder.tokenizer
     if not request.tokens:
-        return Response(_encode(DetokenizeReply("", "")), media_type="application/json")
+        return DetokenizeReply("", "")
     sequences, is_list = read_prompts(request.tokens, tokenizer.vocab_size, "tokens")
-    skip = request.skip_special_tokens is True
-
-    def decode() -> list[str]:
-        texts: list[str] = []
-        for sequence in sequences:
-            if isinstance(sequence, str):
-                raise ConfigError("server.detokenize", "tokens holds text", field="tokens")
-            texts.append(tokenizer.decode(sequence, skip_special_tokens=skip))
-        return texts
-
-    texts = await context.encoder.threads.run(decode)
+    texts: list[str] = []
+    for sequence in sequences:
+        if isinstance(sequence, str):
+            raise ConfigError("server.detokenize", "tokens holds text", field="tokens")
+        skip = request.skip_special_tokens is True
+        texts.append(tokenizer.decode(sequence, skip_special_tokens=skip))
     text = texts if is_list else texts[0]
-    return Response(_encode(DetokenizeReply(text, text)), media_type="application/json")
+    return DetokenizeReply(text, text)

@@ -15,11 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.core.clock import Clock
 from tandem.core.logs import current_request_id
+from tandem.server.clients import current_client
+from tandem.server.config import ACCESS_LOGGER
 from tandem.server.lifecycle import WATCHED_PATHS
 
 __all__ = ["CLIENT_CLOSED", "AccessLog"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger(ACCESS_LOGGER)
 
 CLIENT_CLOSED = 499
 """nginx's status for a client that left; logged, never sent."""
@@ -55,6 +57,8 @@ class AccessLog:
 
         began_s = self._clock.now_s()
         token = current_request_id.set(request_id)
+        client = scope.get("client")
+        current_client.set("" if client is None else client[0])
         try:
             await self._app(scope, receive, send_named)
         finally:

@@ -10,15 +10,20 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.server.clients import current_client
 from tandem.server.edge.http_errors import HttpError, error_response
 from tandem.server.lifecycle import OPEN_PATHS
 
-__all__ = ["ADMIN_PATHS", "ApiKeyGate", "identify_owner"]
+__all__ = ["ADMIN_PATHS", "ApiKeyGate", "identify_owner", "is_admin"]
 
 ADMIN_PATHS = frozenset(
     f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")
 )
 """What only a holder of an admin key may do: it reads files."""
+
+
+_IS_ADMIN = "tandem.is_admin"
+"""Key of the ASGI scope."""
 
 
 class ApiKeyGate:
@@ -36,18 +41,22 @@ class ApiKeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         handler = self._app
-        is_admin = scope["type"] == "http" and scope["path"] in ADMIN_PATHS
-        needs_key = scope["type"] == "http" and bool(self._digests)
-        if is_admin and not self._admin_digests:
+        presented = _bearer_token(scope["headers"])
+        scope[_IS_ADMIN] = self._is_admin(presented)
+        needs_admin = scope["path"] in ADMIN_PATHS
+        needs_key = bool(self._digests)
+        if needs_admin and not self._admin_digests:
             what = "nobody may do this: set server.admin_api_key"
             handler = error_response(HttpError(403, what, code="permission_denied"))
-        elif is_admin or (needs_key and scope["path"] not in OPEN_PATHS):
-            presented = _bearer_token(scope["headers"])
-            own = [] if is_admin else self._digests
+        elif needs_admin or (needs_key and scope["path"] not in OPEN_PATHS):
+            own = [] if needs_admin else self._digests
             if presented is None or not _is_known(presented, [*own, *self._admin_digests]):
                 what = "no API key was given" if presented is None else "the API key is not known"
-                if is_admin:
+                if needs_admin:
                     what += " as one of an admin"
                 handler = error_response(
                     HttpError(
@@ -57,7 +66,23 @@ class ApiKeyGate:
                         headers={"WWW-Authenticate": "Bearer"},
                     )
                 )
+            else:
+                current_client.set(_digest(presented).hex())
         await handler(scope, receive, send)
+
+    def _is_admin(self, presented: bytes | None) -> bool:
+        if self._admin_digests:
+            return presented is not None and _is_known(presented, self._admin_digests)
+        # One client or unknown ones: whatever is here is theirs.
+        return len(self._digests) <= 1
+
+
+def is_admin(scope: Scope) -> bool:
+    """Return whether a request that the gate let in may act on what belongs to other clients.
+
+    With an admin key set, its holder; else everyone, unless there are several API keys.
+    """
+    return bool(scope.get(_IS_ADMIN, False))
 
 
 def _is_known(presented: bytes, digests: Sequence[bytes]) -> bool:

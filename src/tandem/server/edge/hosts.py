@@ -3,7 +3,8 @@
 A page on the internet can make its own name resolve to 127.0.0.1 (DNS rebinding) and then talk to
 a local server as if it were its own. Its requests still carry its name in the Host header, so names
 that are not ours are refused; an IP address there cannot come from rebinding. Simple cross-origin
-posts carry an Origin, which must be the server's own, an allowed name, or an origin of CORS.
+posts carry an Origin, which must be the server's own, by any of its names but with its port, or an
+origin of CORS: what another program serves on this machine is a stranger.
 """
 
 import ipaddress
@@ -57,7 +58,8 @@ class HostGate:
             source = _authority_of(origin.decode("latin-1"))
             is_own = source is not None and source == authority
             name = _host_of(f"//{source}") if source is not None else None
-            if not is_own and (name is None or not self._is_allowed(name)):
+            has_port = source is not None and _port_of(source) == _port_of(authority)
+            if not is_own and (name is None or not has_port or not self._is_allowed(name)):
                 what = "requests from pages of other sites are not served"
                 return HttpError(403, what, param="Origin", code="origin_not_allowed")
         return None
@@ -84,6 +86,11 @@ def _host_of(url: str) -> str | None:
     if parts.username is not None or parts.path:
         return None
     return parts.hostname
+
+
+def _port_of(authority: str) -> str:
+    """Return the port of an authority that parses, as text; empty for the default one."""
+    return authority.rpartition("]")[2].rpartition(":")[2] if ":" in authority else ""
 
 
 def _is_address(host: str) -> bool:

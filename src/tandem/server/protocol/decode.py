@@ -6,14 +6,14 @@ of invalid UTF-8, and fields that are known, not supported and must not be ignor
 
 import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw
 
 from tandem.core.errors import ConfigError, UnsupportedError
 
-__all__ = ["decode_body", "refuse_unsupported"]
+__all__ = ["decode_body", "refuse_unsupported", "round_integral"]
 
 _T = TypeVar("_T")
 _PATH = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
@@ -49,6 +49,13 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         raise _syntax_error(text, body, error.start) from error
     except msgspec.ValidationError as error:
         text = str(error)
+        if "got `float`" in text:
+            try:
+                # JSON has one kind of number: 1.0 is an integer, as JSON Schema says too.
+                value = round_integral(msgspec.json.decode(body))
+                return msgspec.convert(value, decoder.type, str_keys=True)
+            except (msgspec.MsgspecError, RecursionError):
+                pass  # What was wrong at first is told.
         found = _PATH.search(text)
         # ``[...]`` is msgspec's path of a value in a mapping.
         field = found["path"].removeprefix(".").removesuffix("[...]") if found is not None else ""
@@ -70,6 +77,17 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         raise _syntax_error(f"the body is not valid JSON: {error}", body, offset) from error
     except RecursionError as error:
         raise ConfigError("server.decode", "the body is nested too deep") from error
+
+
+def round_integral(value: Any) -> Any:
+    """Return a decoded JSON value with integers for its floats that are whole, such as 1.0."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list):
+        return [round_integral(item) for item in value]
+    if isinstance(value, dict):
+        return {key: round_integral(item) for key, item in value.items()}
+    return value
 
 
 def refuse_unsupported(body: bytes | Raw, refused: Mapping[str, str], prefix: str = "") -> None:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from tandem.core.wire import MIN_REPETITION_PENALTY
+
 __all__ = [
     "Count",
     "FrequencyPenalty",
@@ -36,11 +38,13 @@ TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 """-1 and 0 are all tokens."""
 MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
-RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=10.0)]
+RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=10.0)]
 FrequencyPenalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 LogitBias = Annotated[
     dict[Annotated[int, Meta(ge=0, le=MAX_COUNT)], Annotated[float, Meta(ge=-100.0, le=100.0)]],
-    Meta(max_length=4096),
+    Meta(
+        max_length=4096, extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"}}
+    ),
 ]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NumChoices = Annotated[int, Meta(ge=1, le=2**16)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.core.instance_status import InstanceStatus
+from tandem.core.instance_status import InstanceStatus, StoreStatus
 from tandem.core.wire import InstanceInfo, InstanceStats, StageChanged
 
 __all__ = [
@@ -68,6 +68,8 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     """Sums over all instances."""
     stage: StageChanged
     instances: list[InstanceStatus]
+    store: StoreStatus | None
+    """Of the server's own store; None: it runs none."""
     max_total_num_tokens: int
     internal_states: list[Any] = []
     """SGLang's benchmark client looks for a list here."""

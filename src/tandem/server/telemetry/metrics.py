@@ -5,13 +5,22 @@ engine's counters are read when the page is scraped; latencies are observed here
 them. ``METRICS`` is the source of ``docs/reference/metrics.md``, and a test compares the two.
 """
 
+import platform
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+import tandem
 from tandem.core.clock import Clock
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.wire import InstanceStage, InstanceStats
@@ -101,14 +110,14 @@ METRICS: tuple[MetricSpec, ...] = (
         "tandem:prefix_cache_hits_total",
         "counter",
         _MODEL,
-        "Prompt tokens found in the prefix cache.",
+        "Prompt tokens found in the prefix cache; what a prefill instance hands over is not.",
         "prefix_hit_tokens",
     ),
     MetricSpec(
         "tandem:cached_tokens_total",
         "counter",
         ("model_name", "cache_source"),
-        "Prompt tokens found in the prefix cache, by where they were: device, store, prefill.",
+        "Prompt tokens found in the prefix cache, by where they were: device or store.",
     ),
     MetricSpec(
         "tandem:external_prefix_cache_queries_total",
@@ -332,6 +341,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "HTTP requests answered.",
     ),
     MetricSpec("tandem:http_requests_in_flight", "gauge", (), "HTTP requests being handled."),
+    MetricSpec(
+        "tandem:build_info", "gauge", ("version", "python"), "Always 1; the labels say what runs."
+    ),
 )
 
 
@@ -362,6 +374,10 @@ class ServerMetrics:
         self._finished = self._counter(specs["request_success_total"])
         self._http = self._counter(specs["http_requests_total"])
         self.registry.register(_EngineCollector(self))
+        ProcessCollector(registry=self.registry)
+        spec = specs["build_info"]
+        build = Gauge(spec.name, spec.help, spec.labels, registry=self.registry)
+        build.labels(tandem.__version__, platform.python_version()).set(1)
 
     def _histogram(self, spec: MetricSpec) -> Histogram:
         family = Histogram(
@@ -434,11 +450,9 @@ class ServerMetrics:
 
 def _split_hits(stats: InstanceStats) -> dict[str, int]:
     """Prompt tokens found, by the tier that held them."""
-    elsewhere = stats.store_hit_tokens + stats.prefill_hit_tokens
     return {
-        "device": stats.prefix_hit_tokens - elsewhere,
+        "device": stats.prefix_hit_tokens - stats.store_hit_tokens,
         "store": stats.store_hit_tokens,
-        "prefill": stats.prefill_hit_tokens,
     }
 
 

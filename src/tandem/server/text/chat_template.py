@@ -1,7 +1,7 @@
-"""Rendering conversations with the checkpoint's own template, in a process of its own.
+"""Rendering conversations with the checkpoint's own template, in processes of their own.
 
-Owns the worker process of ``template_worker``: starts it on first use, one conversation at a time,
-kills it at the deadline and starts another. Called from tokenizer threads; a lock serialises them.
+Owns the worker processes of ``template_worker``: as many as conversations are rendered at once, so
+as many as there are threads that call. One that does not answer in time is killed.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tandem.core.clock import Clock, MonotonicClock
-from tandem.core.errors import ConfigError, InternalError, TandemError
+from tandem.core.errors import ConfigError, PeerLostError, TandemError
 
 __all__ = ["ChatTemplate"]
 
@@ -49,17 +49,21 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._clock = clock if clock is not None else MonotonicClock()
         self._lock = threading.Lock()
-        self._worker: subprocess.Popen[bytes] | None = None
+        """Of the sets of workers."""
+        self._workers: set[subprocess.Popen[bytes]] = set()
+        self._idle: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start the process, so that the first conversation does not wait for it.
+        """Start a process, so that the first conversation does not wait for it.
 
         Raises:
             ConfigError: the template does not compile.
+            PeerLostError: the process does not answer.
         """
         with self._lock:
-            if self._worker is None:
-                self._start()
+            is_started = bool(self._workers)
+        if not is_started:
+            self._give_back(self._start())
 
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """Return the prompt of a conversation. Blocks; thread-safe.
@@ -69,8 +73,9 @@ class ChatTemplate:
             arguments: further template variables, such as ``add_generation_prompt``.
 
         Raises:
-            ConfigError: the template refuses the conversation, fails, or exceeds its bounds;
-                field "messages".
+            ConfigError: the template refuses the conversation, fails, or exceeds its bounds of
+                memory and output; field "messages".
+            PeerLostError: the process did not answer in time, or ended; another try may do better.
         """
         variables = {"messages": messages, "tools": None, "documents": None}
         variables |= self._variables | arguments
@@ -82,55 +87,87 @@ class ChatTemplate:
                 f"the template's arguments cannot be passed on: {error}",
                 field="chat_template_kwargs",
             ) from error
-        with self._lock:
-            if self._worker is None or self._worker.poll() is not None:
-                self._start()
-            is_ok, text = self._exchange(message, self._timeout_s)
+        worker = self._take()
+        is_ok, text = self._exchange(worker, message, self._timeout_s)
+        self._give_back(worker)
         if not is_ok:
             raise _refusal(text)
         return text
 
     def close(self) -> None:
-        """End the worker process; a later ``render`` starts another."""
+        """End the worker processes; a later ``render`` starts another."""
         with self._lock:
-            self._stop()
+            workers = list(self._workers)
+        for worker in workers:
+            self._stop(worker)
 
-    def _start(self) -> None:
-        self._stop()
+    def _take(self) -> "subprocess.Popen[bytes]":
+        while True:
+            with self._lock:
+                if not self._idle:
+                    break
+                worker = self._idle.pop()
+            if worker.poll() is None:
+                return worker
+            self._stop(worker)
+        return self._start()
+
+    def _give_back(self, worker: "subprocess.Popen[bytes]") -> None:
+        with self._lock:
+            if worker in self._workers:
+                self._idle.append(worker)
+
+    def _start(self) -> "subprocess.Popen[bytes]":
         # The path is all it inherits: a template that escaped would find no secrets.
         environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._worker = subprocess.Popen(
+        worker = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
         )
-        is_ok, text = self._exchange(msgspec.msgpack.encode(self._source), _START_TIMEOUT_S)
+        with self._lock:
+            self._workers.add(worker)
+        source = msgspec.msgpack.encode(self._source)
+        is_ok, text = self._exchange(worker, source, _START_TIMEOUT_S)
         if not is_ok:
-            self._stop()
+            self._stop(worker)
             raise _refusal(f"it does not compile: {text}")
+        return worker
 
-    def _exchange(self, payload: bytes, timeout_s: float) -> tuple[bool, str]:
+    def _exchange(
+        self, worker: "subprocess.Popen[bytes]", payload: bytes, timeout_s: float
+    ) -> tuple[bool, str]:
         """Send one frame and await one; ends the worker if that fails or takes too long."""
-        worker = self._worker
-        assert worker is not None
         assert worker.stdin is not None
         assert worker.stdout is not None
         deadline_s = self._clock.now_s() + timeout_s
         try:
-            # The worker reads a frame whole before it works, so this cannot wait for rendering.
-            worker.stdin.write(len(payload).to_bytes(4, "big") + payload)
-            worker.stdin.flush()
+            self._write(
+                worker.stdin.fileno(), len(payload).to_bytes(4, "big") + payload, deadline_s
+            )
             length = int.from_bytes(self._read(worker.stdout.fileno(), 4, deadline_s), "big")
             reply = self._read(worker.stdout.fileno(), length, deadline_s)
         except TandemError:
-            self._stop()
+            self._stop(worker)
             raise
-        except OSError as error:
-            self._stop()
-            raise InternalError("chat_template.render", f"worker lost: {error}") from error
+        except (OSError, ValueError) as error:  # ValueError: closed meanwhile.
+            self._stop(worker)
+            raise _loss(f"ended: {error}") from error
         return msgspec.msgpack.decode(reply, type=tuple[bool, str])
+
+    def _write(self, fd: int, data: bytes, deadline_s: float) -> None:
+        """Write all, not longer than until the deadline: a stopped process reads nothing."""
+        os.set_blocking(fd, False)
+        left = memoryview(data)
+        poll = select.poll()
+        poll.register(fd, select.POLLOUT)
+        while left:
+            remaining_ms = max(0.0, deadline_s - self._clock.now_s()) * 1000
+            if not poll.poll(remaining_ms):
+                raise _loss("did not answer in time")
+            left = left[os.write(fd, left[: 1 << 20]) :]
 
     def _read(self, fd: int, size: int, deadline_s: float) -> bytes:
         chunks: list[bytes] = []
@@ -139,21 +176,32 @@ class ChatTemplate:
         while size > 0:
             remaining_ms = max(0.0, deadline_s - self._clock.now_s()) * 1000
             if not poll.poll(remaining_ms):
-                raise _refusal("it did not finish in time")
+                raise _loss("did not answer in time")
             chunk = os.read(fd, min(size, 1 << 20))
             if not chunk:
-                raise _refusal("its process died, most likely out of memory")
+                raise _loss("ended without an answer")
             chunks.append(chunk)
             size -= len(chunk)
         return b"".join(chunks)
 
-    def _stop(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        worker.kill()
-        # ``communicate`` also closes the pipes.
-        worker.communicate()
+    def _stop(self, worker: "subprocess.Popen[bytes]") -> None:
+        with self._lock:
+            is_known = worker in self._workers
+            self._workers.discard(worker)
+            if worker in self._idle:
+                self._idle.remove(worker)
+        if is_known:
+            worker.kill()
+            # ``communicate`` also closes the pipes.
+            worker.communicate()
+
+
+def _loss(text: str) -> PeerLostError:
+    return PeerLostError(
+        "chat_template.render",
+        f"the process of the chat template {text}: try again, with a shorter conversation if this "
+        "comes again",
+    )
 
 
 def _refusal(text: str) -> ConfigError:

@@ -1,17 +1,14 @@
 """The tokenizer of a checkpoint: text to ids and back, and its chat template.
 
 Owns ``tokenizer.json`` through the ``tokenizers`` library (transformers takes seconds to import and
-is the fallback only), the table of token bytes, and the threads on which the event loop has text
-encoded. A ``Tokenizer`` is immutable and thread-safe.
+is the fallback only) and the table of token bytes. A ``Tokenizer`` is immutable and thread-safe.
 """
 
-import asyncio
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders
@@ -23,7 +20,7 @@ from tandem.models.sources.gguf_files import find_gguf
 from tandem.server.text import tiktoken_file
 from tandem.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
-__all__ = ["TokenThreads", "Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer", "load_tokenizer"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,9 +29,6 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class Tokenizer:
@@ -142,22 +136,6 @@ def _byte_alphabet() -> dict[str, int]:
     alphabet |= {chr(0x100 + position): byte for position, byte in enumerate(others)}
     assert set(alphabet) == set(ByteLevel.alphabet()), "tokenizers changed its byte alphabet"
     return alphabet
-
-
-class TokenThreads:
-    """Threads that keep encoding and rendering off the event loop."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
-
-    async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Call ``function`` on a thread and await its result."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
-
-    def close(self) -> None:
-        """Finish the running work, drop the waiting."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -147,12 +147,13 @@ class ObjectReader:
             num_known, method = 0, "locate"
             if read.again or read.staged or read.unsure:
                 method = "stage" if read.staged else "locate"
-                unplaced += await self._wait(read)
+                # In the order of the keys, which ``_look_up`` and the batch rely on.
+                unplaced = sorted([*unplaced, *await self._wait(read)])
             if not unplaced:
                 return
 
     async def _look_up(self, read: _Read, method: str, unplaced: list[int]) -> None:
-        """Ask the master where these are."""
+        """Ask the master where these are, given in ascending order."""
         places, calls = self._places, self._calls
         keys, deadline_s = read.keys, read.deadline_s
         asked = list(keys) if len(unplaced) == len(keys) else [keys[i] for i in unplaced]

@@ -1,49 +1,47 @@
 """What executes a step: the face. ``torch_runner`` runs a model, the simulator computes times.
 
-A runner gets the scheduler's plan and returns the sampled tokens. It owns the memory of the KV
-cache; the scheduler decides which request a block belongs to.
+A runner gets a ``StepInput`` and returns a ``StepResult``. It owns the memory of the KV cache and
+the sampling state of sequences; the scheduler decides which request a block belongs to.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Protocol
 
-from tandem.core.wire import TokenLogprob
-from tandem.engine.sampler_state import SampledToken, SamplerState
-from tandem.engine.scheduling.scheduler import StepPlan
+from tandem.engine.scheduling.plan import StepPlan
+from tandem.engine.stepping.messages import StepInput, StepResult
 
-__all__ = ["BlockTransfers", "PrefillListener", "Runner", "SequenceResult"]
+__all__ = ["BlockTransfers", "PrefillListener", "Runner", "StepHandle"]
 
 
-@dataclass(slots=True)
-class SequenceResult:
-    """What a step gave one request."""
+class StepHandle(Protocol):
+    """A step that was begun."""
 
-    sampled: SampledToken | None = None
-    """None while its prefill is not complete."""
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    """Of the prompt's tokens that this step predicted, if the request asked for them."""
+    def __call__(self) -> StepResult:
+        """Wait for the step and return its result, or raise what ended it. Called once."""
+        ...
 
 
 class Runner(Protocol):
-    """Executes plans, one at a time."""
+    """Executes steps, one at a time."""
 
-    def run(
-        self,
-        plan: StepPlan,
-        states: Mapping[str, SamplerState],
-        on_layer: Callable[[int], None] | None = None,
-    ) -> dict[str, SequenceResult]:
-        """Copy the plan's blocks, compute its tokens, sample where it says so.
+    def begin(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepHandle:
+        """Begin to copy the step's blocks, compute its tokens, and sample where it says so.
 
         Args:
-            plan: not modified; its blocks are reserved until the scheduler completes it.
-            states: sampling state by request id.
+            step: not modified; its blocks are reserved until the scheduler completes the plan.
             on_layer: called with each layer's index, in order, as soon as that layer's KV of this
                 step is in the blocks and while the step goes on, so that it can be announced or
                 sent. On the thread that runs the step, which waits for it. What it raises ends the
-                step and leaves ``run``.
-        Returns: a result for every sequence of the plan.
+                step and is raised by ``finish``.
+        Returns: a handle for ``finish``. The step may run beside the caller, or not before
+            ``finish``; no other step is begun before that has returned. Does not raise.
+        """
+        ...
+
+    def finish(self, handle: StepHandle) -> StepResult:
+        """Wait for a step; return a result for every sequence of it, in its order.
+
+        Raises: what ended the step.
         """
         ...
 
@@ -53,7 +51,7 @@ class BlockTransfers(Protocol):
 
     @property
     def can_read_instances(self) -> bool:
-        """Whether loads whose source is a prefill instance are taken too."""
+        """True if loads whose source is a prefill instance are taken too."""
         ...
 
     def begin(self, plan: StepPlan) -> None:

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tandem.core.wire import SamplingParams, TokenLogprob
+from tandem.core.wire import SamplingParams
+from tandem.engine.stepping.messages import SequenceStart
 
-__all__ = ["BROKEN_ROW", "SampledToken", "SamplerState", "draw_uniform"]
+__all__ = ["BROKEN_ROW", "SamplerState", "draw_uniform"]
 
 BROKEN_ROW = -1
 """Token id of a row without a distribution (a NaN, no finite largest logit): the request must end
@@ -24,14 +25,6 @@ class TokenRule(Protocol):
     def note_token(self, token_id: int) -> None:
         """Count a chosen token."""
         ...
-
-
-@dataclass(slots=True)
-class SampledToken:
-    """The outcome for one request in one step."""
-
-    token_id: int
-    logprob: TokenLogprob | None = None
 
 
 @dataclass(slots=True)
@@ -52,19 +45,20 @@ class SamplerState:
     rule: TokenRule | None = None
     """Made by the sampler at the first step, of all that stands here, and kept up to date since."""
 
-    @property
-    def has_penalties(self) -> bool:
-        """Whether tokens seen so far change the logits."""
-        params = self.params
-        return (
-            params.repetition_penalty != 1.0
-            or params.frequency_penalty != 0.0
-            or params.presence_penalty != 0.0
+    @classmethod
+    def create(cls, start: SequenceStart) -> "SamplerState":
+        """Make the state of a sequence that begins to sample here."""
+        return cls(
+            start.params,
+            start.seed,
+            frozenset(start.stop_ids),
+            start.prompt_ids,
+            list(start.output_ids),
         )
 
     def note_token(self, token_id: int) -> None:
         """Count a generated token; penalties alone need it."""
-        if self.has_penalties:
+        if self.params.has_penalties:
             self.output_ids.append(token_id)
             if self.rule is not None:
                 self.rule.note_token(token_id)

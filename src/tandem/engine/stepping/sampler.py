@@ -16,7 +16,8 @@ from tandem._native import SamplingRule, ThreadPool
 from tandem._native import gather_logprobs as gather_natively
 from tandem._native import sample_tokens as sample_natively
 from tandem.core.wire import TokenLogprob
-from tandem.engine.sampler_state import BROKEN_ROW, SampledToken, SamplerState, draw_uniform
+from tandem.engine.stepping.messages import SampledToken
+from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState, draw_uniform
 from tandem.kernels.native import view_tensor
 
 __all__ = ["gather_logprobs", "sample_tokens"]
@@ -49,7 +50,7 @@ def sample_tokens(
     ]
     view = view_tensor(logits_RV)
     token_ids = sample_natively(view, rules, draws, positions, pool)
-    results = [SampledToken(token_id) for token_id in token_ids]
+    logprobs: dict[int, TokenLogprob] = {}
     wanting = [
         row
         for row, state in enumerate(states)
@@ -59,11 +60,9 @@ def sample_tokens(
         counts = [states[row].params.logprobs or 0 for row in wanting]
         picked_RV = logits_RV if len(wanting) == len(states) else logits_RV[wanting]
         chosen = [token_ids[row] for row in wanting]
-        for row, logprob in zip(
-            wanting, gather_logprobs(picked_RV, chosen, counts, pool=pool), strict=True
-        ):
-            results[row].logprob = logprob
-    return results
+        gathered = gather_logprobs(picked_RV, chosen, counts, pool=pool)
+        logprobs = dict(zip(wanting, gathered, strict=True))
+    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
 
 
 def gather_logprobs(

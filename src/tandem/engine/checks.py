@@ -1,0 +1,86 @@
+"""Checks of the requests that an engine is given: what this model cannot do is refused by name."""
+
+from collections.abc import Sequence
+
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.wire import AddRequest, Continuation, PrefillKv, SamplingParams
+
+__all__ = ["RequestChecks"]
+
+MAX_LOGIT_BIAS = 1024
+"""Entries; each costs a Python operation per token."""
+MAX_BIAS = 1e6
+"""Of a token; beyond it, it would be the only one or never chosen, and float32 has an end."""
+
+
+class RequestChecks:
+    """Checks requests against a model.
+
+    Args:
+        vocab_size: token ids outside of it are refused.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def check(self, message: AddRequest, *, can_read_instances: bool) -> None:
+        """Check a new request.
+
+        Raises: ConfigError; UnsupportedError (its blocks are to come from another instance, and
+            ``can_read_instances`` is False).
+        """
+        params = message.sampling
+        self._check_tokens(message.prompt_ids, "prompt")
+        if message.continuation is not None:
+            self.check_continuation(message.continuation, params)
+        if isinstance(message.kv_source, PrefillKv) and not can_read_instances:
+            raise UnsupportedError(
+                "engine.add",
+                f"this instance cannot read the blocks of {message.kv_source.instance}: send it "
+                "the request without a prefill instance",
+                field="kv_source",
+            )
+        if message.awaits_continuation and (
+            message.continuation is not None or not isinstance(message.kv_source, PrefillKv)
+        ):
+            raise ConfigError(
+                "engine.add",
+                "a continuation is awaited that is there, or comes from nobody: name the prefill "
+                "instance as kv_source and give no continuation",
+                field="awaits_continuation",
+            )
+        if len(params.logit_bias) > MAX_LOGIT_BIAS:
+            raise ConfigError(
+                "engine.add",
+                f"{len(params.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are taken",
+                field="logit_bias",
+            )
+        for token_id, bias in params.logit_bias.items():
+            # NaN is in no range.
+            if not 0 <= token_id < self._vocab_size or not abs(bias) <= MAX_BIAS:
+                raise ConfigError(
+                    "engine.add",
+                    f"entry {token_id}: {bias} needs a token id below {self._vocab_size} and a "
+                    f"bias of at most {MAX_BIAS:g}",
+                    field="logit_bias",
+                )
+
+    def _check_tokens(self, token_ids: Sequence[int], field: str) -> None:
+        for token_id in token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise ConfigError(
+                    "engine.add",
+                    f"token id {token_id} is outside the vocabulary of {self._vocab_size}",
+                    field=field,
+                )
+
+    def check_continuation(self, continuation: Continuation, params: SamplingParams) -> None:
+        """Check the tokens of another instance. Raises: ConfigError."""
+        self._check_tokens(continuation.token_ids, "continuation")
+        if len(continuation.token_ids) >= params.max_tokens:
+            raise ConfigError(
+                "engine.add",
+                f"{len(continuation.token_ids)} tokens are there, of max_tokens "
+                f"{params.max_tokens}: nothing is left to generate",
+                field="continuation",
+            )

@@ -1,0 +1,189 @@
+"""Admission: which waiting requests start in a step, and in which order. Pure.
+
+Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
+block's worth of growth for everybody, fits beside what the running ones still need. Clients get
+equal shares, and none of a client's requests is overtaken by more than ``MAX_OVERTAKEN`` others.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from tandem.engine.scheduling.blocks import BlockCopy
+from tandem.engine.scheduling.plan import StepPlan
+from tandem.engine.scheduling.prefix_index import PrefixMatch
+from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
+
+__all__ = ["MAX_OVERTAKEN", "Admission", "awaits_prefill"]
+
+MAX_OVERTAKEN = 16
+"""Later requests of its client that may be admitted before a request that waits for a slot or for
+blocks; while its KV comes from elsewhere, others go on."""
+
+
+class Admission:
+    """Moves waiting requests to the running set.
+
+    Args:
+        state: of the scheduler; shared.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def admit_waiting(self, plan: StepPlan, now_s: float) -> None:
+        """Start waiting requests, as far as budget, slots and blocks go."""
+        state = self._state
+        if not state.waiting or len(state.running) >= state.config.max_running:
+            return
+        reserved = sum(map(state.count_outstanding, state.running))
+        for request in self.order_waiting(now_s):
+            budget = state.config.max_batch_tokens - plan.num_tokens
+            if budget == 0 or len(state.running) >= state.config.max_running:
+                return
+            is_bypassed = request.queue.num_overtaken >= MAX_OVERTAKEN
+            if not is_bypassed and state.prefix.is_expected(request):
+                request.queue.num_deferrals += 1
+                continue
+            if awaits_prefill(state, request, now_s) or self._is_barred(request, now_s):
+                continue
+            # No request overtakes one that lacks blocks, or large ones would starve.
+            if not self._admit(plan, request, budget, reserved, now_s):
+                return
+            reserved += state.count_outstanding(request)
+
+    def order_waiting(self, now_s: float) -> list[Request]:
+        """Return the candidates of this step, the one to admit first in front.
+
+        By priority; then preempted ones in order of arrival; then the clients in turn, the one
+        with the fewest running requests first. Of one client, those passed over for
+        ``max_passover_s`` or by ``MAX_OVERTAKEN`` in order of arrival, then the longest cached
+        prefix first.
+        """
+        state, waiting = self._state, self._state.waiting
+        if state.config.prefix_cache and len(waiting) <= MAX_CANDIDATES:
+            arrived_by = now_s - state.config.max_passover_s
+
+            def order(request: Request) -> tuple[int, int, int, int]:
+                if request.state is RequestState.PREEMPTED:
+                    return (request.priority, 0, 0, request.sequence_id)
+                is_bypassed = request.queue.num_overtaken >= MAX_OVERTAKEN
+                if request.arrival_s <= arrived_by or is_bypassed:
+                    return (request.priority, 1, 0, request.sequence_id)
+                num_cached = state.prefix.count_cached_blocks(request)
+                return (request.priority, 2, -num_cached, request.sequence_id)
+
+            waiting = sorted(waiting, key=order)
+        if state.shares.num_clients > 1:
+            waiting = self._take_turns(waiting)
+        return waiting[:MAX_CANDIDATES]
+
+    def _take_turns(self, waiting: Sequence[Request]) -> list[Request]:
+        """Return requests so that clients get equal numbers of running ones; keep their orders."""
+        turns = Counter(request.client for request in self._state.running)
+        keyed: list[tuple[int, bool, int, int, Request]] = []
+        for request in waiting:
+            is_new = request.state is not RequestState.PREEMPTED
+            turn = turns[request.client]
+            turns[request.client] += 1
+            # Of clients that have equally many, the one whose request came first.
+            order = request.sequence_id
+            keyed.append((request.priority, is_new, turn if is_new else 0, order, request))
+        keyed.sort(key=lambda entry: entry[:4])
+        return [entry[4] for entry in keyed]
+
+    def _is_barred(self, request: Request, now_s: float) -> bool:
+        """Return True if another one that was overtaken often enough must be admitted first."""
+        return any(
+            other.queue.num_overtaken >= MAX_OVERTAKEN
+            and other.sequence_id < request.sequence_id
+            and (other.priority, other.client) == (request.priority, request.client)
+            and not awaits_prefill(self._state, other, now_s)
+            for other in self._state.waiting
+        )
+
+    def _note_overtaken(self, admitted: Request) -> None:
+        """Count an admission against the requests that it overtook."""
+        for request in self._state.waiting:
+            if (request.priority, request.client) == (admitted.priority, admitted.client):
+                request.queue.num_overtaken += request.sequence_id < admitted.sequence_id
+
+    def _admit(
+        self, plan: StepPlan, request: Request, budget: int, reserved: int, now_s: float
+    ) -> bool:
+        """Start a waiting request if its blocks fit; False if they do not."""
+        match = self._state.prefix.find(request)
+        if self._fits(request, match, budget, reserved):
+            self._start(plan, request, match, budget, now_s)
+            return True
+        # A copy pins its source beside the destination; computing those tokens does not.
+        match = match.without_copy()
+        if self._fits(request, match, budget, reserved):
+            self._start(plan, request, match, budget, now_s)
+            return True
+        return False
+
+    def _fits(self, request: Request, match: PrefixMatch, budget: int, reserved: int) -> bool:
+        state = self._state
+        # No preemption frees committed blocks: running requests must reach full length without it.
+        committed = state.count_committed() - state.loads.count_releasable(request)
+        if request.prefill_lease_s is not None:
+            committed += state.count_largest()
+        if committed and committed + state.count_full_length(request) > state.pool.num_blocks:
+            return False
+        if state.running:
+            needed = state.count_lookahead(request) + reserved
+        else:
+            # Alone it can have every block, so its first chunk decides: no endless wait.
+            needed = state.count_blocks(min(match.num_tokens + budget, request.num_tokens))
+        needed -= len(match.nodes)
+        return needed <= state.count_available(needed) - state.index.count_evictable(match)
+
+    def _start(
+        self, plan: StepPlan, request: Request, match: PrefixMatch, budget: int, now_s: float
+    ) -> None:
+        """Move a waiting request to the running set and schedule its first chunk."""
+        state = self._state
+        state.leave_waiting(request)
+        start = match.num_tokens
+        num_tokens = min(request.num_tokens - start, budget)
+        if request.report.first_scheduled_s is None:
+            self._note_overtaken(request)
+            self._report_start(request, match, now_s)
+        shared = state.prefix.attach(request, match)
+        # Loads still in progress come too late.
+        state.loads.give_up(request)
+        fresh = state.allocate(state.count_blocks(start + num_tokens) - len(shared))
+        if match.source is not None:
+            plan.copies.append(BlockCopy(match.source.block_id, fresh[0], match.num_source_tokens))
+        request.set_blocks(shared + fresh)
+        state.enter_running(request)
+        state.emit(plan, request, num_tokens)
+
+    def _report_start(self, request: Request, match: PrefixMatch, now_s: float) -> None:
+        """Record what the first admission of a request found."""
+        state, report, stats = self._state, request.report, self._state.index.stats
+        report.first_scheduled_s = now_s
+        report.num_cached_tokens = match.num_tokens
+        report.miss = state.prefix.explain_miss(request)
+        loaded = request.load.loaded_blocks
+        num_loaded = max(min(loaded.stop, len(match.nodes)) - loaded.start, 0)
+        report.num_loaded_tokens = num_loaded * state.config.block_size
+        # Of one that goes on here, another instance has counted the prompt: what that one
+        # computed for it is no work that its client was spared.
+        if request.prefill_kv is None and not request.output_ids:
+            stats.num_queries += 1
+            stats.num_query_tokens += request.prompt_len
+            stats.num_hit_tokens += match.num_tokens
+            stats.num_store_hit_tokens += report.num_loaded_tokens
+
+
+def awaits_prefill(state: SchedulerState, request: Request, now_s: float) -> bool:
+    """Return True if blocks of a prefill instance are there and have not been loaded."""
+    return (
+        request.prefill_kv is not None
+        and not request.load.has_loaded
+        and request.load.wait_until_s > now_s
+        and state.config.prefix_cache
+        and request.can_reuse_prefix
+    )

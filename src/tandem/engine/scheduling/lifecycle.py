@@ -1,0 +1,281 @@
+"""Lifecycle of requests: they arrive, their steps complete, they end. Pure.
+
+The only writer of a request's tokens, state and end. Time is an argument.
+"""
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from tandem.core.errors import CapacityError, ConfigError, ConflictError
+from tandem.core.wire import FinishReason
+from tandem.engine.scheduling.plan import ScheduledSequence, StepPlan
+from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
+
+__all__ = ["NOT_FINISHED", "Lifecycle"]
+
+NOT_FINISHED: Mapping[str, FinishReason] = MappingProxyType({})
+
+
+class Lifecycle:
+    """Takes requests in, records their steps, and ends them.
+
+    Args:
+        state: of the scheduler; shared.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._num_added = 0
+
+    @property
+    def next_deadline_s(self) -> float:
+        """The first deadline of a live request, or an earlier one that has lost its request."""
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def add(self, request: Request) -> None:
+        """Queue a request; see ``Scheduler.add``."""
+        state = self._state
+        self._check_prompt(request)
+        if request.request_id in state.requests:
+            raise ConflictError(
+                "engine.add", f"request {request.request_id!r} is live: choose another id"
+            )
+        if request.request_id in state.holds:
+            raise ConflictError(
+                "engine.add", f"blocks of a request {request.request_id!r} are held: release them"
+            )
+        # A request that the next step admits does not wait, so free slots count as room.
+        limit = state.config.max_running + state.config.max_queue
+        num_blocks = state.count_blocks(request.num_tokens)
+        if num_blocks > state.pool.num_blocks:
+            raise CapacityError(
+                "engine.add",
+                f"the prompt takes {num_blocks} blocks, and the machine has memory for "
+                f"{state.pool.num_blocks} now: try again later",
+            )
+        if not state.shares.has_room(request.client, limit):
+            raise CapacityError(
+                "engine.add",
+                f"{len(state.running)} requests running and {len(state.waiting)} waiting of "
+                f"{limit}: try again later",
+            )
+        self._num_added += 1
+        request.sequence_id = self._num_added
+        state.prefix.open(request)
+        queue = request.queue
+        queue.max_total_tokens = min(
+            request.prompt_len + request.sampling.max_tokens, state.max_len
+        )
+        if request.prefill_lease_s is not None:
+            if queue.max_total_tokens > request.prompt_len + 1:
+                queue.max_total_tokens = request.prompt_len + 1
+            else:
+                request.prefill_lease_s = None  # It ends with its first token in any case.
+        if request.prefill_kv is not None:
+            # Not later than the prefill's blocks are there.
+            request.load.wait_until_s = request.arrival_s + request.prefill_kv.handle.lease_s
+        state.requests[request.request_id] = request
+        state.shares.add(request.client)
+        state.enqueue(request)
+        if request.deadline_s is not None:
+            self._add_deadline(request, request.deadline_s)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request with ``FinishReason.CANCELLED``; see ``Scheduler.cancel``."""
+        request = self._state.requests.get(request_id)
+        if request is None:
+            return False
+        if request.is_scheduled:
+            request.queue.is_cancelled = True
+        else:
+            self.finish(request, FinishReason.CANCELLED, None)
+        return True
+
+    def continue_request(self, request_id: str, token_ids: Sequence[int]) -> bool:
+        """Append another instance's tokens; see ``Scheduler.continue_request``."""
+        request = self._state.requests.get(request_id)
+        if request is None or not request.awaits_continuation:
+            return False
+        limit = request.queue.max_total_tokens
+        if request.num_tokens + len(token_ids) >= limit:
+            raise ConfigError(
+                "engine.continue",
+                f"{len(token_ids)} tokens after {request.num_tokens} leave none to generate of "
+                f"{limit}",
+                field="continuation",
+            )
+        request.output_ids += token_ids
+        request.awaits_continuation = False
+        if not self._state.loads.has_load(request):
+            self._state.end_loading(request)
+        return True
+
+    def expire(self, now_s: float) -> list[Request]:
+        """End the requests whose deadline has passed; return them.
+
+        One in flight is left to ``complete``, which ends it for the same reason.
+        """
+        expired: list[Request] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.is_finished and not request.is_scheduled:
+                self.finish(request, FinishReason.DEADLINE, now_s)
+                expired.append(request)
+        return expired
+
+    def complete(
+        self,
+        plan: StepPlan,
+        sampled: Mapping[str, Sequence[int]],
+        now_s: float,
+        finished: Mapping[str, FinishReason],
+    ) -> list[Request]:
+        """Take in the outcome of the oldest plan in flight; see ``Scheduler.complete``."""
+        state = self._state
+        if not state.in_flight or plan is not state.in_flight[0]:
+            raise ConflictError("engine.complete", "not the oldest plan in flight")
+        missing = [
+            s.request.request_id
+            for s in plan.sequences
+            if s.wants_sample
+            and not sampled.get(s.request.request_id)
+            and finished.get(s.request.request_id) is not FinishReason.ERROR
+        ]
+        if missing:
+            raise ConflictError("engine.complete", f"no token sampled for requests {missing}")
+        state.in_flight.popleft()
+        # Sources before tables: the LRU order wants leaves first.
+        for copy in plan.copies:
+            state.prefix.release_copied(copy.src_block_id)
+        ended: list[Request] = []
+        for sequence in plan.sequences:
+            request = sequence.request
+            _land(sequence)
+            reason = finished.get(request.request_id)
+            if reason is not FinishReason.ERROR:
+                token_ids = sampled.get(request.request_id, ()) if sequence.wants_sample else ()
+                self._advance(sequence)
+                reason = self._take_tokens(sequence, token_ids, reason, now_s)
+            if reason is not None:
+                self.finish(request, reason, now_s)
+                ended.append(request)
+        return ended
+
+    def settle(self, plan: StepPlan) -> bool:
+        """Adapt a plan made ahead to the step before it; see ``Scheduler.settle``."""
+        state = self._state
+        if not state.in_flight or plan is not state.in_flight[0]:
+            raise ConflictError("engine.settle", "not the oldest plan in flight")
+        kept: list[ScheduledSequence] = []
+        for sequence in plan.sequences:
+            if sequence.request.is_finished:
+                plan.num_tokens -= sequence.num_tokens
+            else:
+                # A block with the same content may have taken a block's place.
+                kept.append(sequence._replace(block_table=sequence.request.block_table))
+        plan.sequences = kept
+        if plan.is_empty:
+            state.in_flight.popleft()
+        return not plan.is_empty
+
+    def _advance(self, sequence: ScheduledSequence) -> None:
+        """Count what a step computed, and make it matchable."""
+        request = sequence.request
+        request.num_computed_tokens += sequence.num_tokens - sequence.num_drafts
+        is_prompt_end = request.queue.is_prefilling and request.num_remaining_tokens == 0
+        self._state.prefix.index_computed(request, is_prompt_end=is_prompt_end)
+        if is_prompt_end:
+            request.queue.is_prefilling = False
+
+    def _take_tokens(
+        self,
+        sequence: ScheduledSequence,
+        token_ids: Sequence[int],
+        reason: FinishReason | None,
+        now_s: float,
+    ) -> FinishReason | None:
+        """Append the tokens of a sequence; return why its request ends, if it does."""
+        request = sequence.request
+        limit = request.queue.max_total_tokens
+        if request.queue.is_cancelled:
+            return FinishReason.CANCELLED
+        if token_ids:
+            # All but the last of several were computed by this step, as verified drafts.
+            taken = token_ids[: limit - request.num_tokens]
+            request.output_ids += taken
+            if len(taken) > 1:
+                request.num_computed_tokens += len(taken) - 1
+                self._state.prefix.index_computed(request, is_prompt_end=False)
+            if request.report.first_token_s is None:
+                request.report.first_token_s = now_s
+        if reason is not None:
+            return reason
+        # A prompt that is only scored reaches its length without a token.
+        if request.num_tokens >= limit and (
+            sequence.wants_sample or request.num_remaining_tokens == 0
+        ):
+            is_prefill = request.prefill_lease_s is not None
+            return FinishReason.PREFILLED if is_prefill else FinishReason.LENGTH
+        if request.deadline_s is not None and request.deadline_s <= now_s:
+            return FinishReason.DEADLINE
+        return None
+
+    def finish(self, request: Request, reason: FinishReason, now_s: float | None) -> None:
+        """End a live request that is in no plan in flight; its blocks are released."""
+        state = self._state
+        if reason is FinishReason.PREFILLED:
+            assert now_s is not None, f"request {request.request_id} is prefilled between steps"
+            assert request.prefill_lease_s is not None, f"{request.request_id} does not prefill"
+            request.held_blocks = request.block_table
+            state.holds.hold(request, now_s + request.prefill_lease_s)
+        if request.state is RequestState.RUNNING:
+            state.leave_running(request)
+        elif request.state is RequestState.LOADING:
+            state.loading.remove(request)
+        else:
+            state.leave_waiting(request)
+        state.loads.give_up(request)
+        state.wake_s = -math.inf
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        request.report.finished_s = now_s
+        del state.requests[request.request_id]
+        state.shares.remove(request.client)
+
+    def _add_deadline(self, request: Request, deadline_s: float) -> None:
+        heapq.heappush(self._deadlines, (deadline_s, request.sequence_id, request))
+        # Most requests end long before their deadline; their entries must not pile up.
+        if len(self._deadlines) > 2 * len(self._state.requests) + MAX_CANDIDATES:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
+            heapq.heapify(self._deadlines)
+
+    def _check_prompt(self, request: Request) -> None:
+        state, prompt_len = self._state, request.prompt_len
+        if prompt_len == 0:
+            raise ConfigError("engine.add", "the prompt has no tokens: send one", field="prompt")
+        # Room for one token of output, unless the prompt is only scored.
+        needed = request.num_tokens + min(request.sampling.max_tokens, 1)
+        if needed > state.max_len:
+            limit = (
+                f"max_model_len {state.config.max_model_len}"
+                if state.max_len == state.config.max_model_len
+                else f"the KV cache of {state.pool.num_blocks} blocks of {state.config.block_size}"
+            )
+            raise ConfigError(
+                "engine.add",
+                f"the prompt has {prompt_len} tokens, {needed} with its output, more than {limit}: "
+                "shorten it",
+                field="prompt",
+            )
+
+
+def _land(sequence: ScheduledSequence) -> None:
+    """Take a completed sequence out of its request's counts of plans in flight."""
+    queue = sequence.request.queue
+    queue.num_plans -= 1
+    queue.num_tokens_in_flight -= sequence.num_tokens
+    queue.num_samples_in_flight -= sequence.wants_sample

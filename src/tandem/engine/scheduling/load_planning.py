@@ -1,0 +1,107 @@
+"""Planning of loads: which blocks come from lower tiers or another instance, and when. Pure.
+
+A load takes only blocks that neither the running requests nor those ahead in the queue need next,
+and never so many that a running request could not reach its full length. So it delays no decode.
+"""
+
+from collections.abc import Sequence
+
+from tandem.core.wire import TierKv
+from tandem.engine.scheduling.admission import Admission, awaits_prefill
+from tandem.engine.scheduling.plan import BlockLoad, StepPlan
+from tandem.engine.scheduling.prefix_index import PrefixMatch
+from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
+
+__all__ = ["LoadPlanning"]
+
+LOADING_SHARE = 4
+"""One in so many blocks may be in transfer at a time. A prefix that needs more is loaded as far as
+this goes; with more in transfer, requests would wait for the link and not for their own blocks."""
+
+
+class LoadPlanning:
+    """Starts loads for waiting requests.
+
+    Args:
+        state: of the scheduler; shared.
+        admission: knows the order of the queue; borrowed.
+    """
+
+    def __init__(self, state: SchedulerState, admission: Admission) -> None:
+        self._state = state
+        self._admission = admission
+
+    def plan_loads(self, plan: StepPlan, now_s: float) -> None:
+        """Start loads for requests in the queue, in its order, as far as blocks allow."""
+        state = self._state
+        for request in [r for r in state.loading if r.load.wait_until_s <= now_s]:
+            request.awaits_continuation = False
+            state.end_loading(request)
+        if not state.waiting or not state.config.prefix_cache:
+            return
+        if state.tiers is None and not any(r.prefill_kv for r in state.waiting[:MAX_CANDIDATES]):
+            return
+        reserved = sum(map(state.count_outstanding, state.running))
+        largest = state.count_largest()
+        for request in self._admission.order_waiting(now_s):
+            match = state.prefix.find(request).without_copy()
+            # What is matched gets pinned, so that what is loaded can be inserted behind it.
+            room = min(
+                state.count_available() - state.index.count_evictable(match) - reserved,
+                state.pool.num_blocks - state.count_committed() - len(match.nodes) - largest,
+            )
+            if room > 0:
+                plan.loads += self._start_load(request, match, room, now_s)
+            if request.state is not RequestState.LOADING:
+                reserved += state.count_lookahead(request)
+                largest = max(largest, state.count_full_length(request))
+
+    def _start_load(
+        self, request: Request, match: PrefixMatch, room: int, now_s: float
+    ) -> list[BlockLoad]:
+        """Start to load at most ``room`` blocks for a waiting request, if there is a reason to."""
+        state = self._state
+        if request.load.has_loaded or not request.can_reuse_prefix:
+            return []
+        if awaits_prefill(state, request, now_s):
+            keys = state.prefix.list_prompt_keys(request, len(match.nodes))
+            if len(keys) > room:
+                return []  # Another instance has computed it: wait for room.
+        else:
+            keys = self._choose_from_tiers(request, match, room, now_s)
+            if not keys:
+                return []
+        was_short = state.pool.is_short
+        state.pool.reserve(len(keys))
+        if state.pool.is_short and not was_short:
+            return []  # The room was counted before the memory ran out; the next plan counts anew.
+        state.index.acquire(match)
+        fresh = state.allocate(len(keys))
+        loads = state.loads.start(request, match, keys, fresh)
+        if not loads:
+            state.loads.give_up(request)
+        if request.load.wait_until_s > now_s and (loads or request.awaits_continuation):
+            state.leave_waiting(request)
+            request.state = RequestState.LOADING
+            state.loading.append(request)
+        return loads
+
+    def _choose_from_tiers(
+        self, request: Request, match: PrefixMatch, room: int, now_s: float
+    ) -> Sequence[bytes]:
+        """Return the keys of the blocks to load from lower tiers, as the planner decides."""
+        state = self._state
+        room = min(room, state.pool.num_blocks // LOADING_SHARE - state.loads.num_in_transfer)
+        if state.tiers is None or not isinstance(request.kv_source, TierKv) or room <= 0:
+            return []
+        if state.prefix.find_provider(request) is not None:
+            return []
+        keys = state.prefix.list_missing_keys(request, len(match.nodes))
+        if not keys:
+            return []
+        decision = state.tiers.choose_load(request, keys, len(match.nodes), now_s)
+        chosen = keys[: max(min(decision.num_blocks, room), 0)]
+        if chosen:
+            request.load.wait_until_s = now_s + decision.wait_s
+        return chosen

@@ -1,0 +1,126 @@
+"""Planning of the running requests: decodes, chunks of started prefills, blocks, preemption.
+
+Requests are served in order of urgency. One takes blocks only from less urgent ones, never from
+one in flight, and only if that yields a block. Pure.
+"""
+
+from collections import Counter
+
+from tandem.engine.scheduling.plan import StepPlan
+from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.state import SchedulerState
+
+__all__ = ["RunningPlanner"]
+
+
+class RunningPlanner:
+    """Adds tokens of running requests to a plan.
+
+    Args:
+        state: of the scheduler; shared.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def plan_decodes(self, plan: StepPlan) -> None:
+        """Give one token to each running request that has computed all but its last one."""
+        running = self._state.running
+        position = 0
+        # By position: preemption takes victims behind it out of the list.
+        while position < len(running):
+            request = running[position]
+            position += 1
+            if not _is_plannable(request):
+                continue
+            if request.num_expected_tokens - request.num_planned_tokens != 1:
+                continue
+            if self._grow(plan, request, 1):
+                self._state.emit(plan, request, 1)
+            elif plan.is_stalled:
+                return
+
+    def plan_prefills(self, plan: StepPlan) -> None:
+        """Continue started prefills, as far as the budget goes."""
+        running = self._state.running
+        position = 0
+        while position < len(running) and not plan.is_stalled:
+            request = running[position]
+            position += 1
+            budget = self._state.config.max_batch_tokens - plan.num_tokens
+            if budget == 0:
+                return
+            if not _is_plannable(request):
+                continue
+            remaining = request.num_expected_tokens - request.num_planned_tokens
+            if remaining > 1:
+                num_tokens = self._grow(plan, request, min(remaining, budget))
+                if num_tokens > 0:
+                    self._state.emit(plan, request, num_tokens)
+
+    def _grow(self, plan: StepPlan, request: Request, num_tokens: int) -> int:
+        """Give a running request blocks for its next tokens; return for how many they suffice.
+
+        With too few blocks, fewer tokens; with none, less urgent requests are preempted; if that
+        would not help, 0: the request keeps its blocks and sits this step out. Where only a
+        request in flight stands in its way, the plan is stalled: nothing less urgent is added, so
+        that the blocks can be taken once the step in flight has completed.
+        """
+        state = self._state
+        num_held = len(request.block_table)
+        end = request.num_planned_tokens + num_tokens
+        num_blocks = state.count_blocks(end) - num_held
+        if num_blocks <= 0:
+            return num_tokens
+        available = state.count_available(num_blocks)
+        if num_blocks > available:
+            room = (num_held + available) * state.config.block_size - request.num_planned_tokens
+            if room <= 0:
+                victims = self._choose_victims(request)
+                for victim in victims:
+                    self._preempt(victim)
+                plan.preempted += victims
+                if victims:
+                    return self._grow(plan, request, num_tokens)
+                plan.is_stalled = bool(state.in_flight)
+                return 0
+            num_blocks, num_tokens = available, room
+        request.add_blocks(state.allocate(num_blocks))
+        return num_tokens
+
+    def _choose_victims(self, request: Request) -> list[Request]:
+        """Return the fewest least urgent requests whose preemption yields a block, or nothing.
+
+        Several may share all of their blocks, so that only together they yield one.
+        """
+        pool = self._state.pool
+        num_released: Counter[int] = Counter()
+        candidates: list[Request] = []
+        for victim in reversed(self._state.running):
+            if victim is request:
+                break
+            if victim.is_scheduled:
+                continue
+            candidates.append(victim)
+            num_released.update(victim.block_table)
+            yielded = {b for b in victim.block_table if num_released[b] == pool.get_num_refs(b)}
+            if yielded:
+                # Those that contributed nothing stay.
+                return [v for v in candidates if not yielded.isdisjoint(v.block_table)]
+        return []
+
+    def _preempt(self, victim: Request) -> None:
+        self._state.leave_running(victim)
+        victim.queue.num_preemptions += 1
+        victim.queue.num_deferrals = 0
+        victim.load.has_loaded = False
+        self._state.num_preemptions += 1
+        self._state.enqueue(victim)
+
+
+def _is_plannable(request: Request) -> bool:
+    """Return False if a plan in flight ends the request for certain."""
+    queue = request.queue
+    if not queue.num_plans:
+        return True
+    return not queue.is_cancelled and request.num_expected_tokens < queue.max_total_tokens

@@ -1,0 +1,53 @@
+"""How many requests each client has, and whether one more may come when there are many. Pure.
+
+Up to a limit everyone may come. Beyond it, a client that has less than its equal share of the limit
+still may, until there are twice as many: so one that fills the queue refuses itself and nobody
+else.
+"""
+
+from collections import Counter
+
+__all__ = ["ClientShares"]
+
+
+class ClientShares:
+    """Counts requests by client. Single-threaded."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._total = 0
+
+    def __len__(self) -> int:
+        """Return the requests of all clients."""
+        return self._total
+
+    @property
+    def num_clients(self) -> int:
+        """Clients that have a request."""
+        return len(self._counts)
+
+    def count(self, client: str) -> int:
+        """Return the requests of a client."""
+        return self._counts[client]
+
+    def has_room(self, client: str, limit: int) -> bool:
+        """Say whether one more of a client may come; see above."""
+        if self._total < limit:
+            return True
+        if self._total >= 2 * limit:
+            return False
+        num_clients = self.num_clients + (client not in self._counts)
+        return self._counts[client] < limit // num_clients
+
+    def add(self, client: str) -> None:
+        """Count a request in."""
+        self._counts[client] += 1
+        self._total += 1
+
+    def remove(self, client: str) -> None:
+        """Count a request out that was counted in."""
+        assert self._counts[client] > 0, f"client {client!r} has no request"
+        self._counts[client] -= 1
+        self._total -= 1
+        if not self._counts[client]:
+            del self._counts[client]

@@ -1,0 +1,213 @@
+"""State that the parts of the scheduler share: the queues, the blocks and their promised uses.
+
+Owns the waiting queue, the loading list and the running set, each kept in order, and the plans in
+flight. Counts blocks; decides nothing. Pure and single-threaded.
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Callable
+
+from tandem.engine.config import EngineConfig
+from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
+from tandem.engine.scheduling.holds import BlockHolds
+from tandem.engine.scheduling.loads import BlockLoads, TierPlanner
+from tandem.engine.scheduling.plan import ScheduledSequence, StepPlan
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.prefix_reuse import PrefixReuse
+from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.shares import ClientShares
+
+__all__ = ["MAX_CANDIDATES", "SchedulerState"]
+
+MAX_CANDIDATES = 128
+"""Waiting requests looked at per step; with more, arrival order alone decides (as in SGLang):
+ordering a long queue costs more than the hits it finds."""
+
+
+class SchedulerState:
+    """Requests by state, and blocks by use.
+
+    Args:
+        config: with ``max_model_len`` resolved.
+        pool: of the same number of blocks as the runner's memory.
+        index: over that pool.
+        tiers: decides what is loaded from lower tiers; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        index: PrefixIndex,
+        tiers: TierPlanner | None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.index = index
+        self.prefix = PrefixReuse(index, config.block_size, is_enabled=config.prefix_cache)
+        self.tiers = tiers if config.prefix_cache else None
+        self.loads = BlockLoads(pool, index, self.prefix, config.block_size)
+        self.holds = BlockHolds(pool, index)
+        # The last token of a request needs no KV, but a prompt that is only scored does.
+        self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
+        self.requests: dict[str, Request] = {}
+        self.shares = ClientShares()
+        """Of the live requests."""
+        self.waiting: list[Request] = []
+        self.loading: list[Request] = []
+        self.running: list[Request] = []
+        self.in_flight: deque[StepPlan] = deque()
+        """Plans that have not completed, the oldest first."""
+        self.evicted: list[KeyedBlock] = []
+        """Full blocks given up since the last plan."""
+        self.wake_s = math.inf
+        """When there is something to plan; see ``Scheduler.wake_s``."""
+        self.num_preemptions = 0
+
+    # ---------------------------------------------------------------- queues
+
+    def enqueue(self, request: Request) -> None:
+        """Put a request into the waiting queue; preempted ones go to the front of their class."""
+        is_preempted = request.queue.num_preemptions > 0
+        request.state = RequestState.PREEMPTED if is_preempted else RequestState.WAITING
+        insort(self.waiting, request, key=_queue_order)
+
+    def leave_waiting(self, request: Request) -> None:
+        """Take a request out of the waiting queue."""
+        _remove_sorted(self.waiting, request, _queue_order)
+
+    def enter_running(self, request: Request) -> None:
+        """Put a request that has its blocks into the running set."""
+        request.state = RequestState.RUNNING
+        request.queue.is_prefilling = True
+        insort(self.running, request, key=_urgency)
+
+    def leave_running(self, request: Request) -> None:
+        """Take a request out of the running set; what it computed stays matchable."""
+        _remove_sorted(self.running, request, _urgency)
+        self.prefix.detach(request)
+        request.queue.is_prefilling = False
+
+    def end_loading(self, request: Request) -> None:
+        """Put a request that has nothing more to wait for back into the waiting queue."""
+        if request.state is RequestState.LOADING and not request.awaits_continuation:
+            self.loading.remove(request)
+            self.enqueue(request)
+
+    def emit(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
+        """Add the next ``num_tokens`` of a request to a plan; its blocks cover them."""
+        start = request.num_planned_tokens
+        is_last = start + num_tokens == request.num_expected_tokens
+        wants_sample = is_last and request.sampling.max_tokens > 0
+        plan.sequences.append(
+            ScheduledSequence(request, start, num_tokens, request.block_table, wants_sample)
+        )
+        plan.num_tokens += num_tokens
+        request.queue.num_plans += 1
+        request.queue.num_tokens_in_flight += num_tokens
+        request.queue.num_samples_in_flight += wants_sample
+
+    # ---------------------------------------------------------------- blocks
+
+    def count_blocks(self, num_tokens: int) -> int:
+        """Return the blocks that so many tokens take."""
+        return -(-num_tokens // self.config.block_size)
+
+    def count_available(self, num_wanted: int = 0) -> int:
+        """Return the blocks that can be allocated, evicting cached ones.
+
+        Memory is reserved for ``num_wanted`` of them, or all that are free.
+        """
+        self.pool.reserve(num_wanted)
+        return self.pool.num_free + self.pool.num_cached
+
+    def allocate(self, num_blocks: int) -> tuple[int, ...]:
+        """Take blocks, evicting cached ones where too few are free; the caller has counted."""
+        pool = self.pool
+        if num_blocks > pool.num_free:
+            self.evicted += self.index.evict(num_blocks - pool.num_free)
+        return tuple([pool.allocate() for _ in range(num_blocks)])
+
+    def count_outstanding(self, request: Request) -> int:
+        """Return the blocks that a running request still needs, one block of growth included."""
+        return self.count_lookahead(request) - len(request.block_table)
+
+    def count_lookahead(self, request: Request) -> int:
+        """Return the blocks of a request's known tokens and one block of growth."""
+        num_tokens = request.num_expected_tokens
+        limit = request.queue.max_total_tokens - 1
+        growth_end = min(num_tokens + self.config.block_size, limit)
+        return self.count_blocks(max(num_tokens, growth_end))
+
+    def count_full_length(self, request: Request) -> int:
+        """Return the blocks of a request that reaches its full length."""
+        return self.count_blocks(request.queue.max_total_tokens)
+
+    def count_largest(self) -> int:
+        """Return the blocks of the longest decoding request at its full length."""
+        return max(
+            (self.count_full_length(r) for r in self.running if r.prefill_lease_s is None),
+            default=0,
+        )
+
+    def count_committed(self) -> int:
+        """Return the blocks that no preemption gets back: in loads, in holds, in holds to come."""
+        to_come = sum(
+            self.count_full_length(r) for r in self.running if r.prefill_lease_s is not None
+        )
+        return self.loads.num_pinned + self.holds.num_pinned + to_come
+
+    # ---------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        """Assert that every reference in the pool has its owner. O(blocks), for tests."""
+        self.pool.check()
+        self.index.check()
+        owners: Counter[int] = Counter()
+        for request in self.running:
+            owners.update(request.block_table)
+        owners.update(self.loads.list_references())
+        owners.update(self.holds.list_references())
+        for plan in self.in_flight:
+            owners.update(copy.src_block_id for copy in plan.copies)
+        for block_id in range(self.pool.num_blocks):
+            num_refs = self.pool.get_num_refs(block_id)
+            assert owners[block_id] == num_refs, (
+                f"block {block_id}: {num_refs} references, {owners[block_id]} owners"
+            )
+        num_listed = len(self.running) + len(self.loading) + len(self.waiting)
+        assert num_listed == len(self.requests), (
+            f"{len(self.running)} running, {len(self.loading)} loading and "
+            f"{len(self.waiting)} waiting of {len(self.requests)} requests"
+        )
+        for request in self.loading:
+            assert request.state is RequestState.LOADING, f"{request.request_id} does not load"
+            has_reason = self.loads.has_load(request) or request.awaits_continuation
+            assert has_reason, f"request {request.request_id} waits for nothing"
+        _check_sorted(self.running, _urgency)
+        _check_sorted(self.waiting, _queue_order)
+
+
+def _urgency(request: Request) -> tuple[int, int]:
+    """Key of the running set."""
+    return (request.priority, request.sequence_id)
+
+
+def _queue_order(request: Request) -> tuple[int, bool, int]:
+    """Key of the waiting queue: preempted requests stand at the front of their class."""
+    return (request.priority, request.state is not RequestState.PREEMPTED, request.sequence_id)
+
+
+def _remove_sorted(
+    requests: list[Request], request: Request, key: Callable[[Request], tuple[int, ...]]
+) -> None:
+    position = bisect_left(requests, key(request), key=key)
+    assert requests[position] is request, f"request {request.request_id} is out of order"
+    del requests[position]
+
+
+def _check_sorted(requests: list[Request], key: Callable[[Request], tuple[int, ...]]) -> None:
+    keys = [key(request) for request in requests]
+    assert keys == sorted(keys), f"requests out of order: {keys}"

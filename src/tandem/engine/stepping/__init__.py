@@ -1,0 +1,1 @@
+"""Steps: their messages, what runs them, and sampling from their logits."""

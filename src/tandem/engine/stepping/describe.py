@@ -1,0 +1,67 @@
+"""Plain values of steps, made of requests and plans; and the errors of steps that fail."""
+
+from collections.abc import Iterable
+
+from tandem.core.errors import ConfigError, InternalError, TandemError
+from tandem.core.wire import SamplingParams
+from tandem.engine.scheduling.plan import ScheduledSequence
+from tandem.engine.scheduling.request import Request
+from tandem.engine.stepping.messages import Logits, SamplingRow, SequenceStart, StepSequence
+
+__all__ = ["describe_broken_row", "describe_failure", "describe_sequence", "describe_start"]
+
+
+def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
+    """Return the plain values of a scheduled sequence."""
+    request = sequence.request
+    start, end = sequence.start, sequence.start + sequence.num_tokens
+    # Positions of the prompt predict its next token; later ones predict output.
+    num_scored = request.prompt_len - 1 - start
+    is_scored = request.sampling.prompt_logprobs is not None and num_scored > 0
+    if is_scored:
+        logits = Logits.ALL
+    else:
+        logits = Logits.LAST if sequence.wants_sample else Logits.NONE
+    return StepSequence(
+        sequence_id=request.sequence_id,
+        phase=sequence.phase,
+        start=start,
+        token_ids=request.get_tokens(start, end),
+        block_table=request.packed_table,
+        logits=logits,
+        sampling=SamplingRow(len(request.output_ids)) if sequence.wants_sample else None,
+        adapter=request.adapter,
+        scored_ids=request.prompt_ids[start + 1 : end + 1] if is_scored else [],
+        num_top=request.sampling.prompt_logprobs or 0,
+    )
+
+
+def describe_start(request: Request, seed: int, stop_ids: Iterable[int]) -> SequenceStart:
+    """Return the sampling state of a request before its first sample on a runner."""
+    params = request.sampling
+    repeats = params.repetition_penalty != 1.0
+    return SequenceStart(
+        sequence_id=request.sequence_id,
+        params=params,
+        seed=seed,
+        stop_ids=tuple(stop_ids),
+        prompt_ids=request.prompt_ids if repeats else [],
+        output_ids=list(request.output_ids) if params.has_penalties else [],
+    )
+
+
+def describe_failure(error: Exception) -> InternalError:
+    """Return the error of a request that a step fails for."""
+    cause = error.what if isinstance(error, TandemError) else error
+    return InternalError("engine.step", f"the model failed: {cause}")
+
+
+def describe_broken_row(params: SamplingParams) -> TandemError:
+    """Say whose fault it is that a row of logits is no distribution."""
+    if params.has_penalties or params.logit_bias:
+        what = (
+            "no token can be chosen: the logits are not finite numbers after penalties and "
+            "logit_bias: leave these out, and if that does not help, the model is at fault"
+        )
+        return ConfigError("engine.sample", what, field="repetition_penalty")
+    return InternalError("engine.sample", "the model's logits are not numbers")

@@ -1,0 +1,168 @@
+"""The runner that computes with torch, on a ``CausalModel`` and its block-major KV cache."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem._native import ThreadPool
+from tandem.core.wire import TokenLogprob
+from tandem.engine.stepping.messages import (
+    Logits,
+    Phase,
+    SampledToken,
+    SequenceResult,
+    StepInput,
+    StepResult,
+    StepSequence,
+)
+from tandem.engine.stepping.runner import StepHandle
+from tandem.engine.stepping.sampler import gather_logprobs, sample_tokens
+from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState
+from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
+from tandem.models.loading.loader import CausalModel
+
+__all__ = ["TorchRunner"]
+
+WANTED_ROWS = {Logits.NONE: "none", Logits.LAST: "last", Logits.ALL: "all"}
+
+
+class TorchRunner:
+    """Runs a ``CausalModel`` on its device.
+
+    Args:
+        model: not owned; not called from elsewhere meanwhile.
+        kv_cache: of the scheduler's blocks; owned.
+        threads: that torch computes with.
+        is_overlapped: steps run on a thread of their own, from ``begin`` on; otherwise on the
+            thread that calls ``finish``.
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        kv_cache: PagedKvCache,
+        *,
+        threads: int,
+        is_overlapped: bool = False,
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._threads = threads
+        self._samplers: dict[int, SamplerState] = {}
+        """By sequence id, from its ``SequenceStart`` on."""
+        self._worker = ThreadPoolExecutor(1, "step") if is_overlapped else None
+
+    def begin(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepHandle:
+        """Begin a step; see ``Runner.begin``."""
+        if self._worker is None:
+            return partial(self._run, step, on_layer)
+        return self._worker.submit(self._run, step, on_layer).result
+
+    def finish(self, handle: StepHandle) -> StepResult:
+        """Wait for a step; see ``Runner.finish``."""
+        return handle()
+
+    @torch.inference_mode()
+    def _run(self, step: StepInput, on_layer: Callable[[int], None] | None) -> StepResult:
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        for sequence_id in step.ends:
+            self._samplers.pop(sequence_id, None)
+        for start in step.starts:
+            self._samplers[start.sequence_id] = SamplerState.create(start)
+        for copy in step.copies:
+            self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
+        chunks = [_make_chunk(sequence) for sequence in step.sequences]
+        batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size)
+        logits_RV = self._model.forward(batch, self._kv_cache, on_layer)
+        return self._read_logits(step, logits_RV)
+
+    def _read_logits(self, step: StepInput, logits_RV: Tensor) -> StepResult:
+        """Score and sample the rows of each sequence."""
+        pool = self._kv_cache.pool
+        results: list[SequenceResult] = []
+        drawing: list[tuple[SequenceResult, SamplerState, int]] = []
+        sample_rows: list[int] = []
+        end_row = 0
+        for sequence in step.sequences:
+            result = SequenceResult(sequence.sequence_id)
+            results.append(result)
+            first_row, end_row = end_row, end_row + _count_rows(sequence)
+            if sequence.scored_ids:
+                rows_RV = logits_RV[first_row:end_row]
+                result.prompt_logprobs = _score(sequence, rows_RV, pool)
+            if sequence.sampling is None:
+                continue
+            sampler = self._samplers[sequence.sequence_id]
+            position = sequence.sampling.position
+            if sequence.phase is Phase.VERIFY:
+                rows_RV = logits_RV[first_row:end_row]
+                result.tokens = _verify(sequence, sampler, position, rows_RV, pool)
+            else:
+                drawing.append((result, sampler, position))
+                sample_rows.append(end_row - 1)
+        if drawing:
+            picked_RV = logits_RV if len(sample_rows) == end_row else logits_RV[sample_rows]
+            _, samplers, positions = zip(*drawing, strict=True)
+            sampled = sample_tokens(picked_RV, samplers, positions, pool=pool)
+            for (result, sampler, _), token in zip(drawing, sampled, strict=True):
+                result.tokens = [token]
+                if token.token_id != BROKEN_ROW:
+                    sampler.note_token(token.token_id)
+        return StepResult(results)
+
+
+def _make_chunk(sequence: StepSequence) -> SequenceChunk:
+    return SequenceChunk(
+        token_ids=sequence.token_ids,
+        start=sequence.start,
+        block_table=np.frombuffer(sequence.block_table, np.int32),
+        wants=WANTED_ROWS[sequence.logits],
+        adapter=sequence.adapter,
+    )
+
+
+def _count_rows(sequence: StepSequence) -> int:
+    """Return the rows of logits that a sequence has."""
+    match sequence.logits:
+        case Logits.NONE:
+            return 0
+        case Logits.LAST:
+            return 1
+        case Logits.ALL:
+            return len(sequence.token_ids)
+
+
+def _score(sequence: StepSequence, rows_RV: Tensor, pool: ThreadPool | None) -> list[TokenLogprob]:
+    """Return the log-probabilities of the prompt's tokens that the first rows predict."""
+    targets = sequence.scored_ids
+    num_top = [sequence.num_top] * len(targets)
+    return gather_logprobs(rows_RV[: len(targets)], targets, num_top, pool=pool)
+
+
+def _verify(
+    sequence: StepSequence,
+    sampler: SamplerState,
+    position: int,
+    rows_RV: Tensor,
+    pool: ThreadPool | None,
+) -> list[SampledToken]:
+    """Draw from row after row for as long as the draft of the next row was the token drawn.
+
+    The tokens are those of a decode without drafts, as a draw depends on seed and position alone.
+    """
+    tokens: list[SampledToken] = []
+    drafts = sequence.token_ids[1:]
+    for row in range(len(rows_RV)):
+        [token] = sample_tokens(rows_RV[row : row + 1], [sampler], [position + row], pool=pool)
+        tokens.append(token)
+        if token.token_id == BROKEN_ROW:
+            break
+        sampler.note_token(token.token_id)
+        if row == len(drafts) or token.token_id != drafts[row]:
+            break
+    return tokens

@@ -1,0 +1,11 @@
+"""Who a request is from: clients share the server's work by this name.
+
+An API key is a client, and without keys an address is. Behind a proxy without keys, all are one.
+"""
+
+from contextvars import ContextVar
+
+__all__ = ["current_client"]
+
+current_client: ContextVar[str] = ContextVar("client", default="")
+"""Set while a request is handled: a digest of its key, else its address."""

@@ -1,0 +1,133 @@
+"""What the bodies of requests must meet beside the types of their fields, as JSON Schema.
+
+Handlers check the same and name the field; these are for who reads ``/openapi.json``, people and
+programs that make requests by it. What depends on the model's context is not here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["ABORT", "CHAT", "COMPLETION", "DETOKENIZE", "GENERATE", "TOKENIZE", "Rule"]
+
+Rule = Mapping[str, Any]
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/TokenId"}}
+"""``make_document`` defines it: its bound is the vocabulary's."""
+
+
+def _list_of(item: Rule) -> Rule:
+    return {"type": "array", "minItems": 1, "items": item}
+
+
+def _given(name: str, value: Rule) -> Rule:
+    """Return the rule that a field is there and has such a value."""
+    return {"required": [name], "properties": {name: value}}
+
+
+def _absent(name: str) -> Rule:
+    """Return the rule that a field is null or left out."""
+    return {"properties": {name: {"type": "null"}}}
+
+
+_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        _list_of(
+            {
+                "required": ["type", "text"],
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+            }
+        ),
+    ]
+}
+_MESSAGES = _list_of(
+    {
+        "required": ["content"],
+        "properties": {
+            "content": _CONTENT,
+            "tool_calls": {"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]},
+        },
+    }
+)
+_HAS_ONE_BEST = {
+    # Answers are not ranked. Any other n may be repeated as best_of; nobody asks for that.
+    "anyOf": [
+        _absent("best_of"),
+        {"properties": {"best_of": {"const": 1}, "n": {"enum": [None, 1]}}},
+    ]
+}
+_IS_TEXT = {"properties": {"response_format": {"properties": {"type": {"const": "text"}}}}}
+_HAS_NO_TOOLS = {
+    "properties": {
+        "tool_choice": {"enum": [None, "none", "auto"]},
+        "modalities": {"items": {"const": "text"}},
+    }
+}
+_HAS_ROOM = {
+    # Of both limits the newer name holds, where it is given.
+    "anyOf": [
+        _given("max_completion_tokens", {"type": "integer", "minimum": 1}),
+        {
+            "allOf": [
+                _absent("max_completion_tokens"),
+                {"properties": {"max_tokens": {"not": {"const": 0}}}},
+            ]
+        },
+    ]
+}
+_ONE_END = {
+    # A final message goes on, or an answer begins: not both.
+    "anyOf": [
+        {"properties": {"continue_final_message": {"enum": [None, False]}}},
+        {"properties": {"add_generation_prompt": {"enum": [None, False]}}},
+    ]
+}
+_HAS_LOGPROBS = {"anyOf": [_absent("top_logprobs"), _given("logprobs", {"const": True})]}
+
+CHAT: Rule = {
+    "allOf": [
+        _given("messages", _MESSAGES),
+        _IS_TEXT,
+        _HAS_ONE_BEST,
+        _HAS_NO_TOOLS,
+        _HAS_ROOM,
+        _ONE_END,
+        _HAS_LOGPROBS,
+    ]
+}
+COMPLETION: Rule = {
+    "allOf": [
+        _given("prompt", {"anyOf": [_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS)]}),
+        _IS_TEXT,
+        _HAS_ONE_BEST,
+    ]
+}
+GENERATE: Rule = {
+    "oneOf": [
+        {"allOf": [_given("text", {"anyOf": [_TEXT, _list_of(_TEXT)]}), _absent("input_ids")]},
+        {"allOf": [_given("input_ids", {"anyOf": [_IDS, _list_of(_IDS)]}), _absent("text")]},
+    ]
+}
+TOKENIZE: Rule = {
+    "allOf": [
+        {
+            "oneOf": [
+                {
+                    "allOf": [
+                        _given("prompt", {"type": ["string", "array"]}),
+                        _absent("messages"),
+                    ]
+                },
+                {"allOf": [_given("messages", _MESSAGES), _absent("prompt")]},
+            ]
+        },
+        _ONE_END,
+    ]
+}
+DETOKENIZE: Rule = _given(
+    "tokens", {"anyOf": [{"type": "array", "maxItems": 0}, _IDS, _list_of({**_IDS, "minItems": 0})]}
+)
+ABORT: Rule = {
+    "anyOf": [_given("rid", {"type": "string"}), _given("abort_all", {"const": True})],
+}

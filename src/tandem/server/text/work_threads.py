@@ -1,0 +1,131 @@
+"""Threads for work whose time depends on a request's size, shared by client.
+
+The event loop serves every stream, so such work runs here: decoding large bodies, rendering,
+encoding, long answers. Self-clocked fair queueing decides who is next: a job is tagged with its
+cost, counted from the last tag of its client or of the job begun last, and the smallest tag among
+the clients goes first. Clients with work waiting get equal shares, one with little goes ahead of
+those with much, and the jobs of one client keep their order.
+Source: Golestani, "A self-clocked fair queueing scheme", INFOCOM 1994.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
+
+from tandem.server.clients import current_client
+
+__all__ = ["LARGE_COST", "SMALL_COST", "WorkThreads"]
+
+_T = TypeVar("_T")
+_Ts = TypeVarTuple("_Ts")
+
+SMALL_COST = 1 << 12
+"""Bytes of input or output whose work takes well under a millisecond: it may run on the loop."""
+LARGE_COST = 1 << 17
+"""Bytes from which on a job may take tenths of a second; one thread is kept for smaller ones."""
+_JOB_COST = 1 << 8
+"""Bytes that the work of an empty job compares to."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    call: Callable[[], Any]
+    cost: int
+    tag: float
+    done: "asyncio.Future[Any]"
+
+    @property
+    def is_large(self) -> bool:
+        return self.cost >= LARGE_COST
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The waiting jobs of a client."""
+
+    jobs: deque[_Job] = field(default_factory=deque)
+    last_tag: float = 0.0
+
+
+class WorkThreads:
+    """Runs functions on threads. Used on one event loop.
+
+    Args:
+        num_threads: that work at once; with more than one, large jobs leave one of them free.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
+        self._num_free = num_threads
+        self._num_free_large = max(num_threads - 1, 1)
+        self._queues: dict[str, _Queue] = {}
+        self._clock = 0.0
+        """The tag of the job begun last."""
+
+    async def run(self, function: Callable[[*_Ts], _T], cost: int, *args: *_Ts) -> _T:
+        """Call ``function`` on a thread and await its result.
+
+        One that is cancelled before its turn never runs.
+
+        Args:
+            function: runs with the context variables of the caller.
+            cost: bytes that it reads and writes, about.
+            args: of the function.
+        """
+        queue = self._queues.setdefault(current_client.get(), _Queue())
+        queue.last_tag = max(queue.last_tag, self._clock) + cost + _JOB_COST
+        done = asyncio.get_running_loop().create_future()
+        call = partial(copy_context().run, function, *args)
+        queue.jobs.append(_Job(call, cost, queue.last_tag, done))
+        self._begin_jobs()
+        return await done
+
+    def close(self) -> None:
+        """Finish the running work, drop the waiting."""
+        for queue in self._queues.values():
+            for job in queue.jobs:
+                job.done.cancel()
+        self._queues.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _begin_jobs(self) -> None:
+        while self._num_free and (client := self._choose_client()) is not None:
+            queue = self._queues[client]
+            job = queue.jobs.popleft()
+            self._clock = max(self._clock, job.tag)
+            if not queue.jobs:
+                del self._queues[client]  # Its last tag is not after the clock.
+            if job.done.cancelled():
+                continue
+            self._num_free -= 1
+            self._num_free_large -= job.is_large
+            running = asyncio.get_running_loop().run_in_executor(self._pool, job.call)
+            running.add_done_callback(partial(self._end_job, job))
+
+    def _choose_client(self) -> str | None:
+        """Return the client whose first job is next; None if none may begin."""
+        heads = [
+            (queue.jobs[0].tag, client)
+            for client, queue in self._queues.items()
+            if self._num_free_large or not queue.jobs[0].is_large
+        ]
+        return min(heads)[1] if heads else None
+
+    def _end_job(self, job: _Job, running: "asyncio.Future[Any]") -> None:
+        self._num_free += 1
+        self._num_free_large += job.is_large
+        if not job.done.done():
+            if running.cancelled():
+                job.done.cancel()
+            elif (error := running.exception()) is not None:
+                job.done.set_exception(error)
+            else:
+                job.done.set_result(running.result())
+        elif not running.cancelled():
+            running.exception()  # Nobody waits for it.
+        self._begin_jobs()

@@ -1,0 +1,170 @@
+"""Steps as messages: they travel, drafts are verified exactly, plans made ahead change no token.
+
+Method: a tiny model through the real runner and engine.
+"""
+
+import msgspec
+import pytest
+from loading import load_checkpoint
+
+from tandem.core.clock import MonotonicClock
+from tandem.core.wire import AddRequest, FinishReason, SamplingParams, TokenLogprob
+from tandem.engine.config import EngineConfig
+from tandem.engine.engine import Engine
+from tandem.engine.scheduling.blocks import BlockCopy, BlockPool
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.messages import (
+    Logits,
+    Phase,
+    SampledToken,
+    SamplingRow,
+    SequenceResult,
+    SequenceStart,
+    StepInput,
+    StepResult,
+    StepSequence,
+    pack_block_ids,
+)
+from tandem.engine.stepping.torch_runner import TorchRunner
+
+SIZE = 16
+PROMPT = [(7 * i) % 120 + 3 for i in range(21)]
+SAMPLING = SamplingParams(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.2)
+
+
+def make_decode(sequence_id: int, num_tokens: int) -> StepSequence:
+    return StepSequence(
+        sequence_id=sequence_id,
+        phase=Phase.DECODE,
+        start=num_tokens,
+        token_ids=[sequence_id],
+        block_table=pack_block_ids(range(-(-num_tokens // 64))),
+        logits=Logits.LAST,
+        sampling=SamplingRow(7),
+    )
+
+
+def test_messages_are_the_same_after_a_journey():
+    params = SamplingParams(logit_bias={3: 0.5}, stop_token_ids=(4,), logprobs=2)
+    step = StepInput(
+        [make_decode(5, 1000)],
+        [BlockCopy(1, 2, 3)],
+        [SequenceStart(5, params, 11, (4, 9), [1, 2], [3])],
+        [4],
+    )
+    encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
+    assert decode(encode(step), type=StepInput) == step
+    token = SampledToken(3, TokenLogprob(3, -0.5, [(3, -0.5)]))
+    result = StepResult([SequenceResult(5, [token], [TokenLogprob(1, -2.0)])])
+    assert decode(encode(result), type=StepResult) == result
+
+
+@pytest.fixture
+def model(checkpoint):
+    return load_checkpoint(checkpoint("qwen3_moe"), dtype="float32")
+
+
+class Decoder:
+    """One sequence on a runner of its own."""
+
+    def __init__(self, model) -> None:
+        self.runner = TorchRunner(model, model.allocate_kv(8, block_size=SIZE), threads=1)
+        self.output: list[int] = []
+
+    def run(self, start, token_ids, phase, starts=()) -> list[int]:
+        sequence = StepSequence(
+            sequence_id=1,
+            phase=phase,
+            start=start,
+            token_ids=list(token_ids),
+            block_table=pack_block_ids((6, 1, 4)),
+            logits=Logits.ALL if phase is Phase.VERIFY else Logits.LAST,
+            sampling=SamplingRow(len(self.output)),
+        )
+        result = self.runner.finish(self.runner.begin(StepInput([sequence], [], list(starts))))
+        token_ids = [token.token_id for token in result.sequences[0].tokens]
+        self.output += token_ids
+        return token_ids
+
+    def prefill(self) -> None:
+        start = SequenceStart(1, SAMPLING, 17, (), PROMPT, [])
+        self.run(0, PROMPT, Phase.PREFILL, [start])
+
+
+def test_verified_drafts_give_the_tokens_of_plain_decodes(model):
+    """Whatever was guessed; penalties and draws count the tokens that were accepted, once."""
+    plain = Decoder(model)
+    plain.prefill()
+    while len(plain.output) < 12:
+        plain.run(len(PROMPT) + len(plain.output) - 1, plain.output[-1:], Phase.DECODE)
+    expected = plain.output
+    accepted = []
+    guesses = (expected[1:4], [expected[4 + 1], 5, 9], [1, 2])
+    verifier = Decoder(model)
+    verifier.prefill()
+    for drafts in guesses:
+        start = len(PROMPT) + len(verifier.output) - 1
+        accepted.append(len(verifier.run(start, [verifier.output[-1], *drafts], Phase.VERIFY)))
+    assert verifier.output == expected[: len(verifier.output)]
+    assert accepted[0] == 4
+    assert max(accepted[1:]) <= 2
+
+
+def run_requests(model, overlap: str) -> dict[str, tuple]:
+    """What some requests get that are cancelled, stopped, preempted and cut in small chunks."""
+    config = EngineConfig(
+        block_size=SIZE, max_model_len=96, max_batch_tokens=24, max_running=6, overlap=overlap
+    )
+    pool = BlockPool(5)
+    is_overlapped = overlap == "on"
+    runner = TorchRunner(
+        model, model.allocate_kv(5, block_size=SIZE), threads=1, is_overlapped=is_overlapped
+    )
+    scheduler = Scheduler(config, pool, PrefixIndex(pool, SIZE))
+    # Admission leaves room for growth; without, requests are preempted.
+    state = scheduler._state
+    state.count_lookahead = lambda request: state.count_blocks(request.num_expected_tokens)
+    engine = Engine(
+        scheduler,
+        runner,
+        MonotonicClock(),
+        vocab_size=128,
+        eos_token_ids=(5,),
+        is_overlapped=is_overlapped,
+    )
+    for i in range(6):
+        sampling = SamplingParams(
+            max_tokens=30,
+            temperature=float(i % 2),
+            seed=i,
+            logprobs=1,
+            repetition_penalty=1.1,
+            prompt_logprobs=0 if i == 4 else None,
+        )
+        prompt_ids = PROMPT[: 10 + 2 * i] + [i + 1] * i
+        engine.add(AddRequest(request_id=f"r{i}", prompt_ids=prompt_ids, sampling=sampling))
+    got: dict[str, list] = {}
+    reasons: dict[str, FinishReason] = {}
+    for step in range(1000):
+        if step == 9:
+            engine.cancel("r5")
+        if not engine.has_requests:
+            break
+        for output in engine.step():
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+            got[output.request_id].extend(output.logprobs or [])
+            if output.finish_reason is not None:
+                reasons[output.request_id] = output.finish_reason
+    assert not engine.has_requests
+    engine.step()
+    engine._scheduler.check()
+    assert engine.get_stats().num_used_blocks == 0
+    assert engine.get_stats().num_preemptions > 0
+    assert reasons.pop("r5") is FinishReason.CANCELLED
+    del got["r5"]
+    return {name: (tuple(map(str, got[name])), reasons[name]) for name in reasons}
+
+
+def test_plans_made_ahead_give_the_same_tokens(model):
+    assert run_requests(model, "on") == run_requests(model, "off")
