@@ -16,6 +16,8 @@ from tandem.cli.commands.verify import render_proof
 from tandem.core.errors import UnsupportedError
 from tandem.kernels import paged
 from tandem.kernels.activation import Activation
+from tandem.kernels.cpu.experts import PackedExperts
+from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.linear import Embedding, LmHead
@@ -26,7 +28,6 @@ from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.torch import attention as torch_attention
-from tandem.kernels.torch.experts import Experts
 from tandem.models.families import FAMILIES, open_checkpoint
 from tandem.models.identity import IGNORED_CONFIG
 from tandem.models.proof import prove, require
@@ -147,6 +148,16 @@ def set_sinks(change):
     return spoil(Attention, lambda a: a.rule.sinks.tensor.copy_(change(a, a.sinks.clone())))
 
 
+def take_keys_of_another_head(attention):
+    """Roll keys and values by a head, in a matrix of f32: value[K][64 outputs] by panel."""
+    matrix, first = attention.qkv_matrix, attention.num_heads * attention.head_dim
+    panels = torch.from_numpy(matrix.packed).view(torch.float32)
+    rows = panels.view(-1, matrix.in_features, PANEL_COLUMNS).transpose(1, 2)
+    weight = rows.reshape(-1, matrix.in_features)[: matrix.out_features].clone()
+    weight[first:] = weight[first:].roll(attention.head_dim, 0)
+    matrix.pack_rows(0, weight)
+
+
 MUTANTS = {
     "no norm after attention": ("gemma2", leave_out("attention_out_norm"), "0 (DecoderLayer)"),
     "no norm after the MLP": ("glm4", leave_out("mlp_out_norm"), "layers.0 (DecoderLayer)"),
@@ -228,7 +239,7 @@ MUTANTS = {
     ),
     "bias of the router ignored": (
         "gpt_oss",
-        spoil(Router, lambda r: r.matrix.bias.zero_()),
+        spoil(Router, lambda r: r.matrix.set_bias(torch.zeros(r.num_experts))),
         "layers.0.mlp.router (Router)",
     ),
     "bias of the choice ignored": (
@@ -248,21 +259,32 @@ MUTANTS = {
     ),
     "biases of experts of the next": (
         "gpt_oss",
-        spoil(Experts, lambda e: e.down_bias.copy_(e.down_bias.clone().roll(1, 0))),
-        "layers.0.mlp.experts (Experts)",
+        wrap(
+            PackedExperts,
+            "set_bias",
+            lambda original, e, i, *biases: original(e, (i + 1) % e.num_experts, *biases),
+        ),
+        "layers.0.mlp.experts (NativeExperts)",
     ),
     "gate and up the other way around": (
         "olmoe",
-        spoil(
-            Experts,
-            lambda e: e.gate_up_weight.copy_(torch.cat(e.gate_up_weight.chunk(2, 1)[::-1], 1)),
+        wrap(
+            PackedExperts,
+            "pack_expert",
+            lambda original, e, i, gate, up, down: original(e, i, up, gate, down),
         ),
-        "layers.0.mlp.experts (Experts)",
+        "layers.0.mlp.experts (NativeExperts)",
     ),
     "no limit in the experts": (
         "gpt_oss",
-        forget(Experts, "activation", lambda e: replace(e.activation, limit=100.0)),
-        "layers.0.mlp.experts (Experts)",
+        wrap(
+            PackedExperts,
+            "__init__",
+            lambda original, e, *sizes, activation, **options: original(
+                e, *sizes, activation=replace(activation, limit=100.0), **options
+            ),
+        ),
+        "layers.0.mlp.experts (NativeExperts)",
     ),
     "shared experts left out": (
         "deepseek_v2",
@@ -271,12 +293,7 @@ MUTANTS = {
     ),
     "another head's keys": (
         "llama",
-        spoil(
-            Attention,
-            lambda a: a.qkv_matrix.weight[a.num_heads * a.head_dim :].copy_(
-                a.qkv_matrix.weight[a.num_heads * a.head_dim :].roll(a.head_dim, 0)
-            ),
-        ),
+        spoil(Attention, take_keys_of_another_head),
         "layers.0.self_attn (Attention)",
     ),
     "another epsilon": ("olmoe", forget(RmsNorm, "eps", 0.1), "input_layernorm"),
