@@ -106,7 +106,7 @@ class FakeKtKernel:
 
     factor = 1.0
 
-    def __init__(self, python: object, script: str, threads: str) -> None:
+    def __init__(self, python: object, script: str, threads: str, *, settings: object) -> None:
         assert script == "kt_kernel_peer.py"
         assert int(threads) >= 1
 

@@ -188,11 +188,15 @@ def test_api_key_guards_all_but_health_then_a_second_interrupt_ends_what_runs(se
     ("flags", "words"),
     [
         (["/nonexistent"], ["/nonexistent"]),
-        (["demo", "--max-model-len", "100000"], ["max_model_len", "2048"]),
+        (["demo", "--max-model-len", "100000"], ["--max-model-len", "2048"]),
         (["demo", "--host", "0.0.0.0"], ["api_key"]),
         (["demo", "--engine.blok-size", "1"], ["blok-size"]),
         # The same path as the length, which an instance refuses as well.
-        pytest.param(["demo", "--engine.num-kv-blocks", "2"], ["blocks"], marks=pytest.mark.slow),
+        pytest.param(
+            ["demo", "--engine.num-kv-blocks", "2", "--max-model-len", "2048"],
+            ["blocks"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_server_that_cannot_start_says_why(flags, words):

@@ -38,8 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="relaxed: KV is shared with instances that round differently (another "
             "number of NUMA parts, bf16 instructions of another CPU). strict: it is not, and an "
             "answer is bitwise that of a fresh run on this instruction set, in every dtype and "
-            "format but none, whatever was cached, chunked, loaded, sent by another instance or "
-            "recovered."
+            "format (where torch multiplies, format none, excepted), whatever was cached, chunked, "
+            "loaded, sent by another instance or recovered."
         ),
     ] = "relaxed"
     max_model_len: Annotated[

@@ -1,6 +1,5 @@
 """Settings of the store."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -211,11 +210,6 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return 0
         unit = self.memory[len(number) :].strip()
         return int(float(number) * UNIT_BYTES[unit]) // PAGE_BYTES * PAGE_BYTES
-
-    @property
-    def segment_folder(self) -> Path:
-        """``segment_dir`` with the user's number in it: users share a machine, not a folder."""
-        return Path(self.segment_dir.replace("{uid}", str(os.geteuid())))
 
     def __repr__(self) -> str:
         """Show the settings without the secret."""

@@ -337,6 +337,8 @@ class EchoRunner(StepRunner):
 
 
 class Transfers:
+    can_read_instances = False
+
     def __init__(self):
         self.loads = []
 

@@ -627,7 +627,7 @@ def test_a_full_queue_still_takes_those_below_their_share():
             stage.add(f"x{i}", prompt(5), client=f"x{i}")
         except CapacityError:
             break
-    assert len(stage.scheduler._live) <= 2 * 8
+    assert len(stage.scheduler._state.shares) <= 2 * 8
     stage.scheduler.check()
 
 

@@ -16,8 +16,8 @@ from tandem.cli.commands.verify import render_proof
 from tandem.core.errors import UnsupportedError
 from tandem.kernels import paged
 from tandem.kernels.activation import Activation
-from tandem.kernels.cpu import experts as cpu_experts
-from tandem.kernels.cpu.experts import NativeExperts, PackedExperts
+from tandem.kernels.cpu.experts import PackedExperts
+from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.linear import Embedding, LmHead
@@ -148,18 +148,14 @@ def set_sinks(change):
     return spoil(Attention, lambda a: a.rule.sinks.tensor.copy_(change(a, a.sinks.clone())))
 
 
-def roll_key_heads(attention):
-    """Return the order of rows of ``qkv`` in which keys and values are those of another head."""
-    first, size = attention.num_heads * attention.head_dim, sum(attention._list_sizes())
-    order = torch.arange(size)
-    order[first:] = order[first:].roll(attention.head_dim)
-    return order
-
-
-def roll_down_bias(original, *args):
-    """Return the biases of gate, up and down, with those of down moved to the next expert."""
-    gate, up, down = original(*args)
-    return gate, up, down.roll(1, 0)
+def take_keys_of_another_head(attention):
+    """Roll keys and values by a head, in a matrix of f32: value[K][64 outputs] by panel."""
+    matrix, first = attention.qkv_matrix, attention.num_heads * attention.head_dim
+    panels = torch.from_numpy(matrix.packed).view(torch.float32)
+    rows = panels.view(-1, matrix.in_features, PANEL_COLUMNS).transpose(1, 2)
+    weight = rows.reshape(-1, matrix.in_features)[: matrix.out_features].clone()
+    weight[first:] = weight[first:].roll(attention.head_dim, 0)
+    matrix.pack_rows(0, weight)
 
 
 MUTANTS = {
@@ -263,7 +259,11 @@ MUTANTS = {
     ),
     "biases of experts of the next": (
         "gpt_oss",
-        wrap(cpu_experts, "read_biases", roll_down_bias),
+        wrap(
+            PackedExperts,
+            "set_bias",
+            lambda original, e, i, *biases: original(e, (i + 1) % e.num_experts, *biases),
+        ),
         "layers.0.mlp.experts (NativeExperts)",
     ),
     "gate and up the other way around": (
@@ -277,7 +277,13 @@ MUTANTS = {
     ),
     "no limit in the experts": (
         "gpt_oss",
-        forget(NativeExperts, "activation", lambda e: replace(e.activation, limit=100.0)),
+        wrap(
+            PackedExperts,
+            "__init__",
+            lambda original, e, *sizes, activation, **options: original(
+                e, *sizes, activation=replace(activation, limit=100.0), **options
+            ),
+        ),
         "layers.0.mlp.experts (NativeExperts)",
     ),
     "shared experts left out": (
@@ -287,7 +293,7 @@ MUTANTS = {
     ),
     "another head's keys": (
         "llama",
-        wrap(Attention, "_order_rows", lambda original, a: roll_key_heads(a)),
+        spoil(Attention, take_keys_of_another_head),
         "layers.0.self_attn (Attention)",
     ),
     "another epsilon": ("olmoe", forget(RmsNorm, "eps", 0.1), "input_layernorm"),

@@ -10,6 +10,7 @@ from tandem.sim import run_virtual
 from tandem.store import HostService, StoreConfig, StoreHost
 from tandem.store.election import LeaderClient
 from tandem.store.host import DiskFolder, DiskTier, Segment
+from tandem.store.services.host import find_segment_folder
 from tandem.transfer import TransferEngine
 
 HOMES = {"LeaderClient": LeaderClient}
@@ -65,7 +66,7 @@ def test_users_of_a_machine_have_folders_of_their_own(monkeypatch):
     folders = set()
     for uid in (0, 1000):
         monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
-        folders.add(str(StoreConfig().segment_folder))
+        folders.add(str(find_segment_folder(StoreConfig())))
     assert folders == {"/dev/shm/tandem-0", "/dev/shm/tandem-1000"}
 
 

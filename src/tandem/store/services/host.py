@@ -25,9 +25,14 @@ from tandem.store.services.connect import (
 )
 from tandem.transfer import EngineLanes, TransferEngine
 
-__all__ = ["HostService"]
+__all__ = ["HostService", "find_segment_folder"]
 
 logger = logging.getLogger(__name__)
+
+
+def find_segment_folder(config: StoreConfig) -> Path:
+    """Return ``segment_dir`` with the user's number in it: users share a machine, not a folder."""
+    return Path(config.segment_dir.replace("{uid}", str(os.geteuid())))
 
 
 class HostService:
@@ -74,7 +79,7 @@ class HostService:
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
         """Open one after the other; what is open is closed in the opposite order."""
         config, to_thread = self._config, asyncio.to_thread
-        path = config.segment_folder / f"{make_file_name(self._name)}.segment"
+        path = find_segment_folder(config) / f"{make_file_name(self._name)}.segment"
         segment = await to_thread(Segment.open_file, path, config.segment_bytes)
         opening.push_async_callback(to_thread, segment.close, remove=not self._is_kept)
         engine = make_engine(config, self._urls[0], self._name, config.listen)
@@ -121,7 +126,7 @@ class HostService:
         folder: DiskFolder | None = None
         try:
             folder = await asyncio.to_thread(
-                DiskFolder.open, Path(config.ssd_dir), engine, marks=config.segment_folder
+                DiskFolder.open, Path(config.ssd_dir), engine, marks=find_segment_folder(config)
             )
             opening.push_async_callback(asyncio.to_thread, folder.close)
             disk = DiskTier(
