@@ -81,6 +81,14 @@ INPUTS = [
 ]  # fmt: skip
 """Status 1."""
 
+REMEDIES = {
+    1: r"--[a-z]|`tandem |\b(give|write|choose|name|set) |there is |"
+    r"(run there|one running)\?$|such/folder",
+    2: r": see `tandem [a-z ]*--help`$",
+}
+"""By status: a flag, a command, a verb that says what to do, or the question that answers itself;
+or the folder that was named. A colon is none."""
+
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
@@ -104,7 +112,7 @@ def list_faults(run, status, cases):
                 yield f"{words}: no help"
         elif len(lines) != 1 or not lines[0].startswith("tandem: "):
             yield f"{words}: {err!r}"
-        elif status == 2 and not re.search(r": see `tandem [a-z ]*--help`$", lines[0]):
+        elif not re.search(REMEDIES[status], lines[0]):
             yield f"{words}: no remedy: {err!r}"
 
 
