@@ -1,7 +1,11 @@
 """Tandem: serving and fine-tuning of large language models on heterogeneous hardware."""
 
+import os
+
 __version__ = "0.1.0"
 
-from tandem.core.config import cap_libraries
+# Otherwise nothing is imported: Ctrl-C before the command line has its handler is a traceback.
+if "TANDEM_MAX_ISA" in os.environ:  # noqa: TID251 - config.py is what is not to be imported
+    from tandem.core.config import cap_libraries
 
-cap_libraries()
+    cap_libraries()
