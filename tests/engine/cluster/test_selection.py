@@ -1,17 +1,27 @@
 """Goal: the policy sends a request where it is computed soonest, and never where it cannot go."""
 
+import msgspec
 import pytest
 
+from tandem.core.config import resolve_config
+from tandem.core.errors import ConfigError
 from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.machine import Alone, InstanceRef, NoRoute, Pair, Place
 from tandem.engine.cluster.selection import (
     AFFINITY_TOKENS,
+    POLICIES,
     InstanceView,
     LeastLoadedPolicy,
     PrefixAffinity,
+    make_policy,
 )
 
 P0, P1, D0, D1, U0 = (InstanceRef(name, 0) for name in ("p0", "p1", "d0", "d1", "u0"))
+
+
+class Root(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
 
 
 def ask(prompt_len=200, max_tokens=10, first=0, salt=""):
@@ -50,6 +60,24 @@ def test_a_prefix_seen_before_counts_as_computed_until_the_queue_costs_more():
     assert policy.choose(place(), ask(first=5), busy).prefill == P1
     busier = [view(P0, queued_tokens=250), view(P1), view(D0)]
     assert policy.choose(place(), ask(), busier).prefill == P1
+
+
+def test_the_setting_names_the_policy():
+    names = msgspec.json.schema(ClusterConfig)["$defs"]["ClusterConfig"]["properties"]["policy"]
+    assert set(names["enum"]) == set(POLICIES)
+    chosen = {}
+    for name in POLICIES:
+        policy = make_policy(ClusterConfig(policy=name).policy)
+        assert policy.choose(place(), ask(), [view(P0), view(D0)]) == Pair(P0, D0)
+        busy = [view(P0, queued_tokens=150), view(P1), view(D0)]
+        chosen[name] = policy.choose(place(), ask(), busy).prefill
+    # P0 had this prompt before, P1 has the shorter queue.
+    assert chosen == {"prefix": P0, "load": P1}
+
+
+def test_a_name_of_no_policy_is_refused_by_its_setting():
+    with pytest.raises(ConfigError, match="policy"):
+        resolve_config(Root, file=None, environment={}, flags={"cluster.policy": ("--x", "dice")})
 
 
 def test_blocks_are_read_early_only_where_all_have_room():

@@ -22,7 +22,7 @@ from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import Limits
 from tandem.engine.cluster.member import ClusterMember
-from tandem.engine.cluster.selection import LeastLoadedPolicy, Policy
+from tandem.engine.cluster.selection import Policy, make_policy
 from tandem.engine.cluster.stats import sum_stats
 from tandem.engine.config import KvEventConfig
 from tandem.engine.process.instance import InstanceRole, InstanceSpec
@@ -112,7 +112,7 @@ class ClusterClient:
     Args:
         specs: of the instances; see ``make_specs``.
         config: how long requests wait, and how often they are tried.
-        policy: chooses instances for a request; None: the least loaded.
+        policy: chooses instances for a request; None: the one that ``config`` names.
         on_stage: called with every change of stage and every step of progress of any instance.
         is_staggered: start the first instance alone until it serves, so that the file of packed
             weights that it writes is mapped by the others, who would each pack their own.
@@ -142,7 +142,7 @@ class ClusterClient:
         ]
         self._dispatcher = Dispatcher(
             self._members,
-            LeastLoadedPolicy() if policy is None else policy,
+            make_policy(config.policy) if policy is None else policy,
             Limits(config.lease_s, config.recovery_s, config.max_attempts),
             max_history=specs[0].engine.timelines,
         )

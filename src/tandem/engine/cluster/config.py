@@ -1,6 +1,6 @@
 """Settings of a cluster of instances on one machine."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -39,6 +39,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="Instances that prefill and decode; 0 = one, if no others are asked for.",
         ),
     ] = 0
+    policy: Annotated[
+        Literal["prefix", "load"],
+        Meta(
+            description="How instances are chosen: prefix = the least loaded, where a prompt that "
+            "begins like an earlier one counts as computed on the instance that had it; load = the "
+            "least loaded alone.",
+        ),
+    ] = "prefix"
     lease_s: Annotated[
         float,
         Meta(

@@ -1,20 +1,21 @@
 """Which instances a request goes to. Pure: views of the instances in, a route out.
 
-``Policy`` is the seam for other policies. ``LeastLoadedPolicy`` takes the instance with the fewest
-prompt tokens to compute before and for the request, so a cached prefix counts as what it saves.
+``Policy`` is the seam for other policies; ``make_policy`` makes those that ``cluster.policy``
+names. ``LeastLoadedPolicy`` takes the instance with the fewest prompt tokens to compute before and
+for the request, so a cached prefix counts as what it saves.
 """
 
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from tandem.core.wire import AddRequest
 from tandem.engine.cluster.machine import Alone, InstanceRef, NoRoute, Pair, Place
 
-__all__ = ["InstanceView", "LeastLoadedPolicy", "Policy", "PrefixAffinity", "Route"]
+__all__ = ["InstanceView", "LeastLoadedPolicy", "Policy", "PrefixAffinity", "Route", "make_policy"]
 
 Route = Pair | Alone | NoRoute
 
@@ -187,6 +188,19 @@ class LeastLoadedPolicy:
                 self._affinity.note("prefill", request, chosen.ref.name)
                 return Alone(chosen.ref)
         raise AssertionError("no instance is usable")
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "prefix": LeastLoadedPolicy,
+    # It remembers nothing, so no prefix counts as done.
+    "load": lambda: LeastLoadedPolicy(PrefixAffinity(max_keys=0)),
+}
+"""What ``cluster.policy`` may name."""
+
+
+def make_policy(name: str) -> Policy:
+    """Return a new policy by its name, one of ``POLICIES``."""
+    return POLICIES[name]()
 
 
 def has_room(view: InstanceView, request: AddRequest) -> bool:
