@@ -365,7 +365,7 @@ def _read_yaml(file: Path) -> Mapping[str, Any]:
     try:
         data = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError("config.read", f"{file}: {error.strerror}") from error
+        raise ConfigError("config.read", f"{file}: {error.strerror}: give a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("config.read", f"{file} is not YAML: {error}") from error
     if data is None:

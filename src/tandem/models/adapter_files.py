@@ -186,7 +186,9 @@ def _find_file(folder: Path, name: str, within: Path | None) -> Path:
         if pickles:
             what = f"{folder}: {pickles[0]} is a pickle, which is never read: save as safetensors"
             raise UnsupportedError(WHERE, what) from error
-        raise NotFoundError(WHERE, f"{folder} is not an adapter: no {name}") from error
+        raise NotFoundError(
+            WHERE, f"{folder} is not an adapter: no {name}: give its folder"
+        ) from error
     if within is not None and not real.is_relative_to(within):
         raise ConfigError(WHERE, f"{path} leads out of {within}: not read", field="lora_path")
     if not real.is_file():

@@ -122,7 +122,7 @@ def stream_events(client: "httpx.Client", path: str, body: dict[str, Any]) -> It
                     return
                 yield _decode(data.encode())
     except httpx.HTTPError as error:
-        what = f"no answer from {client.base_url}: {error}"
+        what = f"no answer from {client.base_url}: {error}: does a server run there?"
         raise PeerLostError("cli.stream", what) from error
     raise InternalError("cli.stream", "the stream broke off")
 

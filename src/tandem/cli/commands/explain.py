@@ -50,7 +50,8 @@ def _fetch(request: str, url: str, headers: dict[str, str]) -> RequestTimeline:
     try:
         reply = httpx.get(trim_url(url) + path, headers=headers, timeout=TIMEOUT_S, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise PeerLostError("cli.explain", f"no answer from {url}: {error}") from error
+        what = f"no answer from {url}: {error}: does a server run there?"
+        raise PeerLostError("cli.explain", what) from error
     if reply.status_code != 200:
         raise NotFoundError("cli.explain", f"{url} answers {reply.status_code}: {_read(reply)}")
     try:

@@ -11,6 +11,9 @@ from tandem.cli.output import JsonFlag, print_json
 
 __all__ = ["plan"]
 
+DEVICES = ("cpu", "cuda")
+"""Kinds that a plan can be made for, here or for another machine."""
+
 
 def plan(
     model: Annotated[
@@ -29,6 +32,9 @@ def plan(
     json: JsonFlag = False,
 ) -> None:
     """Show what a rule file makes of a model."""
+    if device.partition(":")[0] not in DEVICES:
+        what = f"{device!r} is not one of {', '.join(DEVICES)}"
+        raise typer.BadParameter(what, param_hint="'--device'")
     from tandem.models.loading.hub import resolve_folder
     from tandem.models.planning.plan_report import render_plan
     from tandem.models.planning.planner import plan_model

@@ -339,4 +339,6 @@ def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ConfigError("store.put", f"{file}: {error.strerror}", field="file") from None
+        raise ConfigError(
+            "store.put", f"{file}: {error.strerror}: give a file", field="file"
+        ) from None

@@ -311,7 +311,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             raise ConfigError(WHERE, f"{path} has more than {MAX_RECIPE_BYTES} bytes: no recipe")
         value = parse_yaml(path.read_text("utf-8"))
     except OSError as error:
-        raise NotFoundError(WHERE, f"cannot read {path}: {error}") from error
+        what = f"cannot read {path}: {error}: give a recipe, a YAML file"
+        raise NotFoundError(WHERE, what) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(WHERE, f"{path} is not YAML: {error}") from error
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

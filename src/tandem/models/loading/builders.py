@@ -71,6 +71,7 @@ __all__ = [
     "build_norm",
     "build_rope",
     "build_router",
+    "find_ropes",
     "list_rope_names",
     "parse_format",
 ]
@@ -300,6 +301,17 @@ def build_rope(module: Any, context: BuildContext) -> Operator:
         return LayeredRope({name: _make_rope(module, context.config, name) for name in names})
     _require(module, "inv_freq")
     return _make_rope(module, context.config, "", is_half=not gives_whole_angles(module))
+
+
+def find_ropes(module: Any, config: Any) -> tuple[Rope, ...]:
+    """Return the RoPEs of a model, by ``rope_idx`` of its layers.
+
+    Those of the operator, or, where a rule keeps transformers' module, new ones with its angles:
+    attentions that are replaced take theirs from the step.
+    """
+    if isinstance(module, Rope | LayeredRope):
+        return module.ropes
+    return tuple(_make_rope(module, config, name) for name in list_rope_names(config))
 
 
 def _find_rope_idx(module: Any, context: BuildContext) -> int:

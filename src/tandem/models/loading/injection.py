@@ -50,7 +50,8 @@ def load_rules(path: str | Path | None) -> tuple[Rule, ...]:
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise NotFoundError("models.load_rules", f"cannot read {path}: {error}") from error
+        what = f"cannot read {path}: {error}: give a YAML file of rules"
+        raise NotFoundError("models.load_rules", what) from error
     return parse_rules(text, Path(path).name) + rules
 
 

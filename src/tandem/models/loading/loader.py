@@ -26,13 +26,12 @@ from tandem.kernels.execution import choose_execution
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.operator import Operator, WeightReader, freeze
-from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import rename_reader
 from tandem.models.identity import list_config_values, make_kv_identity
-from tandem.models.loading.builders import WeightSettings
+from tandem.models.loading.builders import WeightSettings, find_ropes
 from tandem.models.loading.injection import apply_plan, require_no_meta
 from tandem.models.loading.packed_cache import PackedCaches, choose_root, has_manifest
 from tandem.models.loading.packed_writer import PackedWriter
@@ -79,7 +78,7 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = choose_execution(device, self.dtype)
         self.skeleton = skeleton
-        self.ropes: tuple[Rope, ...] = skeleton.model.rotary_emb.ropes
+        self.ropes = find_ropes(skeleton.model.rotary_emb, skeleton.config)
         """By ``rope_idx`` of the layers."""
         for rope in self.ropes:
             rope.inv_freq = rope.inv_freq.to(device)
