@@ -108,3 +108,31 @@ def test_ctrl_c_at_random_moments(name, tmp_path):
             lines = [line for line in errors.splitlines() if line.startswith("tandem: ")]
             assert lines == ["tandem: interrupted"], (number, errors)
             assert "Traceback" not in errors, (number, errors)
+
+
+SURVIVES = """
+import os, signal, threading
+from tandem.cli import interrupts
+interrupts.GRACE_S = 0.05
+def strike():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(5)
+    except KeyboardInterrupt:
+        return
+with interrupts.handle_interrupts():
+    with interrupts.keep_interrupts():
+        strike()
+    threading.Event().wait(0.3)  # The watch may have read of it only now.
+    strike()
+threading.Event().wait(0.3)
+print("alive")
+"""
+
+
+def test_an_interrupt_that_was_kept_or_ended_its_command_ends_no_process():
+    """The watch is for a main thread that does not come to its handler, and for nothing else."""
+    result = subprocess.run(
+        [sys.executable, "-c", SURVIVES], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, "alive\n"), result.stderr

@@ -7,6 +7,7 @@ by themselves when their standard input, or their parent, does.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -27,6 +28,8 @@ STATUS = 130
 
 class _State:
     num_keepers = 0
+    kept_s = -math.inf
+    """When an interrupt was last left to a keeper, monotonic seconds."""
     is_interrupted = False
     is_told = False
 
@@ -47,7 +50,8 @@ def handle_interrupts() -> Iterator[None]:
     writer.setblocking(False)
     previous_fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     _State.is_interrupted = _State.is_told = False
-    threading.Thread(target=_watch, args=(reader,), name="interrupts", daemon=True).start()
+    ended = threading.Event()
+    threading.Thread(target=_watch, args=(reader, ended), name="interrupts", daemon=True).start()
     signal.signal(signal.SIGINT, _raise)
     try:
         yield
@@ -59,6 +63,7 @@ def handle_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
+        ended.set()
         signal.signal(signal.SIGINT, handler)
         signal.set_wakeup_fd(previous_fd)
         writer.close()
@@ -94,7 +99,9 @@ def _leave() -> NoReturn:
 
 
 def _raise(_: int, __: FrameType | None) -> None:
-    if not _State.num_keepers:
+    if _State.num_keepers:
+        _State.kept_s = time.monotonic()
+    else:
         if _State.is_interrupted:
             _leave()
         _State.is_interrupted = True
@@ -104,9 +111,15 @@ def _raise(_: int, __: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _watch(reader: socket.socket) -> None:
+def _watch(reader: socket.socket, ended: threading.Event) -> None:
+    """End the process if an interrupt has not ended the context, nor been kept, in ``GRACE_S``."""
     with reader:
         while data := reader.recv(1):
-            if data[0] == signal.SIGINT and not _State.num_keepers:
-                time.sleep(GRACE_S)
+            heard_s = time.monotonic()
+            if data[0] != signal.SIGINT or _State.num_keepers:
+                continue
+            if ended.wait(GRACE_S):
+                return
+            # The keeper may have left before this thread read of the interrupt.
+            if _State.kept_s < heard_s - GRACE_S:
                 _leave()
