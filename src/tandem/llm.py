@@ -27,6 +27,7 @@ import msgspec
 
 from tandem.cli.composition import check_model, compose
 from tandem.cli.config import Config, load_config
+from tandem.cli.extras import require_serve
 from tandem.core.config import list_fields
 from tandem.core.errors import ConfigError, PeerLostError
 from tandem.core.wire import TokenLogprob
@@ -98,10 +99,17 @@ class LLM:
     """
 
     def __init__(self, model: str, *, config: Path | None = None, **settings: Any) -> None:
+        require_serve()
         self._settings = load_config(config, _find_settings(settings), model=model).config
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
+        """Held while the instances end."""
+        self._submitting = threading.Lock()
+        """Guards the two below: a call is among the pending ones, or finds the model closed."""
         self._is_closed = False
+        self._pending: set[concurrent.futures.Future[Any]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
+        """Those that have begun; of the loop's thread."""
         self._opened = contextlib.AsyncExitStack()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
@@ -120,9 +128,13 @@ class LLM:
     def close(self) -> None:
         """End the instances; requests in flight raise PeerLostError. Idempotent."""
         with self._closing:
-            if self._is_closed:
-                return
-            self._is_closed = True
+            with self._submitting:
+                if self._is_closed:
+                    return
+                self._is_closed = True
+                pending = list(self._pending)
+            for future in pending:
+                future.cancel()
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -188,26 +200,36 @@ class LLM:
         return app.state.context
 
     async def _close(self) -> None:
+        # Cancelled calls end first: their requests are to be cancelled while instances listen.
         own = asyncio.current_task()
-        running = [task for task in asyncio.all_tasks() if task.get_name() == "llm-request"]
-        for task in running:
-            if task is not own:
-                task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        calls = [task for task in self._calls if task is not own]
+        await asyncio.gather(*calls, return_exceptions=True)
         await self._opened.aclose()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-        if self._is_closed:
-            work.close()
-            raise PeerLostError("llm.call", "the model is closed: make another LLM")
+        """Run a coroutine on the loop's thread. Raises: PeerLostError (closed)."""
 
         async def run() -> T:
             task = asyncio.current_task()
             assert task is not None
-            task.set_name("llm-request")
-            return await work
+            self._calls.add(task)
+            try:
+                return await work
+            finally:
+                self._calls.discard(task)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+        with self._submitting:
+            if self._is_closed:
+                work.close()
+                raise PeerLostError("llm.call", "the model is closed: make another LLM")
+            future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+            self._pending.add(future)
+        future.add_done_callback(self._forget)
+        return future
+
+    def _forget(self, future: "concurrent.futures.Future[Any]") -> None:
+        with self._submitting:
+            self._pending.discard(future)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         future = self._submit(work)

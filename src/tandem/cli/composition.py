@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 
-from tandem.cli.config import Config
+from tandem.cli.config import Config, check_store
 from tandem.core.adapter import AdapterSource, read_sources
 from tandem.core.wire import StageChanged
 from tandem.engine.cluster.client import ClusterClient, make_specs
@@ -49,6 +49,7 @@ def check_model(settings: Config) -> CheckedModel:
 
     Raises: ConfigError, and as ``resolve_folder`` and ``load_tokenizer``.
     """
+    check_store(settings.store)
     folder = resolve_folder(settings.model.path, revision=settings.model.revision)
     if find_gguf(folder) is None:
         # A folder without a model is refused before its tokenizer.

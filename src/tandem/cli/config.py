@@ -24,6 +24,7 @@ from tandem.core.config import (
     read_environment,
     resolve_config,
 )
+from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.tiers.config import TierConfig
@@ -37,6 +38,7 @@ __all__ = [
     "SHORT_NAMES",
     "STORE_SETTINGS",
     "Config",
+    "check_store",
     "find_flag",
     "load_config",
     "with_config_flags",
@@ -228,3 +230,35 @@ def _make_parameter(field: ConfigField, shown: frozenset[str]) -> inspect.Parame
         # A list may be given in one flag, with commas, or by repeating it.
         annotation=Annotated[list[str] | None if field.is_list else str | None, option],
     )
+
+
+def check_store(store: StoreConfig) -> None:
+    """Refuse settings of the store that would be ignored.
+
+    Raises: ConfigError.
+    """
+    if store.memory_bytes and store.master:
+        raise ConfigError(
+            "cli.serve",
+            f"store.memory starts a store of the server's own, store.master joins {store.master}: "
+            "choose one of the two",
+            field="store.memory",
+        )
+    if store.ssd_dir and not (store.memory_bytes or store.master):
+        raise ConfigError(
+            "cli.serve",
+            "store.ssd_dir is a tier below the store's memory: give store.memory as well",
+            field="store.ssd_dir",
+        )
+    if store.master:
+        from tandem.store.services.connect import auth_for, find_endpoints
+
+        for url in find_endpoints(store):
+            try:
+                auth_for(store, url)
+            except PermissionDeniedError as error:
+                raise ConfigError(
+                    "cli.serve",
+                    f"store.master: {error.what} (--store.secret, or TANDEM_STORE__SECRET)",
+                    field="store.secret",
+                ) from None

@@ -13,14 +13,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tandem.cli.config import SERVE_SETTINGS, Config, load_config, with_config_flags
+from tandem.cli.config import (
+    SERVE_SETTINGS,
+    Config,
+    check_store,
+    load_config,
+    with_config_flags,
+)
 from tandem.cli.extras import require_serve
 from tandem.cli.output import JsonFlag, print_json, print_table
-from tandem.core.errors import ConfigError, PermissionDeniedError
+from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.server.config import ACCESS_LOGGER
-from tandem.store.config import StoreConfig
 
 if TYPE_CHECKING:
     from tandem.engine.process.launcher import ProcessLauncher
@@ -54,7 +59,7 @@ def serve(
         raise ConfigError(
             "cli.serve", "name a model: a folder, a hub id or `demo`", field="model.path"
         )
-    _check_store(settings.store)
+    check_store(settings.store)
     if dry_run:
         _show_plan(settings, json=json)
         return
@@ -64,38 +69,6 @@ def serve(
     is_logged = settings.server.access_log
     logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
     asyncio.run(_serve(settings, log_level, log_format, json=json))
-
-
-def _check_store(store: StoreConfig) -> None:
-    """Refuse settings of the store that would be ignored.
-
-    Raises: ConfigError.
-    """
-    if store.memory_bytes and store.master:
-        raise ConfigError(
-            "cli.serve",
-            f"store.memory starts a store of the server's own, store.master joins {store.master}: "
-            "choose one of the two",
-            field="store.memory",
-        )
-    if store.ssd_dir and not (store.memory_bytes or store.master):
-        raise ConfigError(
-            "cli.serve",
-            "store.ssd_dir is a tier below the store's memory: give store.memory as well",
-            field="store.ssd_dir",
-        )
-    if store.master:
-        from tandem.store.services.connect import auth_for, find_endpoints
-
-        for url in find_endpoints(store):
-            try:
-                auth_for(store, url)
-            except PermissionDeniedError as error:
-                raise ConfigError(
-                    "cli.serve",
-                    f"store.master: {error.what} (--store.secret, or TANDEM_STORE__SECRET)",
-                    field="store.secret",
-                ) from None
 
 
 def _show_plan(settings: Config, *, json: bool) -> None:
