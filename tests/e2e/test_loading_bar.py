@@ -24,7 +24,7 @@ from tandem.models.loading.hub import DEMO_FOLDER
 SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 2048,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 32,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,

@@ -100,8 +100,8 @@ TENSORS = {
     "fp8: NaN codes": (
         "fp8 tensor",
         lambda t: t[f"{Q}.weight"].view(torch.uint8).fill_(0x7F),
-        UnsupportedError,
-        "no number",
+        CorruptionError,
+        "holds NaN",
     ),
     "ct: no scales": ("ct int4 g32 sym", drop(f"{Q}.weight_scale"), NotFoundError, "weight_scale"),
     "ct: no shape": ("ct int4 g32 sym", drop(f"{Q}.weight_shape"), NotFoundError, "weight_shape"),

@@ -464,8 +464,10 @@ class DiskTier:
             await self._seal(sealing, sealing.used_bytes)
         most_bytes = self.capacity_bytes // form.ALIGNMENT * form.ALIGNMENT
         nbytes = max(min(self._bucket_bytes, most_bytes), least_bytes)
-        if self._clock.now_s() - self._room_known_s > ROOM_LOOK_S:
-            self._room_bytes = self.capacity_bytes  # Others may have left some.
+        is_stale = self._clock.now_s() - self._room_known_s > ROOM_LOOK_S
+        if is_stale or not self.index.file_bytes:
+            # Others may have left some; and a tier that has nothing has nothing to rewrite.
+            self._room_bytes = self.capacity_bytes
         while self.index.file_bytes + nbytes > self._room_bytes:
             victim = self.index.pick_victim(-1)
             if victim is None:
