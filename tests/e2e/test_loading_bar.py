@@ -22,9 +22,9 @@ from tandem.bench.serving.model import write_random_model
 from tandem.models.loading.hub import DEMO_FOLDER
 
 SHAPE = {
-    "hidden_size": 512,
+    "hidden_size": 1024,
     "intermediate_size": 2048,
-    "num_hidden_layers": 32,
+    "num_hidden_layers": 64,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
