@@ -1,4 +1,4 @@
-"""The parts of a server put together: `tandem serve` and ``tandem.LLM`` both get them here."""
+"""The parts of a server put together: `tandem serve` and ``tandem.llm.LLM`` both get them here."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
