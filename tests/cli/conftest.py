@@ -1,6 +1,7 @@
 """Commands run in this process: to start Python and import torch for each costs seconds."""
 
 import logging
+import signal
 import sys
 
 import pytest
@@ -16,6 +17,9 @@ def run(monkeypatch, capsys):
     monkeypatch.setattr(root, "handlers", list(root.handlers))
     monkeypatch.setattr(root, "level", root.level)
 
+    # A shell has its background commands ignore SIGINT; the command here shall take it.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
         try:
@@ -26,4 +30,5 @@ def run(monkeypatch, capsys):
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
-    return call
+    yield call
+    signal.signal(signal.SIGINT, previous)

@@ -96,6 +96,11 @@ TOKENS = (1, 4, 16, 64, 256, 2048, 4096)
 QUICK_TOKENS = (1, 16, 256)
 
 
+def list_kt_kinds() -> tuple[str, ...]:
+    """Return our formats that kt-kernel has one for, on this machine and under its cap."""
+    return tuple(KT_KINDS) if cpu_features().avx512bw else KT_NARROW
+
+
 def count_experts(shape: Shape, free_bytes: int, *, has_peers: bool) -> int:
     """Return how many experts a layer of this shape has here; at least those of a token."""
     weights = 3 * shape.hidden * shape.inner
@@ -243,8 +248,7 @@ class _Layers:
 
     def list_kinds(self, name: str) -> list[Kind]:
         """Return the rivals of a format: kt-kernel's, or torch's where it has none."""
-        has_kind = name in (KT_NARROW if cpu_features().cap == "avx2" else KT_KINDS)
-        if self._folder is None or not has_kind:
+        if self._folder is None or name not in list_kt_kinds():
             return list_kinds(self.rivals, self.pool.num_threads)
         return list_kinds([f"kt-kernel {KT_KINDS[name]}"], self.pool.num_threads)
 
