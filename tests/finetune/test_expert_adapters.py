@@ -304,7 +304,7 @@ def test_serving_refuses_them_by_name(qwen, tmp_path):
     pool = ThreadPool(2)
     formats = {"expert_format": "none", "linear_format": "none"}
     model = load_model(plan_model(qwen, dtype="float32", **formats), pool)
-    model.enable_adapters(1, pool)
+    model.enable_adapters(1)
     with pytest.raises(UnsupportedError, match="routed experts"):
         model.adapters.read(tmp_path)
 

@@ -49,7 +49,7 @@ def compute_served(checkpoint, adapter, ids):
     formats = {"expert_format": "none", "linear_format": "none"}
     pool = ThreadPool(2)
     model = load_model(plan_model(checkpoint, dtype="float32", **formats), pool)
-    model.enable_adapters(1, pool)
+    model.enable_adapters(1)
     digest = model.adapters.install(model.adapters.read(adapter)).digest
     chunk = SequenceChunk(ids, 0, [1, 0, 2], "all", digest)
     return model.forward(PagedBatch.build([chunk], 16), model.allocate_kv(3, block_size=16))

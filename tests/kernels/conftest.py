@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import NotFoundError, ShapeError
+from tandem.kernels.cpu.device import CPU
+from tandem.kernels.devices import choose_execution
 
 
 class DictReader:
@@ -15,7 +17,8 @@ class DictReader:
 
     def __init__(self, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.device = torch.device("cpu")
+        self.device = CPU.torch_device
+        self.execution = choose_execution(CPU, dtype)
         self.tensors = tensors
 
     def has(self, name: str) -> bool:

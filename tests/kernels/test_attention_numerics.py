@@ -13,9 +13,10 @@ import torch
 
 from tandem.core.spec import GqaLayout
 from tandem.kernels import paged, reference, tolerance
-from tandem.kernels.execution import choose_execution
+from tandem.kernels.cpu.device import CPU
+from tandem.kernels.devices import choose_execution
+from tandem.kernels.interfaces import PLAIN, AttentionRule
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.attention import PLAIN, AttentionRule
 from tandem.kernels.operators.rope import Rope, RopeParameters
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.torch import attention as torch_attention
@@ -81,7 +82,7 @@ class Case:
             if end > start
         ]
         batch = PagedBatch.build(chunks, self.block_size)
-        execution = choose_execution(self.cache.device, self.dtype)
+        execution = choose_execution(CPU, self.dtype)
         plan = execution.begin_step(batch, self.cache, (self.rope,), self.dtype)
         rows = [(s, *part) for s, part in enumerate(parts) if part[1] > part[0]]
         q = torch.cat([self.q[s][a:b] for s, a, b in rows])

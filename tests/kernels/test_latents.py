@@ -14,8 +14,9 @@ from tandem import _native
 from tandem.core.errors import ShapeError
 from tandem.core.kv_layout import MlaLayout
 from tandem.kernels import paged, reference, tolerance
+from tandem.kernels.cpu.device import CPU
 from tandem.kernels.cpu.linear import PackedLinear
-from tandem.kernels.execution import choose_execution
+from tandem.kernels.devices import choose_execution
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.mla import MlaAttention, MlaSizes
 from tandem.kernels.operators.rope import Rope, RopeParameters
@@ -293,7 +294,7 @@ def run_operator(operator, x, cuts=(), *, dtype=torch.float32, block_size=16):
     for begin, end in zip((0, *cuts), (*cuts, len(x)), strict=True):
         chunk = SequenceChunk([0] * (end - begin), begin, [5, 2, 7, 0])
         batch = PagedBatch.build([chunk], block_size)
-        execution = choose_execution(torch.device("cpu"), dtype)
+        execution = choose_execution(CPU, dtype)
         step = execution.begin_step(batch, cache, (Rope(PARAMETERS),), dtype)
         with torch.inference_mode():
             parts.append(operator(x[None, begin:end], tandem_step=step)[0][0].clone())

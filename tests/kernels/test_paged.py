@@ -11,7 +11,8 @@ import torch
 from tandem._native import PlannedAttention, TensorView
 from tandem.core.errors import CapacityError, ShapeError, UnsupportedError
 from tandem.core.spec import GqaLayout, KVLayout, MlaLayout
-from tandem.kernels.paged import MIN_HUGE_BYTES, PagedBatch, PagedKvCache, SequenceChunk
+from tandem.kernels.cpu.device import MIN_HUGE_BYTES, CpuDevice
+from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.transfer import Op, Transfer, TransferConfig, TransferEngine
 
 LAYOUT = GqaLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=8, dtype="float32")
@@ -34,6 +35,14 @@ def test_layout_sizes_and_offsets():
 CODED = GqaLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=8, dtype="int8")
 
 
+class Apart(CpuDevice):
+    """A device whose memory the host does not see, without native kernels."""
+
+    torch_device = torch.device("meta")
+    is_host = False
+    has_native_kernels = False
+
+
 def test_coded_layout_keeps_scales_within_the_layer():
     assert CODED.bytes_per_layer == 2 * 3 * 8 * (4 + 2)
     assert CODED.bytes_per_block == 2 * CODED.bytes_per_layer == 8 * CODED.bytes_per_token
@@ -43,7 +52,7 @@ def test_coded_layout_keeps_scales_within_the_layer():
     assert cache.tensor.shape == (5, 2, CODED.bytes_per_layer)
     assert cache.native is not None
     with pytest.raises(UnsupportedError, match="int8 KV"):
-        PagedKvCache(CODED, 5, device="meta")
+        PagedKvCache(CODED, 5, device=Apart())
 
 
 def test_copy_block_copies_codes_and_their_scales():
@@ -212,7 +221,7 @@ def test_foreign_memory_must_fit():
     with pytest.raises(UnsupportedError, match="read-only"):
         PagedKvCache(LAYOUT, 4, memory=memory)
     with pytest.raises(UnsupportedError, match="host memory for a cache on meta"):
-        PagedKvCache(LAYOUT, 4, memory=align(size), device="meta")
+        PagedKvCache(LAYOUT, 4, memory=align(size), device=Apart())
 
 
 def test_a_mapping_shows_the_blocks_to_its_other_owner(tmp_path):

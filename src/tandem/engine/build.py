@@ -249,7 +249,7 @@ def build_engine(
     model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
     spec = plan.model.spec
     memory = extents = None
-    if model.device.type == "cpu":
+    if model.context.device.is_host:
         memory = (AnonymousMemory if allocate is None else allocate)(plan.kv.size_bytes)
         extents = KvExtents(
             memory, num_blocks=plan.kv.num_blocks, block_bytes=plan.layout.bytes_per_block
@@ -266,12 +266,8 @@ def build_engine(
         planner = CostTierPlanner(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
-    cache = PagedKvCache(
-        plan.layout,
-        plan.kv.num_blocks,
-        device=model.device,
-        pool=threads,
-        memory=None if memory is None else memory.array,
+    cache = model.context.make_kv_cache(
+        plan.layout, plan.kv.num_blocks, None if memory is None else memory.array
     )
     engine = Engine(
         Scheduler(plan.config, pool, index, planner),

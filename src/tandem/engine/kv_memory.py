@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from tandem import _native
 from tandem.core.errors import CapacityError
-from tandem.kernels.paged import MIN_HUGE_BYTES
+from tandem.kernels.cpu.device import MIN_HUGE_BYTES
 
 __all__ = ["AnonymousMemory", "KvExtents", "KvMemory"]
 

@@ -12,7 +12,6 @@ never bring another request's NaN into a sum. One thread at a time per cache.
 """
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import msgspec
@@ -21,18 +20,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem._native import AlignedBuffer, KvPool, ThreadPool
+from tandem._native import KvPool
 from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.core.spec import KVLayout, MlaLayout
+from tandem.kernels.cpu.device import CPU
+from tandem.kernels.device import Device
 from tandem.kernels.native import is_native, view_tensor
 
 __all__ = [
-    "MIN_HUGE_BYTES",
     "TORCH_DTYPES",
     "PagedBatch",
     "PagedKvCache",
     "SequenceChunk",
-    "allocate_blocks",
 ]
 
 TORCH_DTYPES = {
@@ -41,11 +40,6 @@ TORCH_DTYPES = {
     "float16": torch.float16,
 }
 """torch's dtype for each name in ``tandem.core.spec.DTYPE_BYTES``."""
-
-
-MIN_HUGE_BYTES = 16 << 20
-"""From here on blocks lie on huge pages: a long context is more small pages than the core has
-translations for. Attention over 32k tokens took 0.88 of the time, over 128k 0.74."""
 
 POOL_ALIGNMENT = 64
 """Bytes: a cache line, the widest vector load, and what direct I/O and devices are content with."""
@@ -202,7 +196,6 @@ class PagedKvCache:
         layout: shape and dtype of a block.
         num_blocks: blocks in the pool; ids are 0 to num_blocks - 1.
         device: where the pool lives.
-        pool: threads for the native operators on this cache; None runs them on the caller's.
         memory: memory to use instead of allocating: any writable, contiguous buffer of at least
             ``num_blocks * layout.bytes_per_block`` bytes on the CPU, at an address that is a
             multiple of 64, such as an array of the transfer engine or a mapping of a peer's. Held,
@@ -219,20 +212,28 @@ class PagedKvCache:
         layout: KVLayout,
         num_blocks: int,
         *,
-        device: torch.device | str = "cpu",
-        pool: ThreadPool | None = None,
+        device: Device = CPU,
         memory: memoryview | NDArray[np.uint8] | None = None,
     ) -> None:
         shape = (num_blocks, *layout.shape)
         dtype = torch.uint8 if layout.is_coded else TORCH_DTYPES[layout.dtype]
-        if memory is None:
-            tensor = allocate_blocks(shape, dtype, device)
-        else:
-            tensor = _wrap_memory(memory, num_blocks * layout.bytes_per_block, device)
-            tensor = tensor.view(dtype).view(shape)
+        size_bytes = num_blocks * layout.bytes_per_block
+        if layout.is_coded and not device.has_native_kernels:
+            raise UnsupportedError(
+                "kernels.wrap_kv_cache",
+                f"{layout.dtype} KV on {device.torch_device}: only native attention reads it, "
+                "use auto",
+                field="kv_dtype",
+            )
+        # Zeros, not garbage: see the invariants on top.
+        tensor = (
+            device.allocate(size_bytes)
+            if memory is None
+            else _wrap_memory(memory, size_bytes, device)
+        )
+        tensor = tensor.view(dtype).view(shape)
         self.layout = layout
-        self.pool = pool
-        self.device = tensor.device
+        self.device = device
         self.num_blocks = num_blocks
         self.tensor = tensor
         self.native = _view_natively(tensor, layout)
@@ -265,10 +266,10 @@ class PagedKvCache:
 
         Raises: UnsupportedError (the cache is not in host memory).
         """
-        if self.device.type != "cpu":
+        if not self.device.is_host:
             raise UnsupportedError(
                 "kernels.view_kv_bytes",
-                f"the blocks are on {self.device}: only the host's are seen",
+                f"the blocks are on {self.device.torch_device}: only the host's are seen",
             )
         return self.tensor.view(-1).view(torch.uint8).numpy()
 
@@ -323,16 +324,14 @@ class PagedKvCache:
         return (block_ids[None, :, None] * self.rows_per_block + kind_ids + head_ids).flatten()
 
 
-def _wrap_memory(
-    memory: memoryview | NDArray[np.uint8], size_bytes: int, device: torch.device | str
-) -> Tensor:
+def _wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device: Device) -> Tensor:
     """View the first ``size_bytes`` of somebody's memory as uint8; the tensor keeps it alive."""
     where, field = "kernels.wrap_kv_cache", "memory"
     exporter: Any = memory  # numpy's stubs do not say that arrays have the buffer protocol.
     view = memoryview(exporter)
-    if torch.device(device).type != "cpu":
+    if not device.is_host:
         raise UnsupportedError(
-            where, f"host memory for a cache on {device}: leave it out", field=field
+            where, f"host memory for a cache on {device.torch_device}: leave it out", field=field
         )
     if view.readonly:
         raise UnsupportedError(where, "the memory is read-only: map it writable", field=field)
@@ -353,30 +352,7 @@ def _wrap_memory(
     return tensor
 
 
-def allocate_blocks(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Return zeros, new: on the CPU pages are touched on first use, huge ones where it is large.
-
-    Zeros, not garbage: see the invariants on top.
-
-    Raises: CapacityError (more than the machine has).
-    """
-    size = prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or size < MIN_HUGE_BYTES:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # The array, and through it the tensor, keeps the buffer.
-    array = AlignedBuffer(size, hugepages=True).array()
-    return torch.from_numpy(array).view(dtype).view(shape)
-
-
 def _view_natively(tensor: Tensor, layout: KVLayout) -> KvPool | None:
-    if layout.is_coded and tensor.device.type != "cpu":
-        raise UnsupportedError(
-            "kernels.wrap_kv_cache",
-            f"{layout.dtype} KV on {tensor.device}: only the CPU's attention reads it, use auto",
-            field="kv_dtype",
-        )
     if not layout.is_coded and not is_native(tensor):
         return None
     view, dtype, size = view_tensor(tensor), layout.dtype, layout.block_size

@@ -14,13 +14,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, ConflictError, CorruptionError, UnsupportedError
-from tandem.kernels.native import NATIVE_DTYPES
-from tandem.kernels.operators.lora import AdaptedHeads, AdaptedMatrix, AdaptedPart, StepAdapters
+from tandem.kernels.devices import DeviceContext
+from tandem.kernels.interfaces import AdaptedPart, HeadMatrix, Matrix
+from tandem.kernels.operators.lora import AdaptedHeads, AdaptedMatrix, StepAdapters
 from tandem.kernels.operators.operator import Operator
-from tandem.kernels.weights.head_matrix import HeadMatrix
-from tandem.kernels.weights.matrix import Matrix
 from tandem.models.adapter_files import AdapterFiles, read_adapter_files
 
 __all__ = ["LoadedAdapter", "ModelAdapters"]
@@ -54,23 +52,21 @@ class ModelAdapters:
     Args:
         skeleton: its loaded modules; their operators are made to take adapters here, once.
         dtype: of the model, to which adapters are rounded.
-        device: of the model.
+        context: of the model.
         max_adapters: that are loaded at a time.
-        pool: runs the native kernels; None: the caller's thread.
     """
 
     def __init__(
         self,
         skeleton: nn.Module,
         dtype: torch.dtype,
-        device: torch.device,
+        context: DeviceContext,
         max_adapters: int,
-        pool: ThreadPool | None = None,
     ) -> None:
-        is_native = device.type == "cpu" and dtype in NATIVE_DTYPES
-        self._step = StepAdapters(max_adapters, is_native=is_native, pool=pool)
+        execution = context.choose_execution(dtype)
+        self._step = StepAdapters(max_adapters, is_native=execution.is_native, pool=context.pool)
         self._dtype = dtype
-        self._device = device
+        self._device = context.device.torch_device
         self._matrices: list[AdaptedMatrix | AdaptedHeads] = []
         self._parts: dict[str, AdaptedPart] = {}
         for name, module in skeleton.named_modules():

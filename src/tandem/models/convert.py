@@ -10,6 +10,7 @@ from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.model_plan import NO_FORMAT
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.devices import DeviceContext, open_device
 from tandem.models.families import open_checkpoint
 from tandem.models.families.names import rename_reader
 from tandem.models.loading.injection import apply_plan
@@ -83,7 +84,9 @@ def convert_model(
         pool = ThreadPool(recommend_threads(read_topology()).threads)
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
-        source, _, caches = open_weights(checkpoint, plan, pool, progress, stack)
+        source, _, caches = open_weights(
+            checkpoint, plan, DeviceContext(open_device(plan.device), pool), progress, stack
+        )
         reader = rename_reader(source, source.entries)
         apply_plan(model, checkpoint.config, plan, make_settings(plan, pool, caches))
         modules = model.named_modules()

@@ -14,6 +14,7 @@ from torch import nn
 from tandem._native import kernel_isas
 from tandem.core.spec import KvIdentity, KVLayout, KvSharing, ModelSpec, RoundingClass
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.devices import name_arithmetic
 from tandem.kernels.native import NATIVE_DTYPES
 from tandem.kernels.operators.operator import Operator
 from tandem.kernels.paged import TORCH_DTYPES
@@ -160,14 +161,6 @@ def _multiplies_in_torch(modules: list[tuple[str, nn.Module]], layout: KVLayout)
 
 def _name_torch(modules: list[tuple[str, nn.Module]]) -> str:
     """Return the version, and what its libraries choose the order of sums by: ISA or device."""
-    held = {p.device for _, module in modules for p in module.parameters(recurse=False)}
-    names = {_name_device(device) for device in held} or {_name_device(torch.device("cpu"))}
+    held = {p.device.type for _, module in modules for p in module.parameters(recurse=False)}
+    names = {name_arithmetic(kind) for kind in held or {"cpu"}}
     return " ".join([torch.__version__, *sorted(names)])
-
-
-def _name_device(device: torch.device) -> str:
-    if device.type == "cpu":
-        return torch.backends.cpu.get_cpu_capability()
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return device.type

@@ -52,7 +52,7 @@ def served(tmp_path_factory):
     config = EngineConfig(num_kv_blocks=64, block_size=16, max_model_len=256, threads=1)
     model = ModelConfig(path="demo", dtype="bfloat16", packed_cache="off")
     built = build_engine(model, config, MonotonicClock())
-    adapters = built.model.enable_adapters(2, built.cache.pool)
+    adapters = built.model.enable_adapters(2)
     table = AdapterTable(adapters, built.engine, built.identity, None)
     return built.engine, table, folder
 

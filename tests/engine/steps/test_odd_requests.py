@@ -40,7 +40,7 @@ def served(request, tmp_path_factory):
     config = EngineConfig(num_kv_blocks=256, block_size=16, max_model_len=128, threads=1)
     model = ModelConfig(path="demo", dtype=request.param, packed_cache="off")
     built = build_engine(model, config, MonotonicClock())
-    adapters = built.model.enable_adapters(3, built.cache.pool)
+    adapters = built.model.enable_adapters(3)
     table = AdapterTable(adapters, built.engine, built.identity, None)
     digests = []
     for name, a, b in (("both", HUGE, HUGE), ("a", HUGE, 0.0), ("b", 1.0, -HUGE)):

@@ -36,7 +36,7 @@ def load(make_config, save_model, tmp_path):
         theirs = save_model(config, folder)
         pool = ThreadPool(threads)
         ours = load_checkpoint(folder, pool=pool, **options)
-        ours.enable_adapters(8, pool)
+        ours.enable_adapters(8)
         return ours, theirs
 
     return load_one

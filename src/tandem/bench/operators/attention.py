@@ -10,6 +10,7 @@ A decode's ceiling is reading the layer's blocks once, scales included; a prefil
 multiply-adds on operands in registers, with the unit's own bf16 product.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,9 @@ from torch.nn import functional
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
+from tandem.kernels.cpu.device import CPU
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.native import view_tensor
-from tandem.kernels.paged import allocate_blocks
 from tandem.kernels.weights.formats import find_format
 
 __all__ = ["make_cases"]
@@ -57,6 +58,11 @@ SHAPES = {
 """Of Qwen3-30B-A3B, and of DeepSeek-V3 with its projections absorbed."""
 
 
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory for KV as a server has it."""
+    return CPU.allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
 class _Layers:
     """Blocks of several layers with drawn keys and values, [layers, C, kinds * K, d] gathered."""
 
@@ -79,14 +85,14 @@ class _Layers:
     def _allocate(self, shape: _Shape, blocks: int, kv: str) -> tuple[Tensor, _native.KvPool]:
         kv_heads, d = shape.kv_heads, shape.key_dim
         if shape.is_latent:
-            memory = allocate_blocks((blocks, self.count, BLOCK_SIZE, d), torch.bfloat16)
+            memory = _allocate((blocks, self.count, BLOCK_SIZE, d), torch.bfloat16)
             return memory, _native.KvPool.latent(view_tensor(memory), shape.value_dim)
         if kv == "bf16":
             size = (blocks, self.count, 2, kv_heads, BLOCK_SIZE, d)
-            memory = allocate_blocks(size, torch.bfloat16)
+            memory = _allocate(size, torch.bfloat16)
             return memory, _native.KvPool.grouped(view_tensor(memory))
         layer_bytes = 2 * kv_heads * BLOCK_SIZE * (d + 2)
-        memory = allocate_blocks((blocks, self.count, layer_bytes), torch.uint8)
+        memory = _allocate((blocks, self.count, layer_bytes), torch.uint8)
         view = view_tensor(memory)
         return memory, _native.KvPool.coded(view, kv, kv_heads, BLOCK_SIZE, d)
 

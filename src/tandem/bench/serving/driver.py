@@ -64,7 +64,7 @@ class EngineDriver:
         self.engine: Engine = built.engine
         self._model = built.model
         if num_adapters:
-            self.adapters = built.model.enable_adapters(num_adapters, built.cache.pool)
+            self.adapters = built.model.enable_adapters(num_adapters)
         self._ids = itertools.count()
 
     def add(self, prompt: list[int], max_tokens: int, salt: str = "", adapter: str = "") -> str:

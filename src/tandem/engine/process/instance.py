@@ -369,7 +369,7 @@ class Instance:
         from tandem.engine.adapters import AdapterTable
 
         folder = Path(config.adapter_folder).resolve() if config.adapter_folder else None
-        model = built.model.enable_adapters(config.max_adapters, built.cache.pool)
+        model = built.model.enable_adapters(config.max_adapters)
         table = AdapterTable(model, built.engine, built.identity, folder)
         return table, *table.load_first(self._spec.adapters)
 

@@ -77,13 +77,13 @@ class TorchRunner:
         for copy in step.copies:
             self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
         chunks = [_make_chunk(sequence) for sequence in step.sequences]
-        batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size)
+        batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size, self._model.device)
         logits_RV = self._model.forward(batch, self._kv_cache, on_layer)
-        return self._read_logits(step, logits_RV)
+        return self._read_logits(step, self._model.context.fetch(logits_RV))
 
     def _read_logits(self, step: StepInput, logits_RV: Tensor) -> StepResult:
         """Score and sample the rows of each sequence."""
-        pool = self._kv_cache.pool
+        pool = self._model.context.pool
         results: list[SequenceResult] = []
         drawing: list[tuple[SequenceResult, SamplerState, int]] = []
         sample_rows: list[int] = []

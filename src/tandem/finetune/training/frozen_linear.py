@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from tandem._native import ThreadPool
 from tandem.kernels.cpu.autograd import multiply_frozen
 from tandem.kernels.cpu.linear import PackedLinear
-from tandem.kernels.operators.operator import Operator, WeightReader, freeze, read_rows
+from tandem.kernels.interfaces import WeightReader
+from tandem.kernels.operators.operator import Operator, freeze, read_rows
 from tandem.kernels.weights.formats import WeightFormat
 
 __all__ = ["FrozenLinear"]

@@ -11,16 +11,13 @@ intermediate of one expert, R rank.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.activation import Activation
-from tandem.kernels.cpu.autograd import as_floats
-
-if TYPE_CHECKING:
-    from tandem.kernels.cpu.experts import PackedExperts
+from tandem.kernels.cpu.autograd import FrozenExperts, as_floats
 
 __all__ = ["ExpertFactors", "run_adapted_experts"]
 
@@ -71,7 +68,7 @@ class _AdaptedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        experts: "PackedExperts",
+        experts: FrozenExperts,
         activation: Activation,
         scale: float,
         x_TD: Tensor,
@@ -159,7 +156,7 @@ def _activate(kept: Tensor, activation: Activation, inner: int) -> Tensor:
 
 
 def run_adapted_experts(
-    experts: "PackedExperts",
+    experts: FrozenExperts,
     activation: Activation,
     factors: ExpertFactors,
     x_TD: Tensor,

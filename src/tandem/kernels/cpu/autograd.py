@@ -7,16 +7,75 @@ f32, or keep their input alone and compute them again; both give the same gradie
 Shapes: T tokens or rows, K experts per token, D hidden, N outputs.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tandem.kernels.cpu.experts import PackedExperts
-    from tandem.kernels.cpu.linear import PackedLinear
+__all__ = ["FrozenExperts", "FrozenMatrix", "as_floats", "multiply_frozen", "run_experts"]
 
-__all__ = ["as_floats", "multiply_frozen", "run_experts"]
+
+class FrozenExperts(Protocol):
+    """The products of a layer's experts, both ways; see ``PackedExperts``."""
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        ...
+
+    @property
+    def intermediate_size(self) -> int:
+        """F."""
+        ...
+
+    @property
+    def inner_columns(self) -> int:
+        """Columns of gate and up in whole blocks: F or a little more."""
+        ...
+
+    @property
+    def inner_dtype(self) -> torch.dtype:
+        """Dtype of gate, up and their gradients in the backward pass."""
+        ...
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        delta_PC: Tensor | None = None,
+        kept_PC: Tensor | None = None,
+    ) -> Tensor:
+        """Sum the chosen experts' outputs, each scaled by its router weight."""
+        ...
+
+    def backward(
+        self,
+        x_TD: Tensor | None,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        d_out_TD: Tensor,
+        *,
+        kept_PC: Tensor | None = None,
+        delta_PC: Tensor | None = None,
+        extra_PF: Tensor | None = None,
+        d_gate_up_PC: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients with respect to ``x_TD`` and ``weights_TK``."""
+        ...
+
+
+class FrozenMatrix(Protocol):
+    """The products of a matrix, both ways; see ``PackedLinear``."""
+
+    def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Return ``x W^T + b``, of ``dtype``."""
+        ...
+
+    def backward(self, d_out_TN: Tensor) -> Tensor:
+        """Return the gradient with respect to ``x``."""
+        ...
 
 
 def as_floats(x: Tensor) -> Tensor:
@@ -28,7 +87,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        experts: "PackedExperts",
+        experts: FrozenExperts,
         is_kept: bool,
         x_TD: Tensor,
         ids_TK: Tensor,
@@ -62,7 +121,7 @@ class _Experts(torch.autograd.Function):
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, matrix: "PackedLinear", x_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, matrix: FrozenMatrix, x_TK: Tensor) -> Tensor:
         ctx.matrix = matrix
         ctx.x_dtype = x_TK.dtype
         x = as_floats(x_TK)
@@ -80,7 +139,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def run_experts(
-    experts: "PackedExperts",
+    experts: FrozenExperts,
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -104,7 +163,7 @@ def run_experts(
     return out
 
 
-def multiply_frozen(matrix: "PackedLinear", x_TK: Tensor) -> Tensor:
+def multiply_frozen(matrix: FrozenMatrix, x_TK: Tensor) -> Tensor:
     """Return ``x W^T + b`` [..., N] in the dtype of ``x_TK``, differentiable in x.
 
     Raises: as ``PackedLinear.forward``.

@@ -1,21 +1,17 @@
 """The operators' implementations on the CPU, in the native core."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tandem import _native
 from tandem.kernels.cpu.step import CpuStep
+from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import NATIVE_DTYPES, Buffer, is_native, view_tensor
-from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
-
-if TYPE_CHECKING:
-    from tandem.kernels.execution import Step
 
 __all__ = ["CpuExecution"]
 
@@ -25,20 +21,28 @@ class CpuExecution(TorchExecution):
 
     That is a tensor that needs a gradient or is of another dtype than the weights, and a step over
     KV in float16.
+
+    Args:
+        pool: shares the work of a step, kept; None: the caller's thread.
     """
+
+    is_native = True
+
+    def __init__(self, pool: _native.ThreadPool | None = None) -> None:
+        self._pool = pool
 
     def begin_step(
         self,
         batch: PagedBatch,
         cache: PagedKvCache,
-        ropes: tuple[Rope, ...],
+        ropes: tuple[Angles, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
-    ) -> "Step":
+    ) -> Step:
         """See ``Execution``."""
         if cache.native is None or dtype not in NATIVE_DTYPES:
             return super().begin_step(batch, cache, ropes, dtype, on_layer)
-        return CpuStep(batch, cache, ropes, dtype, on_layer)
+        return CpuStep(batch, cache, ropes, dtype, self._pool, on_layer)
 
     def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
         """See ``Execution``."""

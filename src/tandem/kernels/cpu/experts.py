@@ -24,6 +24,7 @@ from tandem.core.errors import ShapeError
 from tandem.kernels.activation import SILU, Activation
 from tandem.kernels.cpu.adapted_experts import ExpertFactors, run_adapted_experts
 from tandem.kernels.cpu.autograd import run_experts
+from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.experts import (
     PendingExperts,
@@ -32,7 +33,7 @@ from tandem.kernels.operators.experts import (
     read_biases,
     read_experts,
 )
-from tandem.kernels.operators.operator import WeightReader, allocate_scratch
+from tandem.kernels.operators.operator import allocate_scratch
 from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, convert_codes, select_outputs
 from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat
 from tandem.kernels.weights.recode import can_hold

@@ -7,25 +7,23 @@ Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim, E experts.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem import _native
+from tandem._native import ThreadPool
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.latents import LatentBuffers
+from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.native import Buffer, view_tensor
+from tandem.kernels.operators.attention import Attention
+from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
-from tandem.kernels.operators.rope import Rope
+from tandem.kernels.operators.moe import MoeBlock
+from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-
-if TYPE_CHECKING:
-    from tandem.kernels.operators.attention import Attention, AttentionRule
-    from tandem.kernels.operators.decoder_layer import DecoderLayer
-    from tandem.kernels.operators.moe import MoeBlock
-    from tandem.kernels.operators.norm import RmsNorm
 
 __all__ = ["CpuStep"]
 
@@ -38,6 +36,7 @@ class CpuStep:
         cache: the block pool, whose ``native`` is there.
         ropes: give the angles.
         dtype: the model's.
+        pool: shares the work; None: the caller's thread.
         on_layer: called with each layer's index once its KV of this step is in the blocks.
     """
 
@@ -45,15 +44,16 @@ class CpuStep:
         self,
         batch: PagedBatch,
         cache: PagedKvCache,
-        ropes: tuple[Rope, ...],
+        ropes: tuple[Angles, ...],
         dtype: torch.dtype,
+        pool: ThreadPool | None = None,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
         assert cache.native is not None, "the cache is not native"
         self._num_tokens = batch.num_tokens
-        self._pool = cache.pool
+        self._pool = pool
         self._attention = _native.PlannedAttention(
-            cache.native, batch.block_table, batch.query_start, batch.context_lens, cache.pool
+            cache.native, batch.block_table, batch.query_start, batch.context_lens, pool
         )
         angles = [rope.compute(batch.positions, dtype) for rope in ropes]
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
@@ -64,8 +64,9 @@ class CpuStep:
         """What the next norm adds to the residual; keeps its contents until then."""
         self._buffers = cache.step_buffers(self._num_tokens, dtype)
 
-    def run_layer_(self, layer: "DecoderLayer", x_TD: Tensor) -> None:
+    def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """See ``Step``."""
+        assert isinstance(layer, DecoderLayer), "a layer that is not fused"
         first_norm, attention, attention_out_norm, second_norm, mlp, mlp_out_norm = layer.parts
         x = self._view_residual(x_TD)
         mixed = self._mix(attention, self._norm(first_norm, x))
@@ -87,8 +88,9 @@ class CpuStep:
             x_TD += self._pending.tensor
             self._pending = None
 
-    def mix(self, attention: "Attention | MlaAttention", h_TD: Tensor) -> Tensor:
+    def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
         """See ``Step``."""
+        assert isinstance(attention, (Attention, MlaAttention)), "attention that is not ours"
         return self._mix(attention, Buffer(h_TD)).tensor
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
@@ -98,7 +100,7 @@ class CpuStep:
             self._on_layer(layer_idx)
 
     def attend(
-        self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: "AttentionRule"
+        self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
         """See ``Step``."""
         del kv_T2Kd
@@ -107,7 +109,7 @@ class CpuStep:
         self._attend(layer_idx, view_tensor(q), view_tensor(out), scale, rule)
         return out.view(len(q), -1)
 
-    def _norm(self, norm: "RmsNorm | None", x_TD: Buffer) -> Buffer:
+    def _norm(self, norm: RmsNorm | None, x_TD: Buffer) -> Buffer:
         """Return the normed residual, after adding what is pending to it."""
         pending = self._pending
         if norm is None:
@@ -126,7 +128,7 @@ class CpuStep:
             )
         return out
 
-    def _norm_branch(self, norm: "RmsNorm", branch_TD: Buffer) -> None:
+    def _norm_branch(self, norm: RmsNorm, branch_TD: Buffer) -> None:
         """Norm what a branch computed, in place, and leave it to the next norm to add."""
         assert self._pending is None, "two addends without a norm between them"
         view = branch_TD.view
@@ -135,7 +137,7 @@ class CpuStep:
         )
         self._pending = branch_TD
 
-    def _mix(self, attention: "Attention | MlaAttention", h_TD: Buffer) -> Buffer:
+    def _mix(self, attention: Attention | MlaAttention, h_TD: Buffer) -> Buffer:
         """As ``mix``, in buffers of the step."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
@@ -204,12 +206,12 @@ class CpuStep:
         q: _native.TensorView,
         out: _native.TensorView,
         scale: float,
-        rule: "AttentionRule",
+        rule: AttentionRule,
     ) -> None:
         sinks = None if rule.sinks is None else rule.sinks.view
         self._attention.attend(layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks)
 
-    def _norm_all_heads(self, attention: "Attention", qkv: Buffer) -> None:
+    def _norm_all_heads(self, attention: Attention, qkv: Buffer) -> None:
         """Norm the queries of all heads together, and the keys, in place."""
         d, first = attention.head_dim, 0
         parts = (
@@ -239,7 +241,7 @@ class CpuStep:
         mlp: Mlp,
         residual_TD: Buffer,
         x_TD: Buffer,
-        out_norm: "RmsNorm | None" = None,
+        out_norm: RmsNorm | None = None,
         gate_T1: Buffer | None = None,
     ) -> None:
         """Add the MLP's output to the residual; with a norm, leave it pending."""
@@ -256,7 +258,7 @@ class CpuStep:
             down_matrix.run(hidden, branch)
             self._norm_branch(out_norm, branch)
 
-    def _add_moe(self, block: "MoeBlock", residual_TD: Buffer, x_TD: Buffer) -> None:
+    def _add_moe(self, block: MoeBlock, residual_TD: Buffer, x_TD: Buffer) -> None:
         router, experts = block.operators
         if block.shared is not None:
             self._add_shared(block, block.shared, residual_TD, x_TD)
@@ -285,9 +287,7 @@ class CpuStep:
         else:
             experts.add_into_(residual_TD.tensor, x_TD.tensor, ids.tensor, weights.tensor)
 
-    def _add_shared(
-        self, block: "MoeBlock", shared: Mlp, residual_TD: Buffer, x_TD: Buffer
-    ) -> None:
+    def _add_shared(self, block: MoeBlock, shared: Mlp, residual_TD: Buffer, x_TD: Buffer) -> None:
         gate = None
         if block.shared_gate is not None:
             gate = self._buffer("shared_gate", 1)

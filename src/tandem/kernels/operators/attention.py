@@ -5,36 +5,25 @@ The operator holds weights and shapes; a ``Step`` writes the KV and attends.
 Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim.
 """
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from tandem.kernels.interfaces import (
+    AdaptedPart,
+    AttentionRule,
+    Matrix,
+    MatrixWrapper,
+    Step,
+    WeightReader,
+)
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.lora import AdaptedPart, AdaptedRows, MatrixWrapper
-from tandem.kernels.operators.operator import Operator, WeightReader, freeze, read_rows
-from tandem.kernels.weights.matrix import TENSORS, Matrix, MatrixSettings, read_matrix
+from tandem.kernels.operators.lora import AdaptedRows
+from tandem.kernels.operators.operator import Operator, freeze, read_rows
+from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, read_matrix
 
-if TYPE_CHECKING:
-    from tandem.kernels.execution import Step
-
-__all__ = ["PLAIN", "Attention", "AttentionRule"]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionRule:
-    """What a layer's attention has beyond the common."""
-
-    window: int = 0
-    """A token sees itself and ``window - 1`` before it; 0 is all."""
-    soft_cap: float = 0.0
-    """A score becomes cap * tanh(score / cap); 0 is none."""
-    sinks: Buffer | None = None
-    """float32 [H]: a logit that takes weight and adds nothing."""
-
-
-PLAIN = AttentionRule()
+__all__ = ["Attention"]
 
 
 class Attention(Operator):
@@ -171,7 +160,7 @@ class Attention(Operator):
         return torch.cat(((firsts[:, None] + head).flatten(), values))
 
     def forward(
-        self, hidden_states: Tensor, *_: object, tandem_step: "Step", **__: object
+        self, hidden_states: Tensor, *_: object, tandem_step: Step, **__: object
     ) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
         mixed = tandem_step.mix(self, hidden_states[0])

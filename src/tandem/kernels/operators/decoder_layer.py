@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tandem.kernels.execution import Step
+from tandem.kernels.interfaces import Step, WeightReader
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
-from tandem.kernels.operators.operator import Operator, WeightReader
+from tandem.kernels.operators.operator import Operator
 
 __all__ = ["DecoderLayer", "LayerParts"]
 

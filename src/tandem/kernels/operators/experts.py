@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tandem.core.errors import DeadlineError
 from tandem.kernels.activation import SILU, Activation
-from tandem.kernels.operators.operator import Operator, WeightReader
+from tandem.kernels.interfaces import WeightReader
+from tandem.kernels.operators.operator import Operator
 
 __all__ = [
     "PendingExperts",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tandem.kernels.execution import choose_execution
-from tandem.kernels.operators.lora import AdaptedPart, AdaptedRows, MatrixWrapper
-from tandem.kernels.operators.operator import Operator, WeightReader, freeze, read_rows
+from tandem.kernels.interfaces import AdaptedPart, MatrixWrapper, WeightReader
+from tandem.kernels.operators.lora import AdaptedRows
+from tandem.kernels.operators.operator import Operator, freeze, read_rows
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
 
 __all__ = ["Embedding", "Linear", "LmHead"]
@@ -108,7 +108,7 @@ class LmHead(Linear):
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight``, or share the embedding's, which must have been loaded before."""
-        self._execution = choose_execution(reader.device, reader.dtype)
+        self._execution = reader.execution
         # Codes that the checkpoint has under this name, too, are those of the embedding.
         is_packed = self.settings.weight_format is not None
         if self._tied_to is None or (is_packed and reader.find_format(f"{name}.weight")):

@@ -11,7 +11,6 @@ Shapes: T rows, K inputs, N outputs, r rank.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,58 +19,23 @@ from torch.nn import functional
 from tandem._native import LoraBank, LoraRows, ThreadPool
 from tandem.core.errors import InternalError
 from tandem.kernels.cpu.linear import PANEL_COLUMNS
+from tandem.kernels.interfaces import AdaptableHeads, AdaptableMatrix, HeadMatrix, LoraPart, Matrix
 from tandem.kernels.native import Buffer, view_tensor
-from tandem.kernels.weights.head_matrix import HeadMatrix
-from tandem.kernels.weights.matrix import Matrix
 
 __all__ = [
     "AdaptedHeads",
     "AdaptedLatents",
     "AdaptedMatrix",
-    "AdaptedPart",
     "AdaptedRows",
-    "LoraPart",
-    "MatrixWrapper",
     "StepAdapters",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class LoraPart:
-    """What an adapter adds to some outputs of a matrix, or of one head's."""
-
-    a_RK: Tensor  # noqa: N815 - a shape suffix
-    """Contiguous, of the model's dtype."""
-    b_NR: Tensor  # noqa: N815
-    """Of the same dtype."""
-    scale: float
-    first_output: int = 0
-    head: int = 0
-
-
-class AdaptedPart(Protocol):
-    """A linear module of the checkpoint, wherever it is within an operator."""
-
-    @property
-    def in_features(self) -> int:
-        """K of the checkpoint's module."""
-        ...
-
-    @property
-    def out_features(self) -> int:
-        """N of the checkpoint's module."""
-        ...
-
-    def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
-        """Give an adapter its change of the module; the tensors are of the model's dtype."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
     """An ``AdaptedPart`` that is some outputs of a matrix."""
 
-    matrix: "AdaptedMatrix"
+    matrix: AdaptableMatrix
     in_features: int
     out_features: int
     first_output: int = 0
@@ -92,8 +56,8 @@ class AdaptedLatents:
     around, and values. Its input is the latent.
     """
 
-    key_heads: "AdaptedHeads"
-    value_heads: "AdaptedHeads"
+    key_heads: AdaptableHeads
+    value_heads: AdaptableHeads
     in_features: int
     num_heads: int
     key_size: int
@@ -118,18 +82,6 @@ class AdaptedLatents:
         self.value_heads.add_parts(
             slot, [LoraPart(a_RK, v, scale, head=h) for h, v in enumerate(values)]
         )
-
-
-class MatrixWrapper(Protocol):
-    """Makes matrices of operators take adapters."""
-
-    def wrap_matrix(self, matrix: Matrix) -> "AdaptedMatrix":
-        """Put an ``AdaptedMatrix`` around a matrix."""
-        ...
-
-    def wrap_heads(self, matrix: HeadMatrix) -> "AdaptedHeads":
-        """Put an ``AdaptedHeads`` around the matrices of heads."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,26 +11,24 @@ are not rotated, v items of a head's value.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tandem.kernels.native import Buffer
-from tandem.kernels.operators.attention import PLAIN
-from tandem.kernels.operators.lora import AdaptedLatents, AdaptedPart, AdaptedRows, MatrixWrapper
-from tandem.kernels.operators.operator import (
-    Operator,
+from tandem.kernels.interfaces import (
+    PLAIN,
+    AdaptedPart,
+    HeadMatrix,
+    Matrix,
+    MatrixWrapper,
+    Step,
     WeightReader,
-    allocate_scratch,
-    freeze,
-    read_rows,
 )
-from tandem.kernels.weights.head_matrix import HeadMatrix, make_head_matrix
-from tandem.kernels.weights.matrix import TENSORS, Matrix, MatrixSettings, make_matrix, read_matrix
-
-if TYPE_CHECKING:
-    from tandem.kernels.execution import Step
+from tandem.kernels.native import Buffer
+from tandem.kernels.operators.lora import AdaptedLatents, AdaptedRows
+from tandem.kernels.operators.operator import Operator, allocate_scratch, freeze, read_rows
+from tandem.kernels.weights.head_matrix import make_head_matrix
+from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
 
 __all__ = ["MlaAttention", "MlaSizes"]
 
@@ -218,7 +216,7 @@ class MlaAttention(Operator):
             rows.copy_(torch.cat((rows[0::2], rows[1::2])))
 
     def forward(
-        self, hidden_states: Tensor, *_: object, tandem_step: "Step", **__: object
+        self, hidden_states: Tensor, *_: object, tandem_step: Step, **__: object
     ) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
         mixed = tandem_step.mix(self, hidden_states[0])

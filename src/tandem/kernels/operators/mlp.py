@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from tandem.kernels.activation import SILU, Activation
-from tandem.kernels.operators.lora import AdaptedPart, AdaptedRows, MatrixWrapper
-from tandem.kernels.operators.operator import Operator, WeightReader
-from tandem.kernels.weights.matrix import TENSORS, Matrix, MatrixSettings, read_matrix
+from tandem.kernels.interfaces import AdaptedPart, Matrix, MatrixWrapper, WeightReader
+from tandem.kernels.operators.lora import AdaptedRows
+from tandem.kernels.operators.operator import Operator
+from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, read_matrix
 
 __all__ = ["Mlp"]
 

@@ -6,12 +6,12 @@ Shapes: T tokens, D hidden, E experts, K experts per token.
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.execution import choose_execution
+from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.linear import Linear
 from tandem.kernels.operators.mlp import Mlp
-from tandem.kernels.operators.operator import Operator, WeightReader, freeze
+from tandem.kernels.operators.operator import Operator, freeze
 from tandem.kernels.routing import SOFTMAX, RoutingRule
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, read_matrix
 
@@ -56,7 +56,7 @@ class Router(Operator):
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight`` [E, D] and, if there are such, the biases [E]."""
         parts, size = [(name, self.num_experts)], self.hidden_size
-        self._execution = choose_execution(reader.device, reader.dtype)
+        self._execution = reader.execution
         self.matrix = read_matrix(
             self, "", reader, self.settings, parts, size, has_bias=self.has_bias
         )

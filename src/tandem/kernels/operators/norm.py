@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from tandem.kernels.execution import choose_execution
+from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.operator import Operator, WeightReader, freeze, read_rows
+from tandem.kernels.operators.operator import Operator, freeze, read_rows
 
 __all__ = ["RmsNorm"]
 
@@ -25,7 +25,7 @@ class RmsNorm(Operator):
         """Read ``weight``."""
         self.weight = freeze(read_rows(reader, [(f"{name}.weight", self.size)]))
         self.held = Buffer(self.weight)
-        self._execution = choose_execution(reader.device, reader.dtype)
+        self._execution = reader.execution
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return [..., D], new."""

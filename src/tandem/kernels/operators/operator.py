@@ -5,67 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.weights.blocks import CodedMatrix
-from tandem.kernels.weights.formats import WeightFormat
+from tandem.kernels.interfaces import AdaptedPart, MatrixWrapper, WeightReader
 
-if TYPE_CHECKING:
-    from tandem.kernels.operators.lora import AdaptedPart, MatrixWrapper
-
-__all__ = ["Operator", "WeightReader", "allocate_scratch", "freeze", "read_rows"]
-
-
-class WeightReader(Protocol):
-    """Tensors by checkpoint name, in the dtype and on the device that the model runs in."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def has(self, name: str) -> bool:
-        """Whether the checkpoint holds ``name``; does not mark it as used."""
-        ...
-
-    def read_into(self, name: str, out: Tensor) -> None:
-        """Copy ``name`` into ``out``, converting its dtype; marks it as used.
-
-        Raises:
-            NotFoundError: the checkpoint has no such tensor.
-            ShapeError: its shape is not that of ``out``, or its dtype is not floating.
-            CorruptionError: its bytes are not all there.
-        """
-        ...
-
-    def find_storage(self, name: str) -> str:
-        """Return in words how ``name`` is coded; empty for values. Marks nothing as used."""
-        ...
-
-    def find_format(self, name: str) -> WeightFormat | None:
-        """Return the format in which ``read_packed`` gives ``name``; marks nothing as used.
-
-        None where the checkpoint stores values, or codes that none of our formats holds.
-        """
-        ...
-
-    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
-        """Return the codes [N, K] of a matrix in the format of ``find_format``; marks it as used.
-
-        Outputs come first, whichever way around ``read_into`` gives the values.
-
-        Args:
-            name: of the weight.
-            expert_id: which expert, where the checkpoint has those of a layer in one tensor.
-
-        Raises: as ``read_into``; UnsupportedError if there is no such format.
-        """
-        ...
-
-    def skip(self, prefix: str) -> None:
-        """Mark every tensor whose name starts with ``prefix`` as used, without reading it."""
-        ...
+__all__ = ["Operator", "allocate_scratch", "freeze", "read_rows"]
 
 
 class Operator(nn.Module, ABC):
@@ -88,7 +34,7 @@ class Operator(nn.Module, ABC):
         Raises: what ``WeightReader.read_into`` raises.
         """
 
-    def adapt(self, wrapper: "MatrixWrapper", name: str) -> "dict[str, AdaptedPart]":
+    def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
         """Make the operator's own matrices take LoRA adapters, once, after ``load``.
 
         Args:

@@ -16,7 +16,8 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from tandem.kernels.operators.operator import Operator, WeightReader
+from tandem.kernels.interfaces import WeightReader
+from tandem.kernels.operators.operator import Operator
 
 __all__ = ["LayeredRope", "Rope", "RopeParameters", "apply_rope_"]
 

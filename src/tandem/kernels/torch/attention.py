@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.kv_layout import KVLayout, MlaLayout
-from tandem.kernels.operators.attention import AttentionRule
+from tandem.kernels.interfaces import AttentionRule
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 
 __all__ = ["DecodeGroup", "Prefill", "attend_decodes", "attend_prefill", "plan_attention"]

@@ -1,19 +1,15 @@
 """The operators' implementations in torch, on any device."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.step import TorchStep
-
-if TYPE_CHECKING:
-    from tandem.kernels.execution import Step
 
 __all__ = ["TorchExecution"]
 
@@ -21,14 +17,16 @@ __all__ = ["TorchExecution"]
 class TorchExecution:
     """See ``Execution``."""
 
+    is_native = False
+
     def begin_step(
         self,
         batch: PagedBatch,
         cache: PagedKvCache,
-        ropes: tuple[Rope, ...],
+        ropes: tuple[Angles, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
-    ) -> "Step":
+    ) -> Step:
         """See ``Execution``."""
         return TorchStep(batch, cache, ropes, dtype, on_layer)
 

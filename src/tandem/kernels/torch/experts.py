@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ShapeError
+from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.experts import RoutedExperts, read_biases, read_experts
-from tandem.kernels.operators.operator import WeightReader, allocate_scratch, freeze
+from tandem.kernels.operators.operator import allocate_scratch, freeze
 
 __all__ = ["Experts"]
 

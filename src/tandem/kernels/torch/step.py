@@ -4,25 +4,23 @@ Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tandem.kernels.interfaces import Angles, AttentionRule
+from tandem.kernels.operators.attention import Attention
+from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.mla import MlaAttention
-from tandem.kernels.operators.rope import Rope, apply_rope_
+from tandem.kernels.operators.rope import apply_rope_
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
 from tandem.kernels.torch.latents import project_latents
 
-if TYPE_CHECKING:
-    from tandem.kernels.operators.attention import Attention, AttentionRule
-    from tandem.kernels.operators.decoder_layer import DecoderLayer
-
 __all__ = ["TorchStep"]
 
 
-def _compute_angles(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _compute_angles(rope: Angles, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (cos, sin as ``apply_rope_`` takes it), each [T, 1, r]."""
     cos, sin = rope.compute(positions, dtype)
     half = sin.shape[-1] // 2
@@ -30,7 +28,7 @@ def _compute_angles(rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[
     return cos[:, None], signed[:, None]
 
 
-def _norm_heads(attention: "Attention", qk_THd: Tensor) -> Tensor:
+def _norm_heads(attention: Attention, qk_THd: Tensor) -> Tensor:
     """Return queries and keys after their norm, new; themselves where there is none."""
     if attention.held_q is None or attention.held_k is None:
         return qk_THd
@@ -62,7 +60,7 @@ class TorchStep:
         self,
         batch: PagedBatch,
         cache: PagedKvCache,
-        ropes: tuple[Rope, ...],
+        ropes: tuple[Angles, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
@@ -73,8 +71,9 @@ class TorchStep:
         self._runs = batch.slot_runs
         self._decodes, self._prefills = plan_attention(batch, cache)
 
-    def run_layer_(self, layer: "DecoderLayer", x_TD: Tensor) -> None:
+    def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """See ``Step``."""
+        assert isinstance(layer, DecoderLayer), "a layer that is not fused"
         first_norm, attention, attention_out_norm, second_norm, mlp, mlp_out_norm = layer.parts
         mixed = self.mix(attention, x_TD if first_norm is None else first_norm(x_TD))
         if attention_out_norm is None:
@@ -90,10 +89,11 @@ class TorchStep:
     def complete_(self, x_TD: Tensor) -> None:
         """See ``Step``: nothing is left over."""
 
-    def mix(self, attention: "Attention | MlaAttention", h_TD: Tensor) -> Tensor:
+    def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
         """See ``Step``."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
+        assert isinstance(attention, Attention), "attention that is not ours"
         heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
         qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
         qk = qkv[:, : heads + kv_heads]
@@ -131,7 +131,7 @@ class TorchStep:
             self._on_layer(layer_idx)
 
     def attend(
-        self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: "AttentionRule"
+        self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
         """See ``Step``."""
         cache = self._cache

@@ -6,8 +6,6 @@ Multi-head latent attention absorbs its up-projections into queries and outputs 
 Shapes: T rows, H heads, K inputs and N outputs of a head.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -15,27 +13,13 @@ from torch.nn import functional
 from tandem._native import ThreadPool
 from tandem.core.errors import ShapeError
 from tandem.kernels.cpu.linear import PANEL_COLUMNS, PackedLinear, count_bytes
+from tandem.kernels.interfaces import HeadMatrix
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.operator import Operator, freeze
 from tandem.kernels.weights.formats import WeightFormat, find_format
 from tandem.kernels.weights.matrix import MatrixSettings
 
-__all__ = ["HeadMatrix", "choose_head_format", "count_head_bytes", "make_head_matrix"]
-
-
-class HeadMatrix(Protocol):
-    """What attention does with a matrix a head; x is [T, H, K], dense heads, the model's dtype."""
-
-    out_shape: tuple[int, int]
-    """(H, N)."""
-
-    def forward(self, x_THK: Tensor) -> Tensor:
-        """Return [T, H, N], new, of the dtype of ``x_THK``."""
-        ...
-
-    def run(self, x_THK: Buffer, out_THN: Buffer) -> None:
-        """Write the product to a buffer of a native step; any strides of T and H."""
-        ...
+__all__ = ["choose_head_format", "count_head_bytes", "make_head_matrix"]
 
 
 def choose_head_format(weight_format: WeightFormat | None, in_features: int) -> WeightFormat | None:

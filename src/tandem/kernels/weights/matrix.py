@@ -7,7 +7,6 @@ Shapes: T rows, K inputs, N outputs.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,36 +15,14 @@ from torch.nn import functional
 from tandem._native import ThreadPool
 from tandem.core.errors import ShapeError
 from tandem.kernels.cpu.linear import PackedLinear
+from tandem.kernels.interfaces import Matrix, WeightReader
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.operator import Operator, WeightReader, freeze, read_rows
+from tandem.kernels.operators.operator import Operator, freeze, read_rows
 from tandem.kernels.weights.blocks import CodedMatrix, convert_codes, select_outputs, stack_outputs
 from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat
 from tandem.kernels.weights.recode import can_hold, join_formats
 
-__all__ = ["TENSORS", "Matrix", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]
-
-
-class Matrix(Protocol):
-    """What operators do with a matrix; x is [T, K] and contiguous, of the model's dtype."""
-
-    out_features: int
-
-    @property
-    def out_dtype(self) -> torch.dtype | None:
-        """What ``run`` writes best: float32 where sums need no rounding, None = as ``x``."""
-        ...
-
-    def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """Return [..., N], new, float32 or of the dtype of ``x_TK``; any leading dimensions."""
-        ...
-
-    def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
-        """Add the product to ``residual_TN``, in place."""
-        ...
-
-    def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
-        """Write the product to a buffer of a native step, or add it to what that holds."""
-        ...
+__all__ = ["TENSORS", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]
 
 
 @dataclass(frozen=True, slots=True)

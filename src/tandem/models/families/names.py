@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tandem.kernels.operators.operator import WeightReader
+from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 
@@ -28,6 +28,7 @@ class RenamedReader:
         self._reader = reader
         self.dtype: torch.dtype = reader.dtype
         self.device: torch.device = reader.device
+        self.execution = reader.execution
 
     def has(self, name: str) -> bool:
         """See ``WeightReader``."""

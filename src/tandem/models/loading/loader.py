@@ -22,10 +22,11 @@ from tandem.core.spec import (
     MlaLayout,
     ModelSpec,
 )
-from tandem.kernels.execution import choose_execution
+from tandem.kernels.devices import DeviceContext, open_device
+from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
-from tandem.kernels.operators.operator import Operator, WeightReader, freeze
+from tandem.kernels.operators.operator import Operator, freeze
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
@@ -61,22 +62,29 @@ class CausalModel:
     Attributes:
         spec: what it is; ``spec.dtype`` is the dtype it runs in.
         plan: how it is stored and run.
+        context: the device and what is made once around it.
         weights_digest: SHA-256 over all bytes of the weights, hex.
         ignored_weights: tensors of the checkpoint that nothing needs, and why.
         adapters: None until ``enable_adapters``.
     """
 
     def __init__(
-        self, skeleton: Any, plan: ModelPlan, weights_digest: str, ignored_weights: dict[str, str]
+        self,
+        skeleton: Any,
+        plan: ModelPlan,
+        context: DeviceContext,
+        weights_digest: str,
+        ignored_weights: dict[str, str],
     ) -> None:
-        spec, device = plan.spec, torch.device(plan.device)
+        spec, device = plan.spec, context.device.torch_device
         self.spec = spec
         self.plan = plan
         self.weights_digest = weights_digest
         self.ignored_weights = ignored_weights
+        self.context = context
         self.device = device
         self.dtype = TORCH_DTYPES[spec.dtype]
-        self._execution = choose_execution(device, self.dtype)
+        self._execution = context.choose_execution(self.dtype)
         self.skeleton = skeleton
         self.ropes = find_ropes(skeleton.model.rotary_emb, skeleton.config)
         """By ``rope_idx`` of the layers."""
@@ -90,15 +98,14 @@ class CausalModel:
         self.packed_writer: PackedWriter | None = None
         """Writes packed weights behind; None where there is nothing to write."""
 
-    def enable_adapters(self, max_adapters: int, pool: ThreadPool | None = None) -> ModelAdapters:
+    def enable_adapters(self, max_adapters: int) -> ModelAdapters:
         """Make the model take LoRA adapters, once, before its first step; return their table.
 
         Args:
             max_adapters: that are loaded at a time.
-            pool: runs the kernels of adapters, kept; None: the caller's thread.
         """
         assert self.adapters is None, "adapters are enabled already"
-        self.adapters = ModelAdapters(self.skeleton, self.dtype, self.device, max_adapters, pool)
+        self.adapters = ModelAdapters(self.skeleton, self.dtype, self.context, max_adapters)
         return self.adapters
 
     @property
@@ -147,7 +154,7 @@ class CausalModel:
     ) -> PagedKvCache:
         """Allocate a pool of blocks on the model's device."""
         layout = self.kv_layout(block_size, kv_dtype)
-        return PagedKvCache(layout, num_blocks, device=self.device)
+        return self.context.make_kv_cache(layout, num_blocks)
 
     @torch.inference_mode()
     def forward(
@@ -248,12 +255,13 @@ def load_model(
         )
     if pool is None:
         pool = ThreadPool(recommend_threads(read_topology()).threads)
+    context = DeviceContext(open_device(plan.device), pool)
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
         # Parts on NUMA nodes are copies: with them the memory to write from would come on top.
         is_behind = is_written_behind and plan.expert_parts == 1
         source, hasher, caches = open_weights(
-            checkpoint, plan, pool, progress, stack, is_behind=is_behind
+            checkpoint, plan, context, progress, stack, is_behind=is_behind
         )
         settings = make_settings(plan, pool, caches)
         apply_plan(model, checkpoint.config, plan, settings)
@@ -267,7 +275,7 @@ def load_model(
             "event=memory_not_bound what=weights why=%r",
             "the kernel refused mbind: they lie where threads touched them first",
         )
-    loaded = CausalModel(model, plan, weights_digest, ignored)
+    loaded = CausalModel(model, plan, context, weights_digest, ignored)
     loaded.packed_writer = PackedWriter(unwritten) if unwritten else None
     return loaded
 
@@ -275,7 +283,7 @@ def load_model(
 def open_weights(
     checkpoint: Checkpoint,
     plan: ModelPlan,
-    pool: ThreadPool,
+    context: DeviceContext,
     progress: Progress | None,
     stack: ExitStack,
     *,
@@ -286,7 +294,7 @@ def open_weights(
     Args:
         checkpoint: says how its weights are coded.
         plan: names the folder, the dtype and the cache.
-        pool: as many threads hash.
+        context: its threads hash, its execution is given to operators.
         progress: see ``load_model``.
         stack: closes all three.
         is_behind: see ``PackedCaches``.
@@ -295,13 +303,14 @@ def open_weights(
     source = open_source(
         folder,
         dtype=dtype,
-        device=plan.device,
+        device=context.device,
+        execution=context.choose_execution(dtype),
         progress=progress,
         quantization=checkpoint.quantization,
     )
     stack.enter_context(source)
     cache = DigestCache.of_user(folder)
-    hasher = WeightHasher(source.entries, num_threads=pool.num_threads, cache=cache)
+    hasher = WeightHasher(source.entries, num_threads=context.pool.num_threads, cache=cache)
     stack.enter_context(hasher)
     root = _choose_packed_root(plan)
     if root is None:

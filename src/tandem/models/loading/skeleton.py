@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
-from tandem.kernels.execution import Step
+from tandem.kernels.interfaces import AttentionRule, Step
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.attention import AttentionRule
 from tandem.placement.rules import ModuleInfo
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from tandem.core.model_plan import (
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.cpu import experts as native_experts
 from tandem.kernels.cpu import linear as native_linear
+from tandem.kernels.devices import has_native_kernels
 from tandem.kernels.weights.head_matrix import choose_head_format, count_head_bytes
 from tandem.kernels.weights.recode import join_formats
 from tandem.models.families import Checkpoint, open_checkpoint
@@ -110,7 +111,7 @@ def plan_model(
     )
     all_rules = load_rules(rules)
     wishes = {"experts": expert_format, "linear": linear_format}
-    kept = _keep_stored(stored, raw, wishes) if device == "cpu" else StoredModel()
+    kept = _keep_stored(stored, raw, wishes) if has_native_kernels(device) else StoredModel()
     settings = WeightSettings.of_choices(ThreadPool(1), *choices, expert_parts=1, stored=kept)
     table, modules = apply_rules(
         skeleton, checkpoint.config, all_rules, device=device, settings=settings

@@ -8,6 +8,7 @@ from tandem._native import cpu_features
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.core.model_plan import NO_FORMAT, FormatChoice
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
+from tandem.kernels.devices import has_native_kernels
 from tandem.kernels.weights.formats import find_format
 
 __all__ = [
@@ -101,7 +102,7 @@ def choose_formats(
         UnsupportedError: a format that has no kernels on this device.
     """
     experts = _choose(spec, expert_format, device, "expert_format")
-    if expert_format == "auto" and spec.expert_format and device == "cpu":
+    if expert_format == "auto" and spec.expert_format and has_native_kernels(device):
         experts = FormatChoice(
             weight_format=spec.expert_format, reason="as the checkpoint stores them"
         )
@@ -140,13 +141,13 @@ def _choose_name(spec: ModelSpec, wish: str, device: str, field: str) -> tuple[s
                 f"{field}: {error.what}, auto or none",
                 field=f"model.{field}",
             ) from error
-        if device != "cpu":
+        if not has_native_kernels(device):
             raise UnsupportedError(
                 "models.choose_formats",
                 f"{field} {wish}: formats have kernels on the CPU only, not on {device}",
             )
         return weight_format.name, "as asked for"
-    if device != "cpu":
+    if not has_native_kernels(device):
         reason = f"{spec.dtype} tensors: native kernels run on the CPU, the model on {device}"
         return NO_FORMAT, reason
     return DTYPE_FORMATS[spec.dtype], "the model's own dtype, on native kernels"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tandem.kernels.activation import Activation
-from tandem.kernels.operators.attention import AttentionRule
+from tandem.kernels.interfaces import AttentionRule
 from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
 

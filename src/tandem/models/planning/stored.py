@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tandem.core.errors import NotFoundError
+from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.experts import list_expert_weights
-from tandem.kernels.operators.operator import WeightReader
 from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat
 from tandem.kernels.weights.recode import join_formats
 from tandem.models.families import Checkpoint

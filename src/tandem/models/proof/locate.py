@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.kernels.execution import choose_execution
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.mlp import Mlp
@@ -113,7 +112,7 @@ def _locate_in_layer(
     cache = ours.allocate_kv(-(-len(tokens) // BLOCK_SIZE), block_size=BLOCK_SIZE)
     table = list(range(cache.num_blocks))
     batch = PagedBatch.build([SequenceChunk(tokens.tolist(), 0, table, "all")], BLOCK_SIZE)
-    execution = choose_execution(ours.device, ours.dtype)
+    execution = ours.context.choose_execution(ours.dtype)
 
     def begin() -> Any:
         return execution.begin_step(batch, cache, ours.ropes, ours.dtype)

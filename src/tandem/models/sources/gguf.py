@@ -17,6 +17,10 @@ from torch import Tensor
 
 from tandem._native import decode_blocks
 from tandem.core.errors import ConfigError, NotFoundError, ShapeError, UnsupportedError
+from tandem.kernels.cpu.device import CPU
+from tandem.kernels.device import Device
+from tandem.kernels.devices import choose_execution
+from tandem.kernels.interfaces import Execution
 from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, interleave_rows
 from tandem.kernels.weights.formats import WeightFormat, find_format
 from tandem.kernels.weights.recode import join_formats
@@ -56,12 +60,14 @@ class GgufSource:
         path: Path,
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: Device = CPU,
+        execution: Execution | None = None,
         progress: Progress | None = None,
     ) -> None:
         self.path = path
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = device.torch_device
+        self.execution = execution or choose_execution(device, dtype)
         self.files = GgufFiles.open(path)
         self._harmless = dict(_list_harmless(self.files.tensors))
         for tensor in self.files.tensors.values():

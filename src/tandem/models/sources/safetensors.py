@@ -25,6 +25,10 @@ from tandem.core.errors import (
     ShapeError,
     UnsupportedError,
 )
+from tandem.kernels.cpu.device import CPU
+from tandem.kernels.device import Device
+from tandem.kernels.devices import choose_execution
+from tandem.kernels.interfaces import Execution
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 from tandem.models.codecs.choice import UNUSED_TENSORS, make_codec
@@ -191,13 +195,15 @@ class SafetensorsSource:
         folder: Path,
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
+        device: Device = CPU,
+        execution: Execution | None = None,
         progress: Progress | None = None,
         quantization: Quantization | None = None,
     ) -> None:
         self.folder = folder
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = device.torch_device
+        self.execution = execution or choose_execution(device, dtype)
         self.entries: dict[str, TensorEntry] = {}
         for path in _list_files(folder):
             for name, entry in read_header(path).items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ConfigError, CorruptionError
-from tandem.kernels.operators.operator import WeightReader
+from tandem.kernels.interfaces import WeightReader
 
 __all__ = [
     "Progress",

@@ -1,0 +1,110 @@
+"""The interface of a device: memory, the order of work, and graphs of it.
+
+All orchestration around a device goes through ``Device``, so that it runs on every kind of one, and
+in tests on a device that is none. ``kernels.devices.open_device`` finds the implementation.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Device", "Event", "Graph", "Stream"]
+
+
+class Stream(Protocol):
+    """A queue of work that the device does in order, beside the host and other streams."""
+
+    def wait(self, event: "Event") -> None:
+        """Let later work of this stream begin when ``event`` has happened; do not block."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all work of the stream is done. Raises: what a host function raised."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self, stream: Stream) -> None:
+        """Take the place behind all work that ``stream`` has now; replaces an earlier place."""
+        ...
+
+    def is_done(self) -> bool:
+        """Return True if the work before the event is done, or none was recorded."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the work before the event is done."""
+        ...
+
+
+class Graph(Protocol):
+    """Captured work that is launched as a whole; its memory must stay where it was."""
+
+
+class Device(Protocol):
+    """One device, and what is asked of every kind of one."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Place of its tensors, as torch names it."""
+        ...
+
+    @property
+    def is_host(self) -> bool:
+        """True if the host reads and writes its memory, so that nothing needs staging."""
+        ...
+
+    @property
+    def has_native_kernels(self) -> bool:
+        """True if the native kernels run here: weight formats, coded KV, batch invariance."""
+        ...
+
+    def name_arithmetic(self) -> str:
+        """Return what torch's libraries choose the order of sums by, for rounding classes."""
+        ...
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        """Return zeros, uint8 [size_bytes], new.
+
+        Raises: CapacityError (more than there is).
+        """
+        ...
+
+    def allocate_staging(self, size_bytes: int) -> Tensor:
+        """Return zeros, uint8 [size_bytes], in host memory that ``copy`` moves without waiting."""
+        ...
+
+    def copy(self, source: Tensor, target: Tensor, stream: Stream | None = None) -> None:
+        """Copy between the host and the device, or within it; shapes and dtypes are equal.
+
+        With a stream the copy is queued, and both tensors must live until it is done.
+        """
+        ...
+
+    def make_stream(self) -> Stream:
+        """Return a stream without work."""
+        ...
+
+    def make_event(self) -> Event:
+        """Return an event that is not recorded."""
+        ...
+
+    def call_host(self, stream: Stream, function: Callable[[], None]) -> None:
+        """Queue a function that runs on the host when the stream gets there.
+
+        It must not use the device. Captured, it runs at each launch. What it raises is raised by
+        ``Stream.synchronize``.
+        """
+        ...
+
+    def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
+        """Return a graph of what ``work`` queues on ``stream``; none of it is done yet."""
+        ...
+
+    def launch(self, graph: Graph, stream: Stream) -> None:
+        """Queue all work of a graph."""
+        ...

@@ -1,0 +1,108 @@
+"""The devices that this build runs on, and what is made once around one.
+
+The top of ``kernels``: everything else there takes what is chosen here, and asks for no device.
+"""
+
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tandem._native import ThreadPool
+from tandem.core.errors import UnsupportedError
+from tandem.core.kv_layout import KVLayout
+from tandem.kernels.cpu.device import CPU
+from tandem.kernels.cpu.execution import CpuExecution
+from tandem.kernels.device import Device
+from tandem.kernels.interfaces import Execution
+from tandem.kernels.native import NATIVE_DTYPES
+from tandem.kernels.paged import PagedKvCache
+from tandem.kernels.torch.execution import TorchExecution
+
+__all__ = [
+    "DeviceContext",
+    "choose_execution",
+    "has_native_kernels",
+    "name_arithmetic",
+    "open_device",
+]
+
+_DEVICES: dict[str, Device] = {"cpu": CPU}
+"""By the type of torch's device."""
+
+
+def has_native_kernels(name: str) -> bool:
+    """Return True if native kernels run on a device of that name, here or elsewhere.
+
+    Args:
+        name: as torch writes it, such as ``cuda:0``; planning knows devices that are not here.
+    """
+    device = _DEVICES.get(torch.device(name).type)
+    return device is not None and device.has_native_kernels
+
+
+def name_arithmetic(name: str) -> str:
+    """Return ``Device.name_arithmetic``; the name itself of a device that this build has not."""
+    device = _DEVICES.get(torch.device(name).type)
+    return name if device is None else device.name_arithmetic()
+
+
+def open_device(name: str) -> Device:
+    """Return the device of that name.
+
+    Raises: UnsupportedError (this build does not run on such a device).
+    """
+    device = _DEVICES.get(torch.device(name).type)
+    if device is None:
+        raise UnsupportedError(
+            "kernels.open_device",
+            f"this build does not run on {name!r}: use one of {', '.join(_DEVICES)}",
+        )
+    return device
+
+
+def choose_execution(
+    device: Device, dtype: torch.dtype, pool: ThreadPool | None = None
+) -> Execution:
+    """Return what runs the operators of a model.
+
+    Args:
+        device: of the model.
+        dtype: of the model.
+        pool: shares the native kernels' work, kept; None: they run on the caller's thread.
+    """
+    if device.has_native_kernels and dtype in NATIVE_DTYPES:
+        return CpuExecution(pool)
+    return TorchExecution()
+
+
+class DeviceContext:
+    """A device and what is made once around it.
+
+    Args:
+        device: where models run.
+        pool: threads of the native kernels and of the sampler; kept.
+    """
+
+    def __init__(self, device: Device, pool: ThreadPool) -> None:
+        self.device = device
+        self.pool = pool
+        self.choose_execution = cache(self._choose_execution)
+        """Returns what runs a model of a dtype, the same for all its operators."""
+
+    def _choose_execution(self, dtype: torch.dtype) -> Execution:
+        return choose_execution(self.device, dtype, self.pool)
+
+    def make_kv_cache(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        memory: memoryview | NDArray[np.uint8] | None = None,
+    ) -> PagedKvCache:
+        """Return a pool of KV blocks on the device; see ``PagedKvCache``."""
+        return PagedKvCache(layout, num_blocks, device=self.device, memory=memory)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's values in host memory: itself where the host reads the device's."""
+        return tensor if self.device.is_host else tensor.cpu()
