@@ -50,7 +50,7 @@ class Codec(Protocol):
         ...
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight into ``out``; see ``tandem.kernels.operators.operator.WeightReader``."""
+        """Decode a weight into ``out``; see ``tandem.kernels.interfaces.WeightReader``."""
         ...
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
