@@ -18,7 +18,7 @@ def tool(monkeypatch):
     sys.modules.pop("import_circles", None)
 
 
-def test_the_package_has_no_new_circle(tool, capsys):
+def test_the_package_has_no_circle(tool, capsys):
     assert tool.main() == 0, capsys.readouterr().out
 
 

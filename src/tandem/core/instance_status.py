@@ -6,7 +6,9 @@ import msgspec
 
 from tandem.core.wire import StageChanged
 
-__all__ = ["InstanceStatus", "StoreStatus"]
+__all__ = ["InstanceRole", "InstanceStatus", "StoreStatus"]
+
+InstanceRole = Literal["unified", "prefill", "decode"]
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -31,9 +31,6 @@ from tandem.rpc.lane import LaneRequest
 from tandem.rpc.methods import Kept, Method, MethodTable
 from tandem.rpc.outgoing import Wire
 from tandem.rpc.wire.frames import Call, Fault, Reply, as_body, decode_body, make_fault
-
-if TYPE_CHECKING:
-    from tandem.rpc.peer import Peer
 
 __all__ = ["IncomingCalls"]
 
@@ -68,6 +65,15 @@ class _Running:
     """Whether the task goes on when its caller is gone."""
 
 
+class Caller(Protocol):
+    """Whoever calls: a ``Peer``."""
+
+    @property
+    def name(self) -> str:
+        """Name that it gave itself."""
+        ...
+
+
 class IncomingCalls:
     """Calls of the peer.
 
@@ -83,7 +89,7 @@ class IncomingCalls:
 
     def __init__(
         self,
-        peer: "Peer",
+        peer: Caller,
         methods: MethodTable,
         wire: Wire,
         *,

@@ -3,14 +3,11 @@
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from tandem.core.errors import ConfigError, ConflictError
-
-if TYPE_CHECKING:
-    from tandem.rpc.peer import Peer
 
 __all__ = ["EventCallback", "Handler", "Kept", "Method", "MethodTable"]
 
@@ -28,10 +25,10 @@ class Kept:
     work: Coroutine[Any, Any, Any]
 
 
-Handler = (
-    Callable[["Peer", Req], Awaitable[Res]] | Callable[["Peer", Req], Res | Awaitable[Res] | Kept]
-)
-EventCallback = Callable[["Peer", Any], None]
+Handler = Callable[[Any, Req], Awaitable[Res]] | Callable[[Any, Req], Res | Awaitable[Res] | Kept]
+"""Takes the ``Peer`` that calls and the request."""
+EventCallback = Callable[[Any, Any], None]
+"""Takes the ``Peer`` that pushed and the event."""
 
 
 @dataclass(frozen=True, slots=True)

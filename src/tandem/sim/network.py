@@ -1,7 +1,9 @@
 """Calls between processes of the simulated world: lost in either direction, late, doubled, cut."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import Counter
+from random import Random
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -9,10 +11,7 @@ from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_e
 from tandem.rpc import Kept
 from tandem.sim.process import Process
 
-if TYPE_CHECKING:
-    from tandem.sim.world import World
-
-__all__ = ["Session"]
+__all__ = ["Faults", "Session"]
 
 T = TypeVar("T")
 Answer = tuple[str, str, str, str | None, bytes]
@@ -20,6 +19,47 @@ Answer = tuple[str, str, str, str | None, bytes]
 
 CALL_TIMEOUT_S = 30.0
 """Of a call that names no deadline."""
+
+
+class Faults(msgspec.Struct, frozen=True):
+    """Probabilities, each of one message or one write unless it says otherwise."""
+
+    lose: float = 0.0
+    late: float = 0.0
+    double: float = 0.0
+    stall: float = 0.0
+    """A process that is stopped in the middle of a write."""
+    drag: float = 0.0
+    """A slice of a read that takes up to a second: readers that space could be reused under."""
+    rot_per_s: float = 0.0
+    """Bytes of objects that flip by themselves."""
+    disk: float = 0.0
+    """How often a disk fails, fills, slows down or hangs, each a few times a minute at 1."""
+
+
+class NetworkWorld(Protocol):
+    """The part of a ``World`` that carries calls."""
+
+    random: Random
+    faults: Faults
+    network: Process
+    num_answers: Counter[str]
+
+    async def travel(self) -> None:
+        """Take the time of one message or slice."""
+        ...
+
+    def is_cut(self, near: Process, far: Process) -> bool:
+        """Return True if nothing passes between two processes."""
+        ...
+
+    def note_step(self) -> None:
+        """Count a step."""
+        ...
+
+    def note_answer(self, far: Process, method: str, *, error: str, body: bytes) -> None:
+        """Look at an answer that is about to leave; ``error`` is a code, empty for none."""
+        ...
 
 
 class Session:
@@ -32,7 +72,7 @@ class Session:
     back: "Session"
     """The other direction."""
 
-    def __init__(self, world: "World", near: Process, far: Process) -> None:
+    def __init__(self, world: NetworkWorld, near: Process, far: Process) -> None:
         self.world, self.near, self.far = world, near, far
         self.is_open = True
         self.lost = asyncio.Event()

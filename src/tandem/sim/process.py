@@ -2,14 +2,11 @@
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 from tandem.core.errors import TandemError
 from tandem.sim.loop import OWNER, VirtualLoop
-
-if TYPE_CHECKING:
-    from tandem.sim.world import World
 
 __all__ = ["Handler", "Process"]
 
@@ -21,6 +18,17 @@ MANY_TASKS = 64
 """From here on tasks that are done are dropped."""
 
 
+class ProcessWorld(Protocol):
+    """The part of a ``World`` that its processes use."""
+
+    violations: list[str]
+
+    @property
+    def ids(self) -> Iterator[int]:
+        """Numbers of processes, each once."""
+        ...
+
+
 class Process:
     """Something that can die. All tasks that its code began end with it, at whatever step.
 
@@ -29,7 +37,7 @@ class Process:
         name: of the role that it plays; ``instance_id`` is its own.
     """
 
-    def __init__(self, world: "World", name: str) -> None:
+    def __init__(self, world: ProcessWorld, name: str) -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         self.world = world

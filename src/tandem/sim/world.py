@@ -12,11 +12,9 @@ import itertools
 import random
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from tandem.core.clock import Clock
 from tandem.sim.loop import LoopClock
-from tandem.sim.network import Session
+from tandem.sim.network import Faults, Session
 from tandem.sim.process import Process
 
 __all__ = ["Faults", "World"]
@@ -28,22 +26,6 @@ LATE_S = (0.1, 12.0)
 STALL_S = (5.0, 60.0)
 SILENT_S = 3.0
 """After which a session with a process that does not answer ends: the control channel's lease."""
-
-
-class Faults(msgspec.Struct, frozen=True):
-    """Probabilities, each of one message or one write unless it says otherwise."""
-
-    lose: float = 0.0
-    late: float = 0.0
-    double: float = 0.0
-    stall: float = 0.0
-    """A process that is stopped in the middle of a write."""
-    drag: float = 0.0
-    """A slice of a read that takes up to a second: readers that space could be reused under."""
-    rot_per_s: float = 0.0
-    """Bytes of objects that flip by themselves."""
-    disk: float = 0.0
-    """How often a disk fails, fills, slows down or hangs, each a few times a minute at 1."""
 
 
 class World:

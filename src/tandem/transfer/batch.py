@@ -4,16 +4,13 @@ import asyncio
 import os
 from collections.abc import Generator, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from tandem._native import CoreBatch, PreparedTransfers
 from tandem.transfer.buffer import Buffer
-
-if TYPE_CHECKING:
-    from tandem.transfer.engine import TransferEngine
-    from tandem.transfer.segment import Segment
+from tandem.transfer.segment import Segment
 
 __all__ = ["Batch", "Op", "PreparedBatch", "Transfer", "TransferStatus"]
 
@@ -45,7 +42,7 @@ class Transfer:
         self,
         op: Op,
         local: Buffer,
-        segment: "Segment",
+        segment: Segment,
         offset: int,
         length: int,
         *,
@@ -76,6 +73,14 @@ class TransferStatus(msgspec.Struct, frozen=True):
         return self.bytes_done == self.length
 
 
+class Submitter(Protocol):
+    """Carrier of batches: a ``TransferEngine``."""
+
+    def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float | None) -> CoreBatch:
+        """Begin to move prepared ranges."""
+        ...
+
+
 class PreparedBatch:
     """Transfers that are submitted again and again; made by ``TransferEngine.prepare``.
 
@@ -84,7 +89,7 @@ class PreparedBatch:
     """
 
     def __init__(
-        self, engine: "TransferEngine", prepared: PreparedTransfers, lengths: Sequence[int]
+        self, engine: Submitter, prepared: PreparedTransfers, lengths: Sequence[int]
     ) -> None:
         self._engine = engine
         self._prepared = prepared
@@ -113,7 +118,7 @@ class Batch:
     nothing that this process submits later, to whatever engine, is overwritten by it.
     """
 
-    def __init__(self, engine: "TransferEngine", core: CoreBatch, lengths: Sequence[int]) -> None:
+    def __init__(self, engine: Submitter, core: CoreBatch, lengths: Sequence[int]) -> None:
         self._engine = engine
         self._core = core
         self._lengths = lengths

@@ -1,6 +1,6 @@
 """Registered memory of this process, and what a peer's registered memory looks like from here."""
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -8,9 +8,6 @@ import numpy.typing as npt
 
 from tandem._native import HostMemory, SharedArray
 from tandem.core.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from tandem.transfer.engine import TransferEngine
 
 __all__ = ["Buffer", "RemoteBuffer"]
 
@@ -29,6 +26,19 @@ class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True):
     """Its memory can be mapped by processes of the same user on its host."""
 
 
+class Registry(Protocol):
+    """Where memory is registered: a ``TransferEngine``."""
+
+    @property
+    def is_closed(self) -> bool:
+        """True if nothing is registered any more."""
+        ...
+
+    def unregister(self, buffer: "Buffer") -> None:
+        """Take memory back."""
+        ...
+
+
 class Buffer:
     """Memory of this process that transfers may touch; made by an engine, never directly.
 
@@ -38,7 +48,7 @@ class Buffer:
 
     def __init__(
         self,
-        engine: "TransferEngine",
+        engine: Registry,
         memory: HostMemory | SharedArray,
         offset: int,
         *,

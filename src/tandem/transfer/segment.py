@@ -1,15 +1,35 @@
 """A segment: the registered memory of a process, as another process (or itself) reaches it."""
 
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
-from tandem._native import RailStatus, SegmentDescription
+from tandem._native import RailStatus, SegmentDescription, TransferCore
 from tandem.core.errors import NotFoundError
 from tandem.transfer.buffer import RemoteBuffer
 
-if TYPE_CHECKING:
-    from tandem.transfer.engine import TransferEngine
-
 __all__ = ["FileSegment", "Segment"]
+
+
+class SegmentOwner(Protocol):
+    """Opener of segments: a ``TransferEngine``."""
+
+    core: TransferCore
+
+    @property
+    def is_closed(self) -> bool:
+        """True if its segments are closed."""
+        ...
+
+    def has_segment(self, segment: "Segment") -> bool:
+        """Return True if the segment was opened here and not closed."""
+        ...
+
+    def describe(self, segment_id: int, deadline_s: float | None = None) -> SegmentDescription:
+        """Ask a segment for its name and buffers."""
+        ...
+
+    def close_segment(self, segment: "Segment") -> None:
+        """Close a segment that was opened here."""
+        ...
 
 
 class Segment:
@@ -19,7 +39,7 @@ class Segment:
     with ``PeerLostError`` and the segment must be opened again.
     """
 
-    def __init__(self, engine: "TransferEngine", segment_id: int, address: str) -> None:
+    def __init__(self, engine: SegmentOwner, segment_id: int, address: str) -> None:
         self.address = address
         self._engine = engine
         self._id = segment_id

@@ -14,7 +14,7 @@ import msgspec
 from tandem import _native
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import ConfigError, PeerLostError, TandemError
-from tandem.core.instance_status import InstanceStatus
+from tandem.core.instance_status import InstanceRole, InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, InstanceInfo, InstanceStage, InstanceStats, StageChanged
 from tandem.engine.cluster.adapters import ClusterAdapters
@@ -25,7 +25,7 @@ from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.cluster.selection import Policy, make_policy
 from tandem.engine.cluster.stats import sum_stats
 from tandem.engine.config import KvEventConfig
-from tandem.engine.process.instance import InstanceRole, InstanceSpec
+from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher, ProcessLauncher
 from tandem.engine.process.output_stream import OutputStream
 from tandem.placement.cores import divide_cores

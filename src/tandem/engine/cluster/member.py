@@ -7,11 +7,12 @@ from typing import Self
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import TandemError, UnsupportedError
+from tandem.core.instance_status import InstanceRole
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import AddRequest, ContinueRequest, InstanceInfo, RequestOutput, StageChanged
 from tandem.engine.cluster.machine import InstanceRef
 from tandem.engine.cluster.stats import StatsHistory
-from tandem.engine.process.instance import InstanceRole, InstanceSpec
+from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher
 from tandem.engine.process.supervisor import InstanceSupervisor
 

@@ -4,12 +4,13 @@ Owns the transfer engine, in whose memory the blocks lie, the announcer and the 
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError
+from tandem.core.instance_status import InstanceRole
 from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout
 from tandem.core.wire import KvPeer
@@ -22,9 +23,6 @@ from tandem.engine.disaggregation.transfer_port import TransferPort
 from tandem.engine.engine import Engine
 from tandem.engine.stepping.runner import BlockTransfers
 from tandem.transfer import Buffer, TransferConfig, TransferEngine
-
-if TYPE_CHECKING:
-    from tandem.engine.process.instance import InstanceRole
 
 __all__ = ["KvExchange"]
 
@@ -42,9 +40,7 @@ class KvExchange:
         clock: the engine's.
     """
 
-    def __init__(
-        self, name: str, role: "InstanceRole", config: TransferConfig, clock: Clock
-    ) -> None:
+    def __init__(self, name: str, role: InstanceRole, config: TransferConfig, clock: Clock) -> None:
         self._name = name
         self._serves = role != "decode"
         self._reads = role != "prefill"

@@ -20,7 +20,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,7 @@ from msgspec import Meta
 from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
+from tandem.core.instance_status import InstanceRole
 from tandem.core.logs import configure_logging
 from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
@@ -68,7 +69,6 @@ __all__ = [
     "INSTANCE_ROLE",
     "PREPARE",
     "SERVER_ROLE",
-    "InstanceRole",
     "InstanceSpec",
     "compat_facts",
     "main",
@@ -86,7 +86,6 @@ STORE_TIMEOUT_S = 10.0
 
 PREPARE = b"\n"
 """Instead of the configuration: import libraries, and then read that."""
-InstanceRole = Literal["unified", "prefill", "decode"]
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
