@@ -13,29 +13,18 @@ from sim_instance import SimInstance
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
 from tandem.core.wire import (
-    AddRequest,
     CancelRequest,
-    ClosePeer,
-    ContinueRequest,
-    Empty,
     InstanceStage,
-    KvPeer,
     ReleaseHold,
     StageChanged,
     StepOutputs,
 )
+from tandem.engine.process.methods import METHODS
 from tandem.sim.world import SILENT_S
 
 START_S = (0.2, 2.0)
 """From the start of a process until it serves."""
-REQUESTS = {
-    "add": AddRequest,
-    "continue": ContinueRequest,
-    "info": Empty,
-    "open_peer": KvPeer,
-    "close_peer": ClosePeer,
-    "flush_cache": Empty,
-}
+METHODS_BY_NAME = {method.name: method for method in METHODS}
 Event = CancelRequest | ReleaseHold | StepOutputs | StageChanged
 
 
@@ -201,29 +190,13 @@ class SimClient:
             handler.add_done_callback(lambda _: self._handlers.pop(number, None))
 
     async def _answer(self, number: int, method: str, payload: bytes) -> None:
-        request = msgspec.msgpack.decode(payload, type=REQUESTS[method])
+        called = METHODS_BY_NAME[method]
+        request = msgspec.msgpack.decode(payload, type=called.request_type)
         try:
-            outcome = msgspec.msgpack.encode(await self._execute(method, request))
+            outcome = msgspec.msgpack.encode(await self._instance.api.handle(called, self, request))
         except TandemError as error:
             outcome = error
         self._to_server.send("answer", number, outcome)
-
-    async def _execute(self, method: str, request):
-        api = self._instance.api
-        match method:
-            case "add":
-                await api.add(self, request)
-            case "continue":
-                return api.continue_request(self, request)
-            case "info":
-                return self._instance.info
-            case "open_peer":
-                await api.open_peer(request)
-            case "close_peer":
-                await api.close_peer(request.name)
-            case "flush_cache":
-                return await api.flush_cache()
-        return Empty()
 
 
 class SimChild:

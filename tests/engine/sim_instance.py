@@ -138,7 +138,9 @@ class SimInstance:
             self.reader = PeerReader(target, self.engine, ThreadLoop(world, self.process))
             transfers = CombinedTransfers(self.tier, self.reader)
         self.engine.attach_transfers(transfers)
-        self.api = InstanceApi(self.name, self.engine, clock, self.tier, self.reader)
+        self.api = InstanceApi(
+            self.name, self.engine, clock, self.tier, self.reader, info=self.info
+        )
 
     @property
     def info(self) -> InstanceInfo:

@@ -12,6 +12,7 @@ from tandem.core.wire import AddRequest, FinishReason, RequestOutput, SamplingPa
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import InstanceRef, Limits
 from tandem.engine.cluster.selection import LeastLoadedPolicy
+from tandem.engine.process.methods import CONTINUE
 
 TIMEOUT_S = 10.0
 
@@ -45,7 +46,8 @@ class ToyPort:
             raise self.error
         self.live[request.request_id] = put
 
-    async def continue_request(self, message):
+    async def call(self, method, message):
+        assert method is CONTINUE
         return False
 
     def cancel(self, request_id):

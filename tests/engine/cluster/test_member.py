@@ -14,6 +14,7 @@ from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.process.instance import InstanceSpec
+from tandem.engine.process.methods import OPEN_PEER
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 
@@ -34,7 +35,8 @@ class Supervisor:
     def require_session(self):
         return self
 
-    async def open_peer(self, peer):
+    async def call(self, method, peer):
+        assert method is OPEN_PEER
         self.opened.append(peer)
         if self.errors:
             raise self.errors.pop(0)

@@ -21,11 +21,12 @@ from tandem.core.errors import (
     NotFoundError,
     PeerLostError,
 )
-from tandem.core.wire import AddRequest, SamplingParams
+from tandem.core.wire import AddRequest, Empty, SamplingParams
 from tandem.engine.adapters import AdapterTable
 from tandem.engine.build import build_engine
 from tandem.engine.cluster.adapters import ClusterAdapters
 from tandem.engine.config import EngineConfig
+from tandem.engine.process.methods import LOAD_ADAPTER, UNLOAD_ADAPTER
 from tandem.models.config import ModelConfig
 
 PROMPT = [(7 * i) % 300 + 5 for i in range(70)]
@@ -149,18 +150,22 @@ class Member:
     def set_adapters(self, sources):
         self.told = list(sources)
 
-    async def load_adapter(self, source):
+    async def call(self, method, message):
+        if method is LOAD_ADAPTER:
+            return await self._load(message)
+        assert method is UNLOAD_ADAPTER
+        if message.digest not in self.loaded:
+            raise NotFoundError("test", "it is not loaded here")
+        self.loaded.remove(message.digest)
+        return Empty()
+
+    async def _load(self, source):
         await asyncio.sleep(0)
         if self.failure is not None:
             raise self.failure
         digest = self.contents.get(source.folder, source.folder)
         self.loaded.add(digest)
         return make_info(source.name, source.folder, digest)
-
-    async def unload_adapter(self, digest):
-        if digest not in self.loaded:
-            raise NotFoundError("test", "it is not loaded here")
-        self.loaded.remove(digest)
 
 
 class Info:

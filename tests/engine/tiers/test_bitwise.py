@@ -20,6 +20,7 @@ from tandem.core.wire import AddRequest, FinishReason, RequestOutput, SamplingPa
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import InstanceRef, Limits
 from tandem.engine.cluster.selection import LeastLoadedPolicy
+from tandem.engine.process.methods import CONTINUE
 
 BLOCK = 16
 CHUNK = 48
@@ -83,7 +84,8 @@ class NodePort:
         self._sinks[request.request_id] = put
         self.node.engine.add(request)
 
-    async def continue_request(self, message):
+    async def call(self, method, message):
+        assert method is CONTINUE
         return self.node.engine.continue_request(message)
 
     def cancel(self, request_id):

@@ -8,9 +8,9 @@ it serves. Requests that run keep the adapter that they began with. One event lo
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from tandem.core.adapter import AdapterInfo, AdapterSource
+from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
 from tandem.core.errors import (
     CapacityError,
     ConfigError,
@@ -20,8 +20,12 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.core.wire import AddRequest, InstanceInfo
+from tandem.engine.process.methods import LOAD_ADAPTER, UNLOAD_ADAPTER, InstanceMethod
 
 __all__ = ["AdapterMember", "ClusterAdapters"]
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +47,8 @@ class AdapterMember(Protocol):
         """Set the adapters of its next start."""
         ...
 
-    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
-        """Load an adapter, or look up one that is loaded."""
-        ...
-
-    async def unload_adapter(self, digest: str) -> None:
-        """Let it free an adapter."""
+    async def call(self, method: InstanceMethod[Req, Res], request: Req) -> Res:
+        """Call a method of the instance; see ``InstanceSession.call``."""
         ...
 
 
@@ -128,7 +128,7 @@ class ClusterAdapters:
             if not members:
                 raise PeerLostError("engine.load_adapter", "no instance serves: try again")
             answers = await asyncio.gather(
-                *(member.load_adapter(source) for member in members), return_exceptions=True
+                *(member.call(LOAD_ADAPTER, source) for member in members), return_exceptions=True
             )
             loaded = {a.digest: a for a in answers if isinstance(a, AdapterInfo)}
             failures = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -208,7 +208,7 @@ class ClusterAdapters:
         self._leaving.discard(digest)
         for member in self._members:
             if member.info is not None:
-                await self._try(member, member.unload_adapter(digest))
+                await self._try(member, member.call(UNLOAD_ADAPTER, UnloadAdapter(digest=digest)))
 
     async def _bring_in_line(self, member: AdapterMember) -> None:
         async with self._lock:
@@ -222,7 +222,7 @@ class ClusterAdapters:
                     continue
                 source = AdapterSource(name=name, folder=wanted.folder, digest=wanted.digest)
                 try:
-                    await member.load_adapter(source)
+                    await member.call(LOAD_ADAPTER, source)
                 except TandemError as error:
                     logger.warning("event=adapter_failed instance=%s error=%s", member.name, error)
                     if not error.retryable:
@@ -230,7 +230,9 @@ class ClusterAdapters:
             await self._withdraw(lost)
             for digest in has:
                 if not self._is_wanted(digest) and digest not in self._leaving:
-                    await self._try(member, member.unload_adapter(digest))
+                    await self._try(
+                        member, member.call(UNLOAD_ADAPTER, UnloadAdapter(digest=digest))
+                    )
 
     async def _withdraw(self, lost: Mapping[str, TandemError]) -> None:
         """Serve names no more that an instance cannot have: what is listed is served everywhere.

@@ -15,8 +15,15 @@ from tandem import _native
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import ConfigError, PeerLostError, TandemError
 from tandem.core.instance_status import InstanceRole, InstanceStatus
-from tandem.core.timeline import InstanceTimeline
-from tandem.core.wire import AddRequest, InstanceInfo, InstanceStage, InstanceStats, StageChanged
+from tandem.core.timeline import InstanceTimeline, TimelineQuery
+from tandem.core.wire import (
+    AddRequest,
+    Empty,
+    InstanceInfo,
+    InstanceStage,
+    InstanceStats,
+    StageChanged,
+)
 from tandem.engine.cluster.adapters import ClusterAdapters
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher
@@ -27,6 +34,7 @@ from tandem.engine.cluster.stats import sum_stats
 from tandem.engine.config import KvEventConfig
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher, ProcessLauncher
+from tandem.engine.process.methods import FLUSH_CACHE, STATS, TIMELINES
 from tandem.engine.process.output_stream import OutputStream
 from tandem.placement.cores import divide_cores
 from tandem.transfer.config import TransferConfig
@@ -305,7 +313,8 @@ class ClusterClient:
         if by_name and not asked:
             raise PeerLostError("engine.timelines", "the instances of these requests are down")
         answers = await asyncio.gather(
-            *(m.list_timelines(by_name[m.name]) for m in asked), return_exceptions=True
+            *(m.call(TIMELINES, TimelineQuery(request_ids=by_name[m.name])) for m in asked),
+            return_exceptions=True,
         )
         known: dict[str, InstanceTimeline] = {}
         for answer in answers:
@@ -341,7 +350,7 @@ class ClusterClient:
         if not asked:
             raise PeerLostError("engine.flush_cache", "no instance serves")
         # One that is down has nothing cached when it comes back.
-        return sum(await asyncio.gather(*(member.flush_cache() for member in asked)))
+        return sum(await asyncio.gather(*(member.call(FLUSH_CACHE, Empty()) for member in asked)))
 
     # ---------------------------------------------------------------- changes
 
@@ -379,4 +388,4 @@ class ClusterClient:
 
 async def _ask(member: ClusterMember) -> InstanceStats:
     async with asyncio.timeout(STATS_TIMEOUT_S):
-        return await member.supervisor.require_session().stats()
+        return await member.call(STATS, Empty())

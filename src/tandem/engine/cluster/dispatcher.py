@@ -12,7 +12,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -41,9 +41,13 @@ from tandem.engine.cluster.machine import (
 )
 from tandem.engine.cluster.selection import GROWTH_BLOCKS, InstanceView, Policy
 from tandem.engine.cluster.table import Held, State
+from tandem.engine.process.methods import CONTINUE, InstanceMethod
 from tandem.engine.process.output_stream import OutputStream
 
 __all__ = ["Dispatcher", "LegRecord", "Port"]
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +79,8 @@ class Port(Protocol):
         """Queue a request; see ``InstanceSession.submit``."""
         ...
 
-    async def continue_request(self, message: ContinueRequest) -> bool:
-        """Give a request its continuation; see ``ContinueRequest``."""
+    async def call(self, method: InstanceMethod[Req, Res], request: Req) -> Res:
+        """Call a method of the instance; see ``InstanceSession.call``."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -423,7 +427,7 @@ class Dispatcher:
     async def _continue(self, live: _Live, leg: Leg, message: ContinueRequest) -> None:
         is_taken = False
         try:
-            is_taken = await self._require(leg).continue_request(message)
+            is_taken = await self._require(leg).call(CONTINUE, message)
         except TandemError as error:
             logger.debug("event=continue_failed request=%s error=%s", leg.leg_id, error)
         except Exception:  # As above.

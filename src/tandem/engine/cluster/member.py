@@ -3,20 +3,23 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
-from tandem.core.adapter import AdapterInfo, AdapterSource
+from tandem.core.adapter import AdapterSource
 from tandem.core.errors import TandemError, UnsupportedError
 from tandem.core.instance_status import InstanceRole
-from tandem.core.timeline import InstanceTimeline
-from tandem.core.wire import AddRequest, ContinueRequest, InstanceInfo, RequestOutput, StageChanged
+from tandem.core.wire import AddRequest, InstanceInfo, RequestOutput, StageChanged
 from tandem.engine.cluster.machine import InstanceRef
 from tandem.engine.cluster.stats import StatsHistory
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher
+from tandem.engine.process.methods import OPEN_PEER, InstanceMethod
 from tandem.engine.process.supervisor import InstanceSupervisor
 
 __all__ = ["ClusterMember"]
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +105,12 @@ class ClusterMember:
         """Queue a request; see ``InstanceSession.submit``."""
         await self.supervisor.require_session().submit(request, put)
 
-    async def continue_request(self, message: ContinueRequest) -> bool:
-        """Give a request its continuation; see ``ContinueRequest``."""
-        return await self.supervisor.require_session().continue_request(message)
+    async def call(self, method: InstanceMethod[Req, Res], request: Req) -> Res:
+        """Call a method of the instance; see ``InstanceSession.call``.
+
+        Raises: PeerLostError (it is down).
+        """
+        return await self.supervisor.require_session().call(method, request)
 
     def cancel(self, request_id: str) -> None:
         """Stop a request; harmless if it is not known."""
@@ -114,25 +120,9 @@ class ClusterMember:
         """Give up the blocks of a prefill; harmless if there are none."""
         self.supervisor.require_session().release_hold(request_id)
 
-    async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
-        """Return what it knows of requests; raises PeerLostError while it is down."""
-        return await self.supervisor.require_session().list_timelines(request_ids)
-
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
         """Say which adapters it begins with when it is started next."""
         self.supervisor.set_adapters(sources)
-
-    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
-        """Load an adapter; see ``InstanceSession.load_adapter``."""
-        return await self.supervisor.require_session().load_adapter(source)
-
-    async def unload_adapter(self, digest: str) -> None:
-        """Free an adapter; see ``InstanceSession.unload_adapter``."""
-        await self.supervisor.require_session().unload_adapter(digest)
-
-    async def flush_cache(self) -> int:
-        """Forget cached prefixes; returns the blocks freed."""
-        return await self.supervisor.require_session().flush_cache()
 
     # ---------------------------------------------------------------- links
 
@@ -158,7 +148,7 @@ class ClusterMember:
             if self.info is None or info is None or info.kv_peer is None:
                 return  # ``link`` is called again when both serve.
             try:
-                await self.supervisor.require_session().open_peer(info.kv_peer)
+                await self.call(OPEN_PEER, info.kv_peer)
             except TandemError as error:
                 self.refusals[source.name] = error.what
                 logger.warning(

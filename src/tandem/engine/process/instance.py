@@ -19,29 +19,23 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
+from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
 from tandem.core.instance_status import InstanceRole
 from tandem.core.logs import configure_logging
-from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
     WIRE_VERSION,
-    AddRequest,
     CancelRequest,
-    ClosePeer,
-    ContinueRequest,
-    Empty,
-    InstanceInfo,
     InstanceStage,
     InstanceStats,
-    KvPeer,
     ReleaseHold,
     StageChanged,
 )
@@ -49,6 +43,7 @@ from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.process.libraries import import_libraries
+from tandem.engine.process.methods import METHODS, STATS, InstanceMethod
 from tandem.engine.stats import make_stats
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.counters import TierCounters
@@ -133,7 +128,6 @@ class Instance:
         )
         self._stage = StageChanged(InstanceStage.STARTING)
         self._api: InstanceApi | None = None
-        self._info: InstanceInfo | None = None
         self._tier: TierService | None = None
         self._exchange: KvExchange | None = None
         self._events: KvEventPublisher | None = None
@@ -147,17 +141,10 @@ class Instance:
 
     def _register(self) -> None:
         server = self._server
-        server.register("add", self._add, AddRequest, Empty)
+        for method in METHODS:
+            handler = partial(self._handle, method)
+            server.register(method.name, handler, method.request_type, method.response_type)
         server.on_event(self._take_event, CancelRequest | ReleaseHold)
-        server.register("continue", self._continue, ContinueRequest, bool)
-        server.register("info", self._get_info, Empty, InstanceInfo)
-        server.register("stats", self._get_stats, Empty, InstanceStats)
-        server.register("open_peer", self._open_peer, KvPeer, Empty)
-        server.register("close_peer", self._close_peer, ClosePeer, Empty)
-        server.register("timelines", self._list_timelines, TimelineQuery, list[InstanceTimeline])
-        server.register("load_adapter", self._load_adapter, AdapterSource, AdapterInfo)
-        server.register("unload_adapter", self._unload_adapter, UnloadAdapter, Empty)
-        server.register("flush_cache", self._flush_cache, Empty, int)
         server.on_peer(lambda peer: peer.push(self._stage))
         server.on_peer_lost(self._forget_peer)
 
@@ -168,57 +155,25 @@ class Instance:
             )
         return self._api
 
-    async def _add(self, peer: Peer, request: AddRequest) -> Empty:
-        await self._require_api().add(peer, request)
-        return Empty()
-
-    async def _continue(self, peer: Peer, request: ContinueRequest) -> bool:
-        # A coroutine like ``_add``, which may have come in the same turn: it begins first.
-        return self._require_api().continue_request(peer, request)
+    async def _handle(self, method: InstanceMethod[Any, Any], peer: Peer, request: Any) -> Any:
+        # A coroutine for every method: of two that came in one turn, the first begins first.
+        if self._api is None and method is STATS:
+            return InstanceStats(stage=self._stage.stage)
+        return await self._require_api().handle(method, peer, request)
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
         # The ``_add`` that it is about may have come in the same turn and begin in the next one.
         if self._api is not None:
             asyncio.get_running_loop().call_soon(self._api.take_event, peer, event)
 
-    async def _open_peer(self, _: Peer, peer: KvPeer) -> Empty:
-        await self._require_api().open_peer(peer)
-        return Empty()
-
-    async def _close_peer(self, _: Peer, message: ClosePeer) -> Empty:
-        await self._require_api().close_peer(message.name)
-        return Empty()
-
-    def _get_info(self, peer: Peer, _: Empty) -> InstanceInfo:
-        self._require_api()
-        assert self._info is not None
-        return self._info
-
-    def _list_timelines(self, peer: Peer, query: TimelineQuery) -> list[InstanceTimeline]:
-        found = self._require_api().engine.list_timelines(query.request_ids)
-        name, role = self._spec.name, self._spec.role
-        return [msgspec.structs.replace(each, instance=name, role=role) for each in found]
-
-    async def _flush_cache(self, peer: Peer, _: Empty) -> int:
-        return await self._require_api().flush_cache()
-
-    async def _load_adapter(self, _: Peer, source: AdapterSource) -> AdapterInfo:
-        return await self._require_api().load_adapter(source)
-
-    async def _unload_adapter(self, _: Peer, message: UnloadAdapter) -> Empty:
-        await self._require_api().unload_adapter(message)
-        return Empty()
-
-    def _get_stats(self, peer: Peer, _: Empty) -> InstanceStats:
-        if self._api is None:
-            return InstanceStats(stage=self._stage.stage)
-        assert self._info is not None
+    def _read_stats(self) -> InstanceStats:
+        api = self._require_api()
         return make_stats(
             self._stage.stage,
-            self._api.engine.get_stats(),
-            self._api.engine.counters,
+            api.engine.get_stats(),
+            api.engine.counters,
             TierCounters() if self._tier is None else self._tier.counters,
-            block_size=self._info.block_size,
+            block_size=api.info.block_size,
             reads=None if self._exchange is None else self._exchange.counters,
             store_state=None if self._tier is None else self._tier.state,
         )
@@ -343,7 +298,7 @@ class Instance:
                 block_size=built.cache.layout.block_size,
                 now=lambda: datetime.now(UTC).timestamp(),
             )
-        self._info = msgspec.structs.replace(
+        info = msgspec.structs.replace(
             built.info,
             pid=os.getpid(),
             load_seconds=time.monotonic() - begin_s,
@@ -352,7 +307,17 @@ class Instance:
             kv_peer=None if self._exchange is None else self._exchange.peer,
         )
         reader = None if self._exchange is None else self._exchange.reader
-        self._api = InstanceApi(self._spec.name, built.engine, clock, self._tier, reader, adapters)
+        self._api = InstanceApi(
+            self._spec.name,
+            built.engine,
+            clock,
+            self._tier,
+            reader,
+            adapters,
+            info=info,
+            role=self._spec.role,
+            read_stats=self._read_stats,
+        )
         self.set_stage(StageChanged(InstanceStage.READY))
         self._packed_writer = built.model.packed_writer
         if self._packed_writer is not None:

@@ -7,20 +7,27 @@ simulated world runs it as it is.
 
 import asyncio
 import contextlib
+import inspect
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError, UnsupportedError
-from tandem.core.timeline import StoreLookup
+from tandem.core.instance_status import InstanceRole
+from tandem.core.timeline import InstanceTimeline, StoreLookup, TimelineQuery
 from tandem.core.wire import (
     AddRequest,
     CancelRequest,
+    ClosePeer,
     ContinueRequest,
+    Empty,
+    InstanceInfo,
+    InstanceStage,
+    InstanceStats,
     KvPeer,
     ReleaseHold,
     RequestOutput,
@@ -28,10 +35,27 @@ from tandem.core.wire import (
     TierKv,
 )
 from tandem.engine.engine import Engine
+from tandem.engine.process.methods import (
+    ADD,
+    CLOSE_PEER,
+    CONTINUE,
+    FLUSH_CACHE,
+    INFO,
+    LOAD_ADAPTER,
+    METHODS,
+    OPEN_PEER,
+    STATS,
+    TIMELINES,
+    UNLOAD_ADAPTER,
+    InstanceMethod,
+)
 
 __all__ = ["Adapters", "InstanceApi", "PeerOpener", "ServerPeer", "StoreLookups"]
 
 logger = logging.getLogger(__name__)
+
+Req = TypeVar("Req")
+Res = TypeVar("Res")
 
 
 class ServerPeer(Protocol):
@@ -88,6 +112,9 @@ class InstanceApi:
         tier: asked what the store holds; None: there is no store.
         reader: of other instances' blocks; None: none are read.
         adapters: of the model; None: it takes none.
+        info: of what runs.
+        role: of the instance.
+        read_stats: collects the statistics; None: there are none.
     """
 
     def __init__(
@@ -98,21 +125,48 @@ class InstanceApi:
         tier: StoreLookups | None = None,
         reader: PeerOpener | None = None,
         adapters: Adapters | None = None,
+        *,
+        info: InstanceInfo,
+        role: InstanceRole = "unified",
+        read_stats: Callable[[], InstanceStats] | None = None,
     ) -> None:
         self.engine = engine
+        self.info = info
+        self._role = role
+        self._read_stats = read_stats
         self._name = name
         self._clock = clock
         self._tier = tier
         self._reader = reader
         self._adapters = adapters
         self._owners: dict[str, ServerPeer] = {}
+        self._handlers: dict[str, Callable[[ServerPeer, Any], Any]] = {
+            ADD.name: self.add,
+            CONTINUE.name: self.continue_request,
+            INFO.name: lambda _, __: self.info,
+            STATS.name: self._get_stats,
+            OPEN_PEER.name: self._open_peer,
+            CLOSE_PEER.name: self._close_peer,
+            TIMELINES.name: self._list_timelines,
+            LOAD_ADAPTER.name: self._load_adapter,
+            UNLOAD_ADAPTER.name: self._unload_adapter,
+            FLUSH_CACHE.name: self._flush_cache,
+        }
+        assert set(self._handlers) == {method.name for method in METHODS}
+
+    async def handle(self, method: InstanceMethod[Req, Res], peer: ServerPeer, request: Req) -> Res:
+        """Answer a call of a server; each handler says what it raises."""
+        answer = self._handlers[method.name](peer, request)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        return answer
 
     @property
     def num_owned(self) -> int:
         """Requests whose sender is remembered: those that are live, or being added."""
         return len(self._owners)
 
-    async def add(self, peer: ServerPeer, request: AddRequest) -> None:
+    async def add(self, peer: ServerPeer, request: AddRequest) -> Empty:
         """Queue a request.
 
         Raises: as ``Engine.add``.
@@ -123,12 +177,13 @@ class InstanceApi:
         try:
             num_stored_blocks, lookup = await self._look_up(request)
             if owner is peer and self._owners.get(request.request_id) is not peer:
-                return  # Cancelled while the store was asked.
+                return Empty()  # Cancelled while the store was asked.
             engine.add(request, num_stored_blocks=num_stored_blocks, lookup=lookup)
         except TandemError:
             if owner is peer and not engine.is_live(request.request_id):
                 self._owners.pop(request.request_id, None)
             raise
+        return Empty()
 
     def continue_request(self, peer: ServerPeer, request: ContinueRequest) -> bool:
         """Give a request its continuation; see ``ContinueRequest``.
@@ -168,8 +223,8 @@ class InstanceApi:
             # Not added yet, or just ended.
             self._owners.pop(event.request_id, None)
 
-    async def open_peer(self, facts: KvPeer) -> None:
-        """Let the engine read the blocks of another instance.
+    async def _open_peer(self, _: ServerPeer, facts: KvPeer) -> Empty:
+        """Let the engine read the blocks of another instance; again when that has restarted.
 
         Raises: UnsupportedError (this instance reads from no other); as ``KvPeers.open``.
         """
@@ -179,25 +234,41 @@ class InstanceApi:
                 f"{self._name} reads the blocks of no other instance, so not of {facts.name}",
             )
         await self._reader.open_peer(facts)
+        return Empty()
 
-    async def close_peer(self, name: str) -> None:
+    async def _close_peer(self, _: ServerPeer, message: ClosePeer) -> Empty:
         """Forget another instance; harmless if it is not known."""
         if self._reader is not None:
-            await self._reader.close_peer(name)
+            await self._reader.close_peer(message.name)
+        return Empty()
 
-    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+    def _get_stats(self, _: ServerPeer, __: Empty) -> InstanceStats:
+        """Return counters and gauges."""
+        if self._read_stats is None:
+            return InstanceStats(stage=InstanceStage.READY)
+        return self._read_stats()
+
+    def _list_timelines(self, _: ServerPeer, query: TimelineQuery) -> list[InstanceTimeline]:
+        """Return what is known of requests; nothing of one that is forgotten."""
+        found = self.engine.list_timelines(query.request_ids)
+        return [
+            msgspec.structs.replace(each, instance=self._name, role=self._role) for each in found
+        ]
+
+    async def _load_adapter(self, _: ServerPeer, source: AdapterSource) -> AdapterInfo:
         """Load an adapter from the folder that is set for that.
 
         Raises: as ``AdapterTable.load``; UnsupportedError (the instance takes no adapters).
         """
         return await asyncio.to_thread(self._require_adapters().load, source, is_confined=True)
 
-    async def unload_adapter(self, message: UnloadAdapter) -> None:
-        """Take no further requests for an adapter.
+    async def _unload_adapter(self, _: ServerPeer, message: UnloadAdapter) -> Empty:
+        """Take no further requests for an adapter; it is freed when its requests have ended.
 
         Raises: NotFoundError; UnsupportedError (the instance takes no adapters).
         """
         await asyncio.to_thread(self._require_adapters().unload, message.digest)
+        return Empty()
 
     def _require_adapters(self) -> Adapters:
         if self._adapters is None:
@@ -205,7 +276,7 @@ class InstanceApi:
             raise UnsupportedError("instance.load_adapter", what)
         return self._adapters
 
-    async def flush_cache(self) -> int:
+    async def _flush_cache(self, _: ServerPeer, __: Empty) -> int:
         """Forget cached prefixes, those in the store included; return the device's blocks freed.
 
         Raises: TandemError (the store cannot be reached: its blocks are still there).

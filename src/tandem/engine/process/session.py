@@ -12,33 +12,27 @@ from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
-from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
-from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
     AddRequest,
     CancelRequest,
-    ClosePeer,
-    ContinueRequest,
     Empty,
     FinishReason,
     InstanceInfo,
     InstanceStage,
-    InstanceStats,
-    KvPeer,
     ReleaseHold,
     RequestOutput,
     StageChanged,
     StepOutputs,
 )
+from tandem.engine.process.methods import ADD, INFO, InstanceMethod
 from tandem.rpc import Peer
 
 __all__ = ["InstanceSession", "SessionClient"]
 
-CALL_TIMEOUT_S = 30.0
-LOAD_TIMEOUT_S = 120.0
-"""Time-out of loading an adapter, whose file may be on a slow disk."""
 T = TypeVar("T")
+Req = TypeVar("Req")
+Res = TypeVar("Res")
 
 
 class SessionClient(Protocol):
@@ -105,12 +99,12 @@ class InstanceSession:
     async def run(self) -> str:
         """Connect, and stay until the session is lost; return why it was."""
         try:
-            async with self._client as client:
+            async with self._client:
                 waiter = asyncio.create_task(self._ready.wait())
                 await asyncio.wait((waiter, self._lost), return_when=asyncio.FIRST_COMPLETED)
                 waiter.cancel()
                 if not self._lost.done():
-                    self._on_ready(await client.call("info", Empty(), InstanceInfo))
+                    self._on_ready(await self.call(INFO, Empty()))
                 return await self._lost
         except TandemError as error:
             return error.what
@@ -138,7 +132,7 @@ class InstanceSession:
         request_id = request.request_id
         self._sinks[request_id] = put
         try:
-            await self._client.call("add", request, Empty, timeout_s=CALL_TIMEOUT_S)
+            await self.call(ADD, request)
         except BaseException as error:
             # Given up or cancelled, it may have been accepted all the same.
             if not isinstance(error, TandemError) or isinstance(error, DeadlineError):
@@ -146,58 +140,26 @@ class InstanceSession:
             self._sinks.pop(request_id, None)
             raise
 
+    async def call(self, method: InstanceMethod[Req, Res], request: Req) -> Res:
+        """Call a method of the instance.
+
+        Raises: what its handler in ``InstanceApi`` raises; PeerLostError (the session is lost);
+            DeadlineError.
+        """
+        return await self._client.call(
+            method.name, request, method.response_type, timeout_s=method.timeout_s
+        )
+
     def cancel(self, request_id: str) -> None:
         """Let the instance stop a request; no output of it is passed on any more."""
         self._sinks.pop(request_id, None)
         with contextlib.suppress(TandemError):  # A dead instance has forgotten it anyway.
             self._client.push(CancelRequest(request_id=request_id))
 
-    async def continue_request(self, message: ContinueRequest) -> bool:
-        """Give a request that awaits it its continuation; see ``ContinueRequest``."""
-        return await self._client.call("continue", message, bool, timeout_s=CALL_TIMEOUT_S)
-
     def release_hold(self, request_id: str) -> None:
         """Let an instance give up the blocks of a prefill; a lost one has done so."""
         with contextlib.suppress(TandemError):
             self._client.push(ReleaseHold(request_id=request_id))
-
-    async def open_peer(self, peer: KvPeer) -> None:
-        """Let the instance read the blocks of another; again when that one has restarted.
-
-        Raises: UnsupportedError (its KV may not be shared: names what differs; or the instance
-            reads from no other); PeerLostError; DeadlineError; PermissionDeniedError.
-        """
-        await self._client.call("open_peer", peer, Empty, timeout_s=CALL_TIMEOUT_S)
-
-    async def close_peer(self, name: str) -> None:
-        """Let the instance forget another; harmless if it does not know it."""
-        await self._client.call("close_peer", ClosePeer(name), Empty, timeout_s=CALL_TIMEOUT_S)
-
-    async def stats(self) -> InstanceStats:
-        """Return counters and gauges; raises PeerLostError if the session is lost."""
-        return await self._client.call("stats", Empty(), InstanceStats, timeout_s=CALL_TIMEOUT_S)
-
-    async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
-        """Return what the instance knows of requests; see ``EngineClient.list_timelines``."""
-        query = TimelineQuery(request_ids=request_ids)
-        return await self._client.call(
-            "timelines", query, list[InstanceTimeline], timeout_s=CALL_TIMEOUT_S
-        )
-
-    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
-        """Load a LoRA adapter; see ``EngineClient.load_adapter`` for the errors."""
-        return await self._client.call(
-            "load_adapter", source, AdapterInfo, timeout_s=LOAD_TIMEOUT_S
-        )
-
-    async def unload_adapter(self, digest: str) -> None:
-        """Let the instance free an adapter when its requests have ended."""
-        message = UnloadAdapter(digest=digest)
-        await self._client.call("unload_adapter", message, Empty, timeout_s=CALL_TIMEOUT_S)
-
-    async def flush_cache(self) -> int:
-        """Forget cached prefixes; returns the blocks freed."""
-        return await self._client.call("flush_cache", Empty(), int, timeout_s=CALL_TIMEOUT_S)
 
     def _note_loss(self, _: Peer, error: TandemError) -> None:
         if not self._lost.done():
