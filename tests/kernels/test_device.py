@@ -9,7 +9,7 @@ import torch
 from tandem._native import ThreadPool
 from tandem.core.errors import InternalError, UnsupportedError
 from tandem.core.kv_layout import GqaLayout
-from tandem.kernels.cpu.device import CPU, MIN_HUGE_BYTES
+from tandem.kernels.cpu.device import CPU, MIN_HUGE_BYTES, CpuDevice
 from tandem.kernels.devices import DeviceContext, has_native_kernels, open_device
 
 
@@ -95,3 +95,40 @@ def test_a_context_makes_each_part_once_and_its_cache_lies_on_the_device():
     cache = context.make_kv_cache(layout, 2)
     assert cache.device is CPU
     assert context.fetch(cache.tensor) is cache.tensor
+
+
+def test_a_cache_lies_in_mapped_memory_that_is_reserved_in_parts():
+    layout = GqaLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+    memory = CPU.map_memory(64 << 20)
+    before = memory.reserved_bytes
+    cache = DeviceContext(CPU, ThreadPool(1)).make_kv_cache(layout, 4, memory.tensor)
+    assert cache.tensor.data_ptr() == memory.tensor.data_ptr()
+    assert memory.reserved_bytes == before
+    memory.reserve(layout.bytes_per_block * 4)
+    cache.tensor[3].fill_(2.0)
+    assert memory.array[: layout.bytes_per_block * 4].view("float32").max() == 2.0
+    assert memory.reserved_bytes >= layout.bytes_per_block * 4
+
+
+class FarDevice(CpuDevice):
+    """A device whose memory the host is not to read."""
+
+    is_host = False
+
+    def __init__(self) -> None:
+        self.staged: list[int] = []
+
+    def allocate_staging(self, size_bytes: int) -> torch.Tensor:
+        self.staged.append(size_bytes)
+        return super().allocate_staging(size_bytes)
+
+
+def test_values_are_fetched_through_staging_memory_that_is_made_once_and_grows():
+    device = FarDevice()
+    context = DeviceContext(device, ThreadPool(1))
+    for rows in (2, 1, 0, 3):
+        logits = torch.arange(rows * 5, dtype=torch.float32).view(rows, 5)
+        fetched = context.fetch(logits)
+        assert fetched.equal(logits)
+        assert not rows or fetched.data_ptr() != logits.data_ptr()
+    assert device.staged == [40, 60]

@@ -20,7 +20,7 @@ from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
-from tandem.engine.kv_memory import AnonymousMemory, KvExtents, KvMemory
+from tandem.engine.kv_memory import KvExtents, KvMemory
 from tandem.engine.memory import KvPlan, check_context, plan_kv_cache
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -235,7 +235,7 @@ def build_engine(
         progress: called with (bytes done, bytes in all, what) while weights load.
         tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
             what moves the blocks.
-        allocate: makes the memory of all blocks, given its bytes; None: memory of this process.
+        allocate: makes the memory of all blocks, given its bytes; None: the device does.
         num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
@@ -248,16 +248,19 @@ def build_engine(
     # Several instances map the file of the first, so it is there before the next one loads.
     model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
     spec = plan.model.spec
-    memory = extents = None
-    if model.context.device.is_host:
-        memory = (AnonymousMemory if allocate is None else allocate)(plan.kv.size_bytes)
-        extents = KvExtents(
-            memory, num_blocks=plan.kv.num_blocks, block_bytes=plan.layout.bytes_per_block
+    if allocate is None:
+        memory = model.context.device.map_memory(plan.kv.size_bytes)
+        blocks = memory.tensor
+    else:
+        memory = allocate(plan.kv.size_bytes)
+        blocks = memory.array
+    extents = KvExtents(
+        memory, num_blocks=plan.kv.num_blocks, block_bytes=plan.layout.bytes_per_block
+    )
+    if extents.reserve_blocks(1) < 1:
+        raise CapacityError(
+            "engine.build", "the machine has no memory left for a block of KV: free some"
         )
-        if extents.reserve_blocks(1) < 1:
-            raise CapacityError(
-                "engine.build", "the machine has no memory left for a block of KV: free some"
-            )
     pool = BlockPool(plan.kv.num_blocks, extents)
     identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
     index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
@@ -266,9 +269,7 @@ def build_engine(
         planner = CostTierPlanner(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
-    cache = model.context.make_kv_cache(
-        plan.layout, plan.kv.num_blocks, None if memory is None else memory.array
-    )
+    cache = model.context.make_kv_cache(plan.layout, plan.kv.num_blocks, blocks)
     engine = Engine(
         Scheduler(plan.config, pool, index, planner),
         TorchRunner(

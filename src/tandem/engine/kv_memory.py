@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from tandem import _native
 from tandem.core.errors import CapacityError
-from tandem.kernels.cpu.device import MIN_HUGE_BYTES
+from tandem.kernels.device import Reservation
 
-__all__ = ["AnonymousMemory", "KvExtents", "KvMemory"]
+__all__ = ["KvExtents", "KvMemory"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,45 +33,13 @@ rather than refuse memory."""
 MIB = 1 << 20
 
 
-class KvMemory(Protocol):
-    """A range of addresses with memory behind its beginning."""
+class KvMemory(Reservation, Protocol):
+    """A reservation in host memory."""
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
         """All bytes; those beyond ``reserved_bytes`` must not be touched."""
         ...
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes from the start that have memory."""
-        ...
-
-    def reserve(self, end_bytes: int) -> None:
-        """Reserve memory of the first ``end_bytes``. Raises: CapacityError (refused)."""
-        ...
-
-
-class AnonymousMemory:
-    """A ``KvMemory`` of this process alone.
-
-    Args:
-        size_bytes: at least 1.
-
-    Raises: CapacityError (more than the machine has).
-    """
-
-    def __init__(self, size_bytes: int) -> None:
-        self._buffer = _native.AlignedBuffer(size_bytes, hugepages=size_bytes >= MIN_HUGE_BYTES)
-        self.array: npt.NDArray[np.uint8] = self._buffer.array()
-
-    @property
-    def reserved_bytes(self) -> int:
-        """See ``KvMemory``; preallocated huge pages are all there from the start."""
-        return self._buffer.reserved_bytes
-
-    def reserve(self, end_bytes: int) -> None:
-        """See ``KvMemory``."""
-        self._buffer.reserve(end_bytes)
 
 
 class KvExtents:
@@ -87,7 +55,7 @@ class KvExtents:
 
     def __init__(
         self,
-        memory: KvMemory,
+        memory: Reservation,
         *,
         num_blocks: int,
         block_bytes: int,

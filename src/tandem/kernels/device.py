@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Device", "Event", "Graph", "Stream"]
+__all__ = ["Device", "DeviceMemory", "Event", "Graph", "Reservation", "Stream"]
 
 
 class Stream(Protocol):
@@ -45,6 +45,28 @@ class Graph(Protocol):
     """Captured work that is launched as a whole; its memory must stay where it was."""
 
 
+class Reservation(Protocol):
+    """A range of addresses with memory behind its beginning."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes from the start that have memory."""
+        ...
+
+    def reserve(self, end_bytes: int) -> None:
+        """Reserve memory of the first ``end_bytes``. Raises: CapacityError (refused)."""
+        ...
+
+
+class DeviceMemory(Reservation, Protocol):
+    """A reservation on a device."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """All bytes, uint8; those beyond ``reserved_bytes`` must not be touched."""
+        ...
+
+
 class Device(Protocol):
     """One device, and what is asked of every kind of one."""
 
@@ -69,6 +91,15 @@ class Device(Protocol):
 
     def allocate(self, size_bytes: int) -> Tensor:
         """Return zeros, uint8 [size_bytes], new.
+
+        Raises: CapacityError (more than there is).
+        """
+        ...
+
+    def map_memory(self, size_bytes: int) -> DeviceMemory:
+        """Return addresses that never move, zeros, whose memory is taken as it is reserved.
+
+        A device that cannot reserve in parts has reserved all of it.
 
         Raises: CapacityError (more than there is).
         """

@@ -90,6 +90,7 @@ class DeviceContext:
         self.pool = pool
         self.choose_execution = cache(self._choose_execution)
         """Returns what runs a model of a dtype, the same for all its operators."""
+        self._staging: torch.Tensor | None = None
 
     def _choose_execution(self, dtype: torch.dtype) -> Execution:
         return choose_execution(self.device, dtype, self.pool)
@@ -98,11 +99,21 @@ class DeviceContext:
         self,
         layout: KVLayout,
         num_blocks: int,
-        memory: memoryview | NDArray[np.uint8] | None = None,
+        memory: torch.Tensor | memoryview | NDArray[np.uint8] | None = None,
     ) -> PagedKvCache:
         """Return a pool of KV blocks on the device; see ``PagedKvCache``."""
         return PagedKvCache(layout, num_blocks, device=self.device, memory=memory)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's values in host memory: itself where the host reads the device's."""
-        return tensor if self.device.is_host else tensor.cpu()
+        """Return a tensor's values in host memory: itself where the host reads the device's.
+
+        Elsewhere they lie in the staging memory, which the next ``fetch`` writes.
+        """
+        if self.device.is_host:
+            return tensor
+        staging = self._staging
+        if staging is None or staging.nbytes < tensor.nbytes:
+            self._staging = staging = self.device.allocate_staging(tensor.nbytes)
+        fetched = staging[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        self.device.copy(tensor, fetched)
+        return fetched

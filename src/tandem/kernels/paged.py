@@ -199,7 +199,8 @@ class PagedKvCache:
         memory: memory to use instead of allocating: any writable, contiguous buffer of at least
             ``num_blocks * layout.bytes_per_block`` bytes on the CPU, at an address that is a
             multiple of 64, such as an array of the transfer engine or a mapping of a peer's. Held,
-            not copied. What blocks hold that are in use must be finite.
+            not copied. What blocks hold that are in use must be finite. A tensor is
+            ``DeviceMemory`` of ``device``.
 
     Raises:
         ShapeError: ``memory`` is too small, not contiguous or not aligned.
@@ -213,7 +214,7 @@ class PagedKvCache:
         num_blocks: int,
         *,
         device: Device = CPU,
-        memory: memoryview | NDArray[np.uint8] | None = None,
+        memory: Tensor | memoryview | NDArray[np.uint8] | None = None,
     ) -> None:
         shape = (num_blocks, *layout.shape)
         dtype = torch.uint8 if layout.is_coded else TORCH_DTYPES[layout.dtype]
@@ -226,11 +227,12 @@ class PagedKvCache:
                 field="kv_dtype",
             )
         # Zeros, not garbage: see the invariants on top.
-        tensor = (
-            device.allocate(size_bytes)
-            if memory is None
-            else _wrap_memory(memory, size_bytes, device)
-        )
+        if memory is None:
+            tensor = device.allocate(size_bytes)
+        elif isinstance(memory, Tensor):
+            tensor = memory[:size_bytes]
+        else:
+            tensor = _wrap_memory(memory, size_bytes, device)
         tensor = tensor.view(dtype).view(shape)
         self.layout = layout
         self.device = device

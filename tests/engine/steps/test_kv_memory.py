@@ -13,11 +13,12 @@ from tandem.core.errors import CapacityError
 from tandem.core.wire import FinishReason, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
-from tandem.engine.kv_memory import KEEP_FREE_BYTES, AnonymousMemory, KvExtents
+from tandem.engine.kv_memory import KEEP_FREE_BYTES, KvExtents
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import MEMORY_PATIENCE_S, MEMORY_RETRY_S, Scheduler
+from tandem.kernels.cpu.device import CPU, CpuDevice, CpuMemory
 from tandem.models.config import ModelConfig
 from tandem.transfer import TransferConfig, TransferEngine
 
@@ -175,7 +176,7 @@ def test_a_request_that_waits_too_long_ends_and_makes_room():
 def memory(request):
     """64 extents of 16 pages, of which nothing is reserved."""
     if request.param == "anonymous":
-        yield AnonymousMemory(1024 * PAGE)
+        yield CPU.map_memory(1024 * PAGE)
         return
     with TransferEngine(TransferConfig(name="kv")) as engine:
         yield engine.allocate(1024 * PAGE, reserved_bytes=0)
@@ -210,15 +211,17 @@ def test_nothing_is_reserved_that_others_need(memory, caplog):
     assert caplog.records[-1].message.startswith("event=kv_memory_back")
 
 
-def test_an_idle_engine_has_one_extent():
+def test_an_idle_engine_has_one_extent_of_its_devices_memory(monkeypatch):
     made = []
 
-    def allocate(size_bytes):
-        made.append(AnonymousMemory(size_bytes))
+    def map_memory(device, size_bytes):
+        made.append(CpuMemory(size_bytes))
         return made[-1]
 
+    monkeypatch.setattr(CpuDevice, "map_memory", map_memory)
     model = ModelConfig(path="demo", dtype="bfloat16")
     config = EngineConfig(num_kv_blocks=2048, threads=1)
-    built = build_engine(model, config, ManualClock(), allocate=allocate)
+    built = build_engine(model, config, ManualClock())
     assert built.info.num_blocks == 2048
     assert 0 < made[0].reserved_bytes < made[0].array.nbytes // 8
+    assert built.cache.tensor.data_ptr() == made[0].tensor.data_ptr()

@@ -7,14 +7,16 @@ has happened when it is recorded, and a graph is the function that was captured.
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem._native import AlignedBuffer
 from tandem.core.errors import InternalError
 from tandem.kernels.device import Event, Graph, Stream
 
-__all__ = ["CPU", "MIN_HUGE_BYTES", "CpuDevice"]
+__all__ = ["CPU", "MIN_HUGE_BYTES", "CpuDevice", "CpuMemory"]
 
 MIN_HUGE_BYTES = 16 << 20
 """From here on memory lies on huge pages: a long context is more small pages than the core has
@@ -74,6 +76,31 @@ class CpuGraph:
         self.work = work
 
 
+class CpuMemory:
+    """See ``DeviceMemory``: memory of this process alone.
+
+    Args:
+        size_bytes: at least 1.
+
+    Raises: CapacityError (more than the machine has).
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._buffer = AlignedBuffer(size_bytes, hugepages=size_bytes >= MIN_HUGE_BYTES)
+        self.array: NDArray[np.uint8] = self._buffer.array()
+        """The same bytes as ``tensor``."""
+        self.tensor = torch.from_numpy(self.array)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """See ``Reservation``; preallocated huge pages are all there from the start."""
+        return self._buffer.reserved_bytes
+
+    def reserve(self, end_bytes: int) -> None:
+        """See ``Reservation``."""
+        self._buffer.reserve(end_bytes)
+
+
 class CpuDevice:
     """See ``Device``."""
 
@@ -89,8 +116,12 @@ class CpuDevice:
         """See ``Device``; pages are touched on first use."""
         if size_bytes < MIN_HUGE_BYTES:
             return torch.zeros(size_bytes, dtype=torch.uint8)
-        # The array, and through it the tensor, keeps the buffer.
-        return torch.from_numpy(AlignedBuffer(size_bytes, hugepages=True).array())
+        # The tensor keeps the array, and through it the buffer.
+        return CpuMemory(size_bytes).tensor
+
+    def map_memory(self, size_bytes: int) -> CpuMemory:
+        """See ``Device``."""
+        return CpuMemory(size_bytes)
 
     def allocate_staging(self, size_bytes: int) -> Tensor:
         """See ``Device``; any memory is host memory."""
