@@ -1,5 +1,6 @@
 """The ``tandem`` command, also as ``python -m tandem``."""
 
+import atexit
 import os
 import signal
 
@@ -14,6 +15,9 @@ def main() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda _, __: _leave())
+        # Runs when all threads have ended. Python then restores the default action, with which an
+        # interrupt of its last moments would replace the status of a command that is done.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     from tandem.cli.main import main as run
 
     run()

@@ -136,3 +136,44 @@ def test_an_interrupt_that_was_kept_or_ended_its_command_ends_no_process():
         [sys.executable, "-c", SURVIVES], capture_output=True, text=True, timeout=60
     )
     assert (result.returncode, result.stdout) == (0, "alive\n"), result.stderr
+
+
+WITHIN_EXEC = """
+from tandem.cli.interrupts import end_interrupted
+try:
+    exec("raise KeyboardInterrupt")
+except KeyboardInterrupt:
+    end_interrupted()
+"""
+
+
+def test_an_interrupt_while_text_is_executed_has_the_same_status(tmp_path):
+    """As when a dataclass is made: Python notes it, and would die of the signal at its end."""
+    (tmp_path / "struck.py").write_text(WITHIN_EXEC)
+    run = subprocess.run(
+        [sys.executable, "-m", "struck"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (130, "tandem: interrupted\n")
+
+
+AT_THE_END = """
+import os, signal, sys
+import tandem.__main__
+
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.modules["late"] = Late()
+sys.argv = ["tandem", "version"]
+tandem.__main__.main()
+"""
+
+
+def test_an_interrupt_while_python_ends_changes_no_status():
+    """The command is done; by then Python has given SIGINT its default action, to end it."""
+    run = subprocess.run(
+        [sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stderr) == (0, "")

@@ -82,6 +82,9 @@ def keep_interrupts() -> Iterator[None]:
 def end_interrupted() -> NoReturn:
     """Write the line and exit; if that takes long, the thread ends the process."""
     _tell()
+    # Python notes that an `exec` of text, as dataclasses use it, ended in KeyboardInterrupt, and
+    # would die of the signal at its end instead of this status; the next `exec` clears the note.
+    exec("")  # noqa: S102
     sys.exit(STATUS)
 
 
