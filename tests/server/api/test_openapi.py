@@ -56,6 +56,12 @@ def find_fault(value, schema: dict, document: dict, where: str = "$") -> str | N
     is_bool = isinstance(value, bool)
     if not isinstance(value, TYPES[kind]) or (is_bool and kind != "boolean"):
         return f"{where}: {value!r} is no {kind}"
+    if kind in ("integer", "number") and not (
+        schema.get("minimum", value) <= value <= schema.get("maximum", value)
+    ):
+        return f"{where}: {value!r} is out of bounds"
+    if kind == "string" and len(value) < schema.get("minLength", 0):
+        return f"{where}: {value!r} is too short"
     faults = []
     if kind == "object":
         fields, rest = schema.get("properties", {}), schema.get("additionalProperties", True)
@@ -188,6 +194,30 @@ def test_bounds_of_fields_are_told(document):
     numbers = [each for each in schema["anyOf"] if each.get("type") == "number"]
     assert numbers[0]["minimum"] == 0.0
     assert numbers[0]["maximum"] == 100.0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_stop_ids_end_where_the_vocabulary_does(server, document, path):
+    name, make_body = {
+        "/v1/completions": ("CompletionRequest", lambda ids: {"prompt": "a", **ids}),
+        "/v1/chat/completions": ("ChatRequest", lambda ids: {**CHAT, **ids}),
+        "/generate": ("SglangSampling", lambda ids: {"text": "a", "sampling_params": ids}),
+    }[path]
+    schema = document["components"]["schemas"][name]["properties"]["stop_token_ids"]
+    highest = document["components"]["schemas"]["TokenId"]["maximum"]
+    for last, status in ((highest, 200), (highest + 1, 400)):
+        fault = find_fault([0, last], schema, document)
+        assert (fault is None) == (status == 200), fault
+        answer = server.post(path, make_body({"stop_token_ids": [0, last]}))
+        assert answer.status_code == status
+
+
+def test_an_empty_name_of_an_adapter_is_refused_by_schema_and_server(server, document):
+    schema = document["components"]["schemas"]["GenerateRequest"]["properties"]["lora_path"]
+    for wrong, param in (("", "lora_path"), ([""], "lora_path[0]")):
+        assert find_fault(wrong, schema, document) is not None
+        answer = server.post("/generate", {"text": "a", "lora_path": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_keys_are_asked_for_where_they_are_needed(serve_text):

@@ -95,6 +95,7 @@ def make_document(
             item[method.lower()] = operation
     token_id = {"type": "integer", "minimum": 0, "maximum": num_token_ids - 1}
     components["TokenId"] = token_id
+    _bound_stop_ids(components)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": version},
@@ -109,6 +110,15 @@ def make_document(
         )
     }
     return document
+
+
+def _bound_stop_ids(components: dict[str, Any]) -> None:
+    """Have the ``stop_token_ids`` of every body end where the vocabulary does."""
+    for component in components.values():
+        field = component.get("properties", {}).get("stop_token_ids", {})
+        for each in field.get("anyOf", ()):
+            if each.get("type") == "array":
+                each["items"] = {"$ref": "#/components/schemas/TokenId"}
 
 
 _ERRORS = {

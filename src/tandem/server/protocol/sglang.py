@@ -39,6 +39,7 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     no_stop_trim: bool | None = None
 
 
+_Adapter = Annotated[fields.Name, Meta(min_length=1)]
 _Many = Meta(max_length=2**16)
 
 
@@ -58,7 +59,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     return_text_in_logprobs: bool | None = None
     rid: fields.Name | Annotated[list[fields.Name], _Many] | None = None
     model: fields.Name | None = None
-    lora_path: fields.Name | Annotated[list[fields.Name | None], _Many] | None = None
+    lora_path: _Adapter | Annotated[list[_Adapter | None], _Many] | None = None
     """Name of an adapter; in a list, the same for all prompts."""
     priority: fields.Priority | None = None
     cache_salt: fields.Name | None = None
