@@ -5,11 +5,9 @@ over members in memory that fail, restart and disagree.
 """
 
 import asyncio
-import json
 
 import pytest
-import torch
-from safetensors.torch import save_file
+from random_adapter import write_adapter
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.clock import MonotonicClock
@@ -30,20 +28,6 @@ from tandem.engine.process.methods import LOAD_ADAPTER, UNLOAD_ADAPTER
 from tandem.models.config import ModelConfig
 
 PROMPT = [(7 * i) % 300 + 5 for i in range(70)]
-
-
-def write_adapter(table, folder, seed):
-    """Write an adapter of all modules that may be adapted."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, part in table._model.modules.items():
-        for which, shape in (("A", (4, part.in_features)), ("B", (part.out_features, 4))):
-            noise = 0.3 * torch.randn(shape, generator=generator) * shape[1] ** -0.5
-            tensors[f"base_model.model.{name}.lora_{which}.weight"] = noise
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")

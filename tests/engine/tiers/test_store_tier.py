@@ -82,13 +82,13 @@ class LiveStore:
 class Served:
     """One engine with its tier; ``generate`` asks the store first, as an instance does."""
 
-    def __init__(self, store, **tiers) -> None:
+    def __init__(self, store, engine=None, **tiers) -> None:
         # What the store has is loaded however slow the machine is.
         base = {"lookup_timeout_ms": 5000, "min_wait_ms": 20_000, "decision": "load"}
         settings = TierConfig(**(base | tiers))
         self.built = build_engine(
             ModelConfig(path="demo"),
-            EngineConfig(block_size=BLOCK, num_kv_blocks=200, max_model_len=512),
+            EngineConfig(block_size=BLOCK, num_kv_blocks=200, max_model_len=512, **(engine or {})),
             MonotonicClock(),
             tiers=settings if store is not None else None,
         )
