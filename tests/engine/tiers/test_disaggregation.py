@@ -94,7 +94,8 @@ class Node:
 
         def has_ended():
             outputs = self.outputs.get(request_id)
-            return outputs is not None and outputs[-1].finish_reason is not None
+            # The engine's thread puts the first output into the list after the list is there.
+            return bool(outputs) and outputs[-1].finish_reason is not None
 
         wait_until(has_ended, lambda: (request_id, self.engine.get_stats()))
         return self.outputs[request_id][-1]

@@ -8,7 +8,7 @@ import requests
 from fake_engine import make_info
 from serving import WAIT_S, wait_until
 
-from tandem.core.logs import current_request_id
+from tandem.core.logs import ACCESS_LOGGER, current_request_id
 from tandem.core.wire import InstanceStage, InstanceStats
 from tandem.server.telemetry.load_log import LoadReport
 
@@ -29,13 +29,16 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines():
-    logger = logging.getLogger("tandem.server")
-    handler, level = Lines(), logger.level
+    logger, access = logging.getLogger("tandem.server"), logging.getLogger(ACCESS_LOGGER)
+    handler, level, access_level = Lines(), logger.level, access.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
+    # A `serve` in this process gave it a level of its own.
+    access.setLevel(logging.NOTSET)
     yield handler
     logger.removeHandler(handler)
     logger.setLevel(level)
+    access.setLevel(access_level)
 
 
 def test_an_id_comes_in_and_goes_out(serve_text, lines):
