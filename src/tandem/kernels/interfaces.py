@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """What a layer's attention has beyond the common."""
+    """The options of a layer's attention: window, soft cap, sinks."""
 
     window: int = 0
     """A token sees itself and ``window - 1`` before it; 0 is all."""
@@ -49,13 +49,13 @@ PLAIN = AttentionRule()
 
 
 class Matrix(Protocol):
-    """What operators do with a matrix; x is [T, K] and contiguous, of the model's dtype."""
+    """A matrix of an operator; x is [T, K] and contiguous, of the model's dtype."""
 
     out_features: int
 
     @property
     def out_dtype(self) -> torch.dtype | None:
-        """What ``run`` writes best: float32 where sums need no rounding, None = as ``x``."""
+        """The dtype that ``run`` writes best: float32 to leave sums unrounded, None = as ``x``."""
         ...
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -72,7 +72,7 @@ class Matrix(Protocol):
 
 
 class HeadMatrix(Protocol):
-    """What attention does with a matrix a head; x is [T, H, K], dense heads, the model's dtype."""
+    """A matrix for each head; x is [T, H, K], dense heads, of the model's dtype."""
 
     out_shape: tuple[int, int]
     """(H, N)."""
@@ -88,7 +88,7 @@ class HeadMatrix(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """What an adapter adds to some outputs of a matrix, or of one head's."""
+    """An adapter's change of some outputs of a matrix, or of one head's."""
 
     a_RK: Tensor  # noqa: N815 - a shape suffix
     """Contiguous, of the model's dtype."""

@@ -28,7 +28,7 @@ class CpuStream:
 
     def __init__(self) -> None:
         self.captured: list[Callable[[], None]] | None = None
-        """What host functions go to while work is captured."""
+        """Copies and host functions that were queued while work is captured."""
         self.failure: BaseException | None = None
 
     def wait(self, event: Event) -> None:
