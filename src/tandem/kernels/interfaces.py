@@ -93,7 +93,7 @@ class LoraPart:
     a_RK: Tensor  # noqa: N815 - a shape suffix
     """Contiguous, of the model's dtype."""
     b_NR: Tensor  # noqa: N815
-    """Of the same dtype."""
+    """The second factor, in the dtype of the first."""
     scale: float
     first_output: int = 0
     head: int = 0
@@ -255,7 +255,7 @@ class WeightReader(Protocol):
     """Runs the operators that read their weights here."""
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds ``name``; does not mark it as used."""
+        """Return True if the checkpoint holds ``name``; does not mark it as used."""
         ...
 
     def read_into(self, name: str, out: Tensor) -> None:

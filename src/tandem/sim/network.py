@@ -34,7 +34,7 @@ class Faults(msgspec.Struct, frozen=True):
     rot_per_s: float = 0.0
     """Bytes of objects that flip by themselves."""
     disk: float = 0.0
-    """How often a disk fails, fills, slows down or hangs, each a few times a minute at 1."""
+    """Rate at which a disk fails, fills, slows down or hangs: each a few times a minute at 1."""
 
 
 class NetworkWorld(Protocol):

@@ -27,7 +27,7 @@ class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Registry(Protocol):
-    """Where memory is registered: a ``TransferEngine``."""
+    """Registrar of memory: a ``TransferEngine``."""
 
     @property
     def is_closed(self) -> bool:
