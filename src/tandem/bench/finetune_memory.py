@@ -22,17 +22,17 @@ __all__ = ["make_cases"]
 
 BOUND = 0.1
 """The largest part of the measured peak by which a prediction may be off."""
-NUM_STEPS = 4
+NUM_STEPS = 3
 WORDS_PER_TOKEN = 2
 """Words of a row for each token wanted: the cutoff takes the rest."""
 KINDS: dict[str, dict[str, Any]] = {
-    "dense": {"model_type": "qwen3", "intermediate_size": 3072, "num_hidden_layers": 6},
+    "dense": {"model_type": "qwen3", "intermediate_size": 1536, "num_hidden_layers": 6},
     "moe": {
         "model_type": "qwen3_moe",
         "num_experts": 32,
         "num_experts_per_tok": 4,
-        "moe_intermediate_size": 768,
-        "intermediate_size": 768,
+        "moe_intermediate_size": 384,
+        "intermediate_size": 384,
         "num_hidden_layers": 4,
         "norm_topk_prob": True,
     },
@@ -56,16 +56,16 @@ class Run:
 
 RUNS = (
     Run("dense bf16", "dense", 1024, 2, {**BF16, "lora_rank": 8}),
-    Run("dense float32 wide", "dense", 512, 1, {"lora_rank": 64}, {"vocab_size": 151_936}),
+    Run("dense float32 wide", "dense", 512, 2, {"lora_rank": 64}, {"vocab_size": 151_936}),
     Run(
         "dense int8 checkpointed",
         "dense",
         2048,
-        4,
+        2,
         {**BF16, "linear_format": "int8", "gradient_checkpointing": True, "lora_rank": 16},
     ),
     Run("dense bf16 packed", "dense", 1024, 2, {**BF16, "packing": True}),
-    Run("moe bf16", "moe", 1024, 1, {**BF16, "expert_format": "bf16", "lora_rank": 8}),
+    Run("moe bf16", "moe", 1024, 2, {**BF16, "expert_format": "bf16", "lora_rank": 8}),
     Run(
         "moe int8 experts",
         "moe",
@@ -84,7 +84,7 @@ RUNS = (
         "moe int8 checkpointed",
         "moe",
         1024,
-        4,
+        2,
         {**BF16, "expert_format": "int8", "gradient_checkpointing": True},
     ),
     Run("moe tensors", "moe", 512, 2, {**BF16, "expert_format": "none"}),
@@ -173,10 +173,10 @@ def _write_checkpoint(run: Run, folder: Path) -> None:
 
     sizes = {
         "vocab_size": 32_000,
-        "hidden_size": 1024,
+        "hidden_size": 512,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "head_dim": 128,
+        "head_dim": 64,
         "max_position_embeddings": 4096,
         "eos_token_id": 0,
         "pad_token_id": 0,
