@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -107,6 +109,31 @@ def test_logits_are_never_alive_at_once(is_bf16, adapt):
     narrow, wide = run(4096), run(131072)
     # All logits in float32 would be 512 MiB.
     assert wide - narrow < 2 * PIECE_BYTES
+
+
+FREE_HALF = """
+from tandem.finetune.training.allocator import map_large_blocks
+
+def read_anonymous():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) << 10
+
+assert map_large_blocks()
+first = bytearray(16 << 20)
+del first  # Would make all blocks below 16 MiB small ones.
+blocks = [bytearray(b"x" * (1 << 20)) for _ in range(64)]
+before = read_anonymous()
+del blocks[::2]
+print(before - read_anonymous())
+"""
+
+
+def test_what_a_step_frees_is_returned():
+    """Every second of 64 blocks, whose places a heap would keep; in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-c", FREE_HALF], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert int(result.stdout) > 31 << 20
 
 
 def test_checkpointing_keeps_less_and_computes_more(adapt):

@@ -22,7 +22,7 @@ __all__ = ["make_cases"]
 
 BOUND = 0.1
 """The largest part of the measured peak by which a prediction may be off."""
-NUM_STEPS = 3
+NUM_STEPS = 2
 WORDS_PER_TOKEN = 2
 """Words of a row for each token wanted: the cutoff takes the rest."""
 KINDS: dict[str, dict[str, Any]] = {

@@ -1,9 +1,9 @@
 """The C library's allocator in a run: what a step frees goes back to the system.
 
 glibc maps large blocks one by one and returns them when they are freed, but raises the size that
-counts as large to that of any block it has seen freed, up to 32 MiB. The tensors of a step then come
-from one heap, whose holes the next tensors do not fit: half as much again as the step needs at once
-stays resident. A fixed size turns that off.
+counts as large to that of any block it has seen freed, up to 32 MiB. The tensors of a step then
+come from one heap, whose holes the next tensors do not fit: half as much again as the step needs at
+once stays resident. A fixed size turns that off.
 """
 
 import ctypes
