@@ -19,7 +19,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m"}
 """Formats whose products are of int8; the others' are of bf16."""
 AMX_ROWS = 4
-"""Tokens of an expert above which AMX tiles pay: KTransformers' own rule (ktransformers.md, 1.3)."""
+"""Tokens of an expert above which AMX tiles pay: KTransformers' own rule."""
 ACTIVATION_BYTES = 2
 HOP_US = 10.0
 """Of one collective between GPUs, whatever its size."""

@@ -6,7 +6,7 @@ a test compares its counts with those of transformers' modules.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -27,7 +27,7 @@ FORMAT_BYTES: dict[str, float] = {
 """Bytes of one weight with its scales; q4_k_m is GGUF's mixture, 4.85 bits by llama.cpp."""
 
 INDEX_BYTES = 132
-"""Of one token's index key in one layer: 128 of fp8 and a scale (models2026.md, A)."""
+"""Of one token's index key in one layer: 128 of fp8 and a scale."""
 BF16_BYTES = 2
 
 
@@ -160,7 +160,7 @@ class _Config:
 
     def list(self, name: str) -> list[Any]:
         value = self._fields.get(name)
-        return list(value) if isinstance(value, (list, tuple)) else []
+        return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 UNSERVED = {
@@ -184,7 +184,9 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises: ConfigError that names the field that is missing or wrong.
     """
     text = config.get("text_config")
-    fields = {**config, **text} if isinstance(text, Mapping) else config
+    fields = config
+    if isinstance(text, Mapping):
+        fields = {**config, **cast("Mapping[str, Any]", text)}
     c = _Config(fields)
     hidden, vocab = c["hidden_size"], c["vocab_size"]
     layers = tuple(_read_layer(c, fields, i) for i in range(c["num_hidden_layers"]))
