@@ -103,20 +103,19 @@ QUICK = (
 
 def make_cases(*, quick: bool = False) -> Iterator[BenchCase]:
     """Yield a case for each run: the gigabytes that are predicted, against the measured peak."""
-    for run in QUICK if quick else RUNS:
-        with tempfile.TemporaryDirectory() as folder:
-            yield _make_case(run, Path(folder))
+    with PeerProcess(Path(sys.executable), "forecast_peer.py") as peer:
+        for run in QUICK if quick else RUNS:
+            with tempfile.TemporaryDirectory() as folder:
+                yield _make_case(run, Path(folder), peer)
 
 
-def _make_case(run: Run, folder: Path) -> BenchCase:
+def _make_case(run: Run, folder: Path, peer: PeerProcess) -> BenchCase:
     found: dict[str, float] = {}
 
     def check() -> str:
-        recipe = _write_run(run, folder)
-        with PeerProcess(Path(sys.executable), "forecast_peer.py", str(recipe)) as peer:
-            parts = peer.call("predict")
-        with PeerProcess(Path(sys.executable), "forecast_peer.py", str(recipe)) as peer:
-            found["measured"] = peer.call("run") / 1e9
+        recipe = str(_write_run(run, folder))
+        parts = peer.call("predict", recipe=recipe)
+        found["measured"] = peer.call("run", recipe=recipe) / 1e9
         found["predicted"] = sum(parts.values()) / 1e9
         shown = ", ".join(f"{name} {size / 1e6:.0f}" for name, size in parts.items())
         sys.stderr.write(f"{run.name}: {shown} MB\n")

@@ -449,9 +449,8 @@ class HostSpace:
         """As ``drop``, of sealed objects, with one future for all. REQUIRES: it is connected."""
         going = _Going(len(offsets))
         self.ledger.drop_many(offsets, lengths)
-        dropped = [
-            _Drop(Extent(*place), free_at_ms, going) for place in zip(offsets, lengths, strict=True)
-        ]
+        extents = map(Extent._make, zip(offsets, lengths, strict=True))
+        dropped = [_Drop(extent, free_at_ms, going) for extent in extents]
         self._drops.update(zip(offsets, dropped, strict=True))
         self._to_wipe += dropped
         self._begin_wipes()
