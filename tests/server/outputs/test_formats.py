@@ -69,57 +69,61 @@ NASTY = 'x </tool_call> "quoted" \\ line\n  end 😀'
 NASTY_JSON = json.dumps(NASTY, ensure_ascii=False)
 SAMPLES = {
     "qwen": [
-        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": %s}}\n</tool_call>' % NASTY_JSON,
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": %s}}\n</tool_call>'.replace(
+            "%s", NASTY_JSON
+        ),
         '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
     ],
     "qwen_xml": [
         "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n%s\n"
-        "</parameter>\n</function>\n</tool_call>" % NASTY,
+        "</parameter>\n</function>\n</tool_call>".replace("%s", NASTY),
         "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     ],
     "glm": [
         "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
-        "<arg_value>%s</arg_value>\n</tool_call>" % NASTY,
+        "<arg_value>%s</arg_value>\n</tool_call>".replace("%s", NASTY),
         "<tool_call>now\n</tool_call>",
     ],
     "minimax_m2": [
         '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n'
-        '<parameter name="b">%s</parameter>\n</invoke>' % NASTY,
+        '<parameter name="b">%s</parameter>\n</invoke>'.replace("%s", NASTY),
         '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     ],
     "deepseek_v32": [
         '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="a" '
         'string="false">1</｜DSML｜parameter>\n<｜DSML｜parameter name="b" string="true">%s'
-        "</｜DSML｜parameter>\n</｜DSML｜invoke>" % NASTY,
+        "</｜DSML｜parameter>\n</｜DSML｜invoke>".replace("%s", NASTY),
         '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     ],
     "deepseek_v3": [
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
-        '{"a": 1, "b": %s}\n```<｜tool▁call▁end｜>' % NASTY_JSON,
+        '{"a": 1, "b": %s}\n```<｜tool▁call▁end｜>'.replace("%s", NASTY_JSON),
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
     ],
     "deepseek_v31": [
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
-        '{"a": 1, "b": %s}<｜tool▁call▁end｜>' % NASTY_JSON,
+        '{"a": 1, "b": %s}<｜tool▁call▁end｜>'.replace("%s", NASTY_JSON),
         "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ],
     "kimi_k2": [
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
-        '<|tool_call_argument_begin|>{"a": 1, "b": %s}<|tool_call_end|>' % NASTY_JSON,
+        '<|tool_call_argument_begin|>{"a": 1, "b": %s}<|tool_call_end|>'.replace("%s", NASTY_JSON),
         "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
         "<|tool_calls_section_end|>",
     ],
     "gemma4": [
-        '<|tool_call>call:add{a:1,b:<|"|>%s<|"|>}<tool_call|>' % NASTY,
+        '<|tool_call>call:add{a:1,b:<|"|>%s<|"|>}<tool_call|>'.replace("%s", NASTY),
         "<|tool_call>call:now{}<tool_call|>",
     ],
     "mistral": [
-        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": %s}}, ' % NASTY_JSON,
+        '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": %s}}, '.replace("%s", NASTY_JSON),
         '{"name": "now", "arguments": {}}]',
     ],
     "llama3": [
-        '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": %s}}; ' % NASTY_JSON,
+        '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": %s}}; '.replace(
+            "%s", NASTY_JSON
+        ),
         '{"name": "now", "parameters": {}}',
     ],
 }
@@ -176,7 +180,7 @@ def test_without_tools_calls_are_text(form):
 HARMONY = (
     "<|channel|>analysis<|message|>I think.<|end|><|start|>assistant<|channel|>commentary"
     "<|message|>Here it is:<|end|><|start|>assistant<|channel|>commentary to=functions.add "
-    '<|constrain|>json<|message|>{"a": 1, "b": %s}<|call|>' % NASTY_JSON
+    '<|constrain|>json<|message|>{"a": 1, "b": %s}<|call|>'.replace("%s", NASTY_JSON)
 )
 
 
@@ -186,7 +190,7 @@ def test_harmony():
     assert [(name, json.loads(text)) for name, text in calls] == [("add", {"a": 1, "b": NASTY})]
     final = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
     assert summarize(check_cuts("harmony", final + "Hello\n")) == ("Hello\n", "Hm.", [])
-    role = '<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}'
+    role = "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}"
     assert summarize(check_cuts("harmony", role)) == ("", "", [["now", "{}"]])
     plain = '{"no": "channels"}'
     assert summarize(check_cuts("harmony", plain)) == (plain, "", [])

@@ -236,7 +236,8 @@ def read_more_llama(reader: CallReader) -> Reading[None]:
             return
         reader.source.record(reader.source.take(1))
         if not (yield from read_json_call(reader)):
-            reader.left = reader.source.recall()
+            left = reader.source.recall()
+            reader.left = "" if left.strip() == ";" else left
             return
 
 

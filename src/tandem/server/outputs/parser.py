@@ -75,7 +75,7 @@ class FormatParser:
         self._splits_reasoning = splits_reasoning
         self._source = TextSource()
         self._deltas: list[Delta] = []
-        self._reader = CallReader(self._source, self._deltas.append, tools if tools else {})
+        self._reader = CallReader(self._source, self._deltas.append, tools or {})
         self._text = _Passage(lambda text: self._deltas.append(TextDelta(text)))
         self._reasoning = _Passage(lambda text: self._deltas.append(ReasoningDelta(text)))
         self._is_thinking = is_thinking and splits_reasoning and form.think is not None
@@ -110,11 +110,16 @@ class FormatParser:
             yield from self._read_bare()
         calls = form.calls if self._tools is not None and form.calls is not None else {}
         skipped = form.skipped if calls else ()
+        think = form.think if self._splits_reasoning else None
+        may_think = think is not None
         while True:
-            think = form.think if self._splits_reasoning else None
+            if think is not None and may_think and not self._is_thinking:
+                # Only here: further on, the mark is what an answer speaks about.
+                yield from self._open_reasoning(think[0])
+            may_think = False
             marks = [*calls, *skipped]
-            if think is not None:
-                marks.append(think[1] if self._is_thinking else think[0])
+            if think is not None and self._is_thinking:
+                marks.append(think[1])
             passage = self._reasoning if self._is_thinking else self._text
             if not marks:
                 marks.append("\0")  # Nothing is marked: all is text.
@@ -127,12 +132,25 @@ class FormatParser:
                 is_call = yield from calls[mark](self._reader)
                 if is_call:
                     passage.cut()
+                    may_think = think is not None
                 self._take_left(passage)
                 continue
             passage.cut()
-            if think is not None and mark in think:
-                self._is_thinking = not self._is_thinking
-                (self._reasoning if self._is_thinking else self._text).cut()
+            if think is not None and mark == think[1]:
+                self._is_thinking = False
+                self._text.cut()
+
+    def _open_reasoning(self, mark: str) -> Reading[None]:
+        source = self._source
+        source.record("")
+        yield from source.skip_space()
+        if (yield from source.starts_with(mark)):
+            source.take(len(mark))
+            source.recall()
+            self._is_thinking = True
+            self._reasoning.cut()
+        else:
+            self._take_left(self._text)
 
     def _take_left(self, passage: _Passage) -> None:
         """Take what was read and is no call for text."""
