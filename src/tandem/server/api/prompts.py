@@ -12,12 +12,12 @@ import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import ConfigError, TandemError, UnsupportedError
+from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.api.messages import plain_messages, plain_tools, tell_tools
 from tandem.server.outputs.formats import FORMATS, OutputFormat
 from tandem.server.protocol.decode import round_integral
 from tandem.server.protocol.openai import InputMessage, Tool
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import Tokenizer
 from tandem.server.text.work_threads import WorkThreads
 
 __all__ = ["PromptEncoder", "fit_max_tokens", "read_prompts"]
@@ -141,6 +141,9 @@ class PromptEncoder:
         self.form = form
         self._template = template
         self._knows_tools = template is not None and "tools" in template.source
+        think = form.think if form is not None else None
+        self.may_think = think is not None and template is not None and think[1] in template.source
+        """The template speaks of reasoning, so the model may write some by itself."""
         marks = self.call_form.marks
         self.mark_ids = tokenizer.find_special_ids(marks)
         """Special tokens that are part of the marks of ``call_form``."""
