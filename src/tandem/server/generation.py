@@ -17,7 +17,7 @@ from tandem.server.telemetry.metrics import RequestTimer
 from tandem.server.text.detokenizer import Detokenizer
 from tandem.server.text.stop_strings import StopMatcher
 
-__all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece", "count_logprobs"]
+__all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece", "measure_logprobs"]
 
 _logger = logging.getLogger(__name__)
 
@@ -44,13 +44,23 @@ class Piece(NamedTuple):
     num_tokens: int
     """Of the generation, up to this piece."""
 
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in an answer."""
+        ids = _TOKEN_BYTES * len(self.token_ids)
+        return len(self.text) + ids + measure_logprobs(self.logprobs)
 
-def count_logprobs(entries: Sequence[TokenLogprob | None] | None) -> int:
-    """Return how many log-probabilities there are, those of likeliest tokens included."""
+
+_TOKEN_BYTES, _LOGPROB_BYTES = 8, 64
+"""About what an id, and a token with its log-probability, take in an answer."""
+
+
+def measure_logprobs(entries: Sequence[TokenLogprob | None] | None) -> int:
+    """Return about how many bytes of an answer log-probabilities are, likeliest tokens included."""
     if not entries:
         return 0
     last = entries[-1]
-    return len(entries) * (1 if last is None else 1 + len(last.top))
+    return _LOGPROB_BYTES * len(entries) * (1 if last is None else 1 + len(last.top))
 
 
 class Generation:
@@ -80,6 +90,8 @@ class Generation:
         self.cached_len = 0
         self.num_tokens = 0
         """Tokens the engine generated, the stop token included."""
+        self.size_bytes = 0
+        """About what its pieces so far take in an answer."""
         self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -157,6 +169,7 @@ class Generation:
             self.prompt_len, self.cached_len = output.prompt_len, output.cached_len
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
+            self.size_bytes += measure_logprobs(output.prompt_logprobs)
         if output.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
             self._error_reason = str(output.finish_reason)
             raise _failure(output)
@@ -196,6 +209,7 @@ class Generation:
     def _make_piece(self, text: str) -> Piece:
         piece = Piece(text, self._pending_ids, self._pending, self.finish_reason, self.num_tokens)
         self._pending_ids, self._pending = [], []
+        self.size_bytes += piece.size_bytes
         return piece
 
     async def abort(self) -> None:

@@ -1,6 +1,6 @@
 """How the answer of a group goes to its client: whole or as a stream of chunks."""
 
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,11 +14,13 @@ from tandem.server.api.usage import count_piece_usage, count_usage
 from tandem.server.context import ServedModel, ServerContext
 from tandem.server.edge.connection import run_while_connected
 from tandem.server.edge.sse import DONE, EventStream, encode_event
-from tandem.server.generation import Generation, GenerationGroup, Piece, count_logprobs
+from tandem.server.generation import Generation, GenerationGroup, Piece, measure_logprobs
 from tandem.server.protocol.openai import ChatRequest, CompletionRequest, Usage
 
 __all__ = ["OpenAIAnswer", "answer_stream", "answer_whole", "make_events"]
 
+_CHOICE_BYTES = 128
+"""Of an answer, what every choice takes beside its text."""
 T = TypeVar("T")
 R = TypeVar("R", ChatRequest, CompletionRequest)
 _encode = msgspec.json.Encoder().encode
@@ -67,20 +69,25 @@ def answer_stream(
 
 
 async def answer_whole(
+    context: ServerContext,
     http: Request,
     group: GenerationGroup,
     work: Coroutine[Any, Any, T],
     shape: Callable[[T], object] = lambda result: result,
+    *,
+    echo_bytes: int = 0,
 ) -> Response:
     """Wait for the result while the client is there and return it as JSON, made by ``shape``.
 
-    The group is closed in any case.
+    The group is closed in any case. ``echo_bytes``: of the prompts that the answer repeats.
     """
     try:
         result = await run_while_connected(http.receive, work)
     finally:
         await group.close()
-    return Response(_encode(shape(result)), media_type="application/json")
+    size = sum(each.size_bytes + _CHOICE_BYTES for each in group.generations) + echo_bytes
+    document = await context.shape(size, lambda: _encode(shape(result)))
+    return Response(document, media_type="application/json")
 
 
 async def make_events(
@@ -88,6 +95,7 @@ async def make_events(
     group: GenerationGroup,
     kind: Callable[..., Chunk],
     make_chunks: Callable[[Generation, Piece], Iterable[Chunk]],
+    echoes: Sequence[str] = (),
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of an OpenAI stream, usage and end included.
 
@@ -96,15 +104,17 @@ async def make_events(
         group: what generates; not closed here.
         kind: struct of a chunk.
         make_chunks: of a piece; the last one carries its usage.
+        echoes: texts of the prompts that the first chunks repeat.
     """
     options = answer.request.stream_options
     has_usage = options is not None and options.include_usage is True
     is_continuous = options is not None and options.continuous_usage_stats is True
     async with aclosing(group.pieces()) as pieces:
         async for generation, piece in pieces:
-            num_logprobs = count_logprobs(piece.logprobs)
+            size = piece.size_bytes
             if piece.num_tokens <= len(piece.token_ids):  # The first one.
-                num_logprobs += count_logprobs(generation.prompt_logprobs)
+                size += measure_logprobs(generation.prompt_logprobs)
+                size += len(echoes[generation.index // answer.n]) if echoes else 0
 
             def encode(generation: Generation = generation, piece: Piece = piece) -> list[bytes]:
                 *before, chunk = make_chunks(generation, piece)
@@ -115,7 +125,7 @@ async def make_events(
                     chunk.usage = None
                 return [encode_event(_encode(each)) for each in (*before, chunk)]
 
-            for event in await answer.context.shape(num_logprobs, encode):
+            for event in await answer.context.shape(size, encode):
                 yield event
     if has_usage:
         last = answer.make(kind, [])

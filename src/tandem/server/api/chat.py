@@ -57,7 +57,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
     answer = _Answer(context, request, options.name, model, n)
     if request.stream is True:
         return answer_stream(context, group, _events(answer, group))
-    return await answer_whole(http, group, _collect(answer, group))
+    return await answer_whole(context, http, group, _collect(answer, group))
 
 
 def plan_chat(context: ServerContext, request: ChatRequest) -> tuple[ServedModel, list[ChoicePlan]]:

@@ -17,11 +17,11 @@ from tandem.server.api.options import (
     plan_choices,
     read_options,
 )
-from tandem.server.api.prompts import read_prompts
+from tandem.server.api.prompts import count_prompts, read_prompts
 from tandem.server.api.usage import add_completion_logprobs, count_usage
 from tandem.server.context import ChoicePlan, ServedModel, ServerContext
 from tandem.server.edge.connection import limit_time
-from tandem.server.generation import Generation, GenerationGroup, Piece, count_logprobs
+from tandem.server.generation import Generation, GenerationGroup, Piece, measure_logprobs
 from tandem.server.protocol.openai import (
     Completion,
     CompletionChoice,
@@ -92,7 +92,8 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
     )
     if request.stream is True:
         return answer_stream(context, group, _events(answer, group))
-    return await answer_whole(http, group, _collect(answer, group))
+    echo_bytes = answer.n * sum(map(len, echoes)) if echoes is not None else 0
+    return await answer_whole(context, http, group, _collect(answer, group), echo_bytes=echo_bytes)
 
 
 def plan_completion(
@@ -102,9 +103,9 @@ def plan_completion(
     check_format(request)
     model = context.find_model(request.model)
     info = context.ready_info()
-    prompts, _ = read_prompts(request.prompt, info.vocab_size, "prompt")
     n = request.n if request.n is not None else 1
-    context.check_choices(n * len(prompts))
+    context.check_choices(n * count_prompts(request.prompt))
+    prompts, _ = read_prompts(request.prompt, info.vocab_size, "prompt")
     prompt_ids = context.encoder.encode(
         prompts,
         field="prompt",
@@ -136,9 +137,9 @@ async def _collect(answer: _Answer, group: GenerationGroup) -> Completion:
             choice = choices[generation.index]
             first, is_first[generation.index] = is_first[generation.index], False
             choice.text += answer.make_text(generation, piece, is_first=first)
-            num_logprobs = count_logprobs(generation.prompt_logprobs) if first else 0
+            size = measure_logprobs(generation.prompt_logprobs) if first else 0
             make = partial(answer.make_logprobs, generation, piece, is_first=first)
-            _extend(choice, await answer.context.shape(num_logprobs, make))
+            _extend(choice, await answer.context.shape(size, make))
             choice.finish_reason = piece.finish_reason
     for choice, generation in zip(choices, group.generations, strict=True):
         if generation.stop_reason is not None:
@@ -174,4 +175,4 @@ def _events(answer: _Answer, group: GenerationGroup) -> AsyncGenerator[bytes, No
             choice.stop_reason = generation.stop_reason
         return (answer.make(Completion, [choice]),)
 
-    return make_events(answer, group, Completion, make_chunks)
+    return make_events(answer, group, Completion, make_chunks, answer.echoes or ())

@@ -19,7 +19,7 @@ from tandem.core.logs import current_request_id
 from tandem.core.wire import TokenLogprob
 from tandem.server.api.answers import answer_stream, answer_whole
 from tandem.server.api.options import REFUSED_FIELDS, check_ids, make_stops
-from tandem.server.api.prompts import fit_max_tokens, read_prompts
+from tandem.server.api.prompts import count_prompts, fit_max_tokens, read_prompts
 from tandem.server.api.sampling import choice_seed, make_sampling
 from tandem.server.context import (
     ChoicePlan,
@@ -30,7 +30,7 @@ from tandem.server.context import (
 )
 from tandem.server.edge.connection import limit_time
 from tandem.server.edge.sse import DONE, encode_event
-from tandem.server.generation import Generation, GenerationGroup, Piece, count_logprobs
+from tandem.server.generation import Generation, GenerationGroup, Piece
 from tandem.server.protocol.decode import refuse_unsupported
 from tandem.server.protocol.sglang import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -99,7 +99,7 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
     def shape(responses: list[GenerateResponse]) -> object:
         return responses if is_list or len(responses) > 1 else responses[0]
 
-    return await answer_whole(http, group, _collect(context, group, progress), shape)
+    return await answer_whole(context, http, group, _collect(context, group, progress), shape)
 
 
 def _prepare(
@@ -158,6 +158,7 @@ def _read_prompts(
         )
     info = context.ready_info()
     if request.input_ids is not None:
+        context.check_choices(count_prompts(request.input_ids))
         prompts, is_list = read_prompts(request.input_ids, info.vocab_size, "input_ids")
         if isinstance(prompts[0], str):
             raise ConfigError("server.generate", "input_ids holds text", field="input_ids")
@@ -254,11 +255,8 @@ async def _collect(
     async with limit_time(group.time_limit_s), aclosing(group.pieces()) as pieces:
         async for generation, piece in pieces:
             _add(progress[generation.index], piece)
-    num_logprobs = sum(
-        _count_logprobs(generation, progress[generation.index]) for generation in group.generations
-    )
     return await context.shape(
-        num_logprobs,
+        sum(generation.size_bytes for generation in group.generations),
         lambda: [
             _make_response(context, generation, progress[generation.index])
             for generation in group.generations
@@ -279,14 +277,8 @@ async def _events(
                 response.index = generation.index
                 return encode_event(_encode(response))
 
-            yield await context.shape(_count_logprobs(generation, state), encode)
+            yield await context.shape(generation.size_bytes, encode)
     yield DONE
-
-
-def _count_logprobs(generation: Generation, state: _Progress) -> int:
-    if not state.wants_logprobs:
-        return 0
-    return count_logprobs(state.logprobs) + count_logprobs(generation.prompt_logprobs)
 
 
 def _add(state: _Progress, piece: Piece) -> None:
