@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput, TokenLogprob
 from tandem.server.engine import EngineClient, RequestStream
+from tandem.server.outputs.deltas import Delta, OutputParser, TextDelta, join_deltas
 from tandem.server.telemetry.metrics import RequestTimer
 from tandem.server.text.detokenizer import Detokenizer
 from tandem.server.text.stop_strings import StopMatcher
@@ -43,6 +44,8 @@ class Piece(NamedTuple):
     finish_reason: str | None
     num_tokens: int
     """Of the generation, up to this piece."""
+    deltas: Sequence[Delta]
+    """The parts that the text has made certain; without a parser all is answer."""
 
     @property
     def size_bytes(self) -> int:
@@ -71,6 +74,7 @@ class Generation:
         request: as it was submitted.
         detokenizer: owned, fresh.
         matcher: owned, fresh; None if there is no stop string.
+        parser: owned, fresh; None if nobody asks for the parts of the text.
         keep_stop_token: whether the text of the stop token belongs to the answer.
     """
 
@@ -82,6 +86,7 @@ class Generation:
         matcher: StopMatcher | None,
         timer: RequestTimer,
         *,
+        parser: OutputParser | None = None,
         keep_stop_token: bool = False,
     ) -> None:
         self.index = index
@@ -90,8 +95,6 @@ class Generation:
         self.cached_len = 0
         self.num_tokens = 0
         """Tokens the engine generated, the stop token included."""
-        self.size_bytes = 0
-        """About what its pieces so far take in an answer."""
         self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -100,10 +103,13 @@ class Generation:
         """The token that ended the text, be it the request's or the model's own."""
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._parser = parser
         self.timer = timer
         self._keep_stop_token = keep_stop_token
         self._submitting: asyncio.Future[RequestStream] | None = None
         self._stream: RequestStream | None = None
+        self._pending_text = ""
+        """Text that the parser has seen and no piece has carried."""
         self._pending: list[TokenLogprob] = []
         self._pending_ids: list[int] = []
         self._is_aborted = False
@@ -169,7 +175,6 @@ class Generation:
             self.prompt_len, self.cached_len = output.prompt_len, output.cached_len
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-            self.size_bytes += measure_logprobs(output.prompt_logprobs)
         if output.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
             self._error_reason = str(output.finish_reason)
             raise _failure(output)
@@ -189,9 +194,12 @@ class Generation:
         if output.finish_reason is not None:
             text += self._detokenizer.flush()
             self.finish_reason = _FINISH[output.finish_reason]
-        text = self._match_stop(text)
-        if text or self.finish_reason is not None:
-            return self._make_piece(text)
+        piece = self._make_piece(self._match_stop(text))
+        if piece.deltas or piece.finish_reason is not None:
+            return piece
+        # The tokens of text that is held back come with the next piece.
+        self._pending_text = piece.text
+        self._pending_ids, self._pending = [*piece.token_ids], [*piece.logprobs]
         return None
 
     def _match_stop(self, text: str) -> str:
@@ -207,9 +215,20 @@ class Generation:
         return text
 
     def _make_piece(self, text: str) -> Piece:
-        piece = Piece(text, self._pending_ids, self._pending, self.finish_reason, self.num_tokens)
-        self._pending_ids, self._pending = [], []
-        self.size_bytes += piece.size_bytes
+        deltas: list[Delta] = [TextDelta(text)] if text else []
+        if self._parser is not None:
+            deltas = self._parser.feed(text)
+            if self.finish_reason is not None:
+                deltas = join_deltas(deltas + self._parser.flush())
+        piece = Piece(
+            self._pending_text + text,
+            self._pending_ids,
+            self._pending,
+            self.finish_reason,
+            self.num_tokens,
+            deltas,
+        )
+        self._pending_text, self._pending_ids, self._pending = "", [], []
         return piece
 
     async def abort(self) -> None:

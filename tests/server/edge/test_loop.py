@@ -11,7 +11,7 @@ import pytest
 from fake_engine import FakeEngine, make_info
 
 from tandem.core.errors import ConfigError
-from tandem.server.api import answers, sglang_generate
+from tandem.server.dialects import dialect, openai_answer, sglang
 from tandem.server.protocol.decode import MAX_CONTAINERS, check_containers
 from tandem.server.text.work_threads import SMALL_COST
 
@@ -137,7 +137,7 @@ def test_large_documents_are_encoded_on_a_thread(serve, tokenizer, kind, monkeyp
 
         return encode_noting
 
-    for module in (answers, sglang_generate):
+    for module in (dialect, openai_answer, sglang):
         monkeypatch.setattr(module, "_encode", note(module._encode))
     live = serve(FakeEngine(info=make_info(tokenizer.vocab_size, 32_768), tokens_per_step=50))
     path, body = BODIES[kind]
