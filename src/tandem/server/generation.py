@@ -22,8 +22,9 @@ __all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece", "measure
 
 _logger = logging.getLogger(__name__)
 
-_DEADLINE_GRACE_S = 5.0
-"""The engine ends a request at its deadline; if it does not, the server does this much later."""
+_DEADLINE_GRACE_S = 0.1
+"""The engine ends a request at its deadline, between two steps; where a step takes longer, the
+server ends it this much later."""
 
 _FINISH = {
     FinishReason.STOP: "stop",
