@@ -197,7 +197,7 @@ def _layer_parts(
     """Tokens of one expert."""
     weights = layer.expert_weights
     gpu_experts = cpu_experts = stream = handover = 0.0
-    streams = is_prefill and place.prefill == "streamed" and machine.num > 0
+    streams = is_prefill and place.prefill == "streamed" and machine.num > 0 and on_cpu > 0
     if streams:
         stream = machine.stream_time(on_cpu * weights * expert_bytes)
         on_gpu, on_cpu = layer.num_experts, 0
