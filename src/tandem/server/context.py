@@ -118,6 +118,7 @@ class ServerContext:
     Attributes:
         models: what clients may ask for.
         has_keys: whether clients need an API key.
+        has_admin_keys: whether there are keys of an admin.
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
     """
@@ -132,6 +133,7 @@ class ServerContext:
     timelines: TimelineRing
     tracer: RequestTracer | None = None
     has_keys: bool = False
+    has_admin_keys: bool = False
     adapter_folder: Path | None = None
     read_store: Callable[[], StoreStatus] | None = None
     clock: Clock = field(default_factory=MonotonicClock)

@@ -40,9 +40,15 @@ def plan(
     list_known: Annotated[
         bool, typer.Option("--list", help="List the machines and models that are known by name.")
     ] = False,
+    published: Annotated[
+        bool, typer.Option("--published", help="Predict published speeds of hybrid serving.")
+    ] = False,
     json: JsonFlag = False,
 ) -> None:
     """Show what a rule file makes of a model."""
+    if published:
+        _print_published(json=json)
+        return
     if list_known:
         _list_known(json=json)
         return
@@ -78,6 +84,16 @@ def _list_known(*, json: bool) -> None:
     print_table(head, [_tell_machine(machine) for machine in machines])
     sys.stdout.write("\n")
     print_table(("model", "is", "format", "source"), [_tell_model(model) for model in models])
+
+
+def _print_published(*, json: bool) -> None:
+    from tandem.placement.fitting import predict_rows, read_efficiencies
+    from tandem.placement.predictions import render_predictions
+
+    if json:
+        print_json(predict_rows(read_efficiencies()))
+    else:
+        sys.stdout.write(render_predictions())
 
 
 def _tell_machine(spec: HardwareSpec) -> tuple[object, ...]:
