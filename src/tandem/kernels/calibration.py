@@ -109,13 +109,20 @@ class _Bank:
 
     def __init__(self, name: str, pool: ThreadPool, *, hidden: int, inner: int, num: int) -> None:
         fields = find_format(name).fields
-        sizes = {"num_experts": num, "hidden_size": hidden, "intermediate_size": inner}
-        self.size_bytes = count_expert_bytes(**fields, **sizes)
+        self.size_bytes = count_expert_bytes(
+            **fields, num_experts=num, hidden_size=hidden, intermediate_size=inner
+        )
         raw = np.empty(self.size_bytes + 64, np.uint8)
         offset = -raw.ctypes.data % 64
         storage = raw[offset : offset + self.size_bytes]
         storage.fill(FILLER)
-        self._bank = ExpertBank(**fields, **sizes, storage=storage)
+        self._bank = ExpertBank(
+            **fields,
+            num_experts=num,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            storage=storage,
+        )
         self._pool, self._hidden, self._num = pool, hidden, num
         self._random = np.random.default_rng(0)
         self._weights = 3 * hidden * inner
