@@ -19,13 +19,12 @@ from starlette.types import Receive
 from tandem.core.adapter import AdapterInfo
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, TandemError
-from tandem.core.instance_status import StoreStatus
+from tandem.core.instance_status import InstanceStats, StoreStatus
 from tandem.core.logs import current_request_id
 from tandem.core.wire import (
     AddRequest,
     InstanceInfo,
     InstanceStage,
-    InstanceStats,
     SamplingParams,
 )
 from tandem.server.api.names import ModelNames
