@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from tandem.core.model.layers import RoutingRule
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-from tandem.kernels.routing import RoutingRule
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 

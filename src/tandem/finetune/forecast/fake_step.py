@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tandem.core.model_plan import LayerSpec
+from tandem.core.model.plan import LayerSpec
 from tandem.finetune.recipes.targets import find_expert_shapes, find_targets
 
 __all__ = ["StepCost", "StepShape", "simulate_step"]

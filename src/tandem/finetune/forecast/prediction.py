@@ -11,7 +11,7 @@ import msgspec
 
 from tandem._native import read_topology, recommend_threads
 from tandem.core.errors import ConfigError, TandemError
-from tandem.core.model_plan import NO_FORMAT, ModelPlan
+from tandem.core.model.plan import NO_FORMAT, ModelPlan
 from tandem.finetune.data.dataset import prepare_data
 from tandem.finetune.forecast.fake_step import StepCost, StepShape, simulate_step
 from tandem.finetune.forecast.machine_speed import measure_speed

@@ -11,21 +11,19 @@ import torch
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.model.plan import ModulePlan
 from tandem.finetune.recipes.targets import find_expert_shapes, find_targets
 from tandem.finetune.training.expert_adapters import name_parameters
 from tandem.finetune.training.frozen_linear import FrozenLinear
 from tandem.kernels.operators.operator import Operator
 from tandem.kernels.weights.formats import WeightFormat, find_format
 from tandem.models.families import Checkpoint, open_checkpoint
-from tandem.models.loading.builders import (
-    BuildContext,
-    UnfitModuleError,
-    WeightSettings,
-    build_experts,
-)
+from tandem.models.loading.builders import Resources, build_operator
 from tandem.models.loading.injection import require_no_meta
 from tandem.models.loading.loader import load_weights
 from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.describe import Describer, describe_experts
+from tandem.models.planning.probes import UnfitModuleError
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress
 
@@ -112,8 +110,7 @@ def load_frozen(
     linear = choose_format(linear_format, is_bf16=is_bf16)
     # The fastest that transformers has for this architecture.
     model = build_skeleton(checkpoint.config, None)
-    settings = WeightSettings(pool=pool, experts=experts, linear=linear)
-    replaced = {} if experts is None else _replace_experts(model, checkpoint, settings)
+    replaced = {} if experts is None else _replace_experts(model, experts, pool)
     if linear is not None:
         heads = _find_own_head(model) if is_head_packed else []
         for name in [*find_targets(model, "all"), *heads]:
@@ -143,21 +140,29 @@ def _find_own_head(model: Any) -> list[str]:
 
 
 def _replace_experts(
-    model: Any, checkpoint: Checkpoint, settings: WeightSettings
+    model: Any, weight_format: WeightFormat, pool: ThreadPool
 ) -> dict[str, dict[str, torch.Size]]:
     """Put packed experts in place; return the shapes of the parameters that were there."""
     replaced: dict[str, dict[str, torch.Size]] = {}
+    describer = Describer(model)
     for name, module in list(model.named_modules()):
         if not (hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")):
             continue
         if isinstance(module.gate_up_proj, torch.nn.Module):
             continue  # A dense block whose gate and up are one matrix.
-        context = BuildContext(name, model, checkpoint.config, {}, settings, {})
         try:
-            model.set_submodule(name, build_experts(module, context))
+            spec = describer.describe(name, describe_experts)
         except UnfitModuleError as error:
             what = f"{name}: {error}: set expert_format: none"
             raise UnsupportedError("finetune.load", what, field="expert_format") from error
+        planned = ModulePlan(
+            module=name,
+            class_name=type(module).__name__,
+            operator="Experts",
+            spec=spec,
+            weight_format=weight_format.name,
+        )
+        model.set_submodule(name, build_operator(planned, model, Resources(pool=pool)))
         replaced[name] = {key: getattr(module, key).shape for key in find_expert_shapes(module)}
     return replaced
 

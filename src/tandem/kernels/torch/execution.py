@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tandem.core.model.layers import RoutingRule
 from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.step import TorchStep
 
 __all__ = ["TorchExecution"]

@@ -1,8 +1,8 @@
 """Makes the plan of a model: what its modules are, and how each matrix will be stored and run.
 
-Reads ``config.json`` and the rule file; no weight. The skeleton is built on the meta device, read
-(``roles``), and rules are tried on it; what comes out is a ``ModelPlan``, which loading repeats
-without deciding anything again.
+Reads ``config.json`` and the rule file; no weight. The skeleton is built on the meta device, its
+modules are described once (``describe``), and rules choose among them (``assignment``); the result
+is a ``ModelPlan``, of which loading builds operators without deciding anything again.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from tandem._native import ThreadPool, read_topology
-from tandem.core.model_plan import (
+from tandem._native import read_topology
+from tandem.core.model.plan import (
     NO_FORMAT,
     FormatChoice,
     LayerSpec,
@@ -25,13 +25,16 @@ from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.cpu import experts as native_experts
 from tandem.kernels.cpu import linear as native_linear
 from tandem.kernels.devices import has_native_kernels
+from tandem.kernels.weights.formats import find_format
 from tandem.kernels.weights.head_matrix import choose_head_format, count_head_bytes
 from tandem.kernels.weights.recode import join_formats
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
-from tandem.models.loading.builders import FORMAT_KWARG, WeightSettings, parse_format
-from tandem.models.loading.injection import apply_rules, load_rules
 from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.assignment import DefaultFormats, load_rules, plan_modules
+from tandem.models.planning.describe import Describer
+from tandem.models.planning.layers import complete_spec, list_layers
+from tandem.models.planning.operators import FORMAT_KWARG
 from tandem.models.planning.precision import (
     FormatChoices,
     choose_dtype,
@@ -39,13 +42,7 @@ from tandem.models.planning.precision import (
     choose_formats,
     set_auto_dtype,
 )
-from tandem.models.planning.roles import (
-    RawMatrix,
-    Vectors,
-    complete_spec,
-    list_layers,
-    list_matrices,
-)
+from tandem.models.planning.roles import RawMatrix, Vectors, list_matrices
 from tandem.models.planning.stored import StoredMatrix, StoredModel, read_stored
 from tandem.placement.rules import Rule
 
@@ -61,7 +58,8 @@ def describe_model(path_or_id: str | Path) -> ModelSpec:
     skeleton = build_skeleton(checkpoint.config)
     matrices, vectors = list_matrices(skeleton)
     stored = read_stored(checkpoint, matrices)
-    return _describe(checkpoint, list_layers(skeleton), matrices, vectors, stored)
+    layers = list_layers(Describer(skeleton))
+    return _describe(checkpoint, layers, matrices, vectors, stored)
 
 
 def plan_model(
@@ -102,7 +100,8 @@ def plan_model(
     """
     checkpoint = open_checkpoint(path_or_id)
     skeleton = build_skeleton(checkpoint.config)
-    layers = list_layers(skeleton)
+    describer = Describer(skeleton)
+    layers = list_layers(describer)
     raw, vectors = list_matrices(skeleton)
     stored = read_stored(checkpoint, raw)
     spec = choose_dtype(_describe(checkpoint, layers, raw, vectors, stored), dtype)
@@ -112,10 +111,13 @@ def plan_model(
     all_rules = load_rules(rules)
     wishes = {"experts": expert_format, "linear": linear_format}
     kept = _keep_stored(stored, raw, wishes) if has_native_kernels(device) else StoredModel()
-    settings = WeightSettings.of_choices(ThreadPool(1), *choices, expert_parts=1, stored=kept)
-    table, modules = apply_rules(
-        skeleton, checkpoint.config, all_rules, device=device, settings=settings
+    formats = DefaultFormats(
+        experts=choices.experts.weight_format,
+        linear=choices.linear.weight_format,
+        router=choices.router.weight_format,
+        stored=kept,
     )
+    table, modules = plan_modules(describer, all_rules, device=device, formats=formats)
     nodes = len(read_topology().numa_nodes) if num_nodes is None else num_nodes
     return ModelPlan(
         folder=str(checkpoint.folder),
@@ -216,7 +218,7 @@ def _choose_group_format(module: ModulePlan, group: list[RawMatrix], kept: Store
 def _find_format(role: MatrixRole, shape: tuple[int, ...], weight_format: str) -> str:
     if role != "head_matrices" or weight_format == NO_FORMAT:
         return weight_format
-    chosen = choose_head_format(parse_format(weight_format), shape[2])
+    chosen = choose_head_format(find_format(weight_format), shape[2])
     assert chosen is not None, weight_format
     return chosen.name
 
@@ -249,9 +251,9 @@ def _group_by_role(run: list[RawMatrix]) -> list[list[RawMatrix]]:
 
 
 def _count_bytes(role: MatrixRole, shape: tuple[int, ...], weight_format: str, plain: int) -> int:
-    packed = parse_format(weight_format)
-    if packed is None:
+    if weight_format == NO_FORMAT:
         return plain
+    packed = find_format(weight_format)
     if role == "experts":
         count, rows, hidden = shape
         return native_experts.count_bytes(packed, count, hidden, rows // 3)

@@ -7,31 +7,35 @@ it, the engine sizes memory by it, ``load_model`` obeys it. No torch here.
 Shapes: E experts, F intermediate, D hidden, N outputs, K inputs.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
+from tandem.core.model.layers import (
+    ExpertsSpec,
+    MixerSpec,
+    MlpSpec,
+    NonNegativeInt,
+    OperatorSpec,
+    PositiveInt,
+    RopeSpec,
+    RouterSpec,
+)
 from tandem.core.spec import ModelSpec
 
 __all__ = [
     "NO_FORMAT",
-    "AttentionSpec",
     "FormatChoice",
     "LayerSpec",
     "MatrixPlan",
-    "MlpSpec",
     "ModelPlan",
     "ModulePlan",
     "MoeSpec",
-    "RopeSpec",
 ]
 
 NO_FORMAT = "none"
 """The format of tensors in the model's dtype."""
 
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
 MatrixRole = Literal[
     "embedding",
     "head",
@@ -47,44 +51,8 @@ MatrixRole = Literal[
 ]
 
 
-class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The attention of one layer, as its module has it."""
-
-    kind: Literal["gqa", "mla"]
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    """Of a key; of MLA without and with rotation together."""
-    kv_lora_rank: NonNegativeInt = 0
-    """Of MLA: items of the latent that keys and values are made of."""
-    rope_dim: NonNegativeInt = 0
-    """Of MLA: items of a key that are rotated, the same for all heads."""
-    window: NonNegativeInt = 0
-    """Tokens that a token sees, itself included; 0 is all."""
-    has_sinks: bool = False
-    has_qk_norm: bool = False
-    has_bias: bool = False
-    """Of the projections to queries, keys and values."""
-
-
-class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How a layer rotates queries and keys."""
-
-    rope_type: str
-    theta: float
-    factor: float = 1.0
-    """Of a scaled RoPE; 1 is none."""
-
-
-class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
-    """A dense gated MLP."""
-
-    intermediate_size: PositiveInt
-    has_bias: bool = False
-
-
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe"):
-    """Routed experts and their router."""
+    """Routed experts, their router, and the experts that every token uses."""
 
     num_experts: PositiveInt
     top_k: PositiveInt
@@ -93,14 +61,19 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     shared_intermediate_size: NonNegativeInt = 0
     """Of the experts that every token uses, together; 0 is none."""
     has_bias: bool = False
+    router: RouterSpec | None = None
+    """None where no operator of ours chooses as the model does."""
+    experts: ExpertsSpec | None = None
+    """None where no operator of ours computes what the model's experts do."""
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder layer."""
 
     index: NonNegativeInt
-    attention: AttentionSpec
-    rope: RopeSpec
+    mixer: MixerSpec
+    rope: RopeSpec | None
+    """None where no operator of ours has the model's angles."""
     mlp: MlpSpec | MoeSpec
 
 
@@ -112,6 +85,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     class_name: str
     operator: str
     """The operator in its place, or ``default`` where the skeleton's module stays."""
+    spec: OperatorSpec | None = None
+    """The operator's sizes and names; None where the skeleton's module stays."""
     rule: str = ""
     """``file:line`` of the rule that took it; empty for none."""
     weight_format: str = NO_FORMAT
