@@ -13,7 +13,6 @@ import uuid
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Callable,
     Coroutine,
     Iterator,
     Mapping,
@@ -30,12 +29,14 @@ from tandem.cli.config import Config, load_config
 from tandem.cli.extras import require_serve
 from tandem.core.config import list_fields
 from tandem.core.errors import ConfigError, PeerLostError
+from tandem.core.logs import current_request_id
 from tandem.core.wire import TokenLogprob
 from tandem.engine.process.launcher import ProcessLauncher
-from tandem.server.api.chat import plan_chat
-from tandem.server.api.completions import plan_completion
-from tandem.server.api.options import REFUSED_FIELDS, read_options
-from tandem.server.context import ChoicePlan, ServedModel, ServerContext
+from tandem.server.context import ServerContext
+from tandem.server.dialects.chat import plan_chat
+from tandem.server.dialects.completions import plan_completion
+from tandem.server.dialects.dialect import Task
+from tandem.server.dialects.options import REFUSED_FIELDS
 from tandem.server.edge.connection import limit_time
 from tandem.server.generation import GenerationGroup
 from tandem.server.protocol.decode import decode_body, refuse_unsupported
@@ -256,14 +257,15 @@ class LLM:
         context, name = self._context, uuid.uuid4().hex
         now_s, unix_s = context.clock.now_s(), datetime.now(UTC).timestamp()
         origin = Origin(now_s, unix_s, b"", name, "", "")
-        planning: Callable[[], tuple[ServedModel, list[ChoicePlan]]]
-        if isinstance(request, ChatRequest):
-            planning = lambda: plan_chat(context, request)  # noqa: E731
-        else:
-            planning = lambda: plan_completion(context, request)[:2]  # noqa: E731
-        served, plans = await context.encoder.threads.run(planning, 0)
-        options = read_options(request, name, served.adapter)
-        group = await context.start(plans, options, origin, _never_gone)
+        current_request_id.set(name)
+
+        def plan() -> Task:
+            if isinstance(request, ChatRequest):
+                return plan_chat(context, request)
+            return plan_completion(context, request)
+
+        task = await context.encoder.threads.run(plan, 0)
+        group = await context.start(task.plans, task.options, origin, _never_gone)
         try:
             yield group
         finally:

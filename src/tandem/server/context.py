@@ -38,6 +38,7 @@ from tandem.server.edge.connection import limit_time, read_body, run_while_conne
 from tandem.server.engine import EngineClient
 from tandem.server.generation import Generation, GenerationGroup
 from tandem.server.lifecycle import Lifecycle
+from tandem.server.outputs.deltas import OutputParser
 from tandem.server.protocol.decode import decode_body, refuse_unsupported
 from tandem.server.telemetry.metrics import RequestTimer, ServerMetrics
 from tandem.server.telemetry.timelines import (
@@ -70,6 +71,10 @@ class TextOptions:
     stops: StopStrings | None = None
     keep_stop: bool = False
     skip_special_tokens: bool = True
+    make_parser: Callable[[], OutputParser] | None = None
+    """Makes the parser of a choice; None if nobody asks for the parts of the text."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are text all the same: the marks that the parser looks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,8 +413,16 @@ class ServerContext:
         if text.stops is not None:
             matcher = StopMatcher(text.stops, keep_match=text.keep_stop)
         detokenizer = self.encoder.tokenizer.detokenizer(
-            skip_special_tokens=text.skip_special_tokens, context=plan.prompt_ids[-8:]
+            skip_special_tokens=text.skip_special_tokens,
+            shown_ids=text.shown_ids,
+            context=plan.prompt_ids[-8:],
         )
         return Generation(
-            index, request, detokenizer, matcher, timer, keep_stop_token=text.keep_stop
+            index,
+            request,
+            detokenizer,
+            matcher,
+            timer,
+            parser=None if text.make_parser is None else text.make_parser(),
+            keep_stop_token=text.keep_stop,
         )

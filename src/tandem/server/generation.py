@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput, TokenLogprob
 from tandem.server.engine import EngineClient, RequestStream
+from tandem.server.outputs.deltas import Delta, OutputParser, join_deltas
 from tandem.server.telemetry.metrics import RequestTimer
 from tandem.server.text.detokenizer import Detokenizer
 from tandem.server.text.stop_strings import StopMatcher
@@ -43,6 +44,8 @@ class Piece(NamedTuple):
     finish_reason: str | None
     num_tokens: int
     """Of the generation, up to this piece."""
+    deltas: Sequence[Delta]
+    """The parts that the text has made certain; empty without a parser."""
 
 
 def count_logprobs(entries: Sequence[TokenLogprob | None] | None) -> int:
@@ -61,6 +64,7 @@ class Generation:
         request: as it was submitted.
         detokenizer: owned, fresh.
         matcher: owned, fresh; None if there is no stop string.
+        parser: owned, fresh; None if nobody asks for the parts of the text.
         keep_stop_token: whether the text of the stop token belongs to the answer.
     """
 
@@ -72,6 +76,7 @@ class Generation:
         matcher: StopMatcher | None,
         timer: RequestTimer,
         *,
+        parser: OutputParser | None = None,
         keep_stop_token: bool = False,
     ) -> None:
         self.index = index
@@ -88,10 +93,13 @@ class Generation:
         """The token that ended the text, be it the request's or the model's own."""
         self._detokenizer = detokenizer
         self._matcher = matcher
+        self._parser = parser
         self.timer = timer
         self._keep_stop_token = keep_stop_token
         self._submitting: asyncio.Future[RequestStream] | None = None
         self._stream: RequestStream | None = None
+        self._pending_text = ""
+        """Text that the parser has seen and no piece has carried."""
         self._pending: list[TokenLogprob] = []
         self._pending_ids: list[int] = []
         self._is_aborted = False
@@ -176,9 +184,13 @@ class Generation:
         if output.finish_reason is not None:
             text += self._detokenizer.flush()
             self.finish_reason = _FINISH[output.finish_reason]
-        text = self._match_stop(text)
-        if text or self.finish_reason is not None:
-            return self._make_piece(text)
+        piece = self._make_piece(self._match_stop(text))
+        has_news = piece.text if self._parser is None else piece.deltas
+        if has_news or piece.finish_reason is not None:
+            return piece
+        # The tokens of text that is held back come with the next piece.
+        self._pending_text = piece.text
+        self._pending_ids, self._pending = [*piece.token_ids], [*piece.logprobs]
         return None
 
     def _match_stop(self, text: str) -> str:
@@ -194,8 +206,20 @@ class Generation:
         return text
 
     def _make_piece(self, text: str) -> Piece:
-        piece = Piece(text, self._pending_ids, self._pending, self.finish_reason, self.num_tokens)
-        self._pending_ids, self._pending = [], []
+        deltas: list[Delta] = []
+        if self._parser is not None:
+            deltas = self._parser.feed(text)
+            if self.finish_reason is not None:
+                deltas = join_deltas(deltas + self._parser.flush())
+        piece = Piece(
+            self._pending_text + text,
+            self._pending_ids,
+            self._pending,
+            self.finish_reason,
+            self.num_tokens,
+            deltas,
+        )
+        self._pending_text, self._pending_ids, self._pending = "", [], []
         return piece
 
     async def abort(self) -> None:

@@ -7,13 +7,14 @@ from starlette.responses import Response
 
 import tandem
 from tandem.core.timeline import RequestTimeline
-from tandem.server.api import adapters, sglang_generate, status, tokens
-from tandem.server.api.chat import answer_chat
-from tandem.server.api.completions import answer_completion
+from tandem.server.api import adapters, status, tokens
 from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
+from tandem.server.dialects.chat import answer_chat
+from tandem.server.dialects.completions import answer_completion
+from tandem.server.dialects.sglang import answer_generate
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
 from tandem.server.protocol import openai as oai
@@ -72,7 +73,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         Endpoint(
             "/generate",
             _POST,
-            sglang_generate.answer_generate,
+            answer_generate,
             sglang.GenerateResponse | list[sglang.GenerateResponse],
             sglang.GenerateRequest,
             sglang.GenerateResponse,

@@ -5,7 +5,7 @@ is the fallback only) and the table of token bytes. A ``Tokenizer`` is immutable
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -80,14 +80,26 @@ class Tokenizer:
         return detokenizer.feed(token_ids) + detokenizer.flush()
 
     def detokenizer(
-        self, *, skip_special_tokens: bool = True, context: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
+        context: Sequence[int] = (),
     ) -> Detokenizer:
-        """Start decoding a sequence that follows the ``context`` tokens."""
-        skip = self._special_ids if skip_special_tokens else frozenset[int]()
+        """Start decoding a sequence that follows the ``context`` tokens.
+
+        Of the special tokens, ``shown_ids`` are not skipped.
+        """
+        skip = self._special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
             return ByteDetokenizer(self.token_bytes, skip, context)
         decode = partial(self._backend.decode, skip_special_tokens=False)
         return WindowDetokenizer(decode, skip, self._is_byte, context)
+
+    def find_special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of the special tokens that are part of one of ``texts``."""
+        names = {i: self.token_name(i) for i in self._special_ids}
+        return frozenset(i for i, name in names.items() if any(name in text for text in texts))
 
     def token_name(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it; empty for an id without a token."""

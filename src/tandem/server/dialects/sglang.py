@@ -4,8 +4,7 @@ Answers as SGLang 0.5 does: one object for one prompt, a list for a list or for 
 a stream hold the whole text so far and the ``index`` of their prompt.
 """
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,8 +16,6 @@ from starlette.responses import Response
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.logs import current_request_id
 from tandem.core.wire import TokenLogprob
-from tandem.server.api.answers import answer_stream, answer_whole
-from tandem.server.api.options import REFUSED_FIELDS, check_ids, make_stops
 from tandem.server.api.prompts import fit_max_tokens, read_prompts
 from tandem.server.api.sampling import choice_seed, make_sampling
 from tandem.server.context import (
@@ -28,9 +25,10 @@ from tandem.server.context import (
     ServerContext,
     TextOptions,
 )
-from tandem.server.edge.connection import limit_time
+from tandem.server.dialects.dialect import Dialect, Task
+from tandem.server.dialects.options import REFUSED_FIELDS, check_ids, make_stops
 from tandem.server.edge.sse import DONE, encode_event
-from tandem.server.generation import Generation, GenerationGroup, Piece, count_logprobs
+from tandem.server.generation import Generation, Piece, count_logprobs
 from tandem.server.protocol.decode import refuse_unsupported
 from tandem.server.protocol.sglang import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -47,7 +45,6 @@ _T = TypeVar("_T")
 
 _REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name != "lora_path"}
 
-_decoder = msgspec.json.Decoder(GenerateRequest)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -76,36 +73,59 @@ class _Progress:
     has_ended: bool = False
 
 
+@dataclass(slots=True)
+class _Answer:
+    """Renders SGLang's answers; each event holds the whole text so far."""
+
+    context: ServerContext
+    progress: Sequence[_Progress]
+    """By index of the generation."""
+    is_list: bool
+    """The prompts were a list."""
+
+    def count_logprobs(self, generation: Generation, piece: Piece) -> int:
+        """See ``Renderer``."""
+        state = self.progress[generation.index]
+        if not state.wants_logprobs:
+            return 0
+        known = count_logprobs(state.logprobs) + count_logprobs(generation.prompt_logprobs)
+        return known + count_logprobs(piece.logprobs)
+
+    def add(self, generation: Generation, piece: Piece) -> None:
+        """See ``Renderer``."""
+        state = self.progress[generation.index]
+        state.text += piece.text
+        state.ids += piece.token_ids
+        state.has_ended = piece.finish_reason is not None
+        if state.wants_logprobs:
+            state.logprobs += piece.logprobs
+
+    def make_document(self, generations: Sequence[Generation]) -> object:
+        """See ``Renderer``."""
+        responses = [
+            _make_response(self.context, each, self.progress[each.index]) for each in generations
+        ]
+        return responses if self.is_list or len(responses) > 1 else responses[0]
+
+    def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
+        """See ``Renderer``."""
+        self.add(generation, piece)
+        response = _make_response(self.context, generation, self.progress[generation.index])
+        response.index = generation.index
+        return [encode_event(_encode(response))]
+
+    def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
+        """See ``Renderer``."""
+        return [DONE]
+
+
 async def answer_generate(context: ServerContext, http: Request) -> Response:
     """Continue one or several prompts, whole or as a stream."""
-    origin = context.note_arrival(http)
-    request = await context.read_request(http, _decoder, _refuse_unsupported)
-    model, plans, progress, is_list = await context.prepare(
-        http, origin, request.timeout, _prepare, context, request
-    )
-    name = request.rid if isinstance(request.rid, str) else current_request_id.get()
-    salt = request.cache_salt if request.cache_salt is not None else request.extra_key
-    options = RequestOptions(
-        name,
-        request.priority if request.priority is not None else 0,
-        salt if salt is not None else "",
-        request.timeout,
-        model.adapter,
-    )
-    group = await context.start(plans, options, origin, http.receive)
-    if request.stream is True:
-        return answer_stream(context, group, _events(context, group, progress))
-
-    def shape(responses: list[GenerateResponse]) -> object:
-        return responses if is_list or len(responses) > 1 else responses[0]
-
-    return await answer_whole(http, group, _collect(context, group, progress), shape)
+    return await _DIALECT.answer(context, http)
 
 
-def _prepare(
-    context: ServerContext, request: GenerateRequest
-) -> tuple[ServedModel, list[ChoicePlan], list[_Progress], bool]:
-    """Return what was asked for, and whether prompts were a list."""
+def _plan_request(context: ServerContext, request: GenerateRequest) -> Task:
+    """Return the generations that a request asks for."""
     model = _find_model(context, request)
     prompt_field, prompts, is_list = _read_prompts(context, request)
     samplings = _per_prompt(request.sampling_params, len(prompts), "sampling_params")
@@ -118,7 +138,15 @@ def _prepare(
         max_model_len=context.ready_info().max_model_len,
     )
     plans, progress = _plan(context, request, prompt_ids, samplings, prompt_field)
-    return model, plans, progress, is_list
+    salt = request.cache_salt if request.cache_salt is not None else request.extra_key
+    options = RequestOptions(
+        request.rid if isinstance(request.rid, str) else current_request_id.get(),
+        request.priority if request.priority is not None else 0,
+        salt if salt is not None else "",
+        request.timeout,
+        model.adapter,
+    )
+    return Task(plans, options, _Answer(context, progress, is_list), request.stream is True)
 
 
 def _find_model(context: ServerContext, request: GenerateRequest) -> ServedModel:
@@ -248,55 +276,6 @@ def _prefix(request: GenerateRequest, index: int) -> str:
     return f"sampling_params[{index}]." if is_list else "sampling_params."
 
 
-async def _collect(
-    context: ServerContext, group: GenerationGroup, progress: Sequence[_Progress]
-) -> list[GenerateResponse]:
-    async with limit_time(group.time_limit_s), aclosing(group.pieces()) as pieces:
-        async for generation, piece in pieces:
-            _add(progress[generation.index], piece)
-    num_logprobs = sum(
-        _count_logprobs(generation, progress[generation.index]) for generation in group.generations
-    )
-    return await context.shape(
-        num_logprobs,
-        lambda: [
-            _make_response(context, generation, progress[generation.index])
-            for generation in group.generations
-        ],
-    )
-
-
-async def _events(
-    context: ServerContext, group: GenerationGroup, progress: Sequence[_Progress]
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(group.pieces()) as pieces:
-        async for generation, piece in pieces:
-            state = progress[generation.index]
-            _add(state, piece)
-
-            def encode(generation: Generation = generation, state: _Progress = state) -> bytes:
-                response = _make_response(context, generation, state)
-                response.index = generation.index
-                return encode_event(_encode(response))
-
-            yield await context.shape(_count_logprobs(generation, state), encode)
-    yield DONE
-
-
-def _count_logprobs(generation: Generation, state: _Progress) -> int:
-    if not state.wants_logprobs:
-        return 0
-    return count_logprobs(state.logprobs) + count_logprobs(generation.prompt_logprobs)
-
-
-def _add(state: _Progress, piece: Piece) -> None:
-    state.text += piece.text
-    state.ids += piece.token_ids
-    state.has_ended = piece.finish_reason is not None
-    if state.wants_logprobs:
-        state.logprobs += piece.logprobs
-
-
 def _make_response(
     context: ServerContext, generation: Generation, state: _Progress
 ) -> GenerateResponse:
@@ -352,3 +331,6 @@ def _add_logprobs(
     meta.input_top_logprobs = [
         [row(i, p) for i, p in entry.top] if entry is not None else None for _, entry in asked
     ]
+
+
+_DIALECT = Dialect(msgspec.json.Decoder(GenerateRequest), _plan_request, _refuse_unsupported)

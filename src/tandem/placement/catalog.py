@@ -1,0 +1,219 @@
+"""The machines, models and published measurements that Tandem knows by name.
+
+They are files of the package under ``data/``: parts (processors, accelerators) and machines made
+of them, configurations of models without weights, and rows of published speeds. A user's own
+machine is a file of the same form as one entry of ``machines.yaml``.
+"""
+
+from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from tandem.core.config import parse_yaml
+from tandem.core.errors import ConfigError, NotFoundError
+from tandem.placement.hardware import HardwareSpec
+
+__all__ = [
+    "KnownModel",
+    "PublishedRow",
+    "PublishedRows",
+    "find_hardware",
+    "find_model",
+    "list_hardware",
+    "list_models",
+    "parse_hardware",
+    "read_hardware",
+    "read_published",
+]
+
+MAX_HARDWARE_BYTES = 1 << 16
+Rate = Annotated[float, Meta(gt=0)]
+
+
+class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A published model's configuration: facts, no weights."""
+
+    name: str = ""
+    title: str
+    source: str
+    stored_format: str
+    """The format of its routed experts, or of all matrices, as its makers publish it."""
+    config: dict[str, Any]
+    """As ``config.json`` has it, without what does not change sizes."""
+
+
+class PublishedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One published measurement: a machine, a model, how it ran, and its tokens a second."""
+
+    id: Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
+    machine: str
+    model: str
+    expert_format: str
+    """Of routed experts on the CPU."""
+    dense_format: str
+    """Of all other matrices, which are on the GPU."""
+    kernels: Literal["avx512", "amx"]
+    """Instruction set of the CPU's matrix products."""
+    prefill: Literal["cpu", "streamed"]
+    """Where routed experts of a prompt run: on the CPU, or on the GPU, their weights streamed."""
+    sockets: Annotated[int, Meta(ge=1)] = 2
+    accelerators: Annotated[int, Meta(ge=1)] = 1
+    experts_per_token: Annotated[int, Meta(ge=0)] = 0
+    """Where fewer were used than the model has; 0 is as the model has."""
+    gpu_experts: Annotated[int, Meta(ge=0)] = 0
+    """Of each layer, as published; 0 also where it is not told."""
+    prompt_tokens: Annotated[int, Meta(ge=1)]
+    users: Annotated[int, Meta(ge=1)] = 1
+    prefill_rate: Rate | None = None
+    """Tokens of prompts a second; None is not published."""
+    decode_rate: Rate | None = None
+    """Tokens generated a second, by all users together."""
+    source: str
+    note: str = ""
+
+
+class PublishedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All published rows that give enough facts, and the ones that do not."""
+
+    fitted: tuple[str, ...]
+    """Ids of the rows that fit the efficiencies; chosen before any fit."""
+    fitted_because: str
+    rows: tuple[PublishedRow, ...]
+    left_out: dict[str, str]
+    """Other published figures, each with the fact that is missing."""
+
+
+def _data() -> Traversable:
+    return resources.files("tandem.placement") / "data"
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError("placement.catalog", f"{where} is not YAML: {error}") from error
+
+
+def _read(name: str) -> Any:
+    return _parse((_data() / name).read_text("utf-8"), name)
+
+
+@cache
+def _read_parts() -> dict[str, dict[str, Any]]:
+    return _read("parts.yaml")
+
+
+@cache
+def _read_machines() -> dict[str, dict[str, Any]]:
+    return _read("machines.yaml")
+
+
+def list_hardware() -> list[str]:
+    """Return the names of the machines that are known, as the file orders them."""
+    return list(_read_machines())
+
+
+def find_hardware(name: str) -> HardwareSpec:
+    """Return a known machine.
+
+    Raises: NotFoundError.
+    """
+    machines = _read_machines()
+    if name not in machines:
+        what = f"no machine {name!r}: give a file, or one of {', '.join(machines)}"
+        raise NotFoundError("placement.find_hardware", what)
+    return _build(machines[name] | {"name": name}, name)
+
+
+def parse_hardware(text: str, where: str) -> HardwareSpec:
+    """Return the machine that a file describes.
+
+    Args:
+        text: YAML with the fields of ``HardwareSpec``; ``processor`` and ``accelerator`` are
+            names of known parts or mappings of their fields.
+        where: the file's name, for messages and where it has no ``name``.
+
+    Raises: ConfigError that names the field.
+    """
+    if len(text) > MAX_HARDWARE_BYTES:
+        raise ConfigError("placement.hardware", f"{where} is over {MAX_HARDWARE_BYTES} characters")
+    fields = _parse(text, where)
+    if not isinstance(fields, dict):
+        raise ConfigError("placement.hardware", f"{where} must be a mapping of a machine's fields")
+    return _build({"name": where, "title": where, "source": where} | fields, where)
+
+
+def read_hardware(name_or_file: str) -> HardwareSpec:
+    """Return a known machine by its name, or the one that a file describes.
+
+    Raises:
+        NotFoundError: neither is there.
+        ConfigError: the file does not describe a machine.
+    """
+    if name_or_file in _read_machines():
+        return find_hardware(name_or_file)
+    path = Path(name_or_file)
+    if not path.is_file():
+        return find_hardware(name_or_file)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot read {path}: {error}: give a YAML file of a machine"
+        raise NotFoundError("placement.read_hardware", what) from error
+    return parse_hardware(text, path.name)
+
+
+def _build(fields: dict[str, Any], where: str) -> HardwareSpec:
+    parts = _read_parts()
+    for field, kind in (("processor", "processors"), ("accelerator", "accelerators")):
+        part = fields.get(field)
+        if not isinstance(part, str):
+            continue
+        if part not in parts[kind]:
+            what = f"{where}: no {field} {part!r}: use one of {', '.join(parts[kind])}"
+            raise ConfigError("placement.hardware", what, field=field)
+        fields = fields | {field: parts[kind][part]}
+    try:
+        spec = msgspec.convert(fields, HardwareSpec)
+    except msgspec.ValidationError as error:
+        raise ConfigError("placement.hardware", f"{where}: {error}") from error
+    if (spec.accelerator is None) != (spec.num_accelerators == 0):
+        what = f"{where}: accelerator and num_accelerators go together"
+        raise ConfigError("placement.hardware", what, field="num_accelerators")
+    if spec.accelerator is None and spec.processor is None:
+        what = f"{where}: a machine has a processor or an accelerator"
+        raise ConfigError("placement.hardware", what, field="processor")
+    return spec
+
+
+def list_models() -> list[str]:
+    """Return the names of the models whose configurations are known."""
+    folder = _data() / "models"
+    return sorted(
+        f.name.removesuffix(".json") for f in folder.iterdir() if f.name.endswith(".json")
+    )
+
+
+def find_model(name: str) -> KnownModel:
+    """Return the configuration of a known model.
+
+    Raises: NotFoundError.
+    """
+    names = list_models()
+    if name not in names:
+        what = f"no configuration {name!r}: use a folder, or one of {', '.join(names)}"
+        raise NotFoundError("placement.find_model", what)
+    text = (_data() / "models" / f"{name}.json").read_text("utf-8")
+    return msgspec.structs.replace(msgspec.json.decode(text, type=KnownModel), name=name)
+
+
+@cache
+def read_published() -> PublishedRows:
+    """Return the published measurements."""
+    return msgspec.convert(_read("published.yaml"), PublishedRows)

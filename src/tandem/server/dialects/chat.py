@@ -1,0 +1,164 @@
+"""POST /v1/chat/completions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.server.context import ServerContext
+from tandem.server.dialects.dialect import Dialect, Task
+from tandem.server.dialects.openai_answer import OpenAIAnswer
+from tandem.server.dialects.options import (
+    REFUSED_FIELDS,
+    TokenLimit,
+    check_format,
+    plan_choices,
+    read_options,
+)
+from tandem.server.dialects.usage import count_usage, make_chat_logprobs
+from tandem.server.generation import Generation, Piece
+from tandem.server.protocol.openai import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatRequest,
+)
+
+__all__ = ["answer_chat", "plan_chat"]
+
+
+@dataclass(slots=True)
+class _Answer(OpenAIAnswer[ChatRequest]):
+    """Renders chat completions."""
+
+    choices: list[ChatChoice]
+    """By index; ``add`` fills them."""
+    has_role: list[bool]
+    """By index; True once a chunk has named the role."""
+
+    def add(self, generation: Generation, piece: Piece) -> None:
+        """See ``Renderer``."""
+        choice = self.choices[generation.index]
+        choice.message.content += piece.text
+        more = self._make_logprobs(piece)
+        if more is not None and choice.logprobs is not None:
+            choice.logprobs.content.extend(more.content)
+        elif more is not None:
+            choice.logprobs = more
+        choice.finish_reason = piece.finish_reason
+        choice.stop_reason = generation.stop_reason
+
+    def make_document(self, generations: Sequence[Generation]) -> ChatCompletion:
+        """See ``Renderer``."""
+        return self.make(ChatCompletion, self.choices, usage=count_usage(generations, self.n))
+
+    def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
+        """See ``Renderer``."""
+        chunks: list[ChatChunk] = []
+        if not self.has_role[generation.index]:
+            self.has_role[generation.index] = True
+            first = ChatChunkChoice(generation.index, ChatDelta("", "assistant"))
+            chunks.append(self.make(ChatChunk, [first]))
+        choice = ChatChunkChoice(
+            generation.index,
+            ChatDelta(piece.text) if piece.text else ChatDelta(UNSET),
+            piece.finish_reason,
+            self._make_logprobs(piece),
+        )
+        if piece.finish_reason is not None and generation.stop_reason is not None:
+            choice.stop_reason = generation.stop_reason
+        chunks.append(self.make(ChatChunk, [choice]))
+        return self.encode_chunks(generation, piece, chunks)
+
+    def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
+        """See ``Renderer``."""
+        return self.encode_end(ChatChunk, generations)
+
+    def _make_logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        if self.request.logprobs is not True:
+            return None
+        return make_chat_logprobs(self.context.encoder.tokenizer, piece.logprobs)
+
+
+async def answer_chat(context: ServerContext, http: Request) -> Response:
+    """Answer a conversation, whole or as a stream."""
+    return await _DIALECT.answer(context, http)
+
+
+def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
+    """Return the generations that a request asks for."""
+    _check(request)
+    model = context.find_model(request.model)
+    info = context.ready_info()
+    context.check_choices(request.n if request.n is not None else 1)
+    prompt_ids = _encode_prompt(context, request, info.max_model_len)
+    plans = plan_choices(
+        context,
+        request,
+        [prompt_ids],
+        limit=_read_limit(context, request),
+        prompt_field="messages",
+        logprobs=_num_logprobs(request),
+    )
+    options = read_options(request, "chatcmpl", model.adapter)
+    choices = [ChatChoice(index, ChatMessage(""), None) for index in range(len(plans))]
+    answer = _Answer(context, request, options.name, model, choices, [False for _ in plans])
+    return Task(plans, options, answer, request.stream is True)
+
+
+def _check(request: ChatRequest) -> None:
+    check_format(request)
+    if request.tool_choice not in (None, "none", "auto"):
+        raise UnsupportedError(
+            "server.chat", "tool_choice: tools are not supported", field="tool_choice"
+        )
+    if request.modalities is not None and any(kind != "text" for kind in request.modalities):
+        raise UnsupportedError(
+            "server.chat", "modalities: only 'text' is supported", field="modalities"
+        )
+    if request.top_logprobs is not None and request.logprobs is not True:
+        raise ConfigError(
+            "server.chat", "top_logprobs needs logprobs to be true", field="top_logprobs"
+        )
+
+
+def _num_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs is not True:
+        return None
+    return request.top_logprobs if request.top_logprobs is not None else 0
+
+
+def _read_limit(context: ServerContext, request: ChatRequest) -> TokenLimit:
+    field, asked = "max_completion_tokens", request.max_completion_tokens
+    if asked is None:
+        field, asked = "max_tokens", request.max_tokens
+    if asked == 0:
+        raise ConfigError("server.chat", f"{field} is 0: ask for at least 1", field=field)
+    return TokenLimit(field, asked, context.config.default_max_tokens)
+
+
+def _encode_prompt(context: ServerContext, request: ChatRequest, max_model_len: int) -> list[int]:
+    arguments = request.chat_template_kwargs
+    if request.reasoning_effort is not None:
+        arguments = {"reasoning_effort": request.reasoning_effort} | (arguments or {})
+    text = context.encoder.render(
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        arguments=arguments,
+    )
+    # The template writes the special tokens itself.
+    return context.encoder.encode(
+        [text], add_special_tokens=False, max_model_len=max_model_len, field="messages"
+    )[0]
+
+
+_DIALECT = Dialect(msgspec.json.Decoder(ChatRequest), plan_chat, REFUSED_FIELDS)

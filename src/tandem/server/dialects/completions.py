@@ -1,0 +1,166 @@
+"""POST /v1/completions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.server.api.prompts import read_prompts
+from tandem.server.context import ServerContext
+from tandem.server.dialects.dialect import Dialect, Task
+from tandem.server.dialects.openai_answer import OpenAIAnswer
+from tandem.server.dialects.options import (
+    REFUSED_FIELDS,
+    TokenLimit,
+    check_format,
+    plan_choices,
+    read_options,
+)
+from tandem.server.dialects.usage import add_completion_logprobs, count_usage
+from tandem.server.generation import Generation, Piece
+from tandem.server.protocol.openai import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+
+__all__ = ["answer_completion", "plan_completion"]
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default of this endpoint."""
+
+
+@dataclass(slots=True)
+class _Answer(OpenAIAnswer[CompletionRequest]):
+    """Renders completions; knows how far the text of each choice has come."""
+
+    echoes: list[str] | None
+    """Texts of the prompts, if they are to be repeated."""
+    choices: list[CompletionChoice]
+    """By index; ``add`` fills them."""
+    offsets: list[int]
+    has_begun: list[bool]
+
+    def add(self, generation: Generation, piece: Piece) -> None:
+        """See ``Renderer``."""
+        more = self._make_choice(generation, piece)
+        choice = self.choices[generation.index]
+        choice.text += more.text
+        _extend(choice, more.logprobs)
+        choice.finish_reason = more.finish_reason
+        choice.stop_reason = more.stop_reason
+
+    def make_document(self, generations: Sequence[Generation]) -> Completion:
+        """See ``Renderer``."""
+        return self.make(Completion, self.choices, usage=count_usage(generations, self.n))
+
+    def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
+        """See ``Renderer``."""
+        chunk = self.make(Completion, [self._make_choice(generation, piece)])
+        return self.encode_chunks(generation, piece, [chunk])
+
+    def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
+        """See ``Renderer``."""
+        return self.encode_end(Completion, generations)
+
+    def _make_choice(self, generation: Generation, piece: Piece) -> CompletionChoice:
+        is_first = not self.has_begun[generation.index]
+        self.has_begun[generation.index] = True
+        text = piece.text
+        if is_first and self.echoes is not None:
+            text = self.echoes[generation.index // self.n] + text
+        choice = CompletionChoice(
+            generation.index,
+            text,
+            piece.finish_reason,
+            self._make_logprobs(generation, piece, is_first=is_first),
+        )
+        if piece.finish_reason is not None and generation.stop_reason is not None:
+            choice.stop_reason = generation.stop_reason
+        return choice
+
+    def _make_logprobs(
+        self, generation: Generation, piece: Piece, *, is_first: bool
+    ) -> CompletionLogprobs | None:
+        if self.request.logprobs is None:
+            return None
+        lists = CompletionLogprobs()
+        tokenizer = self.context.encoder.tokenizer
+        offset = self.offsets[generation.index]
+        if is_first and generation.prompt_logprobs is not None:
+            offset = add_completion_logprobs(
+                lists,
+                tokenizer,
+                generation.prompt_logprobs,
+                generation.request.prompt_ids,
+                offset,
+            )
+        ids = [entry.token_id for entry in piece.logprobs]
+        offset = add_completion_logprobs(lists, tokenizer, piece.logprobs, ids, offset)
+        self.offsets[generation.index] = offset
+        return lists
+
+
+async def answer_completion(context: ServerContext, http: Request) -> Response:
+    """Continue one or several prompts, whole or as a stream."""
+    return await _DIALECT.answer(context, http)
+
+
+def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
+    """Return the generations that a request asks for."""
+    check_format(request)
+    model = context.find_model(request.model)
+    info = context.ready_info()
+    prompts, _ = read_prompts(request.prompt, info.vocab_size, "prompt")
+    n = request.n if request.n is not None else 1
+    context.check_choices(n * len(prompts))
+    prompt_ids = context.encoder.encode(
+        prompts,
+        field="prompt",
+        add_special_tokens=request.add_special_tokens is not False,
+        max_model_len=info.max_model_len,
+    )
+    plans = plan_choices(
+        context,
+        request,
+        prompt_ids,
+        limit=TokenLimit("max_tokens", request.max_tokens, _DEFAULT_MAX_TOKENS),
+        prompt_field="prompt",
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo is True else None,
+    )
+    options = read_options(request, "cmpl", model.adapter)
+    answer = _Answer(
+        context,
+        request,
+        options.name,
+        model,
+        _make_echoes(context, prompts) if request.echo is True else None,
+        [CompletionChoice(index, "") for index in range(len(plans))],
+        [0 for _ in plans],
+        [False for _ in plans],
+    )
+    return Task(plans, options, answer, request.stream is True)
+
+
+def _make_echoes(context: ServerContext, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:
+    decode = context.encoder.tokenizer.decode
+    return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+
+
+def _extend(choice: CompletionChoice, more: CompletionLogprobs | None) -> None:
+    if more is None:
+        return
+    if choice.logprobs is None:
+        choice.logprobs = more
+        return
+    choice.logprobs.tokens += more.tokens
+    choice.logprobs.token_logprobs += more.token_logprobs
+    choice.logprobs.top_logprobs += more.top_logprobs
+    choice.logprobs.text_offset += more.text_offset
+
+
+_DIALECT = Dialect(msgspec.json.Decoder(CompletionRequest), plan_completion, REFUSED_FIELDS)

@@ -1,0 +1,130 @@
+"""The steps that the APIs of generation have in common.
+
+A request is decoded, planned on the threads into a ``Task``, generated, and rendered: whole, from
+all pieces, or as events, piece by piece. What differs from API to API is the struct of the body,
+the planning and the ``Renderer``; everything else is here, once.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.server.context import ChoicePlan, RequestOptions, ServerContext
+from tandem.server.edge.connection import limit_time, run_while_connected
+from tandem.server.edge.sse import EventStream
+from tandem.server.generation import Generation, GenerationGroup, Piece
+
+__all__ = ["Body", "Dialect", "Renderer", "Task"]
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Body(Protocol):
+    """The part of a body that is read before it is planned."""
+
+    timeout: float | None
+    """Seconds that the client gives the request; None leaves it to the server."""
+
+
+R = TypeVar("R", bound=Body)
+
+
+class Renderer(Protocol):
+    """Gives one answer the form of its API.
+
+    Either ``add`` for each piece and then ``make_document``, or ``make_events`` for each piece and
+    then ``end_events``. Calls may come from different threads, one at a time.
+    """
+
+    def count_logprobs(self, generation: Generation, piece: Piece) -> int:
+        """Return how many log-probabilities ``add`` or ``make_events`` spells for a piece."""
+        ...
+
+    def add(self, generation: Generation, piece: Piece) -> None:
+        """Take in a piece of an answer that goes out whole."""
+        ...
+
+    def make_document(self, generations: Sequence[Generation]) -> object:
+        """Return the whole answer, which msgspec encodes."""
+        ...
+
+    def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
+        """Return the framed events of a piece."""
+        ...
+
+    def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
+        """Return the framed events that end a stream."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The generations that a request asks for, and the form of its answer."""
+
+    plans: list[ChoicePlan]
+    options: RequestOptions
+    renderer: Renderer
+    is_stream: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect(Generic[R]):
+    """One API of generation.
+
+    Args:
+        decoder: of the body.
+        plan: checks the body and makes the task of it; blocks, runs on the threads.
+        refused: fields that are not supported, or what refuses them; see ``read_request``.
+    """
+
+    decoder: msgspec.json.Decoder[R]
+    plan: Callable[[ServerContext, R], Task]
+    refused: Mapping[str, str] | Callable[[bytes], None]
+
+    async def answer(self, context: ServerContext, http: Request) -> Response:
+        """Answer a request, whole or as a stream."""
+        origin = context.note_arrival(http)
+        request = await context.read_request(http, self.decoder, self.refused)
+        task = await context.prepare(http, origin, request.timeout, self.plan, context, request)
+        group = await context.start(task.plans, task.options, origin, http.receive)
+        if task.is_stream:
+            events = _make_events(context, group, task.renderer)
+            return EventStream(group, events, context.config.send_timeout_s)
+        try:
+            document = await run_while_connected(
+                http.receive, _collect(context, group, task.renderer)
+            )
+        finally:
+            await group.close()
+        return Response(document, media_type="application/json")
+
+
+async def _collect(context: ServerContext, group: GenerationGroup, renderer: Renderer) -> bytes:
+    num_logprobs = 0
+    async with limit_time(group.time_limit_s), aclosing(group.pieces()) as pieces:
+        async for generation, piece in pieces:
+            count = renderer.count_logprobs(generation, piece)
+            num_logprobs += count
+            await context.shape(count, partial(renderer.add, generation, piece))
+    return await context.shape(
+        num_logprobs, lambda: _encode(renderer.make_document(group.generations))
+    )
+
+
+async def _make_events(
+    context: ServerContext, group: GenerationGroup, renderer: Renderer
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(group.pieces()) as pieces:
+        async for generation, piece in pieces:
+            count = renderer.count_logprobs(generation, piece)
+            make = partial(renderer.make_events, generation, piece)
+            for event in await context.shape(count, make):
+                yield event
+    for event in renderer.end_events(group.generations):
+        yield event

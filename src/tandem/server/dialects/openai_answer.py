@@ -1,0 +1,87 @@
+"""The parts that the answers of OpenAI's chat and completions have in common."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+from msgspec import UnsetType
+
+from tandem.server.context import ServedModel, ServerContext
+from tandem.server.dialects.usage import count_piece_usage, count_usage
+from tandem.server.edge.sse import DONE, encode_event
+from tandem.server.generation import Generation, Piece, count_logprobs
+from tandem.server.protocol.openai import ChatRequest, CompletionRequest, Usage
+
+__all__ = ["OpenAIAnswer"]
+
+T = TypeVar("T")
+R = TypeVar("R", ChatRequest, CompletionRequest)
+C = TypeVar("C", bound="Chunk")
+_encode = msgspec.json.Encoder().encode
+
+
+class Chunk(Protocol):
+    """An event of an OpenAI stream."""
+
+    usage: Usage | UnsetType | None
+
+
+@dataclass(slots=True)
+class OpenAIAnswer(Generic[R]):
+    """Fields and events of every answer in OpenAI's form."""
+
+    context: ServerContext
+    request: R
+    id: str
+    model: ServedModel
+    created: int = field(init=False)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.created = self.context.now_unix_s()
+        self.fingerprint = self.context.find_fingerprint(self.model)
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return self.request.n if self.request.n is not None else 1
+
+    def make(self, kind: Callable[..., T], choices: list[Any], **more: object) -> T:
+        """Return a whole answer or a chunk of one, of the struct ``kind``, with these choices."""
+        return kind(
+            id=self.id,
+            created=self.created,
+            model=self.model.name,
+            choices=choices,
+            system_fingerprint=self.fingerprint,
+            **more,
+        )
+
+    def count_logprobs(self, generation: Generation, piece: Piece) -> int:
+        """See ``Renderer``."""
+        count = count_logprobs(piece.logprobs)
+        if piece.num_tokens <= len(piece.token_ids):  # The first one.
+            count += count_logprobs(generation.prompt_logprobs)
+        return count
+
+    def encode_chunks(
+        self, generation: Generation, piece: Piece, chunks: Sequence[Chunk]
+    ) -> list[bytes]:
+        """Frame the chunks of a piece; the last one carries its usage."""
+        options = self.request.stream_options
+        if options is not None and options.continuous_usage_stats is True:
+            chunks[-1].usage = count_piece_usage(generation, piece)
+        elif options is not None and options.include_usage is True:
+            # OpenAI sends null until the last event.
+            chunks[-1].usage = None
+        return [encode_event(_encode(each)) for each in chunks]
+
+    def encode_end(self, kind: Callable[..., C], generations: Sequence[Generation]) -> list[bytes]:
+        """Return the end of a stream, before it the usage if that was asked for."""
+        options = self.request.stream_options
+        if options is None or options.include_usage is not True:
+            return [DONE]
+        last = self.make(kind, [])
+        last.usage = count_usage(generations, self.n)
+        return [encode_event(_encode(last)), DONE]
