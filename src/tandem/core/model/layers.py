@@ -19,6 +19,7 @@ __all__ = [
     "DecoderLayerSpec",
     "EmbeddingSpec",
     "ExpertsSpec",
+    "FrozenLinearSpec",
     "GqaSpec",
     "HeadSpec",
     "LinearSpec",
@@ -214,6 +215,16 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     has_bias: bool = False
 
 
+class FrozenLinearSpec(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="frozen_linear"
+):
+    """One matrix [N, K] that is packed while adapters are trained, and its bias."""
+
+    in_features: PositiveInt
+    out_features: PositiveInt
+    has_bias: bool = False
+
+
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="head"):
     """The projection to the vocabulary."""
 
@@ -300,6 +311,7 @@ OperatorSpec = (
     | GqaSpec
     | MlaSpec
     | LinearSpec
+    | FrozenLinearSpec
     | HeadSpec
     | EmbeddingSpec
     | MlpSpec

@@ -25,6 +25,7 @@ from tandem.core.spec import ModelSpec
 
 __all__ = [
     "NO_FORMAT",
+    "AdapterPlace",
     "FormatChoice",
     "LayerSpec",
     "MatrixPlan",
@@ -67,14 +68,52 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """None where no operator of ours computes what the model's experts do."""
 
 
+class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One matrix, or all those of a layer's experts, as it is stored in memory."""
+
+    module: str
+    """The module that holds it, after the rules."""
+    role: MatrixRole
+    shape: tuple[int, ...]
+    """[N, K], stacked where one product computes several; of experts [E, 3 F, D]; of matrices that
+    each head has one of [H, N, K]."""
+    weight_format: str
+    device: str
+    """The device that holds it and computes with it."""
+    size_bytes: NonNegativeInt
+    """As stored, scales and padding included; 0 where it is another matrix's memory."""
+    plain_bytes: NonNegativeInt
+    """The same in the model's dtype."""
+    reason: str
+    stored_bytes: NonNegativeInt = 0
+    """The same in a checkpoint that has codes; 0 where it has not, or is not there."""
+
+
+class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A linear module of the checkpoint that takes LoRA adapters."""
+
+    module: str
+    """Dotted path."""
+    in_features: PositiveInt
+    out_features: PositiveInt
+
+
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder layer."""
+    """One decoder layer: its parts, how their matrices are stored, and where adapters go."""
 
     index: NonNegativeInt
     mixer: MixerSpec
     rope: RopeSpec | None
     """None where no operator of ours has the model's angles."""
     mlp: MlpSpec | MoeSpec
+    matrices: tuple[MatrixPlan, ...] = ()
+    """Every matrix of the layer; empty where only the layer's kind was asked for."""
+    adapters: tuple[AdapterPlace, ...] = ()
+
+    @property
+    def kind(self) -> "LayerSpec":
+        """The layer without its number and names: equal for layers that do the same work."""
+        return msgspec.structs.replace(self, index=0, matrices=(), adapters=())
 
 
 class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,25 +140,6 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Why the model cannot be loaded like this; empty for none."""
 
 
-class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One matrix, or all those of a layer's experts, as it is stored in memory."""
-
-    module: str
-    """The module that holds it, after the rules."""
-    role: MatrixRole
-    shape: tuple[int, ...]
-    """[N, K], stacked where one product computes several; of experts [E, 3 F, D]; of matrices that
-    each head has one of [H, N, K]."""
-    weight_format: str
-    size_bytes: NonNegativeInt
-    """As stored, scales and padding included; 0 where it is another matrix's memory."""
-    plain_bytes: NonNegativeInt
-    """The same in the model's dtype."""
-    reason: str
-    stored_bytes: NonNegativeInt = 0
-    """The same in a checkpoint that has codes; 0 where it has not, or is not there."""
-
-
 class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """The format of a kind of matrices where no rule says otherwise."""
 
@@ -138,7 +158,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the configuration that change values; see ``KvIdentity``."""
     layers: tuple[LayerSpec, ...]
     modules: tuple[ModulePlan, ...]
-    matrices: tuple[MatrixPlan, ...]
+    other_matrices: tuple[MatrixPlan, ...]
+    """The matrices that belong to no layer: embedding and head."""
     vector_bytes: NonNegativeInt
     """Of all other weights: norms, biases, sinks."""
     experts: FormatChoice
@@ -156,6 +177,12 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """``file:line`` of rules that matched no module."""
     shadowed_rules: dict[str, tuple[str, ...]] = {}
     """Rules that earlier ones took all modules from, each with those rules."""
+
+    @property
+    def matrices(self) -> tuple[MatrixPlan, ...]:
+        """Every matrix, those of the layers first."""
+        own = [matrix for layer in self.layers for matrix in layer.matrices]
+        return (*own, *self.other_matrices)
 
     @property
     def weight_bytes(self) -> int:

@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -337,7 +336,7 @@ def simulate_step(
     """
     kinds: dict[LayerSpec, list[int]] = {}
     for layer in layers:
-        kinds.setdefault(msgspec.structs.replace(layer, index=0), []).append(layer.index)
+        kinds.setdefault(layer.kind, []).append(layer.index)
     first = [members[0] for members in kinds.values()]
     once = _run_step(make_skeleton(), sorted(first), shape, adapt)
     total = once

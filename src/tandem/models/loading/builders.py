@@ -10,6 +10,7 @@ from tandem.core.model.layers import (
     DecoderLayerSpec,
     EmbeddingSpec,
     ExpertsSpec,
+    FrozenLinearSpec,
     GqaSpec,
     HeadSpec,
     LinearSpec,
@@ -25,6 +26,7 @@ from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer, LayerParts
 from tandem.kernels.operators.experts import RoutedExperts
+from tandem.kernels.operators.frozen_linear import FrozenLinear
 from tandem.kernels.operators.linear import Embedding, Linear, LmHead
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
@@ -99,6 +101,9 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
             return Linear(
                 spec.in_features, spec.out_features, has_bias=spec.has_bias, settings=settings
             )
+        case FrozenLinearSpec():
+            assert settings.weight_format is not None, "a frozen matrix is packed"
+            return FrozenLinear(spec, weight_format=settings.weight_format, pool=resources.pool)
         case None:
             raise AssertionError(f"{name} stays a module of the skeleton")
         case _:

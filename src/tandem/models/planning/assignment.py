@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from tandem.core.errors import NotFoundError
 from tandem.core.model.layers import (
     ExpertsSpec,
+    FrozenLinearSpec,
     GqaSpec,
     HeadSpec,
     LinearSpec,
@@ -36,7 +37,14 @@ from tandem.models.planning.probes import UnfitModuleError
 from tandem.models.planning.stored import StoredModel
 from tandem.placement.rules import DEFAULT, Assignment, Rule, RuleTable, assign_rules, parse_rules
 
-__all__ = ["DefaultFormats", "load_rules", "plan_modules"]
+__all__ = ["DefaultFormats", "Workload", "load_rules", "plan_modules"]
+
+Workload = Literal["serving", "training"]
+"""Which built-in rules apply: operators for steps, or frozen weights under adapters."""
+
+
+MULTIPLIED = (GqaSpec, MlaSpec, MlpSpec, LinearSpec, FrozenLinearSpec, HeadSpec)
+"""Specs of operators whose matrices take the format of linear modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +73,7 @@ class DefaultFormats:
             return self.router if wish is None else wish, False
         if isinstance(spec, ExpertsSpec):
             default = self.experts
-        elif isinstance(spec, GqaSpec | MlaSpec | MlpSpec | LinearSpec | HeadSpec):
+        elif isinstance(spec, MULTIPLIED):
             default = self.linear
         else:
             return NO_FORMAT, False
@@ -76,23 +84,27 @@ class DefaultFormats:
         return default if held is None else held.name, keeps_codes
 
 
-def load_rules(path: str | Path | None) -> tuple[Rule, ...]:
-    """Return the rules of a file, if one is given, followed by the built-in ones.
+def load_rules(
+    given: str | Path | tuple[Rule, ...] | None, workload: Workload = "serving"
+) -> tuple[Rule, ...]:
+    """Return the rules that are given, or those of a file, and then the workload's built-in ones.
 
     Raises:
         NotFoundError: no such file.
         ConfigError: it is not a rule file.
     """
-    builtin = resources.files("tandem.models") / "rules" / "builtin.yaml"
+    builtin = resources.files("tandem.models") / "rules" / f"{workload}.yaml"
     rules = parse_rules(builtin.read_text("utf-8"), "built-in")
-    if path is None:
+    if given is None:
         return rules
+    if isinstance(given, tuple):
+        return given + rules
     try:
-        text = Path(path).read_text("utf-8")
+        text = Path(given).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot read {path}: {error}: give a YAML file of rules"
+        what = f"cannot read {given}: {error}: give a YAML file of rules"
         raise NotFoundError("models.load_rules", what) from error
-    return parse_rules(text, Path(path).name) + rules
+    return parse_rules(text, Path(given).name) + rules
 
 
 def plan_modules(
@@ -177,6 +189,8 @@ def _plan_one(
         problem = _tell_problem(rule, entry.name, name, str(error))
         return msgspec.structs.replace(kept, note=f"cannot: {error}", problem=problem)
     weight_format, keeps_codes = formats.choose(name, spec, rule.kwargs)
+    if entry.needs_format and weight_format == NO_FORMAT:
+        return msgspec.structs.replace(kept, note="tensors, as transformers runs them")
     return msgspec.structs.replace(
         kept,
         operator=entry.name,

@@ -18,6 +18,7 @@ from tandem.core.model.layers import (
     DecoderLayerSpec,
     EmbeddingSpec,
     ExpertsSpec,
+    FrozenLinearSpec,
     GqaSpec,
     HeadSpec,
     LinearSpec,
@@ -61,6 +62,7 @@ __all__ = [
     "describe_decoder_layer",
     "describe_embedding",
     "describe_experts",
+    "describe_frozen_linear",
     "describe_linear",
     "describe_lm_head",
     "describe_mla_attention",
@@ -153,6 +155,19 @@ def describe_linear(module: Any, view: ModuleView) -> LinearSpec | HeadSpec:
     if view.model.get_output_embeddings() is module:
         return describe_lm_head(module, view)
     return LinearSpec(
+        in_features=module.in_features,
+        out_features=module.out_features,
+        has_bias=_has_bias(module),
+    )
+
+
+def describe_frozen_linear(module: Any, view: ModuleView) -> FrozenLinearSpec:
+    """Describe a linear module that is frozen; a head that is the embedding's matrix is none."""
+    _require(module, "in_features", "out_features")
+    is_head = view.model.get_output_embeddings() is module
+    if is_head and view.config.get_text_config().tie_word_embeddings:
+        raise UnfitModuleError("its matrix is the embedding's")
+    return FrozenLinearSpec(
         in_features=module.in_features,
         out_features=module.out_features,
         has_bias=_has_bias(module),

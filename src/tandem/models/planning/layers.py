@@ -1,5 +1,7 @@
 """The decoder layers of a skeleton as data, and what a model is as a whole by them."""
 
+import re
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -18,7 +20,7 @@ from tandem.core.model.layers import (
     RotarySpec,
     RouterSpec,
 )
-from tandem.core.model.plan import LayerSpec, MoeSpec
+from tandem.core.model.plan import AdapterPlace, LayerSpec, MatrixPlan, MoeSpec
 from tandem.core.spec import ModelSpec
 from tandem.models.planning.describe import (
     Describe,
@@ -39,7 +41,7 @@ from tandem.models.planning.roles import (
     is_experts,
 )
 
-__all__ = ["complete_spec", "list_layers"]
+__all__ = ["complete_spec", "list_layers", "place_matrices"]
 
 
 def list_layers(describer: Describer) -> tuple[LayerSpec, ...]:
@@ -61,6 +63,37 @@ def list_layers(describer: Describer) -> tuple[LayerSpec, ...]:
         mlp = _read_mlp(layer, index, describer)
         found.append(LayerSpec(index=index, mixer=mixer, rope=rope, mlp=mlp))
     return tuple(found)
+
+
+def place_matrices(
+    layers: tuple[LayerSpec, ...],
+    matrices: Iterable[MatrixPlan],
+    adapters: Iterable[AdapterPlace],
+) -> tuple[tuple[LayerSpec, ...], tuple[MatrixPlan, ...]]:
+    """Return the layers with their matrices and places of adapters, and the matrices left over."""
+    own: dict[int, list[MatrixPlan]] = {layer.index: [] for layer in layers}
+    places: dict[int, list[AdapterPlace]] = {layer.index: [] for layer in layers}
+    others: list[MatrixPlan] = []
+    for matrix in matrices:
+        index = _find_index(matrix.module)
+        (others if index is None else own[index]).append(matrix)
+    for place in adapters:
+        index = _find_index(place.module)
+        if index is not None:
+            places[index].append(place)
+    complete = tuple(
+        msgspec.structs.replace(
+            layer, matrices=tuple(own[layer.index]), adapters=tuple(places[layer.index])
+        )
+        for layer in layers
+    )
+    return complete, tuple(others)
+
+
+def _find_index(module: str) -> int | None:
+    """Return the number of the layer that a module is in; None outside of the layers."""
+    found = re.match(r"model\.layers\.(\d+)\.", module)
+    return None if found is None else int(found[1])
 
 
 def _list_ropes(describer: Describer) -> list[RopeSpec]:

@@ -17,6 +17,7 @@ from tandem.models.planning.describe import (
     describe_decoder_layer,
     describe_embedding,
     describe_experts,
+    describe_frozen_linear,
     describe_linear,
     describe_lm_head,
     describe_mla_attention,
@@ -63,6 +64,8 @@ class OperatorEntry:
     """Rules may give it a weight format."""
     is_optional: bool = False
     """A module it cannot take is left to the skeleton instead of being refused."""
+    needs_format: bool = False
+    """A module whose matrices stay tensors is left to the skeleton."""
     choose: Callable[[Any], str] | None = None
     """Names the operator that a module becomes instead, by its parts; None is this one."""
 
@@ -151,6 +154,16 @@ for _entry in (
     OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True),
     OperatorEntry("Router", describe_router),
     OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True),
+    OperatorEntry(
+        "FrozenLinear",
+        describe_frozen_linear,
+        takes_format=True,
+        is_optional=True,
+        needs_format=True,
+    ),
+    OperatorEntry(
+        "FrozenExperts", describe_experts, absorbs=True, takes_format=True, needs_format=True
+    ),
     OperatorEntry("MoeBlock", describe_moe_block),
     OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),
     OperatorEntry("SelfAttention", None, choose=_choose_attention),

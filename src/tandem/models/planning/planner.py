@@ -31,9 +31,9 @@ from tandem.kernels.weights.recode import join_formats
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
 from tandem.models.loading.skeleton import build_skeleton
-from tandem.models.planning.assignment import DefaultFormats, load_rules, plan_modules
+from tandem.models.planning.assignment import DefaultFormats, Workload, load_rules, plan_modules
 from tandem.models.planning.describe import Describer
-from tandem.models.planning.layers import complete_spec, list_layers
+from tandem.models.planning.layers import complete_spec, list_layers, place_matrices
 from tandem.models.planning.operators import FORMAT_KWARG
 from tandem.models.planning.precision import (
     FormatChoices,
@@ -42,7 +42,12 @@ from tandem.models.planning.precision import (
     choose_formats,
     set_auto_dtype,
 )
-from tandem.models.planning.roles import RawMatrix, Vectors, list_matrices
+from tandem.models.planning.roles import (
+    RawMatrix,
+    Vectors,
+    list_adapter_places,
+    list_matrices,
+)
 from tandem.models.planning.stored import StoredMatrix, StoredModel, read_stored
 from tandem.placement.rules import Rule
 
@@ -66,20 +71,21 @@ def plan_model(
     path_or_id: str | Path,
     *,
     dtype: str = "auto",
-    rules: str | Path | None = None,
+    rules: str | Path | tuple[Rule, ...] | None = None,
     device: str = "cpu",
     expert_format: str = "auto",
     linear_format: str = "auto",
     packed_cache: str = "off",
     expert_parts: int = 0,
     num_nodes: int | None = None,
+    workload: Workload = "serving",
 ) -> ModelPlan:
     """Decide how a checkpoint will be stored and run.
 
     Args:
         path_or_id: a folder, or a hub id that was pulled before.
         dtype: ``auto`` (see ``ModelSpec.dtype_reason``), ``float32`` or ``bfloat16``.
-        rules: a rule file that goes before the built-in rules.
+        rules: rules, or a file of them, that go before the built-in ones.
         device: where operators run.
         expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
         linear_format: of the other matrices; the embedding stays a tensor.
@@ -87,6 +93,8 @@ def plan_model(
         expert_parts: shares that packed experts are split into, each in memory of the NUMA node
             that computes it; 0 = one for each of ``num_nodes``.
         num_nodes: NUMA nodes that have threads; None = all of this machine.
+        workload: which built-in rules apply; in training the matrices that stay transformers'
+            modules are tensors, and formats that are ``auto`` are those of serving.
 
     A module that its rule's operator cannot take is a ``problem`` of the plan, not an error: only
     loading refuses it.
@@ -102,13 +110,13 @@ def plan_model(
     skeleton = build_skeleton(checkpoint.config)
     describer = Describer(skeleton)
     layers = list_layers(describer)
-    raw, vectors = list_matrices(skeleton)
+    raw, vectors = list_matrices(skeleton, is_absorbed=workload == "serving")
     stored = read_stored(checkpoint, raw)
     spec = choose_dtype(_describe(checkpoint, layers, raw, vectors, stored), dtype)
     choices = choose_formats(
         spec, expert_format=expert_format, linear_format=linear_format, device=device
     )
-    all_rules = load_rules(rules)
+    all_rules = load_rules(rules, workload)
     wishes = {"experts": expert_format, "linear": linear_format}
     kept = _keep_stored(stored, raw, wishes) if has_native_kernels(device) else StoredModel()
     formats = DefaultFormats(
@@ -119,14 +127,16 @@ def plan_model(
     )
     table, modules = plan_modules(describer, all_rules, device=device, formats=formats)
     nodes = len(read_topology().numa_nodes) if num_nodes is None else num_nodes
+    matrices = _plan_matrices(raw, modules, choices, all_rules, spec, stored, kept, device)
+    complete, others = place_matrices(layers, matrices, list_adapter_places(skeleton))
     return ModelPlan(
         folder=str(checkpoint.folder),
         spec=spec,
         device=device,
         config=list_config_values(checkpoint.config),
-        layers=layers,
+        layers=complete,
         modules=modules,
-        matrices=tuple(_plan_matrices(raw, modules, choices, all_rules, spec, stored, kept)),
+        other_matrices=others,
         vector_bytes=vectors.num_weights * DTYPE_BYTES[spec.dtype] + vectors.buffered_bytes,
         experts=choices.experts,
         linear=choices.linear,
@@ -178,6 +188,7 @@ def _plan_matrices(
     spec: ModelSpec,
     stored: StoredModel,
     kept: StoredModel,
+    device: str,
 ) -> Iterator[MatrixPlan]:
     by_name = {module.module: module for module in modules}
     asked = {rule.place for rule in rules if FORMAT_KWARG in rule.kwargs}
@@ -192,6 +203,7 @@ def _plan_matrices(
             role=role,
             shape=shape,
             weight_format=_find_format(role, shape, weight_format),
+            device=device,
             size_bytes=0 if is_view else _count_bytes(role, shape, weight_format, plain),
             plain_bytes=0 if group[0].is_shared else plain,
             reason=_tell_stored(

@@ -4,13 +4,14 @@ transformers names the parts of attention, MLPs and experts alike in all familie
 no arithmetic of its own: sizes are read off the modules that its class built on the meta device.
 """
 
+import re
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from torch import nn
 
-from tandem.core.model.plan import MatrixRole
+from tandem.core.model.plan import AdapterPlace, MatrixRole
 from tandem.models.planning.probes import AttentionCall, UnfitModuleError, observe_attention
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "find_projections",
     "has_layered_rope",
     "is_experts",
+    "list_adapter_places",
     "list_matrices",
     "observe_attentions",
 ]
@@ -54,6 +56,7 @@ ROLES: dict[str, MatrixRole] = {
     "kv_a_proj_with_mqa": "qkv",
     "k_proj": "qkv",
     "v_proj": "qkv",
+    "kv_b_proj": "q_up",
     "o_proj": "attention_out",
     "gate_up_proj": "gate_up",
     "gate_proj": "gate_up",
@@ -62,6 +65,10 @@ ROLES: dict[str, MatrixRole] = {
     "lm_head": "head",
 }
 """Role of a linear module, by the last word of its path."""
+
+
+ROUTER_NAMES = re.compile(r"\.(gate|router)$")
+"""Paths of linear modules that score experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +95,14 @@ class Vectors:
     """Buffers are kept in the type that the skeleton gives them."""
 
 
-def list_matrices(model: Any) -> tuple[list[RawMatrix], Vectors]:
-    """Return the matrices of a skeleton, and what it has beside them."""
+def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatrix], Vectors]:
+    """Return the matrices of a skeleton, and what it has beside them.
+
+    Args:
+        model: the skeleton.
+        is_absorbed: take the up-projection of latent attention apart, head by head, as serving
+            absorbs it; False leaves it whole, as training runs it.
+    """
     matrices: list[RawMatrix] = []
     vectors = Vectors()
     seen: set[int] = set()
@@ -100,7 +113,7 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], Vectors]:
             count, hidden, inner = count_experts(module, model.config.hidden_size)
             matrices.append(RawMatrix(name, "experts", (count, 3 * inner, hidden)))
             own = {key: p for key, p in own.items() if key not in ("gate_up_proj", "down_proj")}
-        if hasattr(module, "kv_b_proj"):
+        if is_absorbed and hasattr(module, "kv_b_proj"):
             heads_of[f"{name}.kv_b_proj"] = module
         if name in heads_of:
             matrices += _list_head_matrices(name, heads_of[name])
@@ -118,6 +131,19 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], Vectors]:
             matrices.append(RawMatrix(name, role, tuple(parameter.shape), is_shared))
             seen.add(id(parameter))
     return matrices, vectors
+
+
+def list_adapter_places(model: Any) -> list[AdapterPlace]:
+    """Return the linear modules of a skeleton that take adapters: all but routers and the head."""
+    head = model.get_output_embeddings()
+    return [
+        AdapterPlace(module=name, in_features=module.in_features, out_features=module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and _find_role(name, module) != "router"
+        and not ROUTER_NAMES.search(name)
+    ]
 
 
 def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
