@@ -65,7 +65,7 @@ def test_layers_with_windows_sinks_and_biases(checkpoint):
     assert (rope.rope_type, rope.rope_theta, rope.factor) == ("yarn", 150000.0, 8.0)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2_moe", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
 def test_places_of_adapters_are_those_of_the_loaded_model(model_type, checkpoint):
     """It protects checks of adapters before a model is loaded, and sizes of their memory."""
     model = load_checkpoint(checkpoint(model_type))

@@ -24,6 +24,7 @@ from tandem.core.model.layers import (
     RouterSpec,
 )
 from tandem.core.model.plan import NO_FORMAT, ModulePlan
+from tandem.kernels.weights.formats import find_format
 from tandem.models.loading.skeleton import list_modules
 from tandem.models.planning.describe import Describer, describe_decoder_layer
 from tandem.models.planning.operators import (
@@ -66,7 +67,10 @@ class DefaultFormats:
             spec: of its operator.
             kwargs: of its rule, whose wish goes first.
         """
-        wish = kwargs.get(FORMAT_KWARG)
+        wish: str | None = kwargs.get(FORMAT_KWARG)
+        if wish is not None and wish != NO_FORMAT:
+            # `int8` means one of several.
+            wish = find_format(wish).name
         is_score = isinstance(spec, LinearSpec) and spec.out_features == 1
         if isinstance(spec, RouterSpec) or is_score:
             # Not as the checkpoint has it: our products of codes have coded activations too.
