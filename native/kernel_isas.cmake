@@ -6,7 +6,8 @@ set(packed_isas avx2 avx512_bw avx512_vnni avx512_bf16 amx)
 set(attention_isas avx2 avx512_bw avx512_bf16)
 set(row_ops_isas avx2 avx512_bw)
 set(sampling_isas avx2 avx512_bw)
-set(kinds packed attention row_ops sampling)
+set(recurrent_isas avx2 avx512_bw)
+set(kinds packed attention row_ops sampling recurrent)
 
 # Without contraction every ISA rounds alike: a fused multiply-add is where the source says so.
 set(plain "-ffp-contract=off;-Wno-psabi")

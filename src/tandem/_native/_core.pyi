@@ -1292,6 +1292,57 @@ def route(logits: TensorView, weights: TensorView, ids: TensorView, scoring: str
     Raises: ShapeError; ConfigError (scoring, isa); UnsupportedError (isa).
     """
 
+class GatedDelta:
+    """
+    The gated delta rule of a layer, between its projections. Calls that use
+    other slots may run meanwhile.
+    """
+
+    def __init__(self, conv: TensorView, decay_rate: TensorView, decay_bias: TensorView, norm: TensorView, num_k_heads: int, key_dim: int, norm_eps: float, beta_scale: float = 1.0, gate: str = 'silu') -> None:
+        """
+        Keep a layer's weights, all float32 and contiguous.
+
+        Args:
+            conv: [width, channels] of the short convolution, the oldest input first; channels
+                are the queries and keys of all key heads, then the values of all value heads.
+            decay_rate: [value heads]: a decay is exp(-rate * softplus(a + bias)).
+            decay_bias: [value heads].
+            norm: [value_dim], of the RMSNorm of each head's output, with `norm_eps`.
+            num_k_heads: each serves as many consecutive value heads.
+            key_dim: of a head.
+            beta_scale: beta is this times sigmoid(b).
+            gate: of z on the normed output, silu or sigmoid.
+        Raises: ShapeError; ConfigError (gate).
+        """
+
+    @property
+    def state_shape(self) -> list[int]:
+        """
+        Of a sequence's state: [value heads, panels, key_dim, columns of a panel].
+        """
+
+    @property
+    def carried_shape(self) -> list[int]:
+        """Of a sequence's last inputs: [width - 1, channels]."""
+
+    def run(self, x: TensorView, z: TensorView, a: TensorView, b: TensorView, out: TensorView, states: TensorView, carried: TensorView, query_start: Sequence[int], slots: Sequence[int], pool: ThreadPool | None = None, isa: str = '') -> None:
+        """
+        Compute the rows of all sequences, and move their slots on.
+
+        A row's result is bitwise the same in any chunk, batch and number of threads.
+
+        Args:
+            x: [rows, channels], before the convolution.
+            z: [rows, value heads * value_dim], of the type of x.
+            a, b: [rows, value heads], of one type.
+            out: of the shape and type of z, written; may be z.
+            states: float32 [slots, *state_shape], zero before a sequence's first row.
+            carried: [slots, *carried_shape] of the type of x, likewise.
+            query_start: the first row of each sequence, and the number of rows.
+            slots: of the sequences, no two alike.
+        Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
+        """
+
 class LoraRows:
     """Which rows of a step belong to which adapter. One thread."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tandem.core.errors import ShapeError
 from tandem.core.model.layers import RoutingRule
+from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.weights.blocks import CodedMatrix
@@ -230,6 +231,18 @@ class Execution(Protocol):
 
     def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
         """Return ``x / sqrt(mean(x^2) + eps) * (offset + weight)``, new; any leading dimensions."""
+        ...
+
+    def gated_delta(self, rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
+        """Run a layer's gated delta rule over a step's rows; moves their slots on.
+
+        Native, a row's result is bitwise the same in any chunk, batch and number of threads.
+
+        Returns: [T, V * v], new, of the dtype of ``rows.x_TC``, for the output projection.
+
+        Raises:
+            ShapeError: sizes that do not fit, or two sequences with one slot.
+        """
         ...
 
     def soft_cap_(self, x_TV: Tensor, cap: float) -> None:

@@ -68,6 +68,8 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where fewer were used than the model has; 0 is as the model has."""
     gpu_experts: Annotated[int, Meta(ge=0)] = 0
     """Of each layer, as published; 0 also where it is not told."""
+    chunk_tokens: Annotated[int, Meta(ge=1)] = 8192
+    """Tokens that one step of prefill computes; KTransformers' own default, where not told."""
     prompt_tokens: Annotated[int, Meta(ge=1)]
     users: Annotated[int, Meta(ge=1)] = 1
     prefill_rate: Rate | None = None

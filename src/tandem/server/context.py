@@ -19,13 +19,12 @@ from starlette.types import Receive
 from tandem.core.adapter import AdapterInfo
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, TandemError
-from tandem.core.instance_status import StoreStatus
+from tandem.core.instance_status import InstanceStats, StoreStatus
 from tandem.core.logs import current_request_id
 from tandem.core.wire import (
     AddRequest,
     InstanceInfo,
     InstanceStage,
-    InstanceStats,
     SamplingParams,
 )
 from tandem.server.api.names import ModelNames
@@ -119,6 +118,7 @@ class ServerContext:
     Attributes:
         models: what clients may ask for.
         has_keys: whether clients need an API key.
+        has_admin_keys: whether there are keys of an admin.
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
     """
@@ -133,6 +133,7 @@ class ServerContext:
     timelines: TimelineRing
     tracer: RequestTracer | None = None
     has_keys: bool = False
+    has_admin_keys: bool = False
     adapter_folder: Path | None = None
     read_store: Callable[[], StoreStatus] | None = None
     clock: Clock = field(default_factory=MonotonicClock)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput, TokenLogprob
 from tandem.server.engine import EngineClient, RequestStream
-from tandem.server.outputs.deltas import Delta, OutputParser, join_deltas
+from tandem.server.outputs.deltas import Delta, OutputParser, TextDelta, join_deltas
 from tandem.server.telemetry.metrics import RequestTimer
 from tandem.server.text.detokenizer import Detokenizer
 from tandem.server.text.stop_strings import StopMatcher
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     num_tokens: int
     """Of the generation, up to this piece."""
     deltas: Sequence[Delta]
-    """The parts that the text has made certain; empty without a parser."""
+    """The parts that the text has made certain; without a parser all is answer."""
 
 
 def count_logprobs(entries: Sequence[TokenLogprob | None] | None) -> int:
@@ -185,8 +185,7 @@ class Generation:
             text += self._detokenizer.flush()
             self.finish_reason = _FINISH[output.finish_reason]
         piece = self._make_piece(self._match_stop(text))
-        has_news = piece.text if self._parser is None else piece.deltas
-        if has_news or piece.finish_reason is not None:
+        if piece.deltas or piece.finish_reason is not None:
             return piece
         # The tokens of text that is held back come with the next piece.
         self._pending_text = piece.text
@@ -206,7 +205,7 @@ class Generation:
         return text
 
     def _make_piece(self, text: str) -> Piece:
-        deltas: list[Delta] = []
+        deltas: list[Delta] = [TextDelta(text)] if text else []
         if self._parser is not None:
             deltas = self._parser.feed(text)
             if self.finish_reason is not None:

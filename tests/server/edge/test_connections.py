@@ -251,6 +251,8 @@ def test_an_engine_that_never_answers_is_given_up(serve_text, monkeypatch):
     assert reply.status_code == 200
     assert "deadline" in reply.text
     assert 0 < live.engine.requests[1].timeout_s <= 0.05
+    assert "larger timeout" in reply.text
+    assert " 0 s" not in reply.text
 
 
 def test_while_loading_the_stage_is_told_and_requests_wait_outside(serve_text):

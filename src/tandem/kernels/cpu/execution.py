@@ -8,6 +8,7 @@ from torch import Tensor
 from tandem import _native
 from tandem.core.model.layers import RoutingRule
 from tandem.kernels.cpu.step import CpuStep
+from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import NATIVE_DTYPES, Buffer, is_native, view_tensor
 from tandem.kernels.paged import PagedBatch, PagedKvCache
@@ -55,6 +56,26 @@ class CpuExecution(TorchExecution):
             view_tensor(rows), weight_D.view, view_tensor(out), eps, weight_offset=offset
         )
         return out.view(x_TD.shape)
+
+    def gated_delta(self, rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
+        """See ``Execution``."""
+        parts = (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV)
+        if not all(map(is_native, parts)):
+            return super().gated_delta(rule, rows, slots)
+        out = torch.empty(rows.z_TVv.shape, dtype=rows.z_TVv.dtype)
+        rule.native.run(
+            view_tensor(rows.x_TC),
+            view_tensor(rows.z_TVv),
+            view_tensor(rows.a_TV),
+            view_tensor(rows.b_TV),
+            view_tensor(out),
+            slots.states.view,
+            slots.carried.view,
+            rows.query_start,
+            rows.slot_ids,
+            self._pool,
+        )
+        return out
 
     def soft_cap_(self, x_TV: Tensor, cap: float) -> None:
         """See ``Execution``."""

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from tandem.core.model.layers import RoutingRule
+from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.torch.gated_delta import run_gated_delta
 from tandem.kernels.torch.step import TorchStep
 
 __all__ = ["TorchExecution"]
@@ -37,6 +39,10 @@ class TorchExecution:
             normed = torch.rms_norm(x_TD.float(), weight.shape, offset + weight.float(), eps)
             return normed.to(x_TD.dtype)
         return torch.rms_norm(x_TD, weight.shape, weight, eps)
+
+    def gated_delta(self, rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
+        """See ``Execution``."""
+        return run_gated_delta(rule, rows, slots)
 
     def soft_cap_(self, x_TV: Tensor, cap: float) -> None:
         """See ``Execution``."""

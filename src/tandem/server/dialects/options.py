@@ -5,6 +5,7 @@ would change the answer.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tandem.core.adapter import AdapterInfo
 from tandem.core.errors import ConfigError, UnsupportedError
@@ -12,13 +13,21 @@ from tandem.core.logs import current_request_id
 from tandem.server.api.prompts import fit_max_tokens
 from tandem.server.api.sampling import check_best_of, choice_seed, make_sampling
 from tandem.server.context import ChoicePlan, RequestOptions, ServerContext, TextOptions
+from tandem.server.dialects.parsing import Parsing
 from tandem.server.protocol.openai import SamplingFields
 from tandem.server.text.stop_strings import StopStrings
 
-__all__ = ["REFUSED_FIELDS", "TokenLimit", "check_format", "plan_choices", "read_options"]
+__all__ = [
+    "CHAT_REFUSED_FIELDS",
+    "REFUSED_FIELDS",
+    "TokenLimit",
+    "check_format",
+    "plan_choices",
+    "read_options",
+]
 
 _STRUCTURED = "structured output is not supported"
-_TOOLS = "tools are not supported"
+_TOOLS = "tools are for /v1/chat/completions, functions have become its tools"
 _INPUTS = "only text and token ids are supported as input"
 _BEAM = "beam search is not supported"
 _PROCESSORS = "logit processors are not supported"
@@ -65,6 +74,9 @@ REFUSED_FIELDS = {
     "web_search_options": "searching is not supported",
 }
 """Field name to reason; values that ask for nothing (null, false, empty) pass."""
+
+
+CHAT_REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name != "tools"}
 
 
 class TokenLimit:
@@ -115,6 +127,7 @@ def plan_choices(
     prompt_field: str,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    parsing: Parsing | None = None,
 ) -> list[ChoicePlan]:
     """Plan ``n`` generations for each prompt, those of one prompt side by side.
 
@@ -126,6 +139,8 @@ def plan_choices(
     n = request.n if request.n is not None else 1
     check_best_of(request.best_of, n)
     text = read_text_options(request)
+    if parsing is not None:
+        text = replace(text, make_parser=parsing.make_parser, shown_ids=parsing.shown_ids)
     plans: list[ChoicePlan] = []
     for prompt_ids in prompts:
         check_ids(prompt_ids, info.vocab_size, prompt_field)

@@ -1,0 +1,203 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bindings/kernels/tensor_view.h"
+#include "bindings/status.h"
+#include "kernels/recurrent/gated_delta.h"
+#include "kernels/vectors/isa.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tandem::bindings {
+namespace {
+
+constexpr const char* kDeltaWhere = "kernels.gated_delta";
+
+// A layer's gated delta rule: its shape, and its weights, which it keeps.
+class GatedDelta {
+ public:
+  GatedDelta(const TensorView& conv, const TensorView& decay_rate, const TensorView& decay_bias,
+             const TensorView& norm, size_t num_k_heads, size_t key_dim, float norm_eps,
+             float beta_scale, const std::string& gate)
+      : kept_{conv, decay_rate, decay_bias, norm} {
+    shape_.num_k_heads = num_k_heads;
+    shape_.num_v_heads = check_floats("decay_rate", decay_rate);
+    shape_.key_dim = key_dim;
+    shape_.value_dim = check_floats("norm", norm);
+    if (check_floats("decay_bias", decay_bias) != shape_.num_v_heads)
+      refuse_view(kDeltaWhere, "decay_bias", decay_bias, "give as many as there are decay rates");
+    if (num_k_heads < 1 || shape_.num_v_heads % num_k_heads != 0 || key_dim < 1 ||
+        std::max(key_dim, shape_.value_dim) > kMaxStateDim)
+      raise({Code::kShape, kDeltaWhere,
+             std::to_string(shape_.num_v_heads) + " value heads of " +
+                 std::to_string(shape_.value_dim) + " and " + std::to_string(num_k_heads) +
+                 " key heads of " + std::to_string(key_dim) +
+                 ": give key heads that divide the value heads, and sizes of at most " +
+                 std::to_string(kMaxStateDim),
+             "num_k_heads"});
+    if (conv.num_dims() != 2 || !conv.is_float32() || !conv.is_dense_from(0) ||
+        conv.shape(0) < 1 || conv.shape(0) > kMaxConvWidth ||
+        conv.shape(1) != num_channels_of(shape_))
+      refuse_view(kDeltaWhere, "conv", conv,
+                  "give a contiguous float32 [width of at most " + std::to_string(kMaxConvWidth) +
+                      ", " + std::to_string(num_channels_of(shape_)) + "]");
+    shape_.conv_width = conv.shape(0);
+    if (gate != "silu" && gate != "sigmoid")
+      raise({Code::kConfig, kDeltaWhere, "unknown gate " + gate + ": choose silu or sigmoid",
+             "gate"});
+    weights_.conv = static_cast<const float*>(conv.data());
+    weights_.decay_rate = static_cast<const float*>(decay_rate.data());
+    weights_.decay_bias = static_cast<const float*>(decay_bias.data());
+    weights_.norm = static_cast<const float*>(norm.data());
+    weights_.norm_eps = norm_eps;
+    weights_.beta_scale = beta_scale;
+    weights_.is_silu_gated = gate == "silu";
+  }
+
+  std::vector<size_t> state_shape() const {
+    return {shape_.num_v_heads, num_panels_of(shape_), shape_.key_dim, kStatePanel};
+  }
+  std::vector<size_t> carried_shape() const {
+    return {shape_.conv_width - 1, num_channels_of(shape_)};
+  }
+
+  void run(const TensorView& x, const TensorView& z, const TensorView& a, const TensorView& b,
+           const TensorView& out, const TensorView& states, const TensorView& carried,
+           const std::vector<int64_t>& query_start, const std::vector<int64_t>& slots,
+           ThreadPool* pool, const std::string& isa) const {
+    if (x.num_dims() != 2) refuse_view(kDeltaWhere, "x", x, "give [rows, channels]");
+    const size_t rows = x.shape(0), values = shape_.num_v_heads * shape_.value_dim;
+    check_rows(kDeltaWhere, "x", x, rows, num_channels_of(shape_));
+    check_rows(kDeltaWhere, "z", z, rows, values);
+    check_rows(kDeltaWhere, "a", a, rows, shape_.num_v_heads);
+    check_rows(kDeltaWhere, "b", b, rows, shape_.num_v_heads);
+    check_rows(kDeltaWhere, "out", out, rows, values);
+    check_same_type(kDeltaWhere, "z", z, x);
+    check_same_type(kDeltaWhere, "out", out, x);
+    check_same_type(kDeltaWhere, "carried", carried, x);
+    check_same_type(kDeltaWhere, "b", b, a);
+    const size_t num_slots = check_slots("states", states, state_shape(), states.is_float32());
+    if (check_slots("carried", carried, carried_shape(), true) != num_slots)
+      refuse_view(kDeltaWhere, "carried", carried, "give as many slots as there are states");
+    check_sequences(rows, num_slots, query_start, slots);
+    GatedDeltaTask task;
+    task.shape = shape_;
+    task.weights = weights_;
+    task.x = x.data();
+    task.x_stride = x.stride(0);
+    task.z = z.data();
+    task.z_stride = z.stride(0);
+    task.type = x.float_type();
+    task.a = a.data();
+    task.a_stride = a.stride(0);
+    task.b = b.data();
+    task.b_stride = b.stride(0);
+    task.gate_type = a.float_type();
+    task.out = out.data();
+    task.out_stride = out.stride(0);
+    task.states = static_cast<float*>(states.data());
+    task.state_stride = states.stride(0);
+    task.carried = carried.data();
+    task.carried_stride = carried.stride(0);
+    task.query_start = query_start.data();
+    task.slots = slots.data();
+    task.num_sequences = slots.size();
+    const RecurrentKernels& kernels =
+        choose_recurrent_kernels(isa.empty() ? available_isas().back() : take(choose_isa(isa)));
+    run_released([&] { return run_gated_delta(kernels, pool, task); });
+  }
+
+ private:
+  static size_t check_floats(const char* name, const TensorView& view) {
+    if (view.num_dims() != 1 || !view.is_float32() || !view.is_dense_from(0) || view.shape(0) < 1)
+      refuse_view(kDeltaWhere, name, view, "give a contiguous float32 vector");
+    return view.shape(0);
+  }
+
+  static size_t check_slots(const char* name, const TensorView& view,
+                            const std::vector<size_t>& shape, bool has_type) {
+    bool is_right = view.num_dims() == shape.size() + 1 && has_type && view.is_dense_from(1);
+    for (size_t i = 0; is_right && i < shape.size(); ++i) is_right = view.shape(i + 1) == shape[i];
+    if (is_right) return view.shape(0);
+    std::string text;
+    for (const size_t size : shape) text += ", " + std::to_string(size);
+    refuse_view(kDeltaWhere, name, view, "give [slots" + text + "], dense slots");
+  }
+
+  static void check_sequences(size_t rows, size_t num_slots,
+                              const std::vector<int64_t>& query_start,
+                              const std::vector<int64_t>& slots) {
+    if (query_start.size() != slots.size() + 1 || query_start.front() != 0 ||
+        !std::is_sorted(query_start.begin(), query_start.end()) ||
+        query_start.back() != static_cast<int64_t>(rows))
+      raise({Code::kShape, kDeltaWhere,
+             std::to_string(query_start.size()) + " bounds of " + std::to_string(slots.size()) +
+                 " sequences: give one more than sequences, ascending from 0 to " +
+                 std::to_string(rows),
+             "query_start"});
+    std::vector<int64_t> sorted = slots;
+    std::sort(sorted.begin(), sorted.end());
+    const bool is_unique = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+    if (!is_unique || (!sorted.empty() && (sorted.front() < 0 ||
+                                           sorted.back() >= static_cast<int64_t>(num_slots))))
+      raise({Code::kShape, kDeltaWhere,
+             "slots that are used twice or beyond the " + std::to_string(num_slots) +
+                 " there are: give each sequence its own",
+             "slots"});
+  }
+
+  GatedDeltaShape shape_;
+  GatedDeltaWeights weights_;
+  std::vector<TensorView> kept_;
+};
+
+}  // namespace
+
+void bind_recurrent(nb::module_& module) {
+  nb::class_<GatedDelta>(module, "GatedDelta",
+                         "The gated delta rule of a layer, between its projections. Calls that use\n"
+                         "other slots may run meanwhile.")
+      .def(nb::init<const TensorView&, const TensorView&, const TensorView&, const TensorView&,
+                    size_t, size_t, float, float, const std::string&>(),
+           "conv"_a, "decay_rate"_a, "decay_bias"_a, "norm"_a, "num_k_heads"_a, "key_dim"_a,
+           "norm_eps"_a, "beta_scale"_a = 1.0f, "gate"_a = "silu",
+           "Keep a layer's weights, all float32 and contiguous.\n\n"
+           "Args:\n"
+           "    conv: [width, channels] of the short convolution, the oldest input first; channels\n"
+           "        are the queries and keys of all key heads, then the values of all value heads.\n"
+           "    decay_rate: [value heads]: a decay is exp(-rate * softplus(a + bias)).\n"
+           "    decay_bias: [value heads].\n"
+           "    norm: [value_dim], of the RMSNorm of each head's output, with `norm_eps`.\n"
+           "    num_k_heads: each serves as many consecutive value heads.\n"
+           "    key_dim: of a head.\n"
+           "    beta_scale: beta is this times sigmoid(b).\n"
+           "    gate: of z on the normed output, silu or sigmoid.\n"
+           "Raises: ShapeError; ConfigError (gate).")
+      .def_prop_ro("state_shape", &GatedDelta::state_shape,
+                   "Of a sequence's state: [value heads, panels, key_dim, columns of a panel].")
+      .def_prop_ro("carried_shape", &GatedDelta::carried_shape,
+                   "Of a sequence's last inputs: [width - 1, channels].")
+      .def("run", &GatedDelta::run, "x"_a, "z"_a, "a"_a, "b"_a, "out"_a, "states"_a, "carried"_a,
+           "query_start"_a, "slots"_a, "pool"_a.none() = nb::none(), "isa"_a = "",
+           "Compute the rows of all sequences, and move their slots on.\n\n"
+           "A row's result is bitwise the same in any chunk, batch and number of threads.\n\n"
+           "Args:\n"
+           "    x: [rows, channels], before the convolution.\n"
+           "    z: [rows, value heads * value_dim], of the type of x.\n"
+           "    a, b: [rows, value heads], of one type.\n"
+           "    out: of the shape and type of z, written; may be z.\n"
+           "    states: float32 [slots, *state_shape], zero before a sequence's first row.\n"
+           "    carried: [slots, *carried_shape] of the type of x, likewise.\n"
+           "    query_start: the first row of each sequence, and the number of rows.\n"
+           "    slots: of the sequences, no two alike.\n"
+           "Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.");
+}
+
+}  // namespace tandem::bindings

@@ -1,0 +1,275 @@
+// The body of the gated delta rule, compiled once per ISA; see gated_delta.h for what it does.
+//
+// A tile of tokens passes over a panel of the state at a time. Within a tile, the pass that writes one token's update
+// also reads the sums that the next token needs: S^T k and S^T q before the decay. Of these follow u and
+// o = decay S^T q + (q k) u, so that a token costs one pass. Tiles change no bit: each element and each column's sum
+// go through the same operations, in the order of the key's items, even and odd ones apart.
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/recurrent/gated_delta.h"
+#include "kernels/recurrent/tile.h"
+
+namespace tandem {
+namespace {
+
+#include TANDEM_VEC_HEADER
+
+#include "kernels/vectors/vec_float-inl.h"
+
+#include "kernels/vectors/rows-inl.h"
+
+// log(1 + exp(x)) to a few ulp of the result, without overflow.
+inline F32 softplus(F32 x) {
+  const F32 zero = zero_f32();
+  const F32 y = exp_nonpositive(x < 0.0f ? x : zero - x);
+  // log(1 + y) = 2 atanh(y / (2 + y)), whose argument is at most 1/3: its series, exact for small y as well.
+  const F32 s = y / (set_f32(2.0f) + y);
+  const F32 square = s * s;
+  F32 p = set_f32(1.0f / 15);
+  p = fma(p, square, set_f32(1.0f / 13));
+  p = fma(p, square, set_f32(1.0f / 11));
+  p = fma(p, square, set_f32(1.0f / 9));
+  p = fma(p, square, set_f32(1.0f / 7));
+  p = fma(p, square, set_f32(1.0f / 5));
+  p = fma(p, square, set_f32(1.0f / 3));
+  p = fma(p, square, set_f32(1.0f));
+  return at_least(x, zero) + (s + s) * p;
+}
+
+inline F32 silu(F32 x) { return x * sigmoid(x); }
+
+// Channels [first, first + size) of a tile's convolution, then SiLU; `out` rows are `out_stride` apart and completed
+// by zeros.
+template <class T>
+inline void convolve(const GatedDeltaTask& task, const T* x, const T* carried, size_t first_token,
+                     size_t num_tokens, size_t first, size_t size, float* out, size_t out_stride) {
+  const size_t width = task.shape.conv_width, channels = num_channels_of(task.shape);
+  const float* weight = task.weights.conv + first;
+  for (size_t t = 0; t < num_tokens; ++t) {
+    const T* rows[kMaxConvWidth];
+    for (size_t j = 0; j < width; ++j) {
+      const size_t place = first_token + t + j;  // Among carried rows, then those of x.
+      rows[j] = (place < width - 1 ? carried + place * channels
+                                   : x + (place - (width - 1)) * task.x_stride) + first;
+    }
+    float* row = out + t * out_stride;
+    size_t i = 0;
+    for (; i + kLanes <= size; i += kLanes) {
+      F32 sum = load_wide(rows[0] + i) * load_f32(weight + i);
+      for (size_t j = 1; j < width; ++j)
+        sum = fma(load_wide(rows[j] + i), load_f32(weight + j * channels + i), sum);
+      store_f32(row + i, silu(sum));
+    }
+    if (i < size) {
+      float inputs[kLanes], weights[kLanes];
+      F32 sum = zero_f32();
+      for (size_t j = 0; j < width; ++j) {
+        load_tail(inputs, rows[j] + i, size - i, kLanes);
+        load_tail(weights, weight + j * channels + i, size - i, kLanes);
+        // The first product is rounded as above.
+        sum = j == 0 ? load_f32(inputs) * load_f32(weights)
+                     : fma(load_f32(inputs), load_f32(weights), sum);
+      }
+      store_f32(inputs, silu(sum));
+      for (; i < size; ++i) row[i] = inputs[i % kLanes];
+    }
+    for (; i < out_stride; ++i) row[i] = 0.0f;
+  }
+}
+
+// x = x / sqrt(sum of squares + eps) * scale, over `stride` items completed by zeros.
+inline void scale_to_length(float* x, size_t stride, float scale) {
+  constexpr float kEps = 1e-6f;  // The families' own.
+  const F32 factors = set_f32(1.0f / __builtin_sqrtf(dot_block(x, x, stride) + kEps));
+  const F32 scales = set_f32(scale);
+  for (size_t i = 0; i < stride; i += kLanes)
+    store_f32(x + i, load_f32(x + i) * factors * scales);
+}
+
+// Decays and betas of a value head for a tile's tokens.
+template <class T>
+inline void compute_gates(const GatedDeltaTask& task, size_t first_row, size_t num_tokens,
+                          size_t head, DeltaTile& tile) {
+  float a[kDeltaTokens], b[kDeltaTokens];
+  for (size_t t = 0; t < kDeltaTokens; ++t) {
+    const size_t row = first_row + (t < num_tokens ? t : 0);
+    a[t] = widen_one(static_cast<const T*>(task.a)[row * task.a_stride + head]);
+    b[t] = widen_one(static_cast<const T*>(task.b)[row * task.b_stride + head]);
+  }
+  const F32 rate = set_f32(task.weights.decay_rate[head]);
+  const F32 bias = set_f32(task.weights.decay_bias[head]);
+  for (size_t t = 0; t < kDeltaTokens; t += kLanes) {
+    const F32 rise = softplus(load_f32(a + t) + bias);
+    store_f32(tile.decay + t, exp_nonpositive(zero_f32() - rate * rise));
+    store_f32(tile.beta + t, sigmoid(load_f32(b + t)) * set_f32(task.weights.beta_scale));
+  }
+}
+
+// Vectors of columns that pass together.
+inline constexpr size_t kPassVectors = 2;
+inline constexpr size_t kPassColumns = kPassVectors * kLanes;
+
+// Sums over the items of a key, for the columns of a pass: even items, odd items.
+struct PassSums {
+  F32 key[2][kPassVectors], query[2][kPassVectors];
+};
+
+enum class Pass { kRead, kUpdateAndRead, kUpdate };
+
+// One row of the state; `chain` is 0 for even rows.
+template <Pass kPass, int kChain>
+TANDEM_INLINE inline void pass_row(float* state, F32 decay, const F32 (&update)[kPassVectors],
+                                   const float* old_key, const float* key, const float* query,
+                                   size_t i, PassSums& sums) {
+  float* row = state + i * kStatePanel;
+  F32 k = zero_f32(), q = zero_f32(), old_k = zero_f32();
+  if constexpr (kPass != Pass::kRead) old_k = set_f32(old_key[i]);
+  if constexpr (kPass != Pass::kUpdate) k = set_f32(key[i]), q = set_f32(query[i]);
+  unroll<kPassVectors>([&](auto index) TANDEM_INLINE {
+    constexpr int v = decltype(index)::value;
+    F32 s = load_f32(row + v * kLanes);
+    if constexpr (kPass != Pass::kRead) {
+      s = fma(old_k, update[v], s * decay);
+      store_f32(row + v * kLanes, s);
+    }
+    if constexpr (kPass != Pass::kUpdate) {
+      sums.key[kChain][v] = fma(s, k, sums.key[kChain][v]);
+      sums.query[kChain][v] = fma(s, q, sums.query[kChain][v]);
+    }
+  });
+}
+
+template <Pass kPass>
+TANDEM_INLINE inline void pass_rows(float* state, size_t size, F32 decay,
+                                    const F32 (&update)[kPassVectors], const float* old_key,
+                                    const float* key, const float* query, PassSums& sums) {
+  unroll<kPassVectors>([&](auto index) TANDEM_INLINE {
+    constexpr int v = decltype(index)::value;
+    sums.key[0][v] = sums.key[1][v] = sums.query[0][v] = sums.query[1][v] = zero_f32();
+  });
+  size_t i = 0;
+  for (; i + 2 <= size; i += 2) {
+    pass_row<kPass, 0>(state, decay, update, old_key, key, query, i, sums);
+    pass_row<kPass, 1>(state, decay, update, old_key, key, query, i + 1, sums);
+  }
+  if (i < size) pass_row<kPass, 0>(state, decay, update, old_key, key, query, i, sums);
+}
+
+// A tile's tokens over `kPassColumns` columns of a state; `values` become outputs, rows `stride` apart.
+inline void pass_tokens(float* state, size_t key_dim, size_t key_stride, const DeltaTile& tile,
+                        size_t num_tokens, float* values, size_t stride) {
+  PassSums sums;
+  F32 update[kPassVectors] = {zero_f32(), zero_f32()};
+  F32 decay = zero_f32();
+  for (size_t t = 0; t < num_tokens; ++t) {
+    const float* key = tile.keys + t * key_stride;
+    const float* query = tile.queries + t * key_stride;
+    if (t == 0)
+      pass_rows<Pass::kRead>(state, key_dim, decay, update, nullptr, key, query, sums);
+    else
+      pass_rows<Pass::kUpdateAndRead>(state, key_dim, decay, update, key - key_stride, key, query,
+                                      sums);
+    decay = set_f32(tile.decay[t]);
+    const F32 beta = set_f32(tile.beta[t]), product = set_f32(tile.product[t]);
+    float* row = values + t * stride;
+    unroll<kPassVectors>([&](auto index) TANDEM_INLINE {
+      constexpr int v = decltype(index)::value;
+      const F32 seen = sums.key[0][v] + sums.key[1][v];
+      const F32 read = sums.query[0][v] + sums.query[1][v];
+      update[v] = beta * fma(zero_f32() - decay, seen, load_f32(row + v * kLanes));
+      store_f32(row + v * kLanes, fma(product, update[v], decay * read));
+    });
+  }
+  pass_rows<Pass::kUpdate>(state, key_dim, decay, update,
+                           tile.keys + (num_tokens - 1) * key_stride, nullptr, nullptr, sums);
+}
+
+// The norm over a head's outputs, times the gate.
+template <class T>
+inline void norm_and_gate(const GatedDeltaTask& task, const float* values, const T* z, T* out) {
+  const size_t size = task.shape.value_dim;
+  const float* weight = task.weights.norm;
+  const F32 factor = set_f32(inverse_rms(values, size, task.weights.norm_eps));
+  const bool is_silu = task.weights.is_silu_gated;
+  size_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const F32 gates = load_wide(z + i);
+    const F32 normed = load_f32(values + i) * factor * load_f32(weight + i);
+    store_narrow(out + i, normed * (is_silu ? silu(gates) : sigmoid(gates)));
+  }
+  if (i == size) return;
+  float gates[kLanes], scales[kLanes], tail[kLanes];
+  load_tail(gates, z + i, size - i, kLanes);
+  load_tail(scales, weight + i, size - i, kLanes);
+  load_tail(tail, values + i, size - i, kLanes);
+  const F32 open = load_f32(gates);
+  const F32 normed = load_f32(tail) * factor * load_f32(scales);
+  store_f32(tail, normed * (is_silu ? silu(open) : sigmoid(open)));
+  for (size_t j = 0; i + j < size; ++j) narrow_one(out + i + j, tail[j]);
+}
+
+template <class T>
+void run_item(const GatedDeltaTask& task, const GatedDeltaItem& item, float* scratch) {
+  const GatedDeltaShape& shape = task.shape;
+  const size_t begin = static_cast<size_t>(task.query_start[item.sequence]);
+  const size_t count = static_cast<size_t>(task.query_start[item.sequence + 1]) - begin;
+  const size_t slot = static_cast<size_t>(task.slots[item.sequence]);
+  const T* x = static_cast<const T*>(task.x) + begin * task.x_stride;
+  const T* carried = static_cast<const T*>(task.carried) + slot * task.carried_stride;
+  const size_t key_stride = key_stride_of(shape), value_stride = value_stride_of(shape);
+  const size_t all_keys = shape.num_k_heads * shape.key_dim;
+  const size_t head_state = num_panels_of(shape) * shape.key_dim * kStatePanel;
+  const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(shape.key_dim));
+  DeltaTile tile = split_scratch(shape, scratch);
+  for (size_t first = 0; first < count; first += kDeltaTokens) {
+    const size_t num_tokens = count - first < kDeltaTokens ? count - first : kDeltaTokens;
+    const size_t head_first = item.k_head * shape.key_dim;
+    convolve(task, x, carried, first, num_tokens, head_first, shape.key_dim, tile.queries,
+             key_stride);
+    convolve(task, x, carried, first, num_tokens, all_keys + head_first, shape.key_dim, tile.keys,
+             key_stride);
+    for (size_t t = 0; t < num_tokens; ++t) {
+      float* query = tile.queries + t * key_stride;
+      float* key = tile.keys + t * key_stride;
+      scale_to_length(query, key_stride, scale);
+      scale_to_length(key, key_stride, 1.0f);
+      tile.product[t] = dot_block(query, key, key_stride);
+    }
+    for (size_t head = item.v_begin; head < item.v_end; ++head) {
+      if (task.gate_type == FloatType::kFloat32)
+        compute_gates<float>(task, begin + first, num_tokens, head, tile);
+      else
+        compute_gates<uint16_t>(task, begin + first, num_tokens, head, tile);
+      convolve(task, x, carried, first, num_tokens, 2 * all_keys + head * shape.value_dim,
+               shape.value_dim, tile.values, value_stride);
+      float* state = task.states + slot * task.state_stride + head * head_state;
+      for (size_t column = 0; column < value_stride; column += kPassColumns) {
+        float* panel = state + column / kStatePanel * shape.key_dim * kStatePanel;
+        pass_tokens(panel + column % kStatePanel, shape.key_dim, key_stride, tile, num_tokens,
+                    tile.values + column, value_stride);
+      }
+      for (size_t t = 0; t < num_tokens; ++t) {
+        const size_t row = begin + first + t;
+        norm_and_gate(task, tile.values + t * value_stride,
+                      static_cast<const T*>(task.z) + row * task.z_stride + head * shape.value_dim,
+                      static_cast<T*>(task.out) + row * task.out_stride + head * shape.value_dim);
+      }
+    }
+  }
+}
+
+void gated_delta(const GatedDeltaTask& task, const GatedDeltaItem& item, float* scratch) {
+  if (task.type == FloatType::kFloat32) return run_item<float>(task, item, scratch);
+  run_item<uint16_t>(task, item, scratch);
+}
+
+}  // namespace
+
+extern const RecurrentKernels TANDEM_RECURRENT_KERNELS;
+const RecurrentKernels TANDEM_RECURRENT_KERNELS = {gated_delta};
+
+}  // namespace tandem

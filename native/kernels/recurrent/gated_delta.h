@@ -1,0 +1,101 @@
+// Gated delta rule (Gated DeltaNet, arXiv:2412.06464) over the tokens of many sequences, from the projections' results
+// to what the output projection takes: short convolution, gates, normed queries and keys, the recurrence, gated norm.
+//
+// The recurrence runs token by token: S = decay S; u = beta (v - S^T k); S = S + k u^T; o = S^T q. Each sum has one
+// order, so that a token's result is bitwise the same in any chunk and batch, for any number of threads, on every ISA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/status.h"
+#include "base/threads/thread_pool.h"
+#include "kernels/vectors/float_type.h"
+#include "kernels/vectors/isa.h"
+
+namespace tandem {
+
+// Value columns of a state that lie side by side: [head_v][v / 32][key_dim][32] floats, so that the columns of a
+// panel stay in the first-level cache while tokens pass over them. The last panel of a head is completed by zeros.
+inline constexpr size_t kStatePanel = 32;
+
+inline constexpr size_t kMaxConvWidth = 16;
+inline constexpr size_t kMaxStateDim = 1024;
+
+struct GatedDeltaShape {
+  size_t num_k_heads = 0;
+  size_t num_v_heads = 0;  // A multiple of num_k_heads: key head i serves the i-th group of value heads.
+  size_t key_dim = 0;      // Of a head, at most kMaxStateDim.
+  size_t value_dim = 0;    // Of a head, at most kMaxStateDim.
+  size_t conv_width = 0;   // Inputs that an output of the convolution sees, 1 to kMaxConvWidth.
+};
+
+// Not members: sources of several instruction sets call them, and each keeps a copy of its own.
+static inline size_t num_channels_of(const GatedDeltaShape& shape) {
+  return 2 * shape.num_k_heads * shape.key_dim + shape.num_v_heads * shape.value_dim;
+}
+static inline size_t num_panels_of(const GatedDeltaShape& shape) {
+  return (shape.value_dim + kStatePanel - 1) / kStatePanel;
+}
+// Floats of a sequence's state.
+static inline size_t state_size_of(const GatedDeltaShape& shape) {
+  return shape.num_v_heads * num_panels_of(shape) * shape.key_dim * kStatePanel;
+}
+
+// What a layer is made of; borrowed.
+struct GatedDeltaWeights {
+  const float* conv = nullptr;        // [conv_width][num_channels], the oldest input first.
+  const float* decay_rate = nullptr;  // [num_v_heads]: the logarithm of a decay is -rate * softplus(a + bias).
+  const float* decay_bias = nullptr;  // [num_v_heads].
+  const float* norm = nullptr;        // [value_dim].
+  float norm_eps = 0.0f;
+  float beta_scale = 1.0f;     // beta = scale * sigmoid(b).
+  bool is_silu_gated = true;   // The normed output is multiplied by silu(z), else by sigmoid(z).
+};
+
+// Rows of all sequences, one after another. Strides count items.
+struct GatedDeltaTask {
+  GatedDeltaShape shape;
+  GatedDeltaWeights weights;
+  const void* x = nullptr;  // [rows][num_channels]: queries, keys, values before the convolution.
+  size_t x_stride = 0;
+  const void* z = nullptr;  // [rows][num_v_heads * value_dim].
+  size_t z_stride = 0;
+  FloatType type = FloatType::kFloat32;  // Of x, z, carried and out.
+  const void* a = nullptr;  // [rows][num_v_heads].
+  size_t a_stride = 0;
+  const void* b = nullptr;  // [rows][num_v_heads].
+  size_t b_stride = 0;
+  FloatType gate_type = FloatType::kFloat32;  // Of a and b.
+  void* out = nullptr;  // [rows][num_v_heads * value_dim].
+  size_t out_stride = 0;
+  // Slots of sequences that go on: states, and the last conv_width - 1 rows of x. Read, then written.
+  float* states = nullptr;
+  size_t state_stride = 0;
+  void* carried = nullptr;
+  size_t carried_stride = 0;
+  const int64_t* query_start = nullptr;  // [num_sequences + 1] rows.
+  const int64_t* slots = nullptr;        // [num_sequences], no two alike.
+  size_t num_sequences = 0;
+};
+
+// Value heads [v_begin, v_end) of one key head, over the rows of one sequence.
+struct GatedDeltaItem {
+  size_t sequence, k_head, v_begin, v_end;
+};
+
+// The functions of one ISA. `scratch` is gated_delta_scratch(shape) floats of the thread.
+struct RecurrentKernels {
+  void (*gated_delta)(const GatedDeltaTask& task, const GatedDeltaItem& item, float* scratch);
+};
+
+size_t gated_delta_scratch(const GatedDeltaShape& shape);
+
+// The kernels for an ISA of `available_isas()`.
+const RecurrentKernels& choose_recurrent_kernels(Isa isa);
+
+// Runs all rows, on `pool` if it is given and there is enough to share. REQUIRES: what the structs say; pointers are
+// borrowed for the call. Errors: kCapacity (no memory for scratch).
+Status run_gated_delta(const RecurrentKernels& kernels, ThreadPool* pool, const GatedDeltaTask& task);
+
+}  // namespace tandem

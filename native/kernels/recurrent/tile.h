@@ -1,0 +1,43 @@
+// The scratch memory of a tile of tokens, shared by the gated delta rule's body and the code that allocates it.
+#pragma once
+
+#include <stddef.h>
+
+#include "kernels/recurrent/gated_delta.h"
+
+namespace tandem {
+
+// Tokens that pass over a panel before the next panel: enough that loading the panel vanishes beside them.
+inline constexpr size_t kDeltaTokens = 32;
+
+// Rows of queries and keys are completed to whole blocks of 64 sums; those of values to whole panels.
+static inline size_t key_stride_of(const GatedDeltaShape& shape) {
+  return (shape.key_dim + 63) / 64 * 64;
+}
+static inline size_t value_stride_of(const GatedDeltaShape& shape) {
+  return num_panels_of(shape) * kStatePanel;
+}
+
+// Of kDeltaTokens tokens.
+struct DeltaTile {
+  float* queries;  // [token][key_stride], normed and scaled.
+  float* keys;     // [token][key_stride], normed.
+  float* values;   // [token][value_stride]; become outputs.
+  float* decay;
+  float* beta;
+  float* product;  // Of query and key.
+};
+
+static inline size_t tile_floats(const GatedDeltaShape& shape) {
+  return kDeltaTokens * (2 * key_stride_of(shape) + value_stride_of(shape) + 3);
+}
+
+static inline DeltaTile split_scratch(const GatedDeltaShape& shape, float* scratch) {
+  const size_t keys = kDeltaTokens * key_stride_of(shape);
+  const size_t values = kDeltaTokens * value_stride_of(shape);
+  float* const gates = scratch + 2 * keys + values;
+  return {scratch, scratch + keys, scratch + 2 * keys, gates, gates + kDeltaTokens,
+          gates + 2 * kDeltaTokens};
+}
+
+}  // namespace tandem

@@ -1,0 +1,164 @@
+"""The oracle of the gated delta rule in float64 numpy, and how far a kernel may be from it.
+
+Gated DeltaNet, arXiv:2412.06464, equation 10, as in transformers' ``qwen3_next``.
+
+Shapes: T tokens of one sequence, W convolution width, C channels, G key heads, V value heads, v and
+k sizes of their heads.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tandem.kernels.reference import silu
+from tandem.kernels.tolerance import ACCUMULATE_EPS, EXP_ULPS, SMALLEST, UNIT_ROUNDOFF
+
+__all__ = ["DeltaWeights", "gated_delta", "gated_delta_bound"]
+
+Array = npt.NDArray[np.float64]
+
+LENGTH_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """A layer's weights, wide."""
+
+    conv_WC: Array  # noqa: N815 - a shape suffix
+    decay_rate_V: Array  # noqa: N815
+    decay_bias_V: Array  # noqa: N815
+    norm_v: Array
+    num_k_heads: int
+    key_dim: int
+    norm_eps: float
+    beta_scale: float = 1.0
+    gate: str = "silu"
+
+    def split(self, mixed_TC: Array) -> tuple[Array, Array, Array]:
+        """Return queries and keys [T, V, k] and values [T, V, v] of the channels."""
+        heads, keys = len(self.decay_rate_V), self.num_k_heads * self.key_dim
+        q, k, v = np.split(mixed_TC, [keys, 2 * keys], axis=-1)
+        size = (len(mixed_TC), self.num_k_heads, self.key_dim)
+        group = heads // self.num_k_heads
+        q, k = (part.reshape(size).repeat(group, axis=1) for part in (q, k))
+        return q, k, v.reshape(len(mixed_TC), heads, -1)
+
+
+def gated_delta(
+    x_TC: Array, z_TVv: Array, a_TV: Array, b_TV: Array, w: DeltaWeights
+) -> tuple[Array, Array]:
+    """Return the gated outputs [T, V * v] of a whole sequence, and its last state [V, k, v]."""
+    q, k, v = w.split(silu(_convolve(x_TC, w.conv_WC)))
+    q = q / np.sqrt((q**2).sum(-1, keepdims=True) + LENGTH_EPS) * w.key_dim**-0.5
+    k = k / np.sqrt((k**2).sum(-1, keepdims=True) + LENGTH_EPS)
+    decay = np.exp(-w.decay_rate_V * np.logaddexp(0, a_TV + w.decay_bias_V))
+    beta = w.beta_scale * _sigmoid(b_TV)
+    state = np.zeros((*k.shape[1:], v.shape[-1]))
+    out = np.zeros_like(v)
+    for t in range(len(x_TC)):
+        state = state * decay[t][:, None, None]
+        update = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
+        state = state + k[t][:, :, None] * update[:, None]
+        out[t] = np.einsum("hkv,hk->hv", state, q[t])
+    normed = out / np.sqrt((out**2).mean(-1, keepdims=True) + w.norm_eps) * w.norm_v
+    return normed.reshape(z_TVv.shape) * _open(z_TVv, w.gate), state
+
+
+def gated_delta_bound(
+    x_TC: Array, z_TVv: Array, a_TV: Array, b_TV: Array, w: DeltaWeights, dtype: torch.dtype
+) -> tuple[Array, Array]:
+    """Bound the error of ``gated_delta`` to first order: [T, V * v], and [V, k, v] of the state.
+
+    An error of the state passes on by decay (I - beta k k^T), which lengthens no column while beta
+    is at most 2; so what a column is off is bounded by its length, to which each token adds what it
+    rounds. Elementwise bounds would grow by 1 + beta a token.
+    """
+    eps, widest = ACCUMULATE_EPS, EXP_ULPS + 4
+    mixed = _convolve(x_TC, w.conv_WC)
+    mixed_error = (len(w.conv_WC) + 1) * eps * _convolve(np.abs(x_TC), np.abs(w.conv_WC))
+    # The slope of SiLU is at most 1.1.
+    opened = silu(mixed)
+    q, k, v = w.split(opened)
+    q_error, k_error, v_error = w.split(
+        1.1 * mixed_error + widest * eps * np.abs(opened) + SMALLEST
+    )
+    q, q_error = _scale_to_length(q, q_error, w.key_dim**-0.5)
+    k, k_error = _scale_to_length(k, k_error, 1.0)
+    raw = a_TV + w.decay_bias_V
+    rise = np.logaddexp(0, raw)
+    log_error = w.decay_rate_V * (eps * np.abs(raw) + 14 * eps * rise)
+    decay = np.exp(-w.decay_rate_V * rise)
+    # Beyond 80 the decay itself is no more than that.
+    decay_error = decay * (np.expm1(np.minimum(log_error, 80)) + EXP_ULPS * eps) + SMALLEST
+    beta = w.beta_scale * _sigmoid(b_TV)
+    beta_error = widest * eps * beta + SMALLEST
+    terms = w.key_dim + 3
+    state = np.zeros((*k.shape[1:], v.shape[-1]))
+    column_error = np.zeros(v.shape[1:])
+    out, out_error = np.zeros_like(v), np.zeros_like(v)
+
+    def sum_keys(state: Array, key: Array) -> Array:
+        return np.einsum("hkv,hk->hv", state, key)
+
+    for t in range(len(x_TC)):
+        d, be = decay[t][:, None], beta[t][:, None]
+        seen = sum_keys(state, k[t])
+        rounded = terms * eps * sum_keys(np.abs(state), np.abs(k[t]))
+        gap = v[t] - d * seen
+        update = be * gap
+        update_error = be * (
+            v_error[t]
+            + d * (sum_keys(np.abs(state), k_error[t]) + rounded)
+            + decay_error[t][:, None] * np.abs(seen)
+            + 3 * eps * (np.abs(v[t]) + d * np.abs(seen))
+        ) + beta_error[t][:, None] * np.abs(gap)
+        old = np.abs(state)
+        state = state * d[:, None] + k[t][:, :, None] * update[:, None]
+        added = (
+            (decay_error[t][:, None, None] + 3 * eps * d[:, None]) * old
+            + (k_error[t] + 3 * eps * np.abs(k[t]))[:, :, None] * np.abs(update)[:, None]
+            + np.abs(k[t])[:, :, None] * update_error[:, None]
+        )
+        column_error = d * column_error + np.sqrt((added**2).sum(1)) + SMALLEST
+        out[t] = sum_keys(state, q[t])
+        product = (np.abs(q[t]) * np.abs(k[t])).sum(-1)[:, None]
+        out_error[t] = (
+            np.sqrt((q[t] ** 2).sum(-1))[:, None] * column_error
+            + sum_keys(np.abs(state), q_error[t])
+            + terms * eps * (d * sum_keys(old, np.abs(q[t])) + product * np.abs(update))
+        )
+    inverse = 1 / np.sqrt((out**2).mean(-1, keepdims=True) + w.norm_eps)
+    inherited = (np.abs(out) * out_error).mean(-1, keepdims=True) * inverse**2
+    relative = inherited + (out.shape[-1] / 2 + 6) * eps
+    normed = np.abs(out * inverse * w.norm_v)
+    normed_error = out_error * inverse * np.abs(w.norm_v) + relative * normed
+    gate = np.abs(_open(z_TVv, w.gate))
+    y = normed.reshape(gate.shape) * gate
+    bound = normed_error.reshape(gate.shape) * gate + (widest * eps + UNIT_ROUNDOFF[dtype]) * y
+    return bound + SMALLEST, np.broadcast_to(column_error[:, None], state.shape)
+
+
+def _convolve(x_TC: Array, w_WC: Array) -> Array:
+    """Sum the products of each channel's last W inputs; zeros come before the first."""
+    width = len(w_WC)
+    padded = np.concatenate([np.zeros((width - 1, x_TC.shape[1])), x_TC])
+    return sum((padded[j : j + len(x_TC)] * w_WC[j] for j in range(width)), np.zeros_like(x_TC))
+
+
+def _sigmoid(x: Array) -> Array:
+    return 0.5 * (1 + np.tanh(x / 2))
+
+
+def _open(z: Array, gate: str) -> Array:
+    return silu(z) if gate == "silu" else _sigmoid(z)
+
+
+def _scale_to_length(x: Array, error: Array, scale: float) -> tuple[Array, Array]:
+    """Return x / length * scale, and what that is off."""
+    inverse = 1 / np.sqrt((x**2).sum(-1, keepdims=True) + LENGTH_EPS)
+    relative = (np.abs(x) * error).sum(-1, keepdims=True) * inverse**2
+    relative = relative + (x.shape[-1] / 2 + 6) * ACCUMULATE_EPS
+    y = x * inverse * scale
+    return y, error * inverse * scale + relative * np.abs(y)

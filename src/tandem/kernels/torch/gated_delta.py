@@ -1,0 +1,84 @@
+"""The gated delta rule in torch, token by token: on any device, and differentiable in its rows.
+
+Shapes: T rows, W convolution width, C channels, G key heads, V value heads, v and k sizes of their
+heads.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
+
+__all__ = ["run_gated_delta"]
+
+LENGTH_EPS = 1e-6
+"""Under the root of the lengths of queries and keys; the families' own."""
+
+
+def run_gated_delta(rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
+    """Return [T, V * v], new, of the dtype of ``rows.x_TC``; moves the slots on.
+
+    Gradients flow to the rows, not into the slots.
+    """
+    outs = [rows.z_TVv[:0]]
+    for i, slot in enumerate(rows.slot_ids):
+        part = slice(rows.query_start[i], rows.query_start[i + 1])
+        if part.stop > part.start:
+            outs.append(_run_sequence(rule, rows, slots, part, slot))
+    return torch.cat(outs)
+
+
+def _run_sequence(
+    rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots, part: slice, slot: int
+) -> Tensor:
+    x_TC = rows.x_TC[part]
+    carried = slots.carried.tensor[slot]
+    seen = torch.cat([carried, x_TC])
+    mixed_CT = F.conv1d(seen.float().T, rule.conv_WC.T[:, None], groups=rule.num_channels)
+    keys = rule.num_k_heads * rule.key_dim
+    parts = F.silu(mixed_CT.T).split([keys, keys, rule.num_v_heads * rule.value_dim], -1)
+    group = rule.num_v_heads // rule.num_k_heads
+    q_TVk, k_TVk = (
+        _scale_to_length(heads.unflatten(-1, (rule.num_k_heads, -1))).repeat_interleave(group, 1)
+        for heads in parts[:2]
+    )
+    v_TVv = parts[2].unflatten(-1, (rule.num_v_heads, -1))
+    rise = F.softplus(rows.a_TV[part].float() + rule.decay_bias_V)
+    decay_TV = torch.exp(-rule.decay_rate_V * rise)
+    beta_TV = torch.sigmoid(rows.b_TV[part].float()) * rule.beta_scale
+    panels = slots.states.tensor[slot]
+    # [V, panels, k, columns] as [V, k, v], completed by columns of zeros.
+    state = panels.transpose(1, 2).flatten(2)[..., : rule.value_dim]
+    out_TVv, state = _run_tokens(q_TVk * rule.key_dim**-0.5, k_TVk, v_TVv, decay_TV, beta_TV, state)
+    with torch.no_grad():
+        room = panels.shape[1] * panels.shape[3] - rule.value_dim
+        panels.copy_(F.pad(state, (0, room)).unflatten(-1, (panels.shape[1], -1)).transpose(1, 2))
+        carried.copy_(seen[len(x_TC) :])
+    normed = torch.rms_norm(out_TVv, rule.norm_v.shape, rule.norm_v, rule.norm_eps)
+    z_TVv = rows.z_TVv[part].float().unflatten(-1, (rule.num_v_heads, -1))
+    gate = F.silu(z_TVv) if rule.gate == "silu" else torch.sigmoid(z_TVv)
+    return (normed * gate).flatten(1).to(x_TC.dtype)
+
+
+def _scale_to_length(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPS)
+
+
+def _run_tokens(
+    q_TVk: Tensor,
+    k_TVk: Tensor,
+    v_TVv: Tensor,
+    decay_TV: Tensor,
+    beta_TV: Tensor,
+    state_Vkv: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return what the tokens read [T, V, v], and the state after them."""
+    outs: list[Tensor] = []
+    for q, k, v, decay, beta in zip(q_TVk, k_TVk, v_TVv, decay_TV, beta_TV, strict=True):
+        state_Vkv = state_Vkv * decay[:, None, None]
+        seen = (state_Vkv * k[:, :, None]).sum(1)
+        update = beta[:, None] * (v - seen)
+        state_Vkv = state_Vkv + k[:, :, None] * update[:, None]
+        outs.append((state_Vkv * q[:, :, None]).sum(1))
+    return torch.stack(outs), state_Vkv

@@ -1,0 +1,353 @@
+"""The cost model: how long a step takes, by a roofline per operator class.
+
+A class takes the longer of its bytes over the bandwidth and its operations over the peak, each
+times an efficiency. Few efficiencies are fitted, to three published rows that were named before
+(``fitting.py``); the others are given, with their sources. Nothing is fitted to a row of its own.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.placement.hardware import HardwareSpec, Isa
+from tandem.placement.shape import FORMAT_BYTES, ModelShape, ShapeLayer
+
+__all__ = ["Efficiencies", "Parts", "Placement", "StepTime", "decode_time", "prefill_time"]
+
+Share = Annotated[float, Meta(gt=0, le=1)]
+INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m"}
+"""Formats whose products are of int8; the others' are of bf16."""
+AMX_ROWS = 4
+"""Tokens of an expert above which AMX tiles pay: KTransformers' own rule."""
+ACTIVATION_BYTES = 2
+HOP_US = 10.0
+"""Of one collective between GPUs, whatever its size."""
+
+
+class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shares of the peaks that are reached."""
+
+    cpu_bandwidth: Share
+    """Fitted: of the memory's peak, while a few tokens' experts are read."""
+    cpu_avx: Share
+    """Fitted: of the peak of AVX2 or AVX-512, while prompts are computed."""
+    cpu_amx: Share
+    """Fitted: the same of AMX."""
+    staging: Share
+    """Fitted: weights for a GPU, copied to pinned memory, as a share of the memory's peak."""
+    handover_us: Annotated[float, Meta(ge=0)]
+    """Fitted: GPU to CPU and back, once a layer with experts on the CPU."""
+    gpu_bandwidth: Share = 0.8
+    """Given: what decode kernels of attention and matrices are published to reach."""
+    gpu_compute: Share = 0.5
+    """Given: matrix products of prompts, all kernels of a layer together."""
+    link: Share = 0.8
+    """Given: payload of a PCIe link, headers and flow control left out."""
+
+
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the classes of operators are, and in which format."""
+
+    expert_format: str
+    dense_format: str
+    """Of everything but routed experts."""
+    accelerators: int = 0
+    """GPUs that are used."""
+    sockets: int = 1
+    parallel: Literal["tensor", "expert", "pipeline"] = "tensor"
+    """How several GPUs share a layer, or the layers."""
+    gpu_experts: int = 0
+    """Routed experts of each layer on the GPUs; further ones are on the CPU."""
+    is_dense_on_gpu: bool = True
+    """Dense MLPs, shared experts and routers."""
+    is_attention_on_gpu: bool = True
+    prefill: Literal["cpu", "streamed"] = "cpu"
+    """Where experts of a prompt run that have no place on the GPU."""
+    isa: Isa | None = None
+    deferred: int = 0
+    """Experts of a token that may come one layer late."""
+    chunk_tokens: int = 8192
+
+
+class Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one layer, by who works."""
+
+    gpu: float
+    """Attention, dense matrices and collectives."""
+    gpu_experts: float = 0.0
+    cpu: float = 0.0
+    """Attention and dense matrices that are on the CPU."""
+    cpu_experts: float = 0.0
+    stream: float = 0.0
+    """Weights on their way to the GPU."""
+    handover: float = 0.0
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a step, and what they are spent on, summed over the layers."""
+
+    seconds: float
+    parts: Parts
+
+
+class _Machine:
+    """Rates of a machine as they are reached."""
+
+    def __init__(self, spec: HardwareSpec, place: Placement, eff: Efficiencies) -> None:
+        self._spec, self._place, self._eff = spec, place, eff
+        self._sockets = place.sockets / spec.sockets
+        gpu = spec.accelerator
+        self.num = place.accelerators
+        self.width = self.num if place.parallel != "pipeline" else 1
+        """GPUs that share a layer."""
+        self.gpu_bandwidth = gpu.bandwidth_gbps * 1e9 * eff.gpu_bandwidth if gpu else 1.0
+        self.peer_link = gpu.peer_link_gbps * 1e9 * eff.link if gpu else 1.0
+        self.host_link = gpu.host_link_gbps * 1e9 * eff.link if gpu else 1.0
+        self.dram = spec.cpu_bandwidth_gbps * 1e9 * self._sockets
+
+    def gpu_time(self, size_bytes: float, ops: float, weight_format: str) -> float:
+        gpu = self._spec.accelerator
+        assert gpu is not None, "a GPU's time without a GPU"
+        is_fp8 = weight_format == "fp8" and gpu.fp8_tflops > 0
+        peak = (gpu.fp8_tflops if is_fp8 else gpu.bf16_tflops) * 1e12 * self._eff.gpu_compute
+        return max(size_bytes / self.gpu_bandwidth, ops / peak)
+
+    def cpu_time(self, size_bytes: float, ops: float, weight_format: str, rows: float) -> float:
+        processor = self._spec.processor
+        assert processor is not None, "a CPU's time without a CPU"
+        isa: Isa = self._place.isa or processor.isa
+        if isa == "amx" and rows <= AMX_ROWS:
+            isa = "avx512"
+        share = self._eff.cpu_amx if isa == "amx" else self._eff.cpu_avx
+        peak = self._spec.cpu_tflops(is_int8=weight_format in INT8_FORMATS, isa=isa)
+        reads = size_bytes / (self.dram * self._eff.cpu_bandwidth)
+        return max(reads, ops / (peak * 1e12 * self._sockets * share))
+
+    def stream_time(self, size_bytes: float) -> float:
+        """Return how long weights take to all GPUs that share the layer."""
+        staged = size_bytes / (self.dram * self._eff.staging)
+        return staged + size_bytes / (self.host_link * self.width)
+
+    def collective_time(self, tokens: float, hidden: int) -> float:
+        """Return the time of a layer's two all-reduces, or of its two all-to-alls."""
+        if self.num <= 1:
+            return 0.0
+        payload = tokens * hidden * ACTIVATION_BYTES
+        if self._place.parallel == "pipeline":
+            return 0.0
+        passes = 2 if self._place.parallel == "tensor" else 1
+        moved = passes * (self.width - 1) / self.width * payload
+        return 2 * (moved / self.peer_link + HOP_US * 1e-6)
+
+
+def _seen(layer: ShapeLayer, context: float) -> float:
+    """Return the tokens of a context that attention works with."""
+    for limit in (layer.window, layer.top_tokens):
+        context = min(context, limit) if limit else context
+    return context
+
+
+def _distinct(experts: float, tokens: float, layer: ShapeLayer) -> float:
+    """Return how many of so many experts a step touches, choices being uniform."""
+    return experts * (1 - (1 - layer.top_k / layer.num_experts) ** tokens)
+
+
+def _layer_parts(
+    machine: _Machine,
+    shape: ModelShape,
+    layer: ShapeLayer,
+    place: Placement,
+    eff: Efficiencies,
+    *,
+    tokens: float,
+    users: float,
+    context: float,
+    is_prefill: bool,
+) -> Parts:
+    """Return one layer's seconds: ``tokens`` of ``users``, each seeing ``context`` on average."""
+    dense_bytes, expert_bytes = FORMAT_BYTES[place.dense_format], FORMAT_BYTES[place.expert_format]
+    ops_each = layer.prefill_ops if is_prefill else layer.decode_ops
+    attention_ops = 2 * tokens * layer.attention_weights
+    attention_ops += tokens * (ops_each * _seen(layer, context) + layer.index_ops * context)
+    cache = users * (_seen(layer, context) * 2 * layer.kv_items + context * layer.index_bytes)
+    cache += users * 2 * layer.state_bytes
+    dense = layer.dense_weights + layer.shared_weights
+    gpu = cpu = 0.0
+    width = max(1, machine.width)
+    if place.is_attention_on_gpu and machine.num:
+        cache /= width if layer.kind != "mla" else 1
+        attention_bytes = layer.attention_weights * dense_bytes / width
+        ops = attention_ops / width
+        gpu += machine.gpu_time(attention_bytes + cache, ops, place.dense_format)
+    else:
+        attention_bytes = layer.attention_weights * dense_bytes + cache
+        cpu += machine.cpu_time(attention_bytes, attention_ops, place.dense_format, tokens)
+    if place.is_dense_on_gpu and machine.num:
+        ops = 2 * tokens * dense / width
+        gpu += machine.gpu_time(dense * dense_bytes / width, ops, place.dense_format)
+    else:
+        cpu += machine.cpu_time(dense * dense_bytes, 2 * tokens * dense, place.dense_format, tokens)
+    gpu += machine.collective_time(tokens, shape.hidden_size) if machine.num else 0.0
+    if not layer.num_experts:
+        return Parts(gpu=gpu, cpu=cpu)
+    on_gpu = min(place.gpu_experts, layer.num_experts) if machine.num else 0
+    on_cpu = layer.num_experts - on_gpu
+    pairs = tokens * layer.top_k / layer.num_experts
+    """Tokens of one expert."""
+    weights = layer.expert_weights
+    gpu_experts = cpu_experts = stream = handover = 0.0
+    streams = is_prefill and place.prefill == "streamed" and machine.num > 0 and on_cpu > 0
+    if streams:
+        stream = machine.stream_time(on_cpu * weights * expert_bytes)
+        on_gpu, on_cpu = layer.num_experts, 0
+    if on_gpu:
+        size = _distinct(on_gpu, tokens, layer) * weights * expert_bytes / width
+        ops = 2 * pairs * on_gpu * weights / width
+        gpu_experts = machine.gpu_time(size, ops, place.expert_format)
+    if on_cpu:
+        touched = _distinct(on_cpu, tokens, layer)
+        ops = 2 * pairs * on_cpu * weights
+        size = touched * weights * expert_bytes
+        cpu_experts = machine.cpu_time(size, ops, place.expert_format, pairs * on_cpu / touched)
+        handover = eff.handover_us * 1e-6 if machine.num else 0.0
+    return Parts(
+        gpu=gpu,
+        gpu_experts=gpu_experts,
+        cpu=cpu,
+        cpu_experts=cpu_experts,
+        stream=stream,
+        handover=handover,
+    )
+
+
+def _layer_seconds(parts: Parts, layer: ShapeLayer, deferred: int) -> float:
+    """Return how long a layer takes as its parts overlap.
+
+    Experts on the CPU run beside those on the GPU. With deferral, those that come late run beside
+    the next layer's attention too, so that a layer takes at least all of the CPU's time.
+    """
+    late = min(deferred, layer.top_k) / layer.top_k if layer.top_k else 0.0
+    immediate = parts.cpu_experts * (1 - late)
+    waiting = parts.gpu + parts.cpu + max(immediate, parts.gpu_experts)
+    return max(waiting, parts.cpu + parts.cpu_experts) + parts.stream + parts.handover
+
+
+def _step(
+    spec: HardwareSpec,
+    shape: ModelShape,
+    place: Placement,
+    eff: Efficiencies,
+    *,
+    tokens: float,
+    users: float,
+    context: float,
+    is_prefill: bool,
+    heads: float,
+) -> StepTime:
+    machine = _Machine(spec, place, eff)
+    sums = dict.fromkeys(Parts.__struct_fields__, 0.0)
+    seconds = 0.0
+    groups: dict[ShapeLayer, int] = {}
+    for layer in shape.layers:
+        groups[layer] = groups.get(layer, 0) + 1
+    for layer, count in groups.items():
+        parts = _layer_parts(
+            machine,
+            shape,
+            layer,
+            place,
+            eff,
+            tokens=tokens,
+            users=users,
+            context=context,
+            is_prefill=is_prefill,
+        )
+        seconds += count * _layer_seconds(parts, layer, 0 if is_prefill else place.deferred)
+        for name in sums:
+            sums[name] += count * getattr(parts, name)
+    head = shape.head_weights or shape.embedding_weights
+    size, ops = head * FORMAT_BYTES[place.dense_format], 2 * heads * head
+    width = max(1, machine.width)
+    if machine.num and place.is_dense_on_gpu:
+        last = machine.gpu_time(size / width, ops / width, place.dense_format)
+        sums["gpu"] += last
+    else:
+        last = machine.cpu_time(size, ops, place.dense_format, heads)
+        sums["cpu"] += last
+    if place.parallel == "pipeline" and machine.num > 1:
+        payload = tokens * shape.hidden_size * ACTIVATION_BYTES
+        passed = (machine.num - 1) * (payload / machine.peer_link + HOP_US * 1e-6)
+        sums["gpu"] += passed
+        last += passed
+    return StepTime(seconds=seconds + last, parts=Parts(**sums))
+
+
+def decode_time(
+    spec: HardwareSpec,
+    shape: ModelShape,
+    place: Placement,
+    eff: Efficiencies,
+    *,
+    users: int,
+    context: int,
+) -> StepTime:
+    """Return the time of one step that generates one token for each user.
+
+    Args:
+        spec: the machine; ``place`` says how much of it is used.
+        shape: the model.
+        place: where what is.
+        eff: shares of the peaks.
+        users: sequences.
+        context: tokens of each.
+    """
+    return _step(
+        spec,
+        shape,
+        place,
+        eff,
+        tokens=users,
+        users=users,
+        context=context,
+        is_prefill=False,
+        heads=users,
+    )
+
+
+def prefill_time(
+    spec: HardwareSpec,
+    shape: ModelShape,
+    place: Placement,
+    eff: Efficiencies,
+    *,
+    tokens: int,
+    users: int = 1,
+) -> StepTime:
+    """Return the time to compute the prompts of so many users, in chunks.
+
+    Args:
+        spec: the machine; ``place`` says how much of it is used.
+        shape: the model.
+        place: where what is, and the tokens of a chunk.
+        eff: shares of the peaks.
+        tokens: of one prompt.
+        users: prompts; several share a chunk.
+    """
+    total = tokens * users
+    chunk = min(place.chunk_tokens, total)
+    num_chunks = total / chunk
+    # Each token sees half of its prompt on average, however it is cut.
+    step = _step(
+        spec,
+        shape,
+        place,
+        eff,
+        tokens=chunk,
+        users=max(1.0, chunk / tokens),
+        context=tokens / 2,
+        is_prefill=True,
+        heads=1,
+    )
+    fields = {name: getattr(step.parts, name) * num_chunks for name in Parts.__struct_fields__}
+    return StepTime(seconds=step.seconds * num_chunks, parts=Parts(**fields))

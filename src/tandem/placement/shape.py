@@ -1,0 +1,297 @@
+"""The sizes and work of a model by operator class, from its configuration alone.
+
+Planning needs to know what a model weighs, what a token reads and multiplies, and what it leaves in
+a cache, also of models that nothing here serves yet. So this reads ``config.json`` as arithmetic;
+a test compares its counts with those of transformers' modules.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import msgspec
+
+from tandem.core.errors import ConfigError
+
+__all__ = ["FORMAT_BYTES", "ModelShape", "ShapeLayer", "read_shape"]
+
+FORMAT_BYTES: dict[str, float] = {
+    "f32": 4,
+    "bf16": 2,
+    "fp8": 1 + 4 / 128**2,
+    "int8": 1 + 2 / 128,
+    "int4": 0.5 + 2 / 32,
+    "int4g32": 0.5 + 2 / 32,
+    "mxfp4": 0.5 + 1 / 32,
+    "q4_k_m": 4.85 / 8,
+}
+"""Bytes of one weight with its scales; q4_k_m is GGUF's mixture, 4.85 bits by llama.cpp."""
+
+INDEX_BYTES = 132
+"""Of one token's index key in one layer: 128 of fp8 and a scale."""
+BF16_BYTES = 2
+
+
+class ShapeLayer(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoder layer: weights by operator class, and what attention does for a token."""
+
+    kind: Literal["gqa", "mla", "state"]
+    attention_weights: int
+    dense_weights: int = 0
+    """Of a dense MLP."""
+    shared_weights: int = 0
+    """Of experts that every token uses, and the router."""
+    expert_weights: int = 0
+    """Of one routed expert."""
+    num_experts: int = 0
+    top_k: int = 0
+    kv_items: int = 0
+    """That a token leaves in the cache."""
+    index_bytes: int = 0
+    """That a token leaves in the cache of a sparse attention's index."""
+    state_bytes: int = 0
+    """Of a sequence, however long."""
+    window: int = 0
+    """Tokens that a token sees; 0 is all."""
+    top_tokens: int = 0
+    """Tokens that a sparse attention chooses; 0 is all that it sees."""
+    prefill_ops: int = 0
+    """Operations of a token with each token that it sees, while prompts are computed."""
+    decode_ops: int = 0
+    """The same of decoding, where a latent cache is not expanded."""
+    index_ops: int = 0
+    """Operations of a sparse attention's index with each token."""
+
+
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as planning sees it."""
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    layers: tuple[ShapeLayer, ...]
+    embedding_weights: int
+    head_weights: int
+    """0 where it is the embedding's matrix."""
+    max_context: int
+    unserved: str = ""
+    """Why nothing here serves it yet; empty: it is served."""
+
+    @property
+    def attention_weights(self) -> int:
+        """Of all layers."""
+        return sum(layer.attention_weights for layer in self.layers)
+
+    @property
+    def dense_weights(self) -> int:
+        """Of dense MLPs, shared experts and routers of all layers."""
+        return sum(layer.dense_weights + layer.shared_weights for layer in self.layers)
+
+    @property
+    def expert_weights(self) -> int:
+        """Of all routed experts."""
+        return sum(layer.expert_weights * layer.num_experts for layer in self.layers)
+
+    @property
+    def num_weights(self) -> int:
+        """Of the whole model."""
+        rest = self.attention_weights + self.dense_weights + self.expert_weights
+        return rest + self.embedding_weights + self.head_weights
+
+    @property
+    def active_weights(self) -> int:
+        """That one token multiplies with."""
+        experts = sum(layer.expert_weights * layer.top_k for layer in self.layers)
+        head = self.head_weights or self.embedding_weights
+        return self.attention_weights + self.dense_weights + experts + head
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of one token in all layers, in bf16, index keys included; windows end it earlier."""
+        return sum(layer.kv_items * BF16_BYTES + layer.index_bytes for layer in self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, however long."""
+        return sum(layer.state_bytes for layer in self.layers)
+
+    def count_cache_bytes(self, tokens: int) -> int:
+        """Return the bytes that a sequence of so many tokens keeps."""
+        total = self.state_bytes
+        for layer in self.layers:
+            kept = min(tokens, layer.window) if layer.window else tokens
+            total += kept * (layer.kv_items * BF16_BYTES + layer.index_bytes)
+        return total
+
+    @property
+    def moe_layers(self) -> tuple[ShapeLayer, ...]:
+        """Layers with routed experts."""
+        return tuple(layer for layer in self.layers if layer.num_experts)
+
+    def with_top_k(self, top_k: int) -> "ModelShape":
+        """Return the same model with fewer experts a token."""
+        layers = tuple(
+            msgspec.structs.replace(layer, top_k=min(top_k, layer.top_k)) for layer in self.layers
+        )
+        return msgspec.structs.replace(self, layers=layers)
+
+
+class _Config:
+    """Fields of a configuration, whose absence or wrong type is an error that names them."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> int:
+        value = self._fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            what = f"{name} is {value!r}: planning needs a whole number"
+            raise ConfigError("placement.read_shape", what, field=name)
+        return value
+
+    def get(self, *names: str, default: int = 0) -> int:
+        """Return the first of the fields that is given."""
+        for name in names:
+            if self._fields.get(name) is not None:
+                return self[name]
+        return default
+
+    def flag(self, name: str) -> bool:
+        return bool(self._fields.get(name))
+
+    def list(self, name: str) -> list[Any]:
+        value = self._fields.get(name)
+        return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+UNSERVED = {
+    "deepseek_v32": "sparse attention with an index (DSA)",
+    "glm_moe_dsa": "sparse attention with an index (DSA)",
+    "qwen3_next": "layers with a recurrent state (GatedDeltaNet)",
+    "qwen3_5_moe": "layers with a recurrent state (GatedDeltaNet)",
+    "qwen3_5_moe_text": "layers with a recurrent state (GatedDeltaNet)",
+    "kimi_linear": "layers with a recurrent state (KDA)",
+}
+"""Model types that serving refuses still, with the operator that is missing."""
+
+
+def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a model from the fields of its ``config.json``.
+
+    Args:
+        config: the fields; those of a text model inside one that also sees are taken.
+        name: of the model, for messages and pages.
+
+    Raises: ConfigError that names the field that is missing or wrong.
+    """
+    text = config.get("text_config")
+    fields = config
+    if isinstance(text, Mapping):
+        fields = {**config, **cast("Mapping[str, Any]", text)}
+    c = _Config(fields)
+    hidden, vocab = c["hidden_size"], c["vocab_size"]
+    layers = tuple(_read_layer(c, fields, i) for i in range(c["num_hidden_layers"]))
+    return ModelShape(
+        name=name,
+        hidden_size=hidden,
+        vocab_size=vocab,
+        layers=layers,
+        embedding_weights=hidden * vocab,
+        head_weights=0 if c.flag("tie_word_embeddings") else hidden * vocab,
+        max_context=c.get("max_position_embeddings", default=4096),
+        unserved=UNSERVED.get(str(fields.get("model_type")), ""),
+    )
+
+
+def _read_layer(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeLayer:
+    layer = _read_attention(c, fields, index)
+    hidden = c["hidden_size"]
+    num_experts = c.get("n_routed_experts", "num_experts", "num_local_experts")
+    top_k = c.get("num_experts_per_tok")
+    step = c.get("decoder_sparse_step", default=1) or 1
+    is_dense = (
+        not num_experts
+        or index < c.get("first_k_dense_replace")
+        or index in c.list("mlp_only_layers")
+        or (index + 1) % step != 0
+    )
+    if is_dense:
+        weights = 3 * hidden * c["intermediate_size"]
+        return msgspec.structs.replace(layer, dense_weights=weights)
+    width = c.get("moe_intermediate_size", "intermediate_size")
+    bias = 3 * width if c.flag("attention_bias") and "swiglu_limit" in fields else 0
+    shared = c.get("n_shared_experts") * width
+    gated = c.get("shared_expert_intermediate_size")
+    shared_weights = 3 * hidden * (shared + gated) + (hidden if gated else 0)
+    return msgspec.structs.replace(
+        layer,
+        shared_weights=shared_weights + hidden * num_experts,
+        expert_weights=3 * hidden * width + bias,
+        num_experts=num_experts,
+        top_k=top_k,
+    )
+
+
+def _read_attention(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeLayer:
+    types = c.list("layer_types")
+    kind = str(types[index]) if index < len(types) else ""
+    every = c.get("full_attention_interval")
+    if c.get("linear_num_value_heads") and (
+        kind == "linear_attention" or (not kind and every and (index + 1) % every != 0)
+    ):
+        return _read_state(c)
+    if c.get("kv_lora_rank"):
+        return _read_latent(c)
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads", default=heads)
+    head_dim = c.get("head_dim", default=hidden // heads)
+    # Hybrids' full layers have a gate as wide as the queries.
+    queries = 2 * heads if c.get("linear_num_value_heads") else heads
+    weights = hidden * head_dim * (queries + 2 * kv_heads + heads)
+    ops = 4 * heads * head_dim
+    return ShapeLayer(
+        kind="gqa",
+        attention_weights=weights,
+        kv_items=2 * kv_heads * head_dim,
+        window=c.get("sliding_window") if kind == "sliding_attention" else 0,
+        prefill_ops=ops,
+        decode_ops=ops,
+    )
+
+
+def _read_latent(c: _Config) -> ShapeLayer:
+    """Multi-head latent attention, with DeepSeek's index where it has one."""
+    hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
+    rope, nope, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
+    q_rank = c.get("q_lora_rank")
+    queries = heads * (nope + rope)
+    weights = hidden * q_rank + q_rank * queries if q_rank else hidden * queries
+    weights += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+    index_heads, index_dim = c.get("index_n_heads"), c.get("index_head_dim")
+    if index_heads:
+        weights += q_rank * index_heads * index_dim + hidden * (index_dim + index_heads)
+    return ShapeLayer(
+        kind="mla",
+        attention_weights=weights,
+        kv_items=rank + rope,
+        index_bytes=INDEX_BYTES if index_heads else 0,
+        top_tokens=c.get("index_topk") if index_heads else 0,
+        prefill_ops=2 * heads * (nope + rope + value),
+        decode_ops=2 * heads * (2 * rank + rope),
+        index_ops=2 * index_heads * index_dim,
+    )
+
+
+def _read_state(c: _Config) -> ShapeLayer:
+    """GatedDeltaNet."""
+    hidden = c["hidden_size"]
+    key_heads, value_heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
+    key_dim, value_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]
+    keys, values, kernel = key_heads * key_dim, value_heads * value_dim, c["linear_conv_kernel_dim"]
+    channels = 2 * keys + values
+    weights = hidden * (2 * keys + 2 * values + 2 * value_heads) + values * hidden
+    return ShapeLayer(
+        kind="state",
+        attention_weights=weights + channels * kernel,
+        # Float32 matrices of the heads, and the inputs that the convolution still sees.
+        state_bytes=4 * value_heads * key_dim * value_dim + BF16_BYTES * channels * (kernel - 1),
+    )
