@@ -18,6 +18,7 @@ from tandem.placement.catalog import (
     list_models,
     read_hardware,
 )
+from tandem.placement.costs import Efficiencies
 from tandem.placement.economics import compare, list_classes, replace_by
 from tandem.placement.fitting import predict_rows, read_efficiencies
 from tandem.placement.hardware import HardwareSpec
@@ -30,6 +31,8 @@ __all__ = ["is_known_model", "list_known", "place_model", "print_published"]
 
 TALK = ("h800", "h20", "xeon-spr")
 """Machines of the talk's comparison; a machine of one's own stands beside them."""
+MEASURED = "measured"
+"""The name of the machine that this runs on."""
 TALK_CONTEXT = 128 * 1024
 REPLACING = ("h20", "a100", "h100")
 """Machines whose GPUs are counted as what a plan replaces."""
@@ -55,13 +58,13 @@ def place_model(
 
     Args:
         model: the name of a known configuration, a folder, a GGUF file or a hub id.
-        hardware: the name of a known machine, or a file.
+        hardware: the name of a known machine, a file, or `measured` for this machine.
         wishes: context, users, rate, quality.
         with_cost: whether prices and operator classes are printed too.
         with_rejected: whether rejected choices are.
         as_json: whether it is one JSON document.
     """
-    spec = read_hardware(hardware)
+    spec, efficiencies = _find_machine(hardware)
     known = find_model(model) if is_known_model(model) else _read_model(model)
     shape = read_shape(known.config, known.name)
     planned = make_plan(
@@ -69,10 +72,10 @@ def place_model(
         shape,
         wishes,
         stored_format=known.stored_format,
-        efficiencies=read_efficiencies(),
+        efficiencies=efficiencies,
     )
     if as_json:
-        report: dict[str, Any] = {"plan": planned, "hardware": spec}
+        report: dict[str, Any] = {"plan": planned, "hardware": spec, "efficiencies": efficiencies}
         if with_cost:
             report["cost"] = _collect_cost(spec, shape, planned)
         print_json(report)
@@ -80,6 +83,16 @@ def place_model(
     sys.stdout.write(render_plan(planned, spec, shape, with_rejected=with_rejected))
     if with_cost:
         _print_cost(_collect_cost(spec, shape, planned), shape)
+
+
+def _find_machine(hardware: str) -> tuple[HardwareSpec, Efficiencies]:
+    """Return a machine by name, file or, for `measured`, as it is here and now."""
+    if hardware != MEASURED:
+        return read_hardware(hardware), read_efficiencies()
+    from tandem.kernels.calibration import read_calibration
+
+    calibration = read_calibration()
+    return calibration.hardware, calibration.efficiencies
 
 
 def _read_model(model: str) -> KnownModel:
@@ -120,7 +133,8 @@ def _find_format(config: Mapping[str, Any]) -> str:
 
 def _collect_cost(spec: HardwareSpec, shape: ModelShape, planned: Plan) -> dict[str, Any]:
     talk = [find_hardware(name) for name in TALK]
-    specs = talk if spec.name in TALK else [spec, *talk]
+    is_priced = spec.name not in TALK and spec.price_usd > 0
+    specs = [spec, *talk] if is_priced else talk
     gpus = [find_hardware(name).accelerator for name in REPLACING]
     users = planned.wishes.users
     return {

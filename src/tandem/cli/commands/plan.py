@@ -25,7 +25,11 @@ def plan(
         ),
     ] = "",
     hardware: Annotated[
-        str, typer.Option(help="Machine to place the model on: a name of `--list`, or a YAML file.")
+        str,
+        typer.Option(
+            help="Machine to place the model on: a name of `--list`, a YAML file, or `measured` "
+            "for this one, which takes seconds once."
+        ),
     ] = "",
     context: Annotated[
         int, typer.Option(help="Tokens of a sequence, prompt and answer; with --hardware.")
