@@ -31,7 +31,14 @@ from tandem.placement.costs import Efficiencies
 from tandem.placement.fitting import read_efficiencies
 from tandem.placement.hardware import OPS_PER_CYCLE, HardwareSpec, Isa, Processor
 
-__all__ = ["DEFAULT_ROOT", "Calibration", "calibrate", "find_fingerprint", "read_calibration"]
+__all__ = [
+    "DEFAULT_ROOT",
+    "Calibration",
+    "Calibrator",
+    "calibrate",
+    "find_fingerprint",
+    "read_calibration",
+]
 
 DEFAULT_ROOT = Path("~/.cache/tandem/hardware")
 GIB = 1 << 30
@@ -164,83 +171,110 @@ def _time(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def calibrate(*, budget_s: float = BUDGET_S, num_experts: int = NUM_EXPERTS) -> Calibration:
-    """Measure this machine, in under ten seconds where it is not loaded.
+class Calibrator:
+    """Banks of experts to measure this machine with, a round at a time.
 
     Args:
-        budget_s: seconds after which no further round begins; there are at least two.
-        num_experts: of the bank that is read.
+        num_experts: of a bank that is read.
     """
-    topology, cpu = read_topology(), cpu_features()
-    threads = recommend_threads(topology).threads
-    pool = ThreadPool(threads)
-    sizes = {"hidden": HIDDEN, "inner": INNER, "num": num_experts}
-    banks = {name: _Bank(name, pool, **sizes) for name in ("int8", "bf16")}
-    tiny = _Bank("int8", pool, hidden=TINY, inner=TINY, num=TOP_K)
-    few = np.arange(TOP_K, dtype=np.int64)[None]
-    samples: dict[tuple[str, str], list[float]] = {}
-    end, rounds = time.monotonic() + budget_s, 0
-    while rounds < ROUNDS and (rounds < 2 or time.monotonic() < end):
-        rounds += 1
-        samples.setdefault(("tiny", "call"), []).append(tiny.time_forward(few))
-        for name, bank in banks.items():
+
+    def __init__(self, *, num_experts: int = NUM_EXPERTS) -> None:
+        self._threads = recommend_threads(read_topology()).threads
+        pool = ThreadPool(self._threads)
+        self._banks = {
+            name: _Bank(name, pool, hidden=HIDDEN, inner=INNER, num=num_experts)
+            for name in ("int8", "bf16")
+        }
+        self._tiny = _Bank("int8", pool, hidden=TINY, inner=TINY, num=TOP_K)
+        self._samples: dict[tuple[str, str], list[float]] = {}
+        self.rounds = 0
+
+    def forget(self) -> None:
+        """Begin anew: what was measured before does not count."""
+        self._samples.clear()
+        self.rounds = 0
+
+    def measure(self) -> None:
+        """Measure everything once more."""
+        self.rounds += 1
+        few = np.arange(TOP_K, dtype=np.int64)[None]
+        self._samples.setdefault(("tiny", "call"), []).append(self._tiny.time_forward(few))
+        for name, bank in self._banks.items():
             for what, measure in (
                 ("read", bank.time_reading),
                 ("token", bank.time_token),
                 ("peak", bank.time_peak),
                 ("prompt", bank.time_prompt),
             ):
-                samples.setdefault((name, what), []).append(measure())
+                self._samples.setdefault((name, what), []).append(measure())
 
-    def middle(name: str, what: str) -> float:
-        return statistics.median(samples[name, what])
+    def sum_up(self) -> Calibration:
+        """Return the medians of the rounds; there must be one."""
+        assert self.rounds, "nothing was measured"
+        cpu = cpu_features()
+        read = max(self._middle(name, "read") for name in self._banks)
+        isa = _name_isa(kernel_isas()[-1])
+        int8_tops = self._middle("int8", "peak") / 1e12
+        hardware = HardwareSpec(
+            name="measured",
+            title="this machine",
+            processor=Processor(
+                title=cpu.brand or cpu.vendor or "this machine's processor",
+                cores=self._threads,
+                ghz=int8_tops * 1e3 / (self._threads * OPS_PER_CYCLE[isa][1]),
+                isa=isa,
+                bandwidth_gbps=read / 1e9,
+                bf16_tflops=self._middle("bf16", "peak") / 1e12,
+                int8_tops=int8_tops,
+                price_usd=0,
+                price_source="not asked for",
+                source="measured here",
+            ),
+            memory_gib=_count_memory() / GIB,
+            dram_usd_per_gib=0,
+            price_source="not asked for",
+            source=f"measured here, {self.rounds} rounds",
+        )
+        compute = self._share("prompt", "peak")
+        efficiencies = msgspec.structs.replace(
+            read_efficiencies(),
+            cpu_bandwidth=self._share("token", "read"),
+            cpu_avx=compute,
+            cpu_amx=compute,
+            layer_us=CALLS_A_LAYER * self._middle("tiny", "call") * 1e6,
+        )
+        return Calibration(
+            fingerprint=find_fingerprint(),
+            hardware=hardware,
+            efficiencies=efficiencies,
+            rounds=self.rounds,
+        )
 
-    def share(what: str, of: str) -> float:
+    def _middle(self, name: str, what: str) -> float:
+        return statistics.median(self._samples[name, what])
+
+    def _share(self, what: str, of: str) -> float:
         """Return the median of the rounds' own ratios, over both formats."""
         ratios = [
             a / b
-            for name in banks
-            for a, b in zip(samples[name, what], samples[name, of], strict=True)
+            for name in self._banks
+            for a, b in zip(self._samples[name, what], self._samples[name, of], strict=True)
         ]
         return min(1.0, statistics.median(ratios))
 
-    read = max(middle(name, "read") for name in banks)
-    isa = _name_isa(kernel_isas()[-1])
-    int8_tops = middle("int8", "peak") / 1e12
-    hardware = HardwareSpec(
-        name="measured",
-        title="this machine",
-        processor=Processor(
-            title=cpu.brand or cpu.vendor or "this machine's processor",
-            cores=threads,
-            ghz=int8_tops * 1e3 / (threads * OPS_PER_CYCLE[isa][1]),
-            isa=isa,
-            bandwidth_gbps=read / 1e9,
-            bf16_tflops=middle("bf16", "peak") / 1e12,
-            int8_tops=int8_tops,
-            price_usd=0,
-            price_source="not asked for",
-            source="measured here",
-        ),
-        memory_gib=_count_memory() / GIB,
-        dram_usd_per_gib=0,
-        price_source="not asked for",
-        source=f"measured here, {rounds} rounds",
-    )
-    compute = share("prompt", "peak")
-    efficiencies = msgspec.structs.replace(
-        read_efficiencies(),
-        cpu_bandwidth=share("token", "read"),
-        cpu_avx=compute,
-        cpu_amx=compute,
-        layer_us=CALLS_A_LAYER * middle("tiny", "call") * 1e6,
-    )
-    return Calibration(
-        fingerprint=find_fingerprint(),
-        hardware=hardware,
-        efficiencies=efficiencies,
-        rounds=rounds,
-    )
+
+def calibrate(*, budget_s: float = BUDGET_S, num_experts: int = NUM_EXPERTS) -> Calibration:
+    """Measure this machine, in under ten seconds where it is not loaded.
+
+    Args:
+        budget_s: seconds after which no further round begins; there are at least two.
+        num_experts: of the banks that are read.
+    """
+    calibrator = Calibrator(num_experts=num_experts)
+    end = time.monotonic() + budget_s
+    while calibrator.rounds < ROUNDS and (calibrator.rounds < 2 or time.monotonic() < end):
+        calibrator.measure()
+    return calibrator.sum_up()
 
 
 def _name_isa(kernel_isa: str) -> Isa:

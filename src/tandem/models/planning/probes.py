@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tandem.kernels.activation import Activation
+from tandem.core.model.layers import Activation, RoutingRule
+from tandem.kernels.activation import activate
 from tandem.kernels.interfaces import AttentionRule
-from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
 
 __all__ = [
@@ -107,7 +107,7 @@ def find_activation(module: Any) -> Activation:
     x = torch.linspace(-6, 6, 97)
     theirs = function(x)
     for name in PLAIN_NAMES:
-        if _is_close(theirs, Activation(name).apply(torch.cat((x, torch.ones_like(x))))):
+        if _is_close(theirs, activate(Activation(name), torch.cat((x, torch.ones_like(x))))):
             return Activation(name)
     raise UnfitModuleError(f"its activation is {type(function).__name__}")
 
@@ -130,7 +130,7 @@ def find_expert_activation(module: Any) -> Activation:
         alpha, limit = float(getattr(module, "alpha", 1.0)), float(module.limit)
         candidates += [Activation(alpha=alpha, limit=limit, up_offset=o) for o in (0.0, 1.0)]
     for activation in candidates:
-        if _is_close(theirs, activation.apply(gate_up.clone())):
+        if _is_close(theirs, activate(activation, gate_up.clone())):
             return activation
     raise UnfitModuleError(f"{type(module).__name__} has another activation")
 
