@@ -98,6 +98,7 @@ def build_app(
         lifecycle=Lifecycle(metrics),
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
+        has_admin_keys=bool(config.admin_api_key),
         adapter_folder=adapter_folder,
         read_store=read_store,
     )

@@ -42,6 +42,11 @@ def test_forms_of_real_templates(source, expected):
     assert render(source, enable_thinking=True) == expected
 
 
+def test_a_large_integer_reaches_the_template():
+    """A client's JSON may hold any; the frames are no reason to refuse one."""
+    assert render("{{ budget + 1 }}", budget=10**40) == str(10**40 + 1)
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -128,10 +128,8 @@ class TorchRunner:
             sampler = self._samplers[sequence.sequence_id]
             position = sequence.sampling.position
             if sequence.phase is Phase.VERIFY:
-                # Drafts of a grammar's sequence would need a mask for each.
-                assert sequence.sequence_id not in masks, "a draft under a grammar"
                 rows_RV = logits_RV[first_row:end_row]
-                result.tokens = _verify(sequence, sampler, position, rows_RV, pool)
+                result.tokens = self._verify(sequence, sampler, position, rows_RV)
             else:
                 drawing.append((result, sampler, position))
                 sample_rows.append(end_row - 1)
@@ -149,6 +147,35 @@ class TorchRunner:
                 if token.token_id != BROKEN_ROW:
                     sampler.note_token(token.token_id)
         return StepResult(results)
+
+    def _verify(
+        self, sequence: StepSequence, sampler: SamplerState, position: int, rows_RV: Tensor
+    ) -> list[SampledToken]:
+        """Draw from row after row for as long as the draft of the next row was the token drawn.
+
+        The tokens are those of a decode without drafts, as a draw depends on seed and position
+        alone.
+        """
+        pool, state = self._model.context.pool, self._states.get(sequence.sequence_id)
+        tokens: list[SampledToken] = []
+        drafts = sequence.token_ids[1:]
+        for row in range(len(rows_RV)):
+            masks: dict[int, np.ndarray | None] = {}
+            if state is not None:
+                # Each row's mask depends on the token drawn from the row before.
+                assert self._grammars is not None
+                known = sampler.output_ids[: position + row]
+                masks[0] = self._grammars.begin_mask(state, known).result()
+            [token] = sample_tokens(
+                rows_RV[row : row + 1], [sampler], [position + row], masks=masks, pool=pool
+            )
+            tokens.append(token)
+            if token.token_id == BROKEN_ROW:
+                break
+            sampler.note_token(token.token_id)
+            if row == len(drafts) or token.token_id != drafts[row]:
+                break
+        return tokens
 
 
 def _make_chunk(sequence: StepSequence) -> SequenceChunk:
@@ -177,27 +204,3 @@ def _score(sequence: StepSequence, rows_RV: Tensor, pool: ThreadPool | None) -> 
     targets = sequence.scored_ids
     num_top = [sequence.num_top] * len(targets)
     return gather_logprobs(rows_RV[: len(targets)], targets, num_top, pool=pool)
-
-
-def _verify(
-    sequence: StepSequence,
-    sampler: SamplerState,
-    position: int,
-    rows_RV: Tensor,
-    pool: ThreadPool | None,
-) -> list[SampledToken]:
-    """Draw from row after row for as long as the draft of the next row was the token drawn.
-
-    The tokens are those of a decode without drafts, as a draw depends on seed and position alone.
-    """
-    tokens: list[SampledToken] = []
-    drafts = sequence.token_ids[1:]
-    for row in range(len(rows_RV)):
-        [token] = sample_tokens(rows_RV[row : row + 1], [sampler], [position + row], pool=pool)
-        tokens.append(token)
-        if token.token_id == BROKEN_ROW:
-            break
-        sampler.note_token(token.token_id)
-        if row == len(drafts) or token.token_id != drafts[row]:
-            break
-    return tokens

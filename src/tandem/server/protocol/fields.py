@@ -53,7 +53,8 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NumChoices = Annotated[int, Meta(ge=1, le=2**16)]
 LogprobCount = Annotated[int, Meta(ge=0, le=20)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)]
-Timeout = Annotated[float, Meta(gt=0.0, le=7 * 86400.0)]
+Timeout = Annotated[float, Meta(ge=0.001, le=7 * 86400.0)]
+"""Seconds. Less than a millisecond is a mistake, often of a number that was rounded to 0."""
 Name = Annotated[str, Meta(max_length=1024)]
 """Model names, request ids, salts: text that is kept, compared or logged."""
 

@@ -81,8 +81,9 @@ class ChatTemplate:
         variables = {"messages": messages, "tools": None, "documents": None}
         variables |= self._variables | arguments
         try:
-            message = msgspec.msgpack.encode((variables, self._max_chars))
-        except (OverflowError, RecursionError) as error:
+            # JSON, in which they came: msgpack has no integers of more than 64 bits.
+            message = msgspec.json.encode((variables, self._max_chars))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 "chat_template.render",
                 f"the template's arguments cannot be passed on: {error}",
