@@ -9,7 +9,7 @@ import torch
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
-from tandem.kernels.routing import RoutingRule
+from tandem.core.model.layers import RoutingRule
 from tandem.models.planning.probes import find_routing
 
 
