@@ -49,10 +49,14 @@ class LiveServer:
                 raise
             self._started.set_exception(error)
 
+    def call_soon(self, callback) -> None:
+        """Let the server's event loop call a function."""
+        self._loop.call_soon_threadsafe(callback)
+
     def stop(self) -> None:
         """Begin to drain."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.running.stop)
+            self.call_soon(self.running.stop)
 
     def join(self) -> None:
         self._thread.join(WAIT_S)

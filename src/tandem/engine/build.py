@@ -15,7 +15,7 @@ import msgspec
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError
-from tandem.core.model_plan import ModelPlan
+from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
