@@ -6,10 +6,10 @@ choose alike for most tokens, so a few tokens need not tell them apart.
 
 import pytest
 import torch
-from tandem.kernels.routing import RoutingRule
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
+from tandem.core.model.layers import RoutingRule
 from tandem.models.planning.probes import find_routing
 
 
