@@ -25,6 +25,7 @@ BENCHES = {
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",
     "moe": "tandem.bench.operators.moe",
+    "plan": "tandem.bench.serving.planned",
     "sampling": "tandem.bench.operators.sampling",
     "store": "tandem.bench.store",
     "store-disk": "tandem.bench.store_disk",
