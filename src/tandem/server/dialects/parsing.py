@@ -1,15 +1,18 @@
 """The parsers of a request's answers."""
 
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tandem.server.api.grammars import put_behind, write_literal
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.outputs.deltas import OutputParser
+from tandem.server.outputs.formats import OutputFormat
 from tandem.server.outputs.parser import FormatParser
 from tandem.server.protocol.openai import Tool, ToolChoice
 
-__all__ = ["Parsing", "list_active_tools", "make_call_id", "plan_parsing"]
+__all__ = ["Parsing", "allow_reasoning", "list_active_tools", "make_call_id", "plan_parsing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ def plan_parsing(
     form = encoder.call_form if tools else encoder.form
     if form is None or not (tools or splits_reasoning):
         return None
-    is_thinking = form.think is not None and prompt.rstrip().endswith(form.think[0].rstrip())
+    is_thinking = _has_opened(form, prompt)
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
 
     def make_parser() -> OutputParser:
@@ -56,3 +59,30 @@ def plan_parsing(
         )
 
     return Parsing(make_parser, encoder.mark_ids)
+
+
+def _has_opened(form: OutputFormat, prompt: str) -> bool:
+    """Return whether the end of a prompt has begun the reasoning of its answer."""
+    return form.think is not None and prompt.rstrip().endswith(form.think[0].rstrip())
+
+
+def allow_reasoning(encoder: PromptEncoder, prompt: str, grammar: str) -> str:
+    """Return a grammar that holds for the answer behind the reasoning, if there is any."""
+    form = encoder.form
+    if form is None or form.think is None:
+        return grammar
+    open_mark, close_mark = (mark.strip() for mark in form.think)
+    if _has_opened(form, prompt):
+        begin, think = "think", ""
+    elif encoder.may_think and not prompt.rstrip().endswith(close_mark):
+        begin, think = "think?", write_literal(encoder.tokenizer, open_mark) + " "
+    else:
+        return grammar
+    special = encoder.tokenizer.find_id(close_mark)
+    if special in encoder.tokenizer.special_ids:
+        rest = f"rest: /(.|\\n)*/ <[{special}]>\n"
+    else:
+        pattern = re.escape(close_mark).replace("/", "\\/")
+        rest = f"rest[lazy]: /(.|\\n)*{pattern}/\n"
+    rules = f"start: {begin} @body\nthink: {think}rest /[ \\n]*/\n{rest}"
+    return put_behind(rules, grammar)
