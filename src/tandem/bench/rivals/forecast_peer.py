@@ -43,11 +43,12 @@ class Peer:
 
         return _run_in_child(work)
 
-    def run(self, recipe: str) -> int:
-        """Train, and return the peak of anonymous memory in steps after the first."""
+    def run(self, recipe: str) -> list[int]:
+        """Train, and return anonymous memory before, and its peak in steps after the first."""
         return _run_in_child(lambda: self._train(recipe))
 
-    def _train(self, path: str) -> int:
+    def _train(self, path: str) -> list[int]:
+        begin = read_status("RssAnon")
         recipe = self._read(path)
         log = Path(recipe.output.output_dir) / "trainer_log.jsonl"
         ended = threading.Event()
@@ -65,7 +66,7 @@ class Peer:
         finally:
             ended.set()
             watcher.join()
-        return read_status("VmHWM") - read_status("RssFile") - read_status("RssShmem")
+        return [begin, read_status("VmHWM") - read_status("RssFile") - read_status("RssShmem")]
 
 
 def _run_in_child(work: Callable[[], Any]) -> Any:
