@@ -34,6 +34,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "NamedChoice",
+    "NamedFunction",
     "PromptTokensDetails",
     "ResponseFormat",
     "SamplingFields",
