@@ -49,7 +49,7 @@ class Conversation:
 
     turns: list[Turn]
     arrival_s: float | None = None
-    """When the first is due, from the start; None is by the rate."""
+    """Seconds from the start at which the first is due; None is by the rate."""
     history: list[dict[str, str]] = field(default_factory=list)
     """Messages so far, of conversations in text."""
 
