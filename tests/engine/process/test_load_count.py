@@ -264,10 +264,11 @@ def test_a_prefill_in_chunks_tells_what_is_left_of_it():
     """Such a step has no outputs, and its load is pushed all the same."""
 
     async def work():
-        instance, server = Instance(max_batch_tokens=16), Server()
+        instance, server = Instance(max_batch_tokens=16, max_running=8), Server()
         await instance.api.add(server, ask("r", 40, number=1))
         left = []
         for _ in range(3):
+            instance.clock.advance(LOAD_INTERVAL_S)
             instance.api.deliver(instance.engine.step())
             left += [load.queued_tokens for load in server.take_loads()]
         assert left == [24, 8, 0]
