@@ -30,8 +30,9 @@ from tandem.models.families import open_checkpoint
 from tandem.models.loading.hub import DEMO_FOLDER
 from tandem.models.loading.loader import load_model
 from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.describe import Describer
+from tandem.models.planning.layers import list_layers
 from tandem.models.planning.planner import plan_model
-from tandem.models.planning.roles import list_layers
 
 IDS = torch.tensor([list(range(5, 45)), list(range(60, 20, -1))])
 BF16_BOUND = 2**-6
@@ -356,7 +357,7 @@ def test_the_dry_run_counts_what_is_kept(expert_format, qwen):
     recipe = make_keys(qwen)
     cost = simulate_step(
         make,
-        list_layers(build_skeleton(open_checkpoint(qwen).config)),
+        list_layers(Describer(build_skeleton(open_checkpoint(qwen).config))),
         shape,
         lambda m: adapt_model(m, make_lora_config(recipe, m), is_empty=True),
     )

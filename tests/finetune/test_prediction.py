@@ -15,7 +15,8 @@ from tandem.finetune.training.model import count_weight_bytes, load_frozen
 from tandem.finetune.training.trainer import count_steps, finetune
 from tandem.models.families import open_checkpoint
 from tandem.models.loading.skeleton import build_skeleton
-from tandem.models.planning.roles import list_layers
+from tandem.models.planning.describe import Describer
+from tandem.models.planning.layers import list_layers
 
 SHAPE = StepShape(
     num_rows=2,
@@ -32,7 +33,7 @@ def make_demo():
 
 
 def list_demo_layers():
-    return list_layers(build_skeleton(open_checkpoint("demo").config))
+    return list_layers(Describer(build_skeleton(open_checkpoint("demo").config)))
 
 
 @pytest.mark.parametrize("expert_format", ["none", "int8"])

@@ -15,13 +15,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tandem.core.model_plan import LayerSpec
+from tandem.core.model.plan import LayerSpec
 from tandem.finetune.recipes.targets import find_expert_shapes, find_targets
 
 __all__ = ["StepCost", "StepShape", "simulate_step"]
@@ -337,7 +336,7 @@ def simulate_step(
     """
     kinds: dict[LayerSpec, list[int]] = {}
     for layer in layers:
-        kinds.setdefault(msgspec.structs.replace(layer, index=0), []).append(layer.index)
+        kinds.setdefault(layer.kind, []).append(layer.index)
     first = [members[0] for members in kinds.values()]
     once = _run_step(make_skeleton(), sorted(first), shape, adapt)
     total = once

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem.finetune.data.examples import IGNORED_LABEL
-from tandem.finetune.training.frozen_linear import FrozenLinear
 from tandem.kernels.cpu.autograd import as_floats
+from tandem.kernels.operators.frozen_linear import FrozenLinear
 
 __all__ = ["Head", "compute_loss", "find_head"]
 

@@ -4,28 +4,35 @@ All of it runs on the server's threads (``WorkThreads``). A text that cannot fit
 refused before it is encoded, by the longest token there is.
 """
 
+import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import ConfigError, TandemError, UnsupportedError
+from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.api.messages import plain_messages, plain_tools, tell_tools
 from tandem.server.outputs.formats import FORMATS, OutputFormat
 from tandem.server.protocol.decode import round_integral
 from tandem.server.protocol.openai import InputMessage, Tool
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import Tokenizer
 from tandem.server.text.work_threads import WorkThreads
 
-__all__ = ["PromptEncoder", "fit_max_tokens", "read_prompts"]
+__all__ = ["PromptEncoder", "count_prompts", "fit_max_tokens", "read_prompts"]
 
 _logger = logging.getLogger(__name__)
 
 _LONGEST_TOKEN_CHARS = 512
 """No vocabulary we know has a longer token; runs of spaces come to 256."""
+
+
+def count_prompts(value: str | list[Any]) -> int:
+    """Return how many prompts a field holds, before it is looked at closely."""
+    is_one = isinstance(value, str) or not value or not isinstance(value[0], str | list)
+    return 1 if is_one else len(value)
 
 
 def read_prompts(
@@ -47,27 +54,23 @@ def read_prompts(
         return [value], False
     if not value:
         raise ConfigError("server.read_prompts", f"{field} is empty", field=field)
-    if any(isinstance(item, float) for item in _list_items(value)):
-        value = round_integral(value)
     ids = list[Annotated[int, Meta(ge=0, lt=vocab_size)]]
     try:
-        if isinstance(value[0], str):
-            return msgspec.convert(value, list[str]), True
-        if isinstance(value[0], list):
-            return msgspec.convert(value, list[ids]), True
-        return [msgspec.convert(value, ids)], False
+        return _convert_prompts(value, ids)
     except msgspec.ValidationError as error:
+        if "got `float`" in str(error):
+            with contextlib.suppress(msgspec.ValidationError):
+                return _convert_prompts(round_integral(value), ids)
         what = str(error).replace("`$", f"`{field}")
         raise ConfigError("server.read_prompts", what, field=field) from error
 
 
-def _list_items(value: list[Any]) -> Iterator[Any]:
-    """Yield the items of a list, or of the lists in it."""
-    for item in value:
-        if isinstance(item, list):
-            yield from item
-        else:
-            yield item
+def _convert_prompts(value: list[Any], ids: Any) -> tuple[list[str] | list[list[int]], bool]:
+    if isinstance(value[0], str):
+        return msgspec.convert(value, list[str]), True
+    if isinstance(value[0], list):
+        return msgspec.convert(value, list[ids]), True
+    return [msgspec.convert(value, ids)], False
 
 
 def fit_max_tokens(
@@ -141,6 +144,9 @@ class PromptEncoder:
         self.form = form
         self._template = template
         self._knows_tools = template is not None and "tools" in template.source
+        think = form.think if form is not None else None
+        self.may_think = think is not None and template is not None and think[1] in template.source
+        """The template speaks of reasoning, so the model may write some by itself."""
         marks = self.call_form.marks
         self.mark_ids = tokenizer.find_special_ids(marks)
         """Special tokens that are part of the marks of ``call_form``."""
@@ -151,6 +157,11 @@ class PromptEncoder:
         own = self.form
         has_calls = own is not None and (own.calls is not None or own.is_harmony)
         return own if own is not None and has_calls else FORMATS["qwen"]
+
+    @property
+    def call_form_name(self) -> str:
+        """The name of ``call_form``."""
+        return next(name for name, form in FORMATS.items() if form is self.call_form)
 
     def encode(
         self,
