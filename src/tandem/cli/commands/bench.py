@@ -22,6 +22,7 @@ BENCHES = {
     "engine": "tandem.bench.serving.engine",
     "families": "tandem.bench.serving.families",
     "finetune": "tandem.bench.finetune",
+    "finetune-memory": "tandem.bench.finetune_memory",
     "linear": "tandem.bench.operators.linear",
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",
