@@ -165,7 +165,8 @@ class Attack:
 
 async def run(server, minutes, seed):
     settings = {"base_url": server.url, "timeout": TIMEOUT_S, "trust_env": False}
-    limits = httpx.Limits(max_connections=64)
+    # A connection that is kept may be closed, as idle, while a slow client asks on it again.
+    limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
     async with (
         httpx.AsyncClient(
             headers={"Authorization": "Bearer good"}, limits=limits, **settings
