@@ -10,10 +10,10 @@ from pathlib import Path
 import requests
 from fake_engine import FakeEngine, make_info
 
+from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.app import build_app
 from tandem.server.config import ServerConfig
 from tandem.server.run import RunningServer, run_server
-from tandem.server.text.tokenizer import Tokenizer
 
 WAIT_S = 20.0
 

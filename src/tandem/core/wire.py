@@ -41,7 +41,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -71,6 +71,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     """Beside the model's own end-of-text ids."""
     ignore_eos: bool = False
+    """With a grammar, the model's end of text ends the request all the same."""
+    grammar: str = ""
+    """What the output must match, as llguidance's JSON; empty: anything. Its own end comes before
+    ``min_tokens``."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """None: none. k: the chosen token's log-probability and those of the k likeliest."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

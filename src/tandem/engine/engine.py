@@ -637,7 +637,8 @@ class Engine:
             raise NotFoundError("engine.add", what, field="model")
 
     def _collect_stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        own = () if params.ignore_eos else self._eos_token_ids
+        # A grammar that is complete allows nothing but an end of text.
+        own = () if params.ignore_eos and not params.grammar else self._eos_token_ids
         return frozenset((*own, *params.stop_token_ids))
 
     def _record(

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from tandem.core.errors import ConfigError, InternalError, TandemError
 from tandem.core.instance_status import StoreStatus
+from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.api.endpoints import list_endpoints
 from tandem.server.api.explain import collect_timeline
 from tandem.server.api.names import find_names
@@ -44,7 +45,6 @@ from tandem.server.telemetry.metrics import ServerMetrics
 from tandem.server.telemetry.timelines import TimelineRing
 from tandem.server.telemetry.tracing import make_tracer
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import Tokenizer
 from tandem.server.text.work_threads import WorkThreads
 
 __all__ = ["build_app"]

@@ -27,6 +27,7 @@ from tandem.core.wire import (
     InstanceStage,
     SamplingParams,
 )
+from tandem.server.api.grammars import GrammarChecks
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
@@ -131,11 +132,15 @@ class ServerContext:
     timelines: TimelineRing
     tracer: RequestTracer | None = None
     has_keys: bool = False
+    grammars: GrammarChecks = field(init=False)
     has_admin_keys: bool = False
     adapter_folder: Path | None = None
     read_store: Callable[[], StoreStatus] | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarChecks(self.encoder.tokenizer)
 
     @property
     def block_size(self) -> int:

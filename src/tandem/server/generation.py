@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput, TokenLogprob
+from tandem.models.tokenizing.detokenizer import Detokenizer
 from tandem.server.engine import EngineClient, RequestStream
 from tandem.server.outputs.deltas import Delta, OutputParser, TextDelta, join_deltas
 from tandem.server.telemetry.metrics import RequestTimer
-from tandem.server.text.detokenizer import Detokenizer
 from tandem.server.text.stop_strings import StopMatcher
 
 __all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece", "measure_logprobs"]

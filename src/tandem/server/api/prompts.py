@@ -13,12 +13,12 @@ import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import ConfigError, TandemError, UnsupportedError
+from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.api.messages import plain_messages, plain_tools, tell_tools
 from tandem.server.outputs.formats import FORMATS, OutputFormat
 from tandem.server.protocol.decode import round_integral
 from tandem.server.protocol.openai import InputMessage, Tool
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import Tokenizer
 from tandem.server.text.work_threads import WorkThreads
 
 __all__ = ["PromptEncoder", "count_prompts", "fit_max_tokens", "read_prompts"]
@@ -144,6 +144,9 @@ class PromptEncoder:
         self.form = form
         self._template = template
         self._knows_tools = template is not None and "tools" in template.source
+        think = form.think if form is not None else None
+        self.may_think = think is not None and template is not None and think[1] in template.source
+        """The template speaks of reasoning, so the model may write some by itself."""
         marks = self.call_form.marks
         self.mark_ids = tokenizer.find_special_ids(marks)
         """Special tokens that are part of the marks of ``call_form``."""
@@ -154,6 +157,11 @@ class PromptEncoder:
         own = self.form
         has_calls = own is not None and (own.calls is not None or own.is_harmony)
         return own if own is not None and has_calls else FORMATS["qwen"]
+
+    @property
+    def call_form_name(self) -> str:
+        """The name of ``call_form``."""
+        return next(name for name, form in FORMATS.items() if form is self.call_form)
 
     def encode(
         self,

@@ -15,11 +15,15 @@ from tandem.server.dialects.openai_answer import OpenAIAnswer
 from tandem.server.dialects.options import (
     CHAT_REFUSED_FIELDS,
     TokenLimit,
-    check_format,
     plan_choices,
     read_options,
 )
-from tandem.server.dialects.parsing import list_active_tools, make_call_id, plan_parsing
+from tandem.server.dialects.parsing import (
+    list_active_tools,
+    make_call_id,
+    plan_grammar,
+    plan_parsing,
+)
 from tandem.server.dialects.usage import count_usage, make_chat_logprobs
 from tandem.server.generation import Generation, Piece
 from tandem.server.outputs.deltas import (
@@ -188,6 +192,7 @@ def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
             tools,
             splits_reasoning=request.separate_reasoning is not False,
         ),
+        grammar=plan_grammar(context, request, prompt, tools),
     )
     options = read_options(request, "chatcmpl", model.adapter)
     choices = [ChatChoice(index, ChatMessage(""), None) for index in range(len(plans))]
@@ -198,10 +203,6 @@ def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
 
 
 def _check(request: ChatRequest) -> None:
-    check_format(request)
-    if request.tool_choice not in (None, "none", "auto"):
-        what = "tool_choice: only 'none' and 'auto' are supported"
-        raise UnsupportedError("server.chat", what, field="tool_choice")
     if request.modalities is not None and any(kind != "text" for kind in request.modalities):
         raise UnsupportedError(
             "server.chat", "modalities: only 'text' is supported", field="modalities"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tandem.core.adapter import AdapterInfo
-from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.errors import ConfigError
 from tandem.core.logs import current_request_id
 from tandem.server.api.prompts import fit_max_tokens
 from tandem.server.api.sampling import check_best_of, choice_seed, make_sampling
@@ -21,12 +21,10 @@ __all__ = [
     "CHAT_REFUSED_FIELDS",
     "REFUSED_FIELDS",
     "TokenLimit",
-    "check_format",
     "plan_choices",
     "read_options",
 ]
 
-_STRUCTURED = "structured output is not supported"
 _TOOLS = "tools are for /v1/chat/completions, functions have become its tools"
 _INPUTS = "only text and token ids are supported as input"
 _BEAM = "beam search is not supported"
@@ -38,16 +36,8 @@ REFUSED_FIELDS = {
     "tools": _TOOLS,
     "functions": _TOOLS,
     "function_call": _TOOLS,
-    "structured_outputs": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "json_schema": _STRUCTURED,
-    "regex": _STRUCTURED,
-    "ebnf": _STRUCTURED,
-    "grammar": _STRUCTURED,
-    "structural_tag": _STRUCTURED,
+    "structural_tag": "structural tags are not supported: use guided_grammar",
+    "grammar": "name it guided_grammar",
     "stop_regex": "stop patterns are not supported: use stop",
     "logits_processors": _PROCESSORS,
     "custom_logit_processor": _PROCESSORS,
@@ -93,17 +83,6 @@ class TokenLimit:
         self.default = default
 
 
-def check_format(request: SamplingFields) -> None:
-    """Refuse an answer that is not plain text."""
-    form = request.response_format
-    if form is not None and form.type != "text":
-        raise UnsupportedError(
-            "server.check_format",
-            f"response_format: {_STRUCTURED}, only type 'text' is",
-            field="response_format",
-        )
-
-
 def read_options(
     request: SamplingFields, prefix: str, adapter: AdapterInfo | None = None
 ) -> RequestOptions:
@@ -128,6 +107,7 @@ def plan_choices(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
     parsing: Parsing | None = None,
+    grammar: str = "",
 ) -> list[ChoicePlan]:
     """Plan ``n`` generations for each prompt, those of one prompt side by side.
 
@@ -162,6 +142,7 @@ def plan_choices(
                 seed=choice_seed(request.seed, choice),
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                grammar=grammar,
             )
             plans.append(ChoicePlan(prompt_ids, sampling, text))
     return plans

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.logs import current_request_id
 from tandem.core.wire import TokenLogprob
+from tandem.server.api.grammars import read_grammar
 from tandem.server.api.prompts import count_prompts, fit_max_tokens, read_prompts
 from tandem.server.api.sampling import choice_seed, make_sampling
 from tandem.server.context import (
@@ -241,6 +242,9 @@ def _plan(
         start = starts[index]
         first = start if num_top is not None and start is not None else -1
         seed = sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed
+        grammar, field = read_grammar(sampling, prefix=prefix)
+        if grammar:
+            context.grammars.check(grammar, info, field)
         text = TextOptions(
             make_stops(sampling.stop),
             sampling.no_stop_trim is True,
@@ -256,6 +260,7 @@ def _plan(
                 seed=choice_seed(seed, choice),
                 logprobs=num_top,
                 prompt_logprobs=num_top if first >= 0 else None,
+                grammar=grammar,
                 prefix=prefix,
                 min_field="min_new_tokens",
             )

@@ -4,13 +4,14 @@ Every number is bounded on both sides: JSON integers have no limit of their own,
 the engine must fit its message. Bounds are the engine's own (``core.wire``) unless said otherwise.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from tandem.core.wire import MIN_REPETITION_PENALTY
 
 __all__ = [
+    "Choices",
     "Count",
     "FrequencyPenalty",
     "LogitBias",
@@ -18,8 +19,10 @@ __all__ = [
     "MinP",
     "Name",
     "NumChoices",
+    "Pattern",
     "Priority",
     "RepetitionPenalty",
+    "Schema",
     "Seed",
     "Stop",
     "StopTokenIds",
@@ -60,3 +63,8 @@ Stop = _StopText | Annotated[list[_StopText], Meta(max_length=64)]
 """At most 64 strings of 256 characters: the automaton is built in some 15 ms at worst."""
 StopTokenIds = Annotated[list[Count], Meta(max_length=1024)]
 TokenIds = list[Count]
+Schema = str | dict[str, Any]
+"""JSON Schema, plain or as text."""
+Pattern = Annotated[str, Meta(min_length=1)]
+"""A regular expression or a grammar; llguidance bounds what it takes."""
+Choices = Annotated[list[_StopText], Meta(min_length=1, max_length=4096)]

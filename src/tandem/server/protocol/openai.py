@@ -56,9 +56,11 @@ class StreamOptions(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """The form of the answer; only plain text is supported."""
+    """The form of the answer: text, json_object or json_schema."""
 
     type: str
+    json_schema: Any = None
+    """An object with ``schema``, beside OpenAI's ``name`` and ``strict``."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -88,6 +90,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
+    guided_json: fields.Schema | None = None
+    guided_regex: fields.Pattern | None = None
+    guided_choice: fields.Choices | None = None
+    guided_grammar: fields.Pattern | None = None
+    """Lark or GBNF."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's newer form of the four above, by their names without "guided_"."""
+    json_schema: fields.Schema | None = None
+    """SGLang's names, to ``ebnf``."""
+    regex: fields.Pattern | None = None
+    ebnf: fields.Pattern | None = None
     priority: fields.Priority | None = None
     cache_salt: fields.Name | None = None
     timeout: fields.Timeout | None = None

@@ -63,10 +63,8 @@ _HAS_ONE_BEST = {
         {"properties": {"best_of": {"const": 1}, "n": {"enum": [None, 1]}}},
     ]
 }
-_IS_TEXT = {"properties": {"response_format": {"properties": {"type": {"const": "text"}}}}}
 _CAN_BE_ASKED = {
     "properties": {
-        "tool_choice": {"enum": [None, "none", "auto"]},
         "modalities": {"items": {"const": "text"}},
     }
 }
@@ -94,7 +92,6 @@ _HAS_LOGPROBS = {"anyOf": [_absent("top_logprobs"), _given("logprobs", {"const":
 CHAT: Rule = {
     "allOf": [
         _given("messages", _MESSAGES),
-        _IS_TEXT,
         _HAS_ONE_BEST,
         _CAN_BE_ASKED,
         _HAS_ROOM,
@@ -105,7 +102,6 @@ CHAT: Rule = {
 COMPLETION: Rule = {
     "allOf": [
         _given("prompt", {"anyOf": [_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS)]}),
-        _IS_TEXT,
         _HAS_ONE_BEST,
     ]
 }

@@ -128,6 +128,8 @@ class ChatTemplate:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
+            # Ctrl-C in a terminal is for the server, which drains: conversations still come here.
+            process_group=0,
         )
         with self._lock:
             self._workers.add(worker)
