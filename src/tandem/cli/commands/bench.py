@@ -20,6 +20,7 @@ BENCHES = {
     "engine": "tandem.bench.serving.engine",
     "families": "tandem.bench.serving.families",
     "finetune": "tandem.bench.finetune",
+    "gated-delta": "tandem.bench.operators.gated_delta",
     "linear": "tandem.bench.operators.linear",
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",
