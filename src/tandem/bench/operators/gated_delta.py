@@ -122,9 +122,7 @@ class _Case:
         self.prepare()
         torch.set_num_threads(self.threads.num_threads)
         size = min(CHECKED_TOKENS, self.tokens)
-        parts = (self.rows.x_TC, self.rows.z_TVv, self.rows.a_TV, self.rows.b_TV)
-        rows = GatedDeltaRows(*(part[:size] for part in parts), [0, size], [0])
-        wide = GatedDeltaRows(*(part[:size].float() for part in parts), [0, size], [0])
+        rows, wide = self._cut_rows(size, torch.bfloat16), self._cut_rows(size, torch.float32)
         slots = StateSlots.allocate(self.rule, 1, torch.bfloat16)
         wide_slots = StateSlots.allocate(self.rule, 1, torch.float32)
         got = self.execution.gated_delta(self.rule, rows, slots)
@@ -138,6 +136,17 @@ class _Case:
             times[threads] = min(self.time_rival() for _ in range(2))
         self.rival_threads = min(times, key=lambda threads: times[threads])
         return "ok"
+
+    def _cut_rows(self, size: int, dtype: torch.dtype) -> GatedDeltaRows:
+        rows = self.rows
+        return GatedDeltaRows(
+            rows.x_TC[:size].to(dtype),
+            rows.z_TVv[:size].to(dtype),
+            rows.a_TV[:size].to(dtype),
+            rows.b_TV[:size].to(dtype),
+            [0, size],
+            [0],
+        )
 
     def run_ours(self) -> None:
         self.turn = (self.turn + 1) % len(self.layers)

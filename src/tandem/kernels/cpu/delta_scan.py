@@ -31,7 +31,8 @@ class _Scan(torch.autograd.Function):
         state_VPkc: Tensor,
     ) -> tuple[Tensor, Tensor]:
         parts = [part.contiguous() for part in (q_TGk, k_TGk, v_TVv, decay_TV, beta_TV)]
-        last, out = state_VPkc.clone(memory_format=torch.contiguous_format), torch.empty_like(v_TVv)
+        last = state_VPkc.clone(memory_format=torch.contiguous_format)
+        out = torch.empty_like(parts[2])
         ctx.pool = pool
         ctx.save_for_backward(*parts, last.clone())
         q, k, v, decay, beta = map(view_tensor, parts)
