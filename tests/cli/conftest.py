@@ -3,10 +3,13 @@
 import logging
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
 from tandem.cli import main as cli
+
+sys.path.insert(0, str(Path(__file__).parent))  # Sibling modules of these tests.
 
 
 @pytest.fixture

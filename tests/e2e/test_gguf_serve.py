@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.loading.hub import DEMO_FOLDER
+from tandem.models.tokenizing.tokenizer import load_tokenizer
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "Write a function that adds two numbers, 1234 and it's."}]
 NUM_TOKENS = 24

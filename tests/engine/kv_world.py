@@ -211,9 +211,9 @@ class KvWorld(StoreWorld):
 
     def count_work(self, instance) -> None:
         self.num_loaded += instance.tier.counters.loaded_blocks
-        self.num_evicted += instance.engine.get_stats().num_evicted_blocks
+        self.num_evicted += instance.engine.get_stats().evicted_tokens
         if instance.reader is not None:
-            self.num_read += instance.reader.counters.read_blocks
+            self.num_read += instance.reader.counters.peer_read_blocks
 
     async def flush_all(self) -> None:
         """Single messages to the store were lost, so it may have to wait for some deadlines."""

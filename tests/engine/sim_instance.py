@@ -17,11 +17,11 @@ from chain_model import (
 from sim_peers import Listener, SimPeerPort
 
 from tandem.core.errors import InternalError
+from tandem.core.instance_status import Statistics
 from tandem.core.wire import InstanceInfo, KvPeer
 from tandem.engine.config import EngineConfig
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
 from tandem.engine.disaggregation.combined import CombinedTransfers
-from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
 from tandem.engine.engine import Engine
@@ -106,7 +106,7 @@ class SimInstance:
         world, clock = self.world, LoopClock()
         self.tier = StoreTier(
             client,
-            BlockMemory(self.memory, BLOCK_BYTES),
+            BlockMemory(self.memory, BLOCK_BYTES, BLOCK),
             identity=self.identity.digest.hex(),
             config=world.tiers,
             clock=clock,
@@ -134,7 +134,7 @@ class SimInstance:
         transfers = self.tier
         if self.role != "prefill":
             port = SimPeerPort(world, self.process, self.memory)
-            target = ReadTarget(port, self.memory, own, clock, PeerReadCounters())
+            target = ReadTarget(port, self.memory, own, clock, Statistics())
             self.reader = PeerReader(target, self.engine, ThreadLoop(world, self.process))
             transfers = CombinedTransfers(self.tier, self.reader)
         self.engine.attach_transfers(transfers)

@@ -12,7 +12,8 @@ from tandem.finetune.forecast.fake_step import StepShape, _run_step, simulate_st
 from tandem.finetune.training.model import load_frozen
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.models.loading.skeleton import build_skeleton
-from tandem.models.planning.roles import list_layers
+from tandem.models.planning.describe import Describer
+from tandem.models.planning.layers import list_layers
 
 COMMON = {
     "vocab_size": 64,
@@ -118,7 +119,7 @@ def test_every_family_takes_a_step_without_memory(name, adapt):
     def make():
         return build_skeleton(make_config(name, num_hidden_layers=4), None)
 
-    layers = list_layers(build_skeleton(make_config(name, num_hidden_layers=4)))
+    layers = list_layers(Describer(build_skeleton(make_config(name, num_hidden_layers=4))))
     few = simulate_step(make, layers, shape, adapt)
     whole = _run_step(make(), list(range(4)), shape, adapt)
     assert few.kept_bytes == pytest.approx(whole.kept_bytes, rel=0.01)

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.core.model.layers import RopeSpec
 from tandem.core.spec import GqaLayout
 from tandem.kernels import paged, reference, tolerance
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.devices import choose_execution
 from tandem.kernels.interfaces import PLAIN, AttentionRule
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.rope import Rope, RopeParameters
+from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.torch import attention as torch_attention
 
@@ -72,7 +73,7 @@ class Case:
         self.tables = [[next(blocks) for _ in range(count)] for count in counts]
         self.q = [draw(n, HEADS, SIZE, dtype=dtype) for n in lengths]
         self.kv = [draw(n, 2, KV_HEADS, SIZE, dtype=dtype).to(kv_dtype).to(dtype) for n in lengths]
-        self.rope = Rope(RopeParameters(head_dim=SIZE))
+        self.rope = Rope(RopeSpec(head_dim=SIZE))
 
     def run(self, parts, layer_idx=1):
         """Attend tokens parts[s] = (start, end) of each sequence as one step."""

@@ -6,6 +6,7 @@ expands every key and value, which absorbs nothing; mutants must leave the bound
 company, on one thread and on two, results are bitwise equal.
 """
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,13 +14,14 @@ import torch
 from tandem import _native
 from tandem.core.errors import ShapeError
 from tandem.core.kv_layout import MlaLayout
+from tandem.core.model.layers import MlaSpec, RopeSpec
 from tandem.kernels import paged, reference, tolerance
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.devices import choose_execution
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.mla import MlaAttention, MlaSizes
-from tandem.kernels.operators.rope import Rope, RopeParameters
+from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.weights.formats import find_format
 from tandem.kernels.weights.head_matrix import PackedHeads, choose_head_format, count_head_bytes
@@ -223,14 +225,20 @@ def test_a_head_with_few_inputs_falls_back_to_bf16():
         assert chosen.name == want
 
 
-SIZES = {
-    "plain queries": MlaSizes(num_heads=HEADS, rank=RANK, rope=ROPE, nope=NOPE, value=VALUE),
-    "compressed": MlaSizes(
-        num_heads=HEADS, rank=RANK, rope=ROPE, nope=NOPE, value=VALUE, q_rank=20
-    ),
-}
 HIDDEN = 48
-PARAMETERS = RopeParameters(
+PLAIN = MlaSpec(
+    hidden_size=HIDDEN,
+    num_heads=HEADS,
+    rank=RANK,
+    rope=ROPE,
+    nope=NOPE,
+    value=VALUE,
+    scale=0.3,
+    norm_eps=1e-6,
+    has_bias=True,
+)
+SIZES = {"plain queries": PLAIN, "compressed": msgspec.structs.replace(PLAIN, q_rank=20)}
+PARAMETERS = RopeSpec(
     head_dim=ROPE,
     rope_type="yarn",
     factor=8.0,
@@ -266,16 +274,8 @@ def make_weights(draw, sizes, *, has_bias=True):
 
 
 def make_operator(reader, sizes, *, dtype=torch.float32, settings=TENSORS, is_interleaved=True):
-    operator = MlaAttention(
-        hidden_size=HIDDEN,
-        sizes=sizes,
-        layer_idx=1,
-        scale=0.3,
-        norm_eps=1e-6,
-        has_bias=True,
-        is_interleaved=is_interleaved,
-        settings=settings,
-    )
+    spec = msgspec.structs.replace(sizes, is_interleaved=is_interleaved)
+    operator = MlaAttention(spec, layer_idx=1, settings=settings)
     operator.load(reader, "a")
     return operator
 

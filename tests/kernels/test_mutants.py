@@ -7,6 +7,7 @@ expert dropped, the last block of K skipped, 16 columns zeroed, two experts swap
 import pytest
 import torch
 
+from tandem.core.model.layers import ExpertsSpec, MlpSpec
 from tandem.kernels import reference, tolerance
 from tandem.kernels.operators.linear import Linear
 from tandem.kernels.operators.mlp import Mlp
@@ -38,7 +39,9 @@ EXPERT_MUTANTS = {
 def test_experts(name, dtype, draw, wide, make_reader, count_outside):
     gate_up = draw(EXPERTS, 2 * INTERMEDIATE, HIDDEN, dtype=dtype, scale=HIDDEN**-0.5)
     down = draw(EXPERTS, HIDDEN, INTERMEDIATE, dtype=dtype, scale=INTERMEDIATE**-0.5)
-    experts = Experts(EXPERTS, HIDDEN, INTERMEDIATE)
+    experts = Experts(
+        ExpertsSpec(num_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE)
+    )
     experts.load(make_reader({"x.gate_up_proj": gate_up, "x.down_proj": down}, dtype), "x")
     EXPERT_MUTANTS[name](experts)
     x, weights = draw(TOKENS, HIDDEN, dtype=dtype), draw(TOKENS, 2, dtype=dtype).abs()
@@ -79,7 +82,7 @@ def test_mlp(name, dtype, draw, wide, make_reader, count_outside):
     down = draw(HIDDEN, INTERMEDIATE, dtype=dtype, scale=INTERMEDIATE**-0.5)
     gate, up = gate_up.chunk(2)
     parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
-    layer = Mlp(HIDDEN, INTERMEDIATE)
+    layer = Mlp(MlpSpec(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE))
     layer.load(make_reader({f"m.{k}.weight": v for k, v in parts.items()}, dtype), "m")
     if name == "scale gate":
         layer.gate_up_weight[:INTERMEDIATE] *= 1.05

@@ -9,13 +9,20 @@ import pytest
 import torch
 
 from tandem.core.errors import ShapeError
+from tandem.core.model.layers import (
+    ExpertsSpec,
+    MlpSpec,
+    MoeBlockSpec,
+    RopeSpec,
+    RouterSpec,
+    RoutingRule,
+)
 from tandem.kernels import reference, tolerance
 from tandem.kernels.operators.linear import Embedding, Linear, LmHead
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import RmsNorm
-from tandem.kernels.operators.rope import Rope, RopeParameters, apply_rope_
-from tandem.kernels.routing import RoutingRule
+from tandem.kernels.operators.rope import Rope, apply_rope_
 from tandem.kernels.torch.experts import Experts
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -57,7 +64,7 @@ def test_nan_stays_in_its_row(draw, make_reader):
         "m.up_proj.weight": draw(24, 16, dtype=dtype),
         "m.down_proj.weight": draw(16, 24, dtype=dtype),
     }
-    layer = Mlp(16, 24)
+    layer = Mlp(MlpSpec(hidden_size=16, intermediate_size=24))
     layer.load(make_reader(weights, dtype), "m")
     assert layer(x).isnan().any(1).tolist() == [False, False, True, False]
 
@@ -90,11 +97,11 @@ def test_rms_norm(dtype, scale, draw, wide, make_reader, count_outside):
 
 
 ROPES = [
-    RopeParameters(head_dim=32),
-    RopeParameters(head_dim=16, rope_type="linear", factor=4.0),
-    RopeParameters(head_dim=32, rope_type="dynamic", factor=3.0, max_position_embeddings=64),
-    RopeParameters(head_dim=64, rope_type="yarn", factor=8.0, original_max_position_embeddings=256),
-    RopeParameters(
+    RopeSpec(head_dim=32),
+    RopeSpec(head_dim=16, rope_type="linear", factor=4.0),
+    RopeSpec(head_dim=32, rope_type="dynamic", factor=3.0, max_position_embeddings=64),
+    RopeSpec(head_dim=64, rope_type="yarn", factor=8.0, original_max_position_embeddings=256),
+    RopeSpec(
         head_dim=64,
         rope_type="yarn",
         factor=8.0,
@@ -103,7 +110,7 @@ ROPES = [
         truncate=False,
         original_max_position_embeddings=256,
     ),
-    RopeParameters(
+    RopeSpec(
         head_dim=64,
         rope_type="llama3",
         rope_theta=500000.0,
@@ -151,7 +158,7 @@ def test_rope_angles_do_not_depend_on_the_batch():
 def test_mlp(dtype, draw, wide, make_reader, count_outside):
     gate, up = draw(40, 24, dtype=dtype), draw(40, 24, dtype=dtype)
     down, x = draw(24, 40, dtype=dtype), draw(7, 24, dtype=dtype)
-    layer = Mlp(24, 40)
+    layer = Mlp(MlpSpec(hidden_size=24, intermediate_size=40))
     parts = {"gate_proj": gate, "up_proj": up, "down_proj": down}
     layer.load(make_reader({f"m.{k}.weight": v for k, v in parts.items()}, dtype), "m")
     gate_up = np.concatenate([wide(gate), wide(up)])
@@ -166,11 +173,20 @@ def test_mlp(dtype, draw, wide, make_reader, count_outside):
     assert count_outside(into, total, bound) == 0
 
 
+def make_router(hidden, count, top_k, *, is_normalised):
+    rule = RoutingRule(is_normalised=is_normalised)
+    return Router(RouterSpec(hidden_size=hidden, num_experts=count, top_k=top_k, rule=rule))
+
+
 @both_dtypes
 @pytest.mark.parametrize("is_normalised", [True, False])
 def test_router(dtype, is_normalised, draw, wide, make_reader, count_outside):
     weight, x = draw(8, 32, dtype=dtype), draw(40, 32, dtype=dtype)
-    router = Router(32, 8, 3, rule=RoutingRule(is_normalised=is_normalised))
+    router = Router(
+        RouterSpec(
+            hidden_size=32, num_experts=8, top_k=3, rule=RoutingRule(is_normalised=is_normalised)
+        )
+    )
     router.load(make_reader({"g.weight": weight}, dtype), "g")
     logits, weights, ids = router(x)
     expected, expected_ids = reference.router(wide(x), wide(weight), 3, is_normalised=is_normalised)
@@ -195,7 +211,7 @@ def load_experts(dtype, draw, make_reader, *, is_fused=True):
             tensors[f"x.{i}.gate_proj.weight"] = gate_up[i, :40]
             tensors[f"x.{i}.up_proj.weight"] = gate_up[i, 40:]
             tensors[f"x.{i}.down_proj.weight"] = down[i]
-    experts = Experts(6, 24, 40)
+    experts = Experts(ExpertsSpec(num_experts=6, hidden_size=24, intermediate_size=40))
     experts.load(make_reader(tensors, dtype), "x")
     return experts, gate_up, down
 
@@ -272,7 +288,7 @@ def test_both_expert_layouts_load_equal(draw, make_reader):
         tensors[f"x.{i}.gate_proj.weight"] = gate_up[i, :40]
         tensors[f"x.{i}.up_proj.weight"] = gate_up[i, 40:]
         tensors[f"x.{i}.down_proj.weight"] = down[i]
-    apart = Experts(6, 24, 40)
+    apart = Experts(ExpertsSpec(num_experts=6, hidden_size=24, intermediate_size=40))
     apart.load(make_reader(tensors, torch.float32), "x")
     assert torch.equal(fused.gate_up_weight, apart.gate_up_weight)
     assert torch.equal(fused.down_weight, apart.down_weight)
@@ -302,7 +318,9 @@ def test_moe_block(draw, wide, make_reader, count_outside):
     dtype = torch.float32
     experts, gate_up, down = load_experts(dtype, draw, make_reader)
     gate = draw(6, 24, dtype=dtype)
-    router = Router(24, 6, 2, rule=RoutingRule(is_normalised=True))
+    router = Router(
+        RouterSpec(hidden_size=24, num_experts=6, top_k=2, rule=RoutingRule(is_normalised=True))
+    )
     router.load(make_reader({"g.weight": gate}, dtype), "g")
     x = draw(2, 5, 24, dtype=dtype)
     flat = wide(x).reshape(10, 24)
@@ -313,6 +331,6 @@ def test_moe_block(draw, wide, make_reader, count_outside):
     bound = tolerance.experts(flat, ids, weights, wide(gate_up), wide(down), dtype)
     # The weights are off by what the logits are.
     bound = bound + np.abs(expected).max() * 1e-5
-    out = MoeBlock(router, experts)(x)
+    out = MoeBlock(MoeBlockSpec(gate_name="gate"), {"gate": router, "experts": experts})(x)
     assert out.shape == x.shape
     assert count_outside(out.view(10, 24), expected, bound) == 0

@@ -119,11 +119,12 @@ def _put_experts(
         values["decoder_sparse_step"] = draw.choice((1, 2))
         values["mlp_only_layers"] = draw.choice(([], [0], [1]))
     if "n_group" in default:
-        groups = draw.choice((1, 2))
+        groups = draw.choice((1, 2, 2))
         values |= {"n_group": groups, "topk_group": draw.choice((1, groups))}
         values["num_experts_per_tok"] = draw.choice((1, 2))
         if model_type == "deepseek_v2":
-            values["topk_method"] = draw.choice(("greedy", "group_limited_greedy"))
+            methods = ("greedy", "group_limited_greedy", "group_limited_greedy")
+            values["topk_method"] = draw.choice(methods)
 
 
 def _put_windows(

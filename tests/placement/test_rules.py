@@ -70,6 +70,8 @@ def test_not_recursive_leaves_children_but_not_siblings():
         ("torch.nn.modules.module.Module", True),
         ("Linear", True),
         ("ktransformers.models.modeling_x.Linear", True),
+        ("ktransformers.models.modeling_x.LinEar", True),
+        ("LinEar", False),
         ("other.package.Linear", False),
         ("torch.nn.Conv2d", False),
         ("Line", False),

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import CapacityError, NotFoundError, PeerLostError
-from tandem.core.instance_status import InstanceStatus
+from tandem.core.instance_status import InstanceStats, InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
     FinishReason,
     InstanceInfo,
     InstanceStage,
-    InstanceStats,
     RequestOutput,
     StageChanged,
     TokenLogprob,

@@ -10,10 +10,10 @@ from pathlib import Path
 import requests
 from fake_engine import FakeEngine, make_info
 
+from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.app import build_app
 from tandem.server.config import ServerConfig
 from tandem.server.run import RunningServer, run_server
-from tandem.server.text.tokenizer import Tokenizer
 
 WAIT_S = 20.0
 
@@ -49,10 +49,14 @@ class LiveServer:
                 raise
             self._started.set_exception(error)
 
+    def call_soon(self, callback) -> None:
+        """Let the server's event loop call a function."""
+        self._loop.call_soon_threadsafe(callback)
+
     def stop(self) -> None:
         """Begin to drain."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self.running.stop)
+            self.call_soon(self.running.stop)
 
     def join(self) -> None:
         self._thread.join(WAIT_S)

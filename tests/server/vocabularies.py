@@ -3,7 +3,7 @@
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tandem.server.text.tokenizer import Tokenizer
+from tandem.models.tokenizing.tokenizer import Tokenizer
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

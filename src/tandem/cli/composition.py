@@ -20,10 +20,10 @@ from tandem.models.families import read_json
 from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.packed_cache import may_write_cache
 from tandem.models.sources.gguf_files import find_gguf
+from tandem.models.tokenizing.tokenizer import Tokenizer, load_tokenizer
 from tandem.server.api.names import find_names
 from tandem.server.api.sampling import load_sampling_defaults
 from tandem.server.app import build_app
-from tandem.server.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["CheckedModel", "Composition", "check_model", "compose"]
 

@@ -2,8 +2,8 @@
 
 Python raises KeyboardInterrupt in the main thread, once that runs Python again; ``finally`` blocks
 and contexts then clean up. They are given ``GRACE_S``: a thread, which also hears of the signal
-while the main thread computes in native code, then ends the process. What children it leaves end
-by themselves when their standard input, or their parent, does.
+while the main thread computes in native code, then ends the process. Within an import it ends at
+once. What children it leaves end by themselves when their standard input, or their parent, does.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ __all__ = ["STATUS", "end_interrupted", "handle_interrupts", "keep_interrupts"]
 
 GRACE_S = 0.5
 """For what a command undoes when it is interrupted."""
+_IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 STATUS = 130
 """As shells say it: 128 and the signal's number."""
 
@@ -59,7 +60,7 @@ def handle_interrupts() -> Iterator[None]:
         raise
     except BaseException:
         if _State.is_interrupted:
-            # An import, say, that was interrupted and gave a reason of its own.
+            # A library, say, that was interrupted and gave a reason of its own.
             raise KeyboardInterrupt from None
         raise
     finally:
@@ -101,11 +102,21 @@ def _leave() -> NoReturn:
     os._exit(STATUS)
 
 
-def _raise(_: int, __: FrameType | None) -> None:
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORT_SYSTEM:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _raise(_: int, frame: FrameType | None) -> None:
     if _State.num_keepers:
         _State.kept_s = time.monotonic()
     else:
-        if _State.is_interrupted:
+        # torch's native code calls Python while it is imported, some of it where an exception
+        # aborts the process (`terminate called`). An import has nothing to undo.
+        if _State.is_interrupted or _is_importing(frame):
             _leave()
         _State.is_interrupted = True
         # What the interrupt breaks off in destructors and threads is nobody's error.

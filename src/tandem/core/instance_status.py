@@ -1,14 +1,335 @@
-"""What a server tells about one of its instances, and about its store."""
+"""How instances fare: their statistics, and what a server tells of each and of its store.
 
-from typing import Literal
+A statistic is declared once, as a field of ``Statistics``. The part of an instance that knows it
+counts in a ``Statistics`` of its own, zero in all other fields; the instance's message is the sum
+of its parts, and what a server tells is the sum of its instances, by the same ``sum_stats``. The
+metrics page and its reference are made of the declarations. So a new one is a field here and the
+line that counts.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, get_origin, get_type_hints
 
 import msgspec
 
-from tandem.core.wire import StageChanged
+from tandem.core.wire import InstanceStage, StageChanged
 
-__all__ = ["InstanceRole", "InstanceStatus", "StoreStatus"]
+__all__ = [
+    "InstanceRole",
+    "InstanceStats",
+    "InstanceStatus",
+    "StatSpec",
+    "StatUnit",
+    "Statistics",
+    "StoreStatus",
+    "list_stats",
+    "sum_stats",
+]
 
 InstanceRole = Literal["unified", "prefill", "decode"]
+StatUnit = Literal["requests", "lookups", "blocks", "tokens", "bytes", "seconds", "steps", "links"]
+
+
+class StatSpec(NamedTuple):
+    """One declared statistic. All are added up over instances, by label where there is one."""
+
+    field: str
+    """Of ``Statistics``; ``/server_info`` has this name."""
+    metric: str
+    """Name on the metrics page, without the common prefix."""
+    kind: Literal["counter", "gauge"]
+    """A counter only grows, and the sum keeps what earlier runs of an instance had counted; a gauge
+    is of now, and that of an instance that has ended is gone."""
+    unit: StatUnit
+    label: str
+    """What its numbers are told apart by; empty: it is a single number."""
+    help: str
+
+
+class _Declared(NamedTuple):
+    """The part of a ``StatSpec`` that stands at a field."""
+
+    metric: str
+    kind: Literal["counter", "gauge"]
+    unit: StatUnit
+    label: str
+    help: str
+
+
+def _counter(metric: str, unit: StatUnit, help: str, *, by: str = "") -> _Declared:
+    return _Declared(metric, "counter", unit, by, help)
+
+
+def _gauge(metric: str, unit: StatUnit, help: str, *, by: str = "") -> _Declared:
+    return _Declared(metric, "gauge", unit, by, help)
+
+
+class Statistics(msgspec.Struct, kw_only=True):
+    """The statistics of an instance, or those that one of its parts counts."""
+
+    num_running: Annotated[
+        int, _gauge("num_requests_running", "requests", "Requests in the batch.")
+    ] = 0
+    num_waiting: Annotated[
+        int, _gauge("num_requests_waiting", "requests", "Requests in the queue.")
+    ] = 0
+    num_loading: Annotated[
+        int,
+        _gauge(
+            "num_requests_loading",
+            "requests",
+            "Requests that wait for KV from the store or another instance.",
+        ),
+    ] = 0
+    num_held: Annotated[
+        int,
+        _gauge("num_requests_held", "requests", "Ended prefills whose blocks are held for a read."),
+    ] = 0
+    num_blocks: Annotated[int, _gauge("kv_cache_blocks", "blocks", "KV blocks that there are.")] = 0
+    num_used_blocks: Annotated[
+        int, _gauge("kv_cache_used_blocks", "blocks", "KV blocks that live requests own.")
+    ] = 0
+    num_cached_blocks: Annotated[
+        int,
+        _gauge("kv_cache_cached_blocks", "blocks", "KV blocks kept for reuse without an owner."),
+    ] = 0
+    num_steps: Annotated[int, _counter("engine_steps_total", "steps", "Steps of the instance.")] = 0
+    step_seconds: Annotated[
+        float, _counter("engine_step_seconds_total", "seconds", "Time spent in steps.")
+    ] = 0.0
+    num_preemptions: Annotated[
+        int,
+        _counter("num_preemptions_total", "requests", "Requests put back for want of blocks."),
+    ] = 0
+    num_finished: Annotated[
+        int,
+        _counter(
+            "engine_requests_finished_total",
+            "requests",
+            "Requests that ended on an instance; a prefill and its decode are two.",
+        ),
+    ] = 0
+    prompt_tokens: Annotated[
+        int, _counter("prompt_tokens_total", "tokens", "Prompt tokens taken in.")
+    ] = 0
+    generated_tokens: Annotated[
+        int, _counter("generation_tokens_total", "tokens", "Tokens generated.")
+    ] = 0
+    num_prefix_queries: Annotated[
+        int,
+        _counter("prefix_cache_lookups_total", "lookups", "Prompts looked up in the prefix cache."),
+    ] = 0
+    """Each prompt is counted by the instance that computes it: not by one that goes on."""
+    prefix_query_tokens: Annotated[
+        int,
+        _counter(
+            "prefix_cache_queries_total", "tokens", "Prompt tokens looked up in the prefix cache."
+        ),
+    ] = 0
+    prefix_hit_tokens: Annotated[
+        int,
+        _counter(
+            "prefix_cache_hits_total",
+            "tokens",
+            "Prompt tokens found in the prefix cache; what a prefill instance hands over is not.",
+        ),
+    ] = 0
+    """From all tiers; those of the device are the ones that the next field leaves."""
+    store_hit_tokens: Annotated[
+        int,
+        _counter(
+            "external_prefix_cache_hits_total",
+            "tokens",
+            "Prompt tokens that came from the store in time.",
+        ),
+    ] = 0
+    evicted_tokens: Annotated[
+        int,
+        _counter(
+            "evicted_tokens_total", "tokens", "Tokens whose KV the device gave up for others."
+        ),
+    ] = 0
+    """The store may hold them."""
+    num_loaded_blocks: Annotated[
+        int,
+        _counter(
+            "kv_taken_blocks_total",
+            "blocks",
+            "KV blocks that loads from the store or an instance gave their content in time.",
+        ),
+    ] = 0
+    num_failed_loads: Annotated[
+        int,
+        _counter(
+            "kv_missed_blocks_total",
+            "blocks",
+            "KV blocks whose load from the store or an instance ended without, or too late.",
+        ),
+    ] = 0
+    num_lookups: Annotated[
+        int, _counter("kv_lookups_total", "lookups", "Lookups in the store.")
+    ] = 0
+    num_lookup_timeouts: Annotated[
+        int,
+        _counter(
+            "kv_lookup_timeouts_total",
+            "lookups",
+            "Lookups that the store did not answer, or not in time.",
+        ),
+    ] = 0
+    lookup_tokens: Annotated[
+        int,
+        _counter(
+            "external_prefix_cache_queries_total",
+            "tokens",
+            "Prompt tokens that the store was asked about.",
+        ),
+    ] = 0
+    found_tokens: Annotated[
+        int,
+        _counter(
+            "external_prefix_cache_found_total",
+            "tokens",
+            "Prompt tokens that the store had when it was asked.",
+        ),
+    ] = 0
+    loaded_blocks: Annotated[
+        int, _counter("kv_load_blocks_total", "blocks", "KV blocks loaded from the store.")
+    ] = 0
+    loaded_tokens: Annotated[
+        int,
+        _counter("prefetched_tokens_total", "tokens", "Tokens whose KV was loaded from the store."),
+    ] = 0
+    loaded_bytes: Annotated[
+        int, _counter("kv_load_bytes_total", "bytes", "Bytes loaded from the store.")
+    ] = 0
+    load_seconds: Annotated[
+        float,
+        _counter(
+            "kv_load_seconds_total", "seconds", "Time of loads, summed over loads that overlap."
+        ),
+    ] = 0.0
+    load_failures: Annotated[
+        dict[str, int],
+        _counter(
+            "kv_load_failed_blocks_total",
+            "blocks",
+            "KV blocks that did not come from the store and were computed, by reason.",
+            by="reason",
+        ),
+    ] = {}
+    """The reason is the code of the error, ``foreign`` for a block of another size, ``dropped``,
+    ``after_gap`` or ``offline``."""
+    stored_blocks: Annotated[
+        int, _counter("kv_store_blocks_total", "blocks", "KV blocks stored.")
+    ] = 0
+    """Those that were there already left out."""
+    stored_tokens: Annotated[
+        int, _counter("backuped_tokens_total", "tokens", "Tokens whose KV was stored.")
+    ] = 0
+    stored_bytes: Annotated[int, _counter("kv_store_bytes_total", "bytes", "Bytes stored.")] = 0
+    store_seconds: Annotated[
+        float, _counter("kv_store_seconds_total", "seconds", "Time of stores.")
+    ] = 0.0
+    store_existing_blocks: Annotated[
+        int,
+        _counter(
+            "kv_store_existing_blocks_total",
+            "blocks",
+            "KV blocks not stored because the store had them.",
+        ),
+    ] = 0
+    store_failures: Annotated[
+        dict[str, int],
+        _counter(
+            "kv_store_failed_blocks_total",
+            "blocks",
+            "KV blocks that were not stored, by reason.",
+            by="reason",
+        ),
+    ] = {}
+    """The reason is the code of the error, ``overwritten``, ``staging_full`` or ``queue_full``."""
+    store_links: Annotated[
+        dict[str, int],
+        _gauge(
+            "kv_store_links",
+            "links",
+            "Instances by the state of their session with the store.",
+            by="state",
+        ),
+    ] = {}
+    """They look for the store while it is not ``connected``; empty without a store."""
+    peer_read_blocks: Annotated[
+        int,
+        _counter("kv_peer_read_blocks_total", "blocks", "KV blocks taken from prefill instances."),
+    ] = 0
+    """After they were verified."""
+    peer_read_bytes: Annotated[
+        int, _counter("kv_peer_read_bytes_total", "bytes", "Bytes read from prefill instances.")
+    ] = 0
+    """Those included that were not taken."""
+    peer_read_hidden_seconds: Annotated[
+        float,
+        _counter(
+            "kv_peer_read_hidden_seconds_total",
+            "seconds",
+            "Time of reads from prefill instances that began while the prefill ran.",
+        ),
+    ] = 0.0
+    peer_read_exposed_seconds: Annotated[
+        float,
+        _counter(
+            "kv_peer_read_exposed_seconds_total",
+            "seconds",
+            "Time of reads from prefill instances that began after the prefill.",
+        ),
+    ] = 0.0
+    peer_read_failures: Annotated[
+        dict[str, int],
+        _counter(
+            "kv_peer_read_failed_blocks_total",
+            "blocks",
+            "KV blocks that did not come from a prefill instance, by reason.",
+            by="reason",
+        ),
+    ] = {}
+    """The reason is the code of the error, ``dropped`` or ``offline``."""
+
+
+class InstanceStats(Statistics, kw_only=True):
+    """The statistics of an instance, or of all of a server, and the stage."""
+
+    stage: InstanceStage
+
+
+@cache
+def list_stats() -> tuple[StatSpec, ...]:
+    """Return every declared statistic, in their order."""
+    specs: list[StatSpec] = []
+    for name, hint in get_type_hints(Statistics, include_extras=True).items():
+        declared = hint.__metadata__[0]
+        assert isinstance(declared, _Declared), f"{name} is not declared"
+        is_by_label = get_origin(hint.__origin__) is dict
+        assert is_by_label == bool(declared.label), f"{name}: a dictionary, no other, has a label"
+        specs.append(StatSpec(name, *declared))
+    return tuple(specs)
+
+
+def sum_stats(stage: InstanceStage, parts: Iterable[Statistics]) -> InstanceStats:
+    """Add up statistics; those that are told apart by a label are added label by label."""
+    total: dict[str, Any] = {}
+    for part in parts:
+        for spec in list_stats():
+            value = getattr(part, spec.field)
+            if spec.label:
+                known: dict[str, int] = total.setdefault(spec.field, {})
+                # A copy: the part's thread counts on.
+                for label, amount in dict(value).items():
+                    known[label] = known.get(label, 0) + amount
+            else:
+                total[spec.field] = total.get(spec.field, 0) + value
+    return InstanceStats(stage=stage, **total)
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,6 @@ __all__ = [
     "FinishReason",
     "InstanceInfo",
     "InstanceStage",
-    "InstanceStats",
     "KvHandle",
     "KvPeer",
     "KvSource",
@@ -42,7 +41,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -72,6 +71,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     """Beside the model's own end-of-text ids."""
     ignore_eos: bool = False
+    """With a grammar, the model's end of text ends the request all the same."""
+    grammar: str = ""
+    """What the output must match, as llguidance's JSON; empty: anything. Its own end comes before
+    ``min_tokens``."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """None: none. k: the chosen token's log-probability and those of the k likeliest."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -316,68 +319,3 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Why the others were not, by name."""
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
-
-
-class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters and gauges of an instance; counters only grow."""
-
-    stage: InstanceStage
-    num_running: int = 0
-    num_waiting: int = 0
-    num_loading: int = 0
-    """Requests that wait for KV from elsewhere."""
-    num_held: int = 0
-    """Ended prefills whose blocks are held."""
-    num_blocks: int = 0
-    num_used_blocks: int = 0
-    """Blocks that a live request owns; cached ones without an owner are not counted."""
-    num_cached_blocks: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_finished: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    prefix_query_tokens: int = 0
-    """Of prompts, each counted by the instance that computes it: not by one that goes on."""
-    prefix_hit_tokens: int = 0
-    """From all tiers; those of the device are the ones that the next field leaves."""
-    store_hit_tokens: int = 0
-    """Prompt tokens that loads from the store had brought for their request."""
-    evicted_tokens: int = 0
-    """Of blocks whose memory was needed; the store may hold them."""
-    step_seconds: float = 0.0
-    num_lookups: int = 0
-    """Prompts whose missing blocks the store was asked about."""
-    num_lookup_timeouts: int = 0
-    """Lookups that the store did not answer, or not in time."""
-    lookup_tokens: int = 0
-    """Of the blocks that lookups asked about."""
-    loaded_blocks: int = 0
-    """Blocks of KV read from the store."""
-    loaded_tokens: int = 0
-    loaded_bytes: int = 0
-    load_seconds: float = 0.0
-    """Time of reads that brought blocks; reads of several requests may overlap."""
-    stored_blocks: int = 0
-    """Blocks of KV written to the store, those that were there already left out."""
-    stored_tokens: int = 0
-    stored_bytes: int = 0
-    store_seconds: float = 0.0
-    store_existing_blocks: int = 0
-    """Blocks that were not stored because the store had them."""
-    load_failures: dict[str, int] = {}
-    """Blocks by reason; see ``tandem.engine.tiers.counters.TierCounters``."""
-    store_failures: dict[str, int] = {}
-    """Blocks by reason."""
-    store_links: dict[str, int] = {}
-    """Instances by the state of their session with the store, which they look for while it is not
-    ``connected``; empty without a store."""
-    peer_read_blocks: int = 0
-    """Blocks taken from prefill instances."""
-    peer_read_bytes: int = 0
-    peer_read_hidden_seconds: float = 0.0
-    """Of reads begun while the prefill still ran."""
-    peer_read_exposed_seconds: float = 0.0
-    """Of reads begun after it had ended."""
-    peer_read_failures: dict[str, int] = {}
-    """Blocks that did not come from a prefill instance, by reason."""

@@ -7,6 +7,7 @@ loads the model and puts the parts together as planned.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import msgspec
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError
-from tandem.core.model_plan import ModelPlan
+from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
@@ -25,6 +26,7 @@ from tandem.engine.memory import KvPlan, check_context, plan_kv_cache
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.grammar import Grammars
 from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
@@ -35,6 +37,8 @@ from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.loader import CausalModel, count_mapped_bytes, load_model, make_kv_layout
 from tandem.models.planning.planner import plan_model
 from tandem.models.proof.require import require_proof
+from tandem.models.tokenizing.grammars import TokenTable, make_token_table
+from tandem.models.tokenizing.tokenizer import load_tokenizer
 
 __all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
@@ -273,7 +277,11 @@ def build_engine(
     engine = Engine(
         Scheduler(plan.config, pool, index, planner),
         TorchRunner(
-            model, cache, threads=plan.torch_threads, is_overlapped=plan.config.overlap == "on"
+            model,
+            cache,
+            threads=plan.torch_threads,
+            grammars=Grammars(partial(_make_token_table, plan.model)),
+            is_overlapped=plan.config.overlap == "on",
         ),
         clock,
         vocab_size=spec.vocab_size,
@@ -306,3 +314,9 @@ def build_engine(
         load_seconds=0.0,
     )
     return BuiltEngine(engine, info, model, identity, index, cache, planner)
+
+
+def _make_token_table(plan: ModelPlan) -> TokenTable:
+    """Load the vocabulary that grammars are written in; at the first request that has one."""
+    tokenizer = load_tokenizer(Path(plan.folder))
+    return make_token_table(tokenizer, plan.spec.vocab_size, plan.spec.eos_token_ids)

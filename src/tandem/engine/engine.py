@@ -21,6 +21,7 @@ from tandem.core.errors import (
     NotFoundError,
     TandemError,
 )
+from tandem.core.instance_status import Statistics
 from tandem.core.timeline import InstanceTimeline, StoreLookup
 from tandem.core.wire import (
     AddRequest,
@@ -38,7 +39,6 @@ from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import (
     ScheduledSequence,
     Scheduler,
-    SchedulerStats,
     StepPlan,
 )
 from tandem.engine.stepping.describe import (
@@ -61,7 +61,6 @@ from tandem.engine.timelines import TimelineLog
 
 __all__ = [
     "Engine",
-    "EngineCounters",
     "EngineStep",
     "MissingBlocks",
     "PrefillView",
@@ -75,17 +74,6 @@ NO_FAILURES: Mapping[int, TandemError] = MappingProxyType({})
 DEFAULT_TIMELINES = 256
 MAX_ENDED_PREFILLS = 4096
 """Remembered, so that who asks after the end of a hold does not wait for it to begin."""
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Totals since start."""
-
-    num_steps: int = 0
-    num_finished: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    step_seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -226,7 +214,7 @@ class Engine:
         """Told so, without the lock; any thread."""
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self.counters = EngineCounters()
+        self.counters = Statistics()
 
     def attach_transfers(self, transfers: BlockTransfers) -> None:
         """Set what moves blocks to and from lower tiers; before the first step. Not owned."""
@@ -434,7 +422,7 @@ class Engine:
         with self._lock:
             return self._scheduler.is_unchanged(block)
 
-    def get_stats(self) -> SchedulerStats:
+    def get_stats(self) -> Statistics:
         """Return the scheduler's snapshot."""
         with self._lock:
             return self._scheduler.get_stats()
@@ -649,7 +637,8 @@ class Engine:
             raise NotFoundError("engine.add", what, field="model")
 
     def _collect_stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        own = () if params.ignore_eos else self._eos_token_ids
+        # A grammar that is complete allows nothing but an end of text.
+        own = () if params.ignore_eos and not params.grammar else self._eos_token_ids
         return frozenset((*own, *params.stop_token_ids))
 
     def _record(

@@ -10,10 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from tandem.core.errors import ShapeError
+from tandem.core.model.layers import RoutingRule
 from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-from tandem.kernels.routing import RoutingRule
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 
@@ -29,6 +30,7 @@ __all__ = [
     "LoraPart",
     "Matrix",
     "MatrixWrapper",
+    "Shard",
     "Step",
     "WeightReader",
 ]
@@ -259,6 +261,34 @@ class Execution(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of a weight along one of its axes, such as the rows or columns of one rank."""
+
+    axis: int
+    """Of the weight's shape; of codes [N, K], 0 is outputs and 1 inputs."""
+    start: int
+    stop: int
+    """Exclusive."""
+    size: int
+    """Of the whole axis, as the configuration has it."""
+
+    def __post_init__(self) -> None:
+        if self.axis < 0 or not 0 <= self.start < self.stop <= self.size:
+            what = f"{self.start} to {self.stop} of {self.size} along axis {self.axis}"
+            raise ShapeError("kernels.read_shard", f"{what}: give a part that is not empty")
+
+    def widen(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the weight whose part has this shape.
+
+        Raises: ShapeError (the part has another shape).
+        """
+        if self.axis >= len(shape) or shape[self.axis] != self.stop - self.start:
+            what = f"{self.start} to {self.stop} along axis {self.axis} do not fit {list(shape)}"
+            raise ShapeError("kernels.read_shard", what)
+        return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
+
+
 class WeightReader(Protocol):
     """Tensors by checkpoint name, in the dtype and on the device that the model runs in."""
 
@@ -271,8 +301,14 @@ class WeightReader(Protocol):
         """Return True if the checkpoint holds ``name``; does not mark it as used."""
         ...
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Copy ``name`` into ``out``, converting its dtype; marks it as used.
+
+        Args:
+            name: of the weight.
+            out: of its shape, or of that of its part.
+            shard: the part to read; None is all. Values are read as far as they are wanted; codes
+                that have to be decoded are decoded whole first, into scratch memory.
 
         Raises:
             NotFoundError: the checkpoint has no such tensor.
@@ -292,7 +328,9 @@ class WeightReader(Protocol):
         """
         ...
 
-    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
+    def read_packed(
+        self, name: str, expert_id: int | None = None, shard: Shard | None = None
+    ) -> CodedMatrix:
         """Return the codes [N, K] of a matrix in the format of ``find_format``; marks it as used.
 
         Outputs come first, whichever way around ``read_into`` gives the values.
@@ -300,6 +338,8 @@ class WeightReader(Protocol):
         Args:
             name: of the weight.
             expert_id: which expert, where the checkpoint has those of a layer in one tensor.
+            shard: the part of the matrix [N, K]; None is all. It ends where groups of codes that
+                share a scale end, or a ShapeError says so.
 
         Raises: as ``read_into``; UnsupportedError if there is no such format.
         """

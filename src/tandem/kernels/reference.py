@@ -12,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from tandem.kernels.operators.rope import RopeParameters
+from tandem.core.model.layers import RopeSpec
 
 __all__ = [
     "attention",
@@ -56,7 +56,7 @@ def rms_norm(x_TD: Array, w_D: Array, eps: float) -> Array:
     return x_TD / np.sqrt(np.mean(x_TD**2, axis=-1, keepdims=True) + eps) * w_D
 
 
-def rope_frequencies(p: RopeParameters, position: int) -> tuple[Array, float]:
+def rope_frequencies(p: RopeSpec, position: int) -> tuple[Array, float]:
     """Return (radians per token of each pair, factor on cos and sin) at a position."""
     d, n = p.head_dim, p.max_position_embeddings
     context = p.original_max_position_embeddings or n
@@ -75,7 +75,7 @@ def rope_frequencies(p: RopeParameters, position: int) -> tuple[Array, float]:
     return freq, 1.0
 
 
-def _yarn(p: RopeParameters, freq: Array, context: int) -> tuple[Array, float]:
+def _yarn(p: RopeSpec, freq: Array, context: int) -> tuple[Array, float]:
     """arXiv:2309.00071, section 3.2 and equation 22."""
 
     def pair_of(turns: float) -> float:
@@ -96,7 +96,7 @@ def _yarn(p: RopeParameters, freq: Array, context: int) -> tuple[Array, float]:
     return freq * (1 - ramp) + freq / p.factor * ramp, factor
 
 
-def rope(p: RopeParameters, positions_T: Ids) -> tuple[Array, Array]:
+def rope(p: RopeSpec, positions_T: Ids) -> tuple[Array, Array]:
     """Return cos and sin [T, d] of each position, halves repeated."""
     rows = []
     for position in positions_T.tolist():
@@ -157,7 +157,7 @@ def latent_attention(
     x_TD: Array,
     w: dict[str, Array],
     positions_T: Ids,
-    p: RopeParameters,
+    p: RopeSpec,
     *,
     num_heads: int,
     nope: int,

@@ -8,13 +8,14 @@ import msgspec
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import CapacityError, ConfigError
-from tandem.core.model_plan import NO_FORMAT
+from tandem.core.model.plan import NO_FORMAT
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.devices import DeviceContext, open_device
 from tandem.models.families import open_checkpoint
 from tandem.models.families.names import rename_reader
+from tandem.models.loading.builders import Resources
 from tandem.models.loading.injection import apply_plan
-from tandem.models.loading.loader import make_settings, open_weights
+from tandem.models.loading.loader import open_weights
 from tandem.models.loading.packed_cache import PackedCaches, choose_root
 from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.planning.planner import plan_model
@@ -88,7 +89,7 @@ def convert_model(
             checkpoint, plan, DeviceContext(open_device(plan.device), pool), progress, stack
         )
         reader = rename_reader(source, source.entries)
-        apply_plan(model, checkpoint.config, plan, make_settings(plan, pool, caches))
+        apply_plan(model, plan, Resources(pool=pool, caches=caches, expert_parts=plan.expert_parts))
         modules = model.named_modules()
         operators = {name: m for name, m in modules if isinstance(m, NativeExperts)}
         if not operators or caches is None:

@@ -38,6 +38,8 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Fitted: weights for a GPU, copied to pinned memory, as a share of the memory's peak."""
     handover_us: Annotated[float, Meta(ge=0)]
     """Fitted: GPU to CPU and back, once a layer with experts on the CPU."""
+    layer_us: Annotated[float, Meta(ge=0)] = 0.0
+    """Measured: of a layer's calls on the CPU, whatever their size; 0 where GPUs run the layer."""
     gpu_bandwidth: Share = 0.8
     """Given: what decode kernels of attention and matrices are published to reach."""
     gpu_compute: Share = 0.5
@@ -197,7 +199,7 @@ def _layer_parts(
     """Tokens of one expert."""
     weights = layer.expert_weights
     gpu_experts = cpu_experts = stream = handover = 0.0
-    streams = is_prefill and place.prefill == "streamed" and machine.num > 0
+    streams = is_prefill and place.prefill == "streamed" and machine.num > 0 and on_cpu > 0
     if streams:
         stream = machine.stream_time(on_cpu * weights * expert_bytes)
         on_gpu, on_cpu = layer.num_experts, 0
@@ -264,6 +266,7 @@ def _step(
             is_prefill=is_prefill,
         )
         seconds += count * _layer_seconds(parts, layer, 0 if is_prefill else place.deferred)
+        seconds += 0.0 if machine.num else count * eff.layer_us * 1e-6
         for name in sums:
             sums[name] += count * getattr(parts, name)
     head = shape.head_weights or shape.embedding_weights

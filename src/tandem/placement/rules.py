@@ -276,14 +276,18 @@ def _is_class(wanted: str, module: ModuleInfo) -> bool:
     """Compare import paths; a bare name, or one that only KTransformers has, by its last part.
 
     KTransformers ships copies of transformers' modeling files, and its rules name the classes
-    there; the class of the same name here is the one that is meant.
+    there; the class of the same name here is the one that is meant, whatever its capitals: its
+    DeepseekV2MoE is DeepseekV2Moe in transformers.
     """
     paths = (module.class_path, *module.bases)
     if "." in wanted and not wanted.startswith("ktransformers."):
         # torch.nn.Linear lives in torch.nn.modules.linear: compare what the import names.
         return wanted in paths or wanted in [_public_path(path) for path in paths]
     last = wanted.rpartition(".")[2]
-    return any(path.rpartition(".")[2] == last for path in paths)
+    names = [path.rpartition(".")[2] for path in paths]
+    if "." in wanted:
+        return last.lower() in [name.lower() for name in names]
+    return last in names
 
 
 def _public_path(path: str) -> str:

@@ -21,8 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.core.errors import InternalError, TandemError
+from tandem.core.errors import ConfigError, InternalError, TandemError
 from tandem.core.instance_status import StoreStatus
+from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.api.endpoints import list_endpoints
 from tandem.server.api.explain import collect_timeline
 from tandem.server.api.names import find_names
@@ -38,12 +39,12 @@ from tandem.server.edge.hosts import HostGate
 from tandem.server.edge.http_errors import HttpError, describe_error, error_response
 from tandem.server.engine import EngineClient
 from tandem.server.lifecycle import AdmissionGate, Lifecycle
+from tandem.server.outputs.formats import FORMATS, OutputFormat, detect_format
 from tandem.server.telemetry.load_log import log_load
 from tandem.server.telemetry.metrics import ServerMetrics
 from tandem.server.telemetry.timelines import TimelineRing
 from tandem.server.telemetry.tracing import make_tracer
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import Tokenizer
 from tandem.server.text.work_threads import WorkThreads
 
 __all__ = ["build_app"]
@@ -97,6 +98,7 @@ def build_app(
         lifecycle=Lifecycle(metrics),
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
+        has_admin_keys=bool(config.admin_api_key),
         adapter_folder=adapter_folder,
         read_store=read_store,
     )
@@ -170,7 +172,19 @@ def _make_encoder(config: ServerConfig, tokenizer: Tokenizer) -> PromptEncoder:
             # A rendering that is longer than a body may be comes from a runaway loop.
             max_chars=4 * config.max_body_bytes,
         )
-    return PromptEncoder(tokenizer, WorkThreads(config.tokenizer_threads), template)
+    threads = WorkThreads(config.tokenizer_threads)
+    return PromptEncoder(tokenizer, threads, template, _find_form(config, tokenizer))
+
+
+def _find_form(config: ServerConfig, tokenizer: Tokenizer) -> OutputFormat | None:
+    name = config.output_format
+    if name == "auto":
+        name = detect_format(tokenizer.chat_template or "") or "none"
+    elif name != "none" and name not in FORMATS:
+        known = ", ".join(FORMATS)
+        what = f"output_format {name!r} is not known: use auto, none, {known}"
+        raise ConfigError("server.build_app", what, field="server.output_format")
+    return FORMATS.get(name)
 
 
 def _bind(context: ServerContext, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -103,6 +103,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     template_timeout_s: Annotated[
         float, Meta(gt=0, le=60, description="Seconds a chat template may take to render.")
     ] = 5.0
+    output_format: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Form in which the model writes reasoning and tool calls: qwen, qwen_xml, "
+            "deepseek_v3, deepseek_v31, deepseek_v32, kimi_k2, glm, minimax_m2, harmony, llama3, "
+            "mistral, gemma4, think (reasoning alone), none; auto reads it from the chat template.",
+        ),
+    ] = "auto"
     access_log: Annotated[
         bool, Meta(description="Log a line for each HTTP request, whatever --log-level says.")
     ] = True

@@ -19,15 +19,15 @@ from starlette.types import Receive
 from tandem.core.adapter import AdapterInfo
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, TandemError
-from tandem.core.instance_status import StoreStatus
+from tandem.core.instance_status import InstanceStats, StoreStatus
 from tandem.core.logs import current_request_id
 from tandem.core.wire import (
     AddRequest,
     InstanceInfo,
     InstanceStage,
-    InstanceStats,
     SamplingParams,
 )
+from tandem.server.api.grammars import GrammarChecks
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
@@ -58,8 +58,6 @@ __all__ = ["ChoicePlan", "RequestOptions", "ServedModel", "ServerContext", "Text
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
-_LOGPROB_COST = 64
-"""Of a token and its log-probability, compared to a byte of a body."""
 _STATS_TIMEOUT_S = 2.0
 """A scrape must not wait for a stuck instance; Prometheus itself gives up after ten seconds."""
 
@@ -119,6 +117,7 @@ class ServerContext:
     Attributes:
         models: what clients may ask for.
         has_keys: whether clients need an API key.
+        has_admin_keys: whether there are keys of an admin.
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
     """
@@ -133,10 +132,15 @@ class ServerContext:
     timelines: TimelineRing
     tracer: RequestTracer | None = None
     has_keys: bool = False
+    grammars: GrammarChecks = field(init=False)
+    has_admin_keys: bool = False
     adapter_folder: Path | None = None
     read_store: Callable[[], StoreStatus] | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarChecks(self.encoder.tokenizer)
 
     @property
     def block_size(self) -> int:
@@ -272,17 +276,16 @@ class ServerContext:
             running = self.encoder.threads.run(work, http.state.body_bytes, *args)
             return await run_while_connected(http.receive, running)
 
-    async def shape(self, num_logprobs: int, work: Callable[[], _T]) -> _T:
+    async def shape(self, size_bytes: int, work: Callable[[], _T]) -> _T:
         """Run what gives an answer its form: here, or on the threads if it is long.
 
         Args:
-            num_logprobs: that it turns into text; all else is fast.
+            size_bytes: of what it makes, about.
             work: uses nothing that another task changes.
         """
-        cost = num_logprobs * _LOGPROB_COST
-        if cost <= SMALL_COST:
+        if size_bytes <= SMALL_COST:
             return work()
-        return await self.encoder.threads.run(work, cost)
+        return await self.encoder.threads.run(work, size_bytes)
 
     def find_time_left(self, origin: Origin, timeout_s: float | None) -> float:
         """Return the seconds that a request may still take, by its own limit and the server's."""

@@ -8,12 +8,11 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
-from tandem.core.instance_status import InstanceStatus
+from tandem.core.instance_status import InstanceStats, InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
     InstanceInfo,
-    InstanceStats,
     RequestOutput,
     StageChanged,
 )

@@ -12,18 +12,19 @@ from typing import NamedTuple, Protocol
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput, TokenLogprob
+from tandem.models.tokenizing.detokenizer import Detokenizer
 from tandem.server.engine import EngineClient, RequestStream
-from tandem.server.outputs.deltas import Delta, OutputParser, join_deltas
+from tandem.server.outputs.deltas import Delta, OutputParser, TextDelta, join_deltas
 from tandem.server.telemetry.metrics import RequestTimer
-from tandem.server.text.detokenizer import Detokenizer
 from tandem.server.text.stop_strings import StopMatcher
 
-__all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece", "count_logprobs"]
+__all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece", "measure_logprobs"]
 
 _logger = logging.getLogger(__name__)
 
-_DEADLINE_GRACE_S = 5.0
-"""The engine ends a request at its deadline; if it does not, the server does this much later."""
+_DEADLINE_GRACE_S = 0.1
+"""The engine ends a request at its deadline, between two steps; where a step takes longer, the
+server ends it this much later."""
 
 _FINISH = {
     FinishReason.STOP: "stop",
@@ -45,15 +46,25 @@ class Piece(NamedTuple):
     num_tokens: int
     """Of the generation, up to this piece."""
     deltas: Sequence[Delta]
-    """The parts that the text has made certain; empty without a parser."""
+    """The parts that the text has made certain; without a parser all is answer."""
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes in an answer."""
+        ids = _TOKEN_BYTES * len(self.token_ids)
+        return len(self.text) + ids + measure_logprobs(self.logprobs)
 
 
-def count_logprobs(entries: Sequence[TokenLogprob | None] | None) -> int:
-    """Return how many log-probabilities there are, those of likeliest tokens included."""
+_TOKEN_BYTES, _LOGPROB_BYTES = 8, 64
+"""About what an id, and a token with its log-probability, take in an answer."""
+
+
+def measure_logprobs(entries: Sequence[TokenLogprob | None] | None) -> int:
+    """Return about how many bytes of an answer log-probabilities are, likeliest tokens included."""
     if not entries:
         return 0
     last = entries[-1]
-    return len(entries) * (1 if last is None else 1 + len(last.top))
+    return _LOGPROB_BYTES * len(entries) * (1 if last is None else 1 + len(last.top))
 
 
 class Generation:
@@ -185,8 +196,7 @@ class Generation:
             text += self._detokenizer.flush()
             self.finish_reason = _FINISH[output.finish_reason]
         piece = self._make_piece(self._match_stop(text))
-        has_news = piece.text if self._parser is None else piece.deltas
-        if has_news or piece.finish_reason is not None:
+        if piece.deltas or piece.finish_reason is not None:
             return piece
         # The tokens of text that is held back come with the next piece.
         self._pending_text = piece.text
@@ -206,7 +216,7 @@ class Generation:
         return text
 
     def _make_piece(self, text: str) -> Piece:
-        deltas: list[Delta] = []
+        deltas: list[Delta] = [TextDelta(text)] if text else []
         if self._parser is not None:
             deltas = self._parser.feed(text)
             if self.finish_reason is not None:

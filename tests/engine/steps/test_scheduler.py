@@ -229,8 +229,8 @@ def test_second_request_reuses_to_the_token():
     assert second.report.num_cached_tokens == 14
     stage.complete()
     stats = stage.scheduler.get_stats()
-    assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (2, 33)
-    assert stats.num_prefix_hit_tokens == 14
+    assert (stats.num_prefix_queries, stats.prefix_query_tokens) == (2, 33)
+    assert stats.prefix_hit_tokens == 14
 
 
 def test_a_prompt_that_another_instance_has_computed_is_counted_there():
@@ -248,8 +248,8 @@ def test_a_prompt_that_another_instance_has_computed_is_counted_there():
         stage.now_s += 1.0
     assert stage.scheduler.find_prefill("handed over") is None
     stats = stage.scheduler.get_stats()
-    assert (stats.num_prefix_queries, stats.num_prefix_query_tokens) == (1, 18)
-    assert stats.num_prefix_hit_tokens == 0
+    assert (stats.num_prefix_queries, stats.prefix_query_tokens) == (1, 18)
+    assert stats.prefix_hit_tokens == 0
 
 
 def test_repeated_prompt_computes_its_last_token_only():

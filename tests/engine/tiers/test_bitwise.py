@@ -181,7 +181,7 @@ async def disaggregate(seed):
     async with Cluster(p0="prefill", d0="decode") as cluster:
         tokens = await cluster.ask(seed)
         reads = cluster["d0"].reads
-        assert (reads.read_blocks, reads.failures) == (11, {})
+        assert (reads.peer_read_blocks, reads.peer_read_failures) == (11, {})
         assert cluster["p0"].engine.counters.generated_tokens == 1
         assert cluster["d0"].engine.counters.num_steps == NUM_TOKENS - 1, "it decodes, no more"
         assert cluster.dispatcher.fallbacks == {}
@@ -206,10 +206,10 @@ async def fail_in_mid_transfer(seed):
         cluster["p0"].allowed = 2
         asking = asyncio.create_task(cluster.ask(seed))
         reads = cluster["d0"].reads
-        await wait_until(lambda: reads.read_blocks >= 3, reads)
-        assert reads.read_blocks < 11
+        await wait_until(lambda: reads.peer_read_blocks >= 3, reads)
+        assert reads.peer_read_blocks < 11
         await asyncio.to_thread(cluster["p0"].exchange.close)
-        await wait_until(lambda: reads.failures, reads)
+        await wait_until(lambda: reads.peer_read_failures, reads)
         cluster.ports["p0"].die()
         tokens = await asking
         assert sum(cluster.dispatcher.fallbacks.values()) == 1
@@ -230,7 +230,7 @@ async def fail_in_mid_decode(seed):
         cluster.ports[dead].die()
         tokens = await asking
         assert cluster.dispatcher.fallbacks == {"decode_peer_lost": 1}
-        assert cluster[other].reads.read_blocks == 11
+        assert cluster[other].reads.peer_read_blocks == 11
         assert cluster[other].engine.counters.generated_tokens == NUM_TOKENS - 6
         return tokens
 
@@ -245,7 +245,7 @@ async def evict(seed):
         for name, prompt in (("first", PROMPT), ("other", OTHER), ("again", PROMPT)):
             run_alone(node, seed, name, prompt)
             node.wait(name)
-        assert node.engine.get_stats().num_evicted_blocks > 11
+        assert node.engine.get_stats().evicted_tokens > 11 * BLOCK
         assert node.cached("again") < len(PROMPT) - BLOCK
         assert node.tokens("first") == node.tokens("again")
         return node.tokens("again")

@@ -195,14 +195,14 @@ def test_tokens_are_those_of_one_engine(make, truth, transport, is_early):
     decode.open(prefill)
     assert hand_over(prefill, decode, 0, is_early=is_early) == truth[0]
     assert decode.cached("d0") == len(PROMPT)
-    assert decode.reads.read_blocks == NUM_BLOCKS
-    assert decode.reads.failures == {}
+    assert decode.reads.peer_read_blocks == NUM_BLOCKS
+    assert decode.reads.peer_read_failures == {}
     decode.engine.flush_cache()
     assert hand_over(prefill, decode, 1, is_early=is_early, seed=11) == truth[1]
-    assert decode.reads.read_blocks == 2 * NUM_BLOCKS
+    assert decode.reads.peer_read_blocks == 2 * NUM_BLOCKS
     size = prefill.exchange.peer.block_bytes
-    assert decode.reads.read_bytes == 2 * NUM_BLOCKS * size
+    assert decode.reads.peer_read_bytes == 2 * NUM_BLOCKS * size
     copied = decode.exchange.transfer.bytes_copied("shm")
-    assert copied == (decode.reads.read_bytes if transport == "shm" else 0)
+    assert copied == (decode.reads.peer_read_bytes if transport == "shm" else 0)
     prefill.wait_idle()
     decode.wait_idle()

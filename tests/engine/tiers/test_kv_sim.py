@@ -83,7 +83,7 @@ def free_at_once(loads, request, load, position):
     """Blocks of a load that nobody waits for are free while the transfer goes on."""
     cut = load.pending[position:]
     del load.pending[position:]
-    loads.num_failed += len(cut)
+    loads._counters.num_failed_loads += len(cut)
     loads._prefix.forget_expected(request, [pending.key for pending in cut])
     for pending in cut:
         load.done.discard(pending.block_id)

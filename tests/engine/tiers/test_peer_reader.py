@@ -5,8 +5,8 @@ import asyncio
 import numpy as np
 
 from tandem.core.clock import ManualClock
+from tandem.core.instance_status import Statistics
 from tandem.core.wire import KvHandle, PrefillKv, SamplingParams
-from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
@@ -34,7 +34,7 @@ def read(*plans):
 
     async def run():
         sink = Sink()
-        target = ReadTarget(None, np.zeros(64, np.uint8), None, ManualClock(), PeerReadCounters())
+        target = ReadTarget(None, np.zeros(64, np.uint8), None, ManualClock(), Statistics())
         reader = PeerReader(target, sink)
         for plan in plans:
             reader.begin(plan)

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from tandem.core.clock import MonotonicClock
+from tandem.core.instance_status import sum_stats
 from tandem.core.timeline import MissReason
 from tandem.core.wire import AddRequest, InstanceStage, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
-from tandem.engine.stats import make_stats
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.service import TierService
 from tandem.engine.tiers.store_tier import BlockMemory, make_object_key
@@ -99,7 +99,9 @@ class Served:
                 store.config,
                 RpcConfig(),
                 settings,
-                BlockMemory(self.built.cache.view_bytes(), self.built.cache.layout.bytes_per_block),
+                BlockMemory(
+                    self.built.cache.view_bytes(), self.built.cache.layout.bytes_per_block, BLOCK
+                ),
                 identity=self.built.identity.digest.hex(),
                 clock=MonotonicClock(),
                 on_load=self.built.planner.note_load,
@@ -181,7 +183,7 @@ def test_a_store_that_is_not_there_is_named_and_looked_for(tmp_path, caplog, mon
         StoreConfig(master="127.0.0.1:1", secret="s" * 40),
         RpcConfig(connect_timeout_ms=50),
         TierConfig(),
-        BlockMemory(np.zeros(64, dtype=np.uint8), 64),
+        BlockMemory(np.zeros(64, dtype=np.uint8), 64, BLOCK),
         identity="0" * 64,
         clock=MonotonicClock(),
         on_load=lambda *_: None,
@@ -225,19 +227,15 @@ def test_what_is_moved_is_counted_by_tier(serve):
     first.wait_stored(10)
     assert second.generate(PROMPT)[1] == 10 * BLOCK
     assert second.generate(PROMPT)[1] > 10 * BLOCK
-    stats = make_stats(
-        InstanceStage.READY,
-        second.engine.get_stats(),
-        second.engine.counters,
-        second.tier.counters,
-        block_size=BLOCK,
-    )
+    parts = [second.engine.get_stats(), second.engine.counters, second.tier.counters]
+    stats = sum_stats(InstanceStage.READY, parts)
     assert stats.store_hit_tokens == stats.loaded_tokens == 10 * BLOCK
     # The second time, all of the prompt but its last token was on the device.
     assert stats.prefix_hit_tokens - stats.store_hit_tokens == len(PROMPT) - 1
     assert stats.loaded_bytes == 10 * second.built.cache.layout.bytes_per_block
     assert stats.load_seconds > 0
-    assert stats.lookup_tokens == 10 * BLOCK
+    assert stats.lookup_tokens == stats.found_tokens == 10 * BLOCK
+    assert stats.loaded_blocks == stats.num_loaded_blocks == 10
     assert (stats.num_lookups, stats.num_lookup_timeouts) == (1, 0)
 
 
@@ -347,7 +345,7 @@ def test_other_weights_find_nothing_in_the_store(serve, store, expected):
     assert {key.split("/")[1] for key in list_keys(store)} == {first.built.identity.digest.hex()}
     second.tier._tier._identity = changed.digest.hex()
     assert second.generate(PROMPT) == (expected, 0)
-    assert second.tier.counters.found_blocks == 0
+    assert second.tier.counters.found_tokens == 0
     second.wait_stored(10)
     assert {key.split("/")[1] for key in list_keys(store)} == {
         first.built.identity.digest.hex(),

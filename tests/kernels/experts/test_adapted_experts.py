@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tandem._native import ThreadPool
-from tandem.kernels.activation import SILU, Activation
+from tandem.core.model.layers import SILU, Activation
+from tandem.kernels.activation import activate
 from tandem.kernels.cpu.adapted_experts import ExpertFactors, run_adapted_experts
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.packed_oracle import decode
@@ -74,7 +75,7 @@ class Case:
             row = torch.zeros(HIDDEN, dtype=torch.float64)
             for slot, e in enumerate(slots):
                 if e >= 0:
-                    h = self.activation.apply((gate_up[e] @ x[t])[None])[0]
+                    h = activate(self.activation, (gate_up[e] @ x[t])[None])[0]
                     row = row + weights[t, slot] * (down[e] @ h)
             rows.append(row)
         out = torch.stack(rows)

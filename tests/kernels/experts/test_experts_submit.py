@@ -12,6 +12,7 @@ import torch
 
 from tandem._native import ThreadPool
 from tandem.core.errors import ConflictError, DeadlineError, ShapeError
+from tandem.core.model.layers import ExpertsSpec
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.torch.experts import Experts
 from tandem.kernels.weights.formats import WEIGHT_FORMATS
@@ -37,12 +38,12 @@ def load(pool, make_reader, draw):
             "x.gate_up_proj": draw(NUM_EXPERTS, 2 * INNER, HIDDEN, dtype=dtype),
             "x.down_proj": draw(NUM_EXPERTS, HIDDEN, INNER, dtype=dtype),
         }
-        sizes = (NUM_EXPERTS, HIDDEN, INNER)
+        spec = ExpertsSpec(num_experts=NUM_EXPERTS, hidden_size=HIDDEN, intermediate_size=INNER)
         if kind == "tensors":
-            experts = Experts(*sizes)
+            experts = Experts(spec)
         else:
             weight_format = WEIGHT_FORMATS[kind]
-            experts = NativeExperts(*sizes, weight_format=weight_format, pool=pool)
+            experts = NativeExperts(spec, weight_format=weight_format, pool=pool)
         experts.load(make_reader(tensors, dtype), "x")
         return experts
 

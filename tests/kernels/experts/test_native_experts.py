@@ -18,7 +18,7 @@ from tandem.core.errors import (
     ShapeError,
     UnsupportedError,
 )
-from tandem.kernels.activation import Activation
+from tandem.core.model.layers import Activation
 from tandem.kernels.cpu.experts import PackedExperts, count_bytes
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, QuantizedMatrix, WeightFormat, quantize
 

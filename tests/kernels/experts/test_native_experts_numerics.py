@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tandem._native import ThreadPool, kernel_isas
-from tandem.kernels.activation import SILU, Activation
+from tandem.core.model.layers import SILU, Activation
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.packed_oracle import Layer, activate, decode, run_experts
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, WeightFormat

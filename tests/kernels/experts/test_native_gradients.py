@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.errors import ShapeError
-from tandem.kernels.activation import SILU, Activation
+from tandem.core.model.layers import SILU, Activation
 from tandem.kernels.cpu.autograd import multiply_frozen, run_experts
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.gradient_oracle import (

@@ -7,6 +7,7 @@ that a family has; each must be refused, with its layer and name.
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from published import PUBLISHED, make_published
@@ -14,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem.cli.commands.verify import render_proof
 from tandem.core.errors import UnsupportedError
+from tandem.core.model.layers import Activation
 from tandem.kernels import paged
-from tandem.kernels.activation import Activation
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.operators.attention import Attention
@@ -91,6 +92,23 @@ def forget(kind, name, value):
     return mutate
 
 
+def respec(kind, **changes):
+    """Return a mutation: every operator of a class is built of another spec."""
+
+    def change(operator):
+        made = {
+            key: value(operator) if callable(value) else value for key, value in changes.items()
+        }
+        return msgspec.structs.replace(operator.spec, **made)
+
+    return forget(kind, "spec", change)
+
+
+def reroute(**changes):
+    """Return a mutation: every router has another rule."""
+    return forget(Router, "rule", lambda router: msgspec.structs.replace(router.rule, **changes))
+
+
 def spoil(kind, change):
     """Return a mutation: every operator of a class is changed once its weights are there."""
 
@@ -150,11 +168,11 @@ def set_sinks(change):
 
 def take_keys_of_another_head(attention):
     """Roll keys and values by a head, in a matrix of f32: value[K][64 outputs] by panel."""
-    matrix, first = attention.qkv_matrix, attention.num_heads * attention.head_dim
+    matrix, first = attention.qkv_matrix, attention.spec.num_heads * attention.spec.head_dim
     panels = torch.from_numpy(matrix.packed).view(torch.float32)
     rows = panels.view(-1, matrix.in_features, PANEL_COLUMNS).transpose(1, 2)
     weight = rows.reshape(-1, matrix.in_features)[: matrix.out_features].clone()
-    weight[first:] = weight[first:].roll(attention.head_dim, 0)
+    weight[first:] = weight[first:].roll(attention.spec.head_dim, 0)
     matrix.pack_rows(0, weight)
 
 
@@ -178,17 +196,17 @@ MUTANTS = {
     ),
     "halves for neighbours in a latent": (
         "deepseek_v3",
-        forget(MlaAttention, "is_interleaved", False),
+        respec(MlaAttention, is_interleaved=False),
         "layers.0.self_attn (MlaAttention)",
     ),
     "YaRN's correction of the scale left out": (
         "deepseek_v3",
-        forget(MlaAttention, "scale", lambda a: (a.sizes.nope + a.sizes.rope) ** -0.5),
+        respec(MlaAttention, scale=lambda a: a.spec.head**-0.5),
         "layers.0.self_attn (MlaAttention)",
     ),
     "neighbours for halves": (
         "llama",
-        forget(Attention, "interleaved_size", lambda a: a.head_dim),
+        respec(Attention, interleaved_size=lambda a: a.spec.head_dim),
         "layers.0.self_attn (Attention)",
     ),
     "all of a head rotated": (
@@ -219,7 +237,7 @@ MUTANTS = {
     ),
     "cap before the scale": (
         "gemma2",
-        spoil(Attention, set_rule(soft_cap=lambda a: a.rule.soft_cap * a.scale)),
+        spoil(Attention, set_rule(soft_cap=lambda a: a.rule.soft_cap * a.spec.scale)),
         "layers.0.self_attn (Attention)",
     ),
     "sinks of other heads": (
@@ -229,7 +247,7 @@ MUTANTS = {
     ),
     "sinks scaled like scores": (
         "gpt_oss",
-        set_sinks(lambda a, s: s * a.scale),
+        set_sinks(lambda a, s: s * a.spec.scale),
         "layers.0.self_attn (Attention)",
     ),
     "no sinks": (
@@ -249,7 +267,7 @@ MUTANTS = {
     ),
     "groups by their best expert alone": (
         "deepseek_v3",
-        forget(Router, "rule", lambda r: replace(r.rule, num_group_choices=1)),
+        reroute(num_group_choices=1),
         "layers.1.mlp.gate (Router)",
     ),
     "one expert fewer": (
@@ -281,7 +299,7 @@ MUTANTS = {
             PackedExperts,
             "__init__",
             lambda original, e, *sizes, activation, **options: original(
-                e, *sizes, activation=replace(activation, limit=100.0), **options
+                e, *sizes, activation=msgspec.structs.replace(activation, limit=100.0), **options
             ),
         ),
         "layers.0.mlp.experts (NativeExperts)",
@@ -315,33 +333,33 @@ MUTANTS = {
     ),
     "no cap on logits": ("gemma2", forget(LmHead, "soft_cap", 0.0), "lm_head (LmHead)"),
     "no embedding scale": ("gemma3_text", forget(Embedding, "scale", 1.0), "embed_tokens"),
-    "another scale": ("gemma2", forget(Attention, "scale", 0.2), "self_attn (Attention)"),
+    "another scale": ("gemma2", respec(Attention, scale=0.2), "self_attn (Attention)"),
     "another activation": ("gemma2", forget(Mlp, "activation", Activation()), "mlp (Mlp)"),
-    "halves for neighbours": ("glm4", forget(Attention, "interleaved_size", 0), "self_attn"),
-    "one RoPE for all layers": ("gemma3_text", forget(Attention, "rope_idx", 0), "self_attn"),
+    "halves for neighbours": ("glm4", respec(Attention, interleaved_size=0), "self_attn"),
+    "one RoPE for all layers": ("gemma3_text", respec(Attention, rope_idx=0), "self_attn"),
     "norm of each head": (
         "qwen3",
-        forget(Attention, "qk_norm_offset", 1.0),
+        respec(Attention, qk_norm=lambda a: msgspec.structs.replace(a.spec.qk_norm, offset=1.0)),
         "self_attn (Attention)",
     ),
     "weights not normalised": (
         "mixtral",
-        forget(Router, "rule", lambda r: replace(r.rule, is_normalised=False)),
+        reroute(is_normalised=False),
         "mlp.gate (Router)",
     ),
     "all groups count": (
         "glm4_moe-groups",
-        forget(Router, "rule", lambda r: replace(r.rule, num_groups=1, num_top_groups=1)),
+        reroute(num_groups=1, num_top_groups=1),
         "mlp.gate (Router)",
     ),
     "weights not scaled": (
         "glm4_moe",
-        forget(Router, "rule", lambda r: replace(r.rule, weight_scale=1.0)),
+        reroute(weight_scale=1.0),
         "mlp.gate (Router)",
     ),
     "no bias of the choice": (
         "minimax_m2",
-        forget(Router, "_choice_bias_name", ""),
+        respec(Router, choice_bias=""),
         "e_score_correction_bias' in model.safetensors belongs to no module",
     ),
     "shared expert not gated": (

@@ -3,6 +3,7 @@
 Method: a tiny model through the real runner and engine.
 """
 
+import llguidance
 import msgspec
 import pytest
 from loading import load_checkpoint
@@ -14,6 +15,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.scheduling.blocks import BlockCopy, BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.grammar import Grammars
 from tandem.engine.stepping.messages import (
     Logits,
     Phase,
@@ -27,6 +29,7 @@ from tandem.engine.stepping.messages import (
     pack_block_ids,
 )
 from tandem.engine.stepping.torch_runner import TorchRunner
+from tandem.models.tokenizing.grammars import write_grammar
 
 SIZE = 16
 PROMPT = [(7 * i) % 120 + 3 for i in range(21)]
@@ -65,11 +68,32 @@ def model(checkpoint):
     return load_checkpoint(checkpoint("qwen3_moe"), dtype="float32")
 
 
+def make_letters():
+    """A vocabulary whose token ``i`` is the character ``i``; 5 ends a text."""
+
+    class Letters:
+        is_tokenizer_wrapper = True
+        bos_token_id = None
+        eos_token_id = 5
+        tokens = [bytes([i]) for i in range(128)]
+        special_token_ids = [5]
+
+        def __call__(self, text):
+            return list(text if isinstance(text, bytes) else text.encode())
+
+    return llguidance.LLTokenizer(Letters(), n_vocab=128, eos_token=[5])
+
+
+GUIDED = msgspec.structs.replace(SAMPLING, grammar=write_grammar("regex", "[a-d]{3}[0-9]{30}"))
+
+
 class Decoder:
     """One sequence on a runner of its own."""
 
-    def __init__(self, model) -> None:
-        self.runner = TorchRunner(model, model.allocate_kv(8, block_size=SIZE), threads=1)
+    def __init__(self, model, sampling=SAMPLING) -> None:
+        cache = model.allocate_kv(8, block_size=SIZE)
+        self.runner = TorchRunner(model, cache, threads=1, grammars=Grammars(make_letters))
+        self.sampling = sampling
         self.output: list[int] = []
 
     def run(self, start, token_ids, phase, starts=()) -> list[int]:
@@ -88,20 +112,25 @@ class Decoder:
         return token_ids
 
     def prefill(self) -> None:
-        start = SequenceStart(1, SAMPLING, 17, (), PROMPT, [])
+        start = SequenceStart(1, self.sampling, 17, (), PROMPT, [])
         self.run(0, PROMPT, Phase.PREFILL, [start])
 
 
-def test_verified_drafts_give_the_tokens_of_plain_decodes(model):
-    """Whatever was guessed; penalties and draws count the tokens that were accepted, once."""
-    plain = Decoder(model)
+@pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["free", "guided"])
+def test_verified_drafts_give_the_tokens_of_plain_decodes(model, sampling):
+    """Whatever was guessed; penalties, draws and a grammar count accepted tokens, once."""
+    plain = Decoder(model, sampling)
     plain.prefill()
     while len(plain.output) < 12:
         plain.run(len(PROMPT) + len(plain.output) - 1, plain.output[-1:], Phase.DECODE)
     expected = plain.output
     accepted = []
     guesses = (expected[1:4], [expected[4 + 1], 5, 9], [1, 2])
-    verifier = Decoder(model)
+    if sampling.grammar:
+        text = bytes(expected).decode()
+        assert text[:3].strip("abcd") == ""
+        assert text[3:].isdigit()
+    verifier = Decoder(model, sampling)
     verifier.prefill()
     for drafts in guesses:
         start = len(PROMPT) + len(verifier.output) - 1

@@ -17,7 +17,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.models.gguf.tokenizer import SPLITTINGS, find_end_tokens, load_gguf_tokenizer
 from tandem.models.sources.gguf_files import GgufFiles
-from tandem.server.text.tokenizer import load_tokenizer
+from tandem.models.tokenizing.tokenizer import load_tokenizer
 
 TEXTS = [
     "",

@@ -13,7 +13,9 @@ from loading import load_checkpoint
 from safetensors.torch import load_file
 
 from tandem.core.errors import ConflictError, UnsupportedError
-from tandem.core.model_plan import AttentionSpec, MlpSpec, ModelPlan, MoeSpec, RopeSpec
+from tandem.core.model.layers import Activation, GqaSpec, NormSpec, RoutingRule
+from tandem.core.model.plan import ModelPlan
+from tandem.finetune.training.model import plan_training
 from tandem.models.loading.loader import load_model
 from tandem.models.planning.plan_report import render_plan
 from tandem.models.planning.planner import plan_model
@@ -24,13 +26,22 @@ SIZES = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 64, "inter
 def test_layers_that_mix_moe_and_mlp(checkpoint):
     folder = checkpoint("qwen3_moe", mlp_only_layers=[1])
     layers = plan_model(folder).layers
-    attention = AttentionSpec(
-        kind="gqa", num_heads=4, num_kv_heads=2, head_dim=16, has_qk_norm=True
+    mixer = GqaSpec(
+        hidden_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        scale=0.25,
+        qk_norm=NormSpec(size=16, eps=1e-6),
     )
     assert [layer.index for layer in layers] == [0, 1, 2]
-    assert all(layer.attention == attention for layer in layers)
-    assert layers[1].mlp == MlpSpec(intermediate_size=72)
-    assert layers[0].mlp == layers[2].mlp == MoeSpec(num_experts=6, top_k=2, intermediate_size=40)
+    assert all(layer.mixer == mixer for layer in layers)
+    assert layers[1].mlp.intermediate_size == 72
+    moe = layers[0].mlp
+    assert moe == layers[2].mlp
+    assert (moe.num_experts, moe.top_k, moe.intermediate_size) == (6, 2, 40)
+    assert moe.router.rule == RoutingRule()
+    assert moe.experts.activation == Activation()
 
 
 def test_layers_with_windows_sinks_and_biases(checkpoint):
@@ -44,11 +55,52 @@ def test_layers_with_windows_sinks_and_biases(checkpoint):
         },
     )
     layers = plan_model(folder).layers
-    assert [layer.attention.window for layer in layers] == [20, 0, 20]
-    assert all(layer.attention.has_sinks and layer.attention.has_bias for layer in layers)
-    moe = MoeSpec(num_experts=6, top_k=2, intermediate_size=40, has_bias=True)
-    assert all(layer.mlp == moe for layer in layers)
-    assert layers[0].rope == RopeSpec(rope_type="yarn", theta=150000.0, factor=8.0)
+    assert [layer.mixer.window for layer in layers] == [20, 0, 20]
+    assert all(layer.mixer.has_sinks and layer.mixer.has_qkv_bias for layer in layers)
+    experts = layers[0].mlp.experts
+    assert (experts.has_bias, experts.is_transposed) == (True, True)
+    assert experts.activation == Activation(alpha=1.702, limit=7.0, up_offset=1.0)
+    assert all(layer.mlp.experts == experts for layer in layers)
+    rope = layers[0].rope
+    assert (rope.rope_type, rope.rope_theta, rope.factor) == ("yarn", 150000.0, 8.0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "deepseek_v2", "deepseek_v3"])
+def test_places_of_adapters_are_those_of_the_loaded_model(model_type, checkpoint):
+    """It protects checks of adapters before a model is loaded, and sizes of their memory."""
+    model = load_checkpoint(checkpoint(model_type))
+    planned = {
+        place.module: (place.out_features, place.in_features)
+        for layer in model.plan.layers
+        for place in layer.adapters
+    }
+    parts = model.enable_adapters(1).modules
+    assert planned == {n: (p.out_features, p.in_features) for n, p in parts.items()}
+
+
+def test_matrices_belong_to_their_layers_and_a_device(checkpoint):
+    plan = plan_model(checkpoint("qwen3_moe", mlp_only_layers=[1]))
+    for layer in plan.layers:
+        assert all(m.module.startswith(f"model.layers.{layer.index}.") for m in layer.matrices)
+    roles = [sorted({m.role for m in layer.matrices}) for layer in plan.layers]
+    assert roles[0] == ["attention_out", "experts", "qkv", "router"]
+    assert roles[1] == ["attention_out", "down", "gate_up", "qkv"]
+    assert {m.role for m in plan.other_matrices} == {"embedding", "head"}
+    assert {m.device for m in plan.matrices} == {"cpu"}
+
+
+def test_a_plan_of_training_packs_what_is_frozen(checkpoint):
+    """The plan is what fine-tuning loads, and what its forecast counts."""
+    plan = plan_training(str(checkpoint("qwen3_moe", **SIZES)), linear_format="int8")
+    found = {m.module.rpartition("layers.0.")[2] or m.module: m for m in plan.modules}
+    assert found["self_attn.q_proj"].operator == "FrozenLinear"
+    assert found["mlp.experts"].operator == "default"
+    assert found["lm_head"].weight_format == "int8g128"
+    assert found["mlp.gate"].operator == found["self_attn"].operator == "default"
+    kept = plan_training(str(checkpoint("qwen3_moe", **SIZES)), is_bf16=True, is_head_packed=False)
+    operators = {m.module: m.operator for m in kept.modules}
+    assert operators["lm_head"] == operators["model.layers.0.self_attn.q_proj"] == "default"
+    assert operators["model.layers.0.mlp.experts"] == "FrozenExperts"
 
 
 @pytest.mark.parametrize(
@@ -142,5 +194,5 @@ def test_a_plan_of_another_configuration_is_refused(checkpoint, edit_config):
 def test_a_plan_is_data(checkpoint):
     plan = plan_model(checkpoint("qwen3_moe", mlp_only_layers=[1]))
     assert msgspec.json.decode(msgspec.json.encode(plan), type=ModelPlan) == plan
-    code = "import sys, tandem.core.model_plan; assert 'torch' not in sys.modules"
+    code = "import sys, tandem.core.model.plan; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

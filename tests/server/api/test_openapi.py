@@ -86,6 +86,14 @@ def schema_of(document: dict, path: str, method: str, kind: str, status: str = "
     return content[kind]["schema"]
 
 
+def event_schema_of(document: dict, path: str) -> dict:
+    """Return the schema of the JSON in an event's data, beside the text that ends a stream."""
+    event = schema_of(document, path, "post", "text/event-stream")
+    done, text = event["properties"]["data"]["anyOf"]
+    assert done == {"const": "[DONE]"}
+    return text["contentSchema"]
+
+
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 2}
 POSTS = [
     ("/v1/chat/completions", CHAT),
@@ -163,7 +171,7 @@ def test_gets_fit(server, document, path):
     ],
 )
 def test_events_fit(server, document, path, body):
-    schema = schema_of(document, path, "post", "text/event-stream")
+    schema = event_schema_of(document, path)
     with requests.post(
         server.url + path, json=body | {"stream": True}, stream=True, timeout=10
     ) as reply:
@@ -212,6 +220,28 @@ def test_stop_ids_end_where_the_vocabulary_does(server, document, path):
         assert answer.status_code == status
 
 
+def test_choices_are_bounded_as_the_server_bounds_them(server, document):
+    limit = server.config.max_choices
+    for name in ("CompletionRequest", "ChatRequest", "SglangSampling"):
+        schema = document["components"]["schemas"][name]["properties"]["n"]
+        assert find_fault(limit, schema, document) is None
+        assert find_fault(limit + 1, schema, document) is not None
+    refused = server.post("/v1/completions", {"prompt": "a", "n": limit + 1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+
+
+def test_a_stream_that_fails_fits(server, document):
+    """Its status is sent by then, so the error is an event."""
+    schema = event_schema_of(document, "/v1/completions")
+    server.engine.hang = True
+    body = {"prompt": "a", "stream": True, "timeout": 0.05}
+    reply = server.post("/v1/completions", body)
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line[6:8] == '{"']
+    assert "error" in events[-1]
+    for event in events:
+        assert find_fault(event, schema, document) is None
+
+
 def test_an_empty_name_of_an_adapter_is_refused_by_schema_and_server(server, document):
     schema = document["components"]["schemas"]["GenerateRequest"]["properties"]["lora_path"]
     for wrong, param in (("", "lora_path"), ([""], "lora_path[0]")):
@@ -221,7 +251,7 @@ def test_an_empty_name_of_an_adapter_is_refused_by_schema_and_server(server, doc
 
 
 def test_keys_are_asked_for_where_they_are_needed(serve_text):
-    live = serve_text(api_key=("k",))
+    live = serve_text(api_key=("k",), admin_api_key=("a",))
     assert live.get("/openapi.json").status_code == 401
     document = live.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()
     assert document["components"]["securitySchemes"]
@@ -231,6 +261,23 @@ def test_keys_are_asked_for_where_they_are_needed(serve_text):
         if any("security" in o for o in item.values())
     }
     assert set(document["paths"]) - needing == {"/health", "/ping", "/live", "/ready"}
+
+
+def test_what_no_key_opens_asks_for_none(server, document, serve_text):
+    """Without an admin's key the answer is 403 to everyone; 401 would ask for one."""
+    for path in ADMIN_PATHS:
+        assert set(document["paths"][path]) == {"post"}
+        assert server.get(path).status_code == 405
+        loading = document["paths"][path]["post"]
+        assert "security" not in loading
+        assert "401" not in loading["responses"]
+        assert "server.admin_api_key" in loading["responses"]["403"]["description"]
+        assert server.post(path, {"lora_name": "a", "lora_path": "a"}).status_code == 403
+    live = serve_text(admin_api_key=("k",))
+    described = live.get("/openapi.json").json()["paths"]
+    for path in ADMIN_PATHS:
+        assert described[path]["post"]["security"] == [{"admin_key": []}]
+        assert live.post(path, {"lora_name": "a", "lora_path": "a"}).status_code == 401
 
 
 def test_what_the_rules_of_bodies_say_is_what_the_handlers_do(serve):
@@ -259,7 +306,7 @@ def test_what_the_rules_of_bodies_say_is_what_the_handlers_do(serve):
 def test_keys_and_errors_have_names(serve_text):
     """Who reads the document learns which key an endpoint takes and how an error looks."""
     document = (
-        serve_text(api_key=("k",))
+        serve_text(api_key=("k",), admin_api_key=("a",))
         .get("/openapi.json", headers={"Authorization": "Bearer k"})
         .json()
     )

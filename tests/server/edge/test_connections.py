@@ -240,17 +240,40 @@ def test_an_engine_that_never_answers_is_given_up(serve_text, monkeypatch):
     from tandem.server import generation
 
     monkeypatch.setattr(generation, "_DEADLINE_GRACE_S", 0.05)
-    live = serve_text(request_timeout_s=0.1)
+    live = serve_text(request_timeout_s=0.5)
     live.engine.hang = True
     reply = live.post("/v1/completions", {"prompt": "a"})
     assert reply.status_code == 504
     assert reply.headers["x-should-retry"] == "false"
     assert live.engine.num_held == 0
-    assert 0 < live.engine.requests[0].timeout_s <= 0.1, "counted from when it came"
-    reply = live.post("/v1/completions", {"prompt": "a", "stream": True, "timeout": 0.05})
+    assert 0 < live.engine.requests[0].timeout_s <= 0.5, "counted from when it came"
+    reply = live.post("/v1/completions", {"prompt": "a", "stream": True, "timeout": 0.5})
     assert reply.status_code == 200
     assert "deadline" in reply.text
-    assert 0 < live.engine.requests[1].timeout_s <= 0.05
+    assert 0 < live.engine.requests[1].timeout_s <= 0.5
+    assert "larger timeout" in reply.text
+    assert " 0 s" not in reply.text
+
+
+def test_a_time_limit_does_not_wait_for_a_busy_engine(serve_text):
+    """The engine ends a request between two steps, which take seconds under overload: one of 0.5 s
+    ended at 4 s."""
+    live, ended = serve_text(), []
+    live.engine.hang = True
+
+    def ask(timeout_s):
+        reply = live.post("/v1/completions", {"prompt": "a", "timeout": timeout_s})
+        ended.append((timeout_s, reply.status_code))
+
+    # The server alone ends the second: no instance takes it.
+    threads = [threading.Thread(target=ask, args=(limit_s,)) for limit_s in (0.05, 1.5)]
+    threads[0].start()
+    wait_until(lambda: live.engine.num_held == 1)
+    live.engine.is_down = True
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    assert ended == [(0.05, 504), (1.5, 504)]
 
 
 def test_while_loading_the_stage_is_told_and_requests_wait_outside(serve_text):

@@ -8,8 +8,9 @@ import requests
 from fake_engine import make_info
 from serving import WAIT_S, wait_until
 
+from tandem.core.instance_status import InstanceStats
 from tandem.core.logs import current_request_id
-from tandem.core.wire import InstanceStage, InstanceStats
+from tandem.core.wire import InstanceStage
 from tandem.server.config import ACCESS_LOGGER
 from tandem.server.telemetry.load_log import LoadReport
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 import tandem
+from tandem.core.instance_status import list_stats
 from tandem.server.telemetry.metrics import METRICS
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
@@ -24,7 +25,7 @@ def test_the_reference_lists_every_metric_and_no_other():
     rows = [line for line in REFERENCE.read_text().splitlines() if line.startswith("| `")]
     listed = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows]
     expected = [
-        [f"`{m.name}`", m.kind, ", ".join(m.labels) if m.labels else "none", m.help]
+        [f"`{m.name}`", m.kind, m.unit or "none", ", ".join(m.labels) or "none", m.help]
         for m in METRICS
     ]
     assert listed == expected
@@ -33,15 +34,36 @@ def test_the_reference_lists_every_metric_and_no_other():
 def test_every_metric_of_the_table_is_on_the_page(serve_text):
     live = serve_text()
     # A label without a value has no sample.
-    live.engine.more_stats = {
-        name: {"timeout": 1} for name in ("load_failures", "store_failures", "peer_read_failures")
-    }
+    live.engine.more_stats = {spec.field: {"timeout": 1} for spec in list_stats() if spec.label}
     live.engine.fallbacks = {"prefill_peer_lost": 1}
     assert live.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
     names = {key[0] for key in scrape(live)}
     for metric in METRICS:
         suffix = "_bucket" if metric.kind == "histogram" else ""
         assert metric.name + suffix in names, metric.name
+
+
+def test_every_declared_statistic_is_shown_with_its_help(serve_text):
+    """Each has a value of its own, so that none is taken for another."""
+    live = serve_text()
+    told = {"num_running", "num_blocks", "num_used_blocks", "prompt_tokens", "generated_tokens"}
+    values = {s.field: 1000 + n for n, s in enumerate(list_stats()) if s.field not in told}
+    by_label = {s.field: s.label for s in list_stats() if s.label}
+    live.engine.more_stats = {
+        field: {"some": value} if field in by_label else value for field, value in values.items()
+    }
+    found, info = scrape(live), live.get("/server_info").json()["stats"]
+    page = live.get("/metrics").text.splitlines()
+    for spec in list_stats():
+        name = f"tandem:{spec.metric}"
+        assert f"# HELP {name} {spec.help}" in page
+        assert f"# TYPE {name} {spec.kind}" in page
+        if spec.field in told:
+            continue
+        labels = [("model_name", "tiny")]
+        labels += [(spec.label, "some")] if spec.label else []
+        shown = info[spec.field]["some"] if spec.label else info[spec.field]
+        assert found[name, *sorted(labels)] == shown == values[spec.field]
 
 
 def test_the_page_tells_of_the_process_and_the_build(serve_text):

@@ -5,6 +5,8 @@ memory and on time, after each of which the next conversation renders.
 """
 
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -40,6 +42,11 @@ def render(source: str, **arguments) -> str:
 )  # fmt: skip
 def test_forms_of_real_templates(source, expected):
     assert render(source, enable_thinking=True) == expected
+
+
+def test_a_large_integer_reaches_the_template():
+    """A client's JSON may hold any; the frames are no reason to refuse one."""
+    assert render("{{ budget + 1 }}", budget=10**40) == str(10**40 + 1)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +141,34 @@ def test_a_worker_that_hangs_or_is_killed_is_a_retryable_error():
                 assert process.returncode is not None
     finally:
         template.close()
+
+
+CTRL_C = """
+import os, signal
+from tandem.server.text.chat_template import ChatTemplate
+signal.signal(signal.SIGINT, lambda *_: None)
+template = ChatTemplate("{{ messages[0].content }}", {})
+try:
+    for content in ("before", "after"):
+        print(template.render([{"role": "user", "content": content}], {}), len(template._workers))
+        (worker,) = template._workers
+        os.killpg(0, signal.SIGINT)
+        try:
+            print(worker.wait(0.3))
+        except Exception:
+            print("runs")
+finally:
+    template.close()
+"""
+
+
+def test_ctrl_c_is_for_the_server_which_drains():
+    """A terminal sends it to the whole group; what is accepted is still to be rendered."""
+    done = subprocess.run(
+        [sys.executable, "-c", CTRL_C], capture_output=True, text=True, timeout=60,
+        start_new_session=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.split("\n") == ["before 1", "runs", "after 1", "runs", ""], done.stderr
 
 
 def test_conversations_are_rendered_beside_each_other():

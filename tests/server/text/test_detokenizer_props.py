@@ -17,7 +17,7 @@ from vocabularies import (
     make_word_piece_tokenizer,
 )
 
-from tandem.server.text.tokenizer import Tokenizer
+from tandem.models.tokenizing.tokenizer import Tokenizer
 
 TOKENIZERS = {
     "byte_level": make_byte_level_tokenizer(),

@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 
 from tandem.core.errors import ConfigError, TandemError, UnsupportedError
-from tandem.server.text.tokenizer import load_tokenizer
+from tandem.models.tokenizing.tokenizer import load_tokenizer
 
 CORPUS = (
     "The cat sat on the mat. THE CAT's 12345 mats, isn't it? I'LL go\n\n  def main(): return 0\n"

@@ -6,8 +6,8 @@ import pytest
 from vocabularies import CHAT_TEMPLATE, make_byte_level_tokenizer
 
 from tandem.core.errors import ConfigError, TandemError
+from tandem.models.tokenizing.tokenizer import load_tokenizer
 from tandem.server.api.sampling import SamplingDefaults, choice_seed, load_sampling_defaults
-from tandem.server.text.tokenizer import load_tokenizer
 
 TEXT = "the cat, 世界 😀\n<|im_end|>"
 

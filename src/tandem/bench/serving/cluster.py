@@ -133,12 +133,12 @@ class _Instance:
         self._ids = itertools.count()
         if store is None or self.built.planner is None:
             return
-        memory = self.built.cache.view_bytes()
+        layout, memory = self.built.cache.layout, self.built.cache.view_bytes()
         self.tier = TierService(
             store,
             RpcConfig(),
             LOAD_ALWAYS,
-            BlockMemory(memory, self.built.cache.layout.bytes_per_block),
+            BlockMemory(memory, layout.bytes_per_block, layout.block_size),
             identity=self.built.identity.digest.hex(),
             clock=MonotonicClock(),
             on_load=self.built.planner.note_load,
@@ -184,7 +184,7 @@ class _Instance:
         self.engine.step()  # Reports the last full blocks.
         deadline_s = time.perf_counter() + START_TIMEOUT_S
         counters = self.tier.counters
-        while counters.stored_blocks + counters.existing_blocks < num_blocks:
+        while counters.stored_blocks + counters.store_existing_blocks < num_blocks:
             if time.perf_counter() > deadline_s:
                 raise DeadlineError("bench.cluster", f"blocks are not stored: {counters}")
             time.sleep(0.01)

@@ -1,21 +1,14 @@
-"""``tandem plan``: which rule took which module, which machines and models are known."""
+"""``tandem plan``: a model placed on a machine, and which rule took which of its modules."""
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from tandem.cli.output import JsonFlag, print_json, print_table
-from tandem.placement.catalog import (
-    KnownModel,
-    find_hardware,
-    find_model,
-    list_hardware,
-    list_models,
-)
-from tandem.placement.hardware import HardwareSpec
+from tandem.cli.output import JsonFlag, print_json
+from tandem.core.errors import ConfigError
 
 __all__ = ["plan"]
 
@@ -25,8 +18,39 @@ DEVICES = ("cpu", "cuda")
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="Folder, GGUF file, hub id or `demo`; weights are not read.")
+        str,
+        typer.Argument(
+            help="Folder, GGUF file, hub id or `demo`, or a configuration that `--list` names; "
+            "weights are not read."
+        ),
     ] = "",
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="Machine to place the model on: a name of `--list`, a YAML file, or `measured` "
+            "for this one, which takes seconds once."
+        ),
+    ] = "",
+    context: Annotated[
+        int, typer.Option(help="Tokens of a sequence, prompt and answer; with --hardware.")
+    ] = 8192,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt; 0 is half the context.")] = 0,
+    users: Annotated[int, typer.Option(help="Users that are answered at once.")] = 1,
+    rate: Annotated[
+        float, typer.Option(help="Tokens a second for each user: how many users get them?")
+    ] = 0,
+    quality: Annotated[
+        str, typer.Option(help="Coarsest format of weights: stored, int8 or int4.")
+    ] = "int8",
+    gpu_experts: Annotated[
+        int, typer.Option(help="Routed experts of a layer on the GPU; -1 is as many as fit.")
+    ] = -1,
+    cost: Annotated[
+        bool, typer.Option("--cost", help="Prices of rates and sizes; operator classes.")
+    ] = False,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="Tell the choices that were rejected, and why.")
+    ] = False,
     rules: Annotated[
         Path | None, typer.Option(help="YAML rule file; built-in rules follow its own.")
     ] = None,
@@ -45,15 +69,36 @@ def plan(
     ] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Show what a rule file makes of a model."""
+    """Place a model on a machine (--hardware), or show what a rule file makes of it."""
+    from tandem.cli.commands import placing
+
     if published:
-        _print_published(json=json)
+        placing.print_published(as_json=json)
         return
     if list_known:
-        _list_known(json=json)
+        placing.list_known(as_json=json)
         return
     if not model:
         raise typer.BadParameter("give a model, or --list", param_hint="'MODEL'")
+    if hardware:
+        if rules is not None:
+            what = "--rules is of a model's modules here, not of another machine"
+            raise typer.BadParameter(what, param_hint="'--rules'")
+        wishes = _check_wishes(
+            context=context,
+            prompt=prompt,
+            users=users,
+            rate=rate,
+            quality=quality,
+            gpu_experts=None if gpu_experts < 0 else gpu_experts,
+        )
+        placing.place_model(
+            model, hardware, wishes, with_cost=cost, with_rejected=rejected, as_json=json
+        )
+        return
+    if placing.is_known_model(model) or cost or rejected:
+        what = "give the machine to place the model on: a name of `tandem plan --list`, or a file"
+        raise typer.BadParameter(what, param_hint="'--hardware'")
     if device.partition(":")[0] not in DEVICES:
         what = f"{device!r} is not one of {', '.join(DEVICES)}"
         raise typer.BadParameter(what, param_hint="'--device'")
@@ -74,43 +119,14 @@ def plan(
         sys.stdout.write(render_plan(planned) + "\n")
 
 
-def _list_known(*, json: bool) -> None:
-    machines = [find_hardware(name) for name in list_hardware()]
-    models = [find_model(name) for name in list_models()]
-    if json:
-        print_json({"machines": machines, "models": models})
-        return
-    head = ("machine", "is", "cores", "DRAM GiB", "GB/s", "GPUs GiB", "GB/s", "$", "source")
-    print_table(head, [_tell_machine(machine) for machine in machines])
-    sys.stdout.write("\n")
-    print_table(("model", "is", "format", "source"), [_tell_model(model) for model in models])
+def _check_wishes(**fields: Any) -> Any:
+    """Return the wishes, checked.
 
+    Raises: ConfigError that names the field.
+    """
+    from tandem.placement.planner import Wishes
 
-def _print_published(*, json: bool) -> None:
-    from tandem.placement.fitting import predict_rows, read_efficiencies
-    from tandem.placement.predictions import render_predictions
-
-    if json:
-        print_json(predict_rows(read_efficiencies()))
-    else:
-        sys.stdout.write(render_predictions())
-
-
-def _tell_machine(spec: HardwareSpec) -> tuple[object, ...]:
-    gpu = spec.accelerator
-    gpus = "" if gpu is None else f"{spec.num_accelerators} x {gpu.memory_gib:g}"
-    return (
-        spec.name,
-        spec.title,
-        spec.cores or "",
-        f"{spec.memory_gib:g}" if spec.memory_gib else "",
-        f"{spec.cpu_bandwidth_gbps:g}" if spec.cpu_bandwidth_gbps else "",
-        gpus,
-        "" if gpu is None else f"{gpu.bandwidth_gbps:g}",
-        f"{spec.price_usd:,.0f}",
-        spec.source,
-    )
-
-
-def _tell_model(model: KnownModel) -> tuple[object, ...]:
-    return (model.name, model.title, model.stored_format, model.source)
+    try:
+        return msgspec.convert(fields, Wishes)
+    except msgspec.ValidationError as error:
+        raise ConfigError("cli.plan", str(error)) from error

@@ -317,22 +317,32 @@ async def _serve(
 ) -> None:
     """Run until SIGTERM or SIGINT; the line on standard output is what scripts wait for.
 
-    It comes when ``join`` returns.
+    It comes when ``join`` returns. Ctrl-C before it breaks the command off (KeyboardInterrupt).
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    is_up = is_interrupted = False
+
+    def interrupt() -> None:
+        nonlocal is_interrupted
+        is_interrupted = not is_up
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
     async with service:
+        loop.add_signal_handler(signal.SIGINT, interrupt)
         stopped = asyncio.create_task(stop.wait())
         if join is not None:
             joining = asyncio.create_task(join(service))
             await asyncio.wait((stopped, joining), return_when=asyncio.FIRST_COMPLETED)
             joining.cancel()
         if not stop.is_set():
+            is_up = True
             sys.stdout.write(describe() + "\n")
             sys.stdout.flush()
         await stopped
+    if is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _read_file(file: Path) -> bytes:

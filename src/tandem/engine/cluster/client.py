@@ -14,14 +14,13 @@ import msgspec
 from tandem import _native
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import ConfigError, PeerLostError, TandemError
-from tandem.core.instance_status import InstanceRole, InstanceStatus
+from tandem.core.instance_status import InstanceRole, InstanceStats, InstanceStatus, sum_stats
 from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
     AddRequest,
     Empty,
     InstanceInfo,
     InstanceStage,
-    InstanceStats,
     StageChanged,
 )
 from tandem.engine.cluster.adapters import ClusterAdapters
@@ -30,7 +29,6 @@ from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import Limits
 from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.cluster.selection import Policy, make_policy
-from tandem.engine.cluster.stats import sum_stats
 from tandem.engine.config import KvEventConfig
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher, ProcessLauncher

@@ -10,13 +10,12 @@ import msgspec
 
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError
-from tandem.core.instance_status import InstanceRole
+from tandem.core.instance_status import InstanceRole, Statistics
 from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout
 from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
 from tandem.engine.disaggregation.combined import CombinedTransfers
-from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader_service import ReaderService
 from tandem.engine.disaggregation.transfer_port import TransferPort
@@ -56,9 +55,9 @@ class KvExchange:
         """The data that readers of its blocks need; None if they may not read."""
 
     @property
-    def counters(self) -> PeerReadCounters:
+    def counters(self) -> Statistics:
         """Of reads; zeros where nothing is read."""
-        return PeerReadCounters() if self.reader is None else self.reader.counters
+        return Statistics() if self.reader is None else self.reader.counters
 
     def allocate(self, nbytes: int) -> Buffer:
         """Make the memory of the blocks: others may read it if the role says so, never write.
@@ -107,7 +106,7 @@ class KvExchange:
             engine.attach_listener(self.announcer)
         if self._reads:
             port = TransferPort(self.transfer, self._buffer)
-            target = ReadTarget(port, memory, own, self._clock, PeerReadCounters())
+            target = ReadTarget(port, memory, own, self._clock, Statistics())
             self.reader = ReaderService(target, engine)
             self.reader.start()
             engine.attach_transfers(CombinedTransfers(tiers, self.reader))

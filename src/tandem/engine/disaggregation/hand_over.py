@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, DeadlineError, NotFoundError
+from tandem.core.instance_status import Statistics
 from tandem.core.wire import KvPeer
-from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.head_slices import sum_ranges
 from tandem.engine.disaggregation.messages import (
     KvAnswer,
@@ -55,7 +55,7 @@ class ReadTarget:
     """All blocks of this instance, one after the other."""
     own: KvPeer
     clock: Clock
-    counters: PeerReadCounters
+    counters: Statistics
 
 
 @dataclass(slots=True, eq=False)
@@ -209,11 +209,11 @@ class HandOver:
         deadline_s = min(READ_DEADLINE_S, self._remaining_s())
         await target.port.read(peer.pool, ranges, deadline_s=deadline_s)
         seconds = target.clock.now_s() - begin_s
-        target.counters.read_bytes += sum(each.length for each in ranges)
+        target.counters.peer_read_bytes += sum(each.length for each in ranges)
         if is_hidden:
-            target.counters.hidden_seconds += seconds
+            target.counters.peer_read_hidden_seconds += seconds
         else:
-            target.counters.exposed_seconds += seconds
+            target.counters.peer_read_exposed_seconds += seconds
         for pending in batch:
             pending.num_layers = self._count_readable(pending)
 
@@ -243,7 +243,7 @@ class HandOver:
             else:
                 damaged.append(pending)
         self._pending = [pending for pending in self._pending if pending not in good]
-        self._target.counters.read_blocks += len(good)
+        self._target.counters.peer_read_blocks += len(good)
         if good:
             self._take([pending.load for pending in good])
         if damaged:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem.core.errors import PeerLostError, TandemError
+from tandem.core.instance_status import Statistics
 from tandem.core.wire import KvPeer, PrefillKv
-from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import HandOver, ReadTarget
 from tandem.engine.disaggregation.peers import KvPeers, OpenPeer
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
@@ -79,7 +79,7 @@ class PeerReader:
         return True
 
     @property
-    def counters(self) -> PeerReadCounters:
+    def counters(self) -> Statistics:
         """Totals since start."""
         return self._target.counters
 
@@ -165,7 +165,7 @@ class PeerReader:
         self._fail(list(reading.missing.values()), reading.reason)
 
     def _fail(self, loads: Sequence[BlockLoad], reason: str) -> None:
-        failures = self._target.counters.failures
+        failures = self._target.counters.peer_read_failures
         for load in loads:
             failures[reason] = failures.get(reason, 0) + 1
             self._sink.load_failed(load.request, [load.block_id], reason)

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from tandem.core.instance_status import Statistics
 from tandem.core.loop_calls import call_on_loop
 from tandem.core.wire import KvPeer
-from tandem.engine.disaggregation.counters import PeerReadCounters
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import LoadSink, PeerReader
 from tandem.engine.scheduling.plan import StepPlan
@@ -42,7 +42,7 @@ class ReaderService:
         return True
 
     @property
-    def counters(self) -> PeerReadCounters:
+    def counters(self) -> Statistics:
         """Totals since start."""
         return self._target.counters
 

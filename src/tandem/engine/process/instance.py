@@ -29,13 +29,12 @@ from msgspec import Meta
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
-from tandem.core.instance_status import InstanceRole
+from tandem.core.instance_status import InstanceRole, InstanceStats, Statistics, sum_stats
 from tandem.core.logs import configure_logging
 from tandem.core.wire import (
     WIRE_VERSION,
     CancelRequest,
     InstanceStage,
-    InstanceStats,
     ReleaseHold,
     StageChanged,
 )
@@ -44,9 +43,7 @@ from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.process.libraries import import_libraries
 from tandem.engine.process.methods import METHODS, STATS, InstanceMethod
-from tandem.engine.stats import make_stats
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.counters import TierCounters
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
 from tandem.store.config import StoreConfig
@@ -167,16 +164,13 @@ class Instance:
             asyncio.get_running_loop().call_soon(self._api.take_event, peer, event)
 
     def _read_stats(self) -> InstanceStats:
-        api = self._require_api()
-        return make_stats(
-            self._stage.stage,
-            api.engine.get_stats(),
-            api.engine.counters,
-            TierCounters() if self._tier is None else self._tier.counters,
-            block_size=api.info.block_size,
-            reads=None if self._exchange is None else self._exchange.counters,
-            store_state=None if self._tier is None else self._tier.state,
-        )
+        engine = self._require_api().engine
+        parts = [engine.get_stats(), engine.counters]
+        if self._tier is not None:
+            parts += [self._tier.counters, Statistics(store_links={self._tier.state: 1})]
+        if self._exchange is not None:
+            parts.append(self._exchange.counters)
+        return sum_stats(self._stage.stage, parts)
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
         if self._api is not None:
@@ -348,7 +342,7 @@ class Instance:
             store,
             self._spec.rpc,
             self._spec.tiers,
-            BlockMemory(built.cache.view_bytes(), layout.bytes_per_block),
+            BlockMemory(built.cache.view_bytes(), layout.bytes_per_block, layout.block_size),
             identity=built.identity.digest.hex(),
             clock=clock,
             on_load=planner.note_load,

@@ -17,7 +17,7 @@ import msgspec
 from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError, UnsupportedError
-from tandem.core.instance_status import InstanceRole
+from tandem.core.instance_status import InstanceRole, InstanceStats
 from tandem.core.timeline import InstanceTimeline, StoreLookup, TimelineQuery
 from tandem.core.wire import (
     AddRequest,
@@ -27,7 +27,6 @@ from tandem.core.wire import (
     Empty,
     InstanceInfo,
     InstanceStage,
-    InstanceStats,
     KvPeer,
     ReleaseHold,
     RequestOutput,

@@ -76,9 +76,7 @@ class ProcessLauncher:
 
     async def start(self, spec: InstanceSpec) -> "ChildInstance":
         """See ``Launcher.start``."""
-        if self._folder is None:
-            self._folder = make_runtime_dir()
-        endpoint = f"ipc://{self._folder / f'{self._num_started}.sock'}"
+        endpoint = f"ipc://{self._make_folder() / f'{self._num_started}.sock'}"
         self._num_started += 1
         spec = msgspec.structs.replace(spec, endpoint=endpoint)
         process, self._prepared = self._prepared, None
@@ -97,10 +95,17 @@ class ProcessLauncher:
 
     async def prepare(self) -> None:
         """See ``Launcher.prepare``."""
+        # Without a folder to write in, libraries fail in ways of their own while they are imported.
+        self._make_folder()
         if self._prepared is None:
             self._prepared = await start_child(MODULE)
             assert self._prepared.stdin is not None
             self._prepared.stdin.write(PREPARE)
+
+    def _make_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = make_runtime_dir()
+        return self._folder
 
     async def discard(self) -> None:
         """See ``Launcher.discard``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
+from tandem.core.instance_status import InstanceStats
 from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
     AddRequest,
@@ -15,7 +16,6 @@ from tandem.core.wire import (
     ContinueRequest,
     Empty,
     InstanceInfo,
-    InstanceStats,
     KvPeer,
 )
 

@@ -162,7 +162,7 @@ class Admission:
 
     def _report_start(self, request: Request, match: PrefixMatch, now_s: float) -> None:
         """Record what the first admission of a request found."""
-        state, report, stats = self._state, request.report, self._state.index.stats
+        state, report, counters = self._state, request.report, self._state.counters
         report.first_scheduled_s = now_s
         report.num_cached_tokens = match.num_tokens
         report.miss = state.prefix.explain_miss(request)
@@ -172,10 +172,10 @@ class Admission:
         # Of one that goes on here, another instance has counted the prompt: what that one
         # computed for it is no work that its client was spared.
         if request.prefill_kv is None and not request.output_ids:
-            stats.num_queries += 1
-            stats.num_query_tokens += request.prompt_len
-            stats.num_hit_tokens += match.num_tokens
-            stats.num_store_hit_tokens += report.num_loaded_tokens
+            counters.num_prefix_queries += 1
+            counters.prefix_query_tokens += request.prompt_len
+            counters.prefix_hit_tokens += match.num_tokens
+            counters.store_hit_tokens += report.num_loaded_tokens
 
 
 def awaits_prefill(state: SchedulerState, request: Request, now_s: float) -> bool:

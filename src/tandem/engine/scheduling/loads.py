@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tandem.core.errors import ConflictError
+from tandem.core.instance_status import Statistics
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch, PrefixNode
@@ -79,10 +80,16 @@ class BlockLoads:
         index: over that pool; the blocks that come are inserted there.
         prefix: learns which keys are about to come.
         block_size: tokens per block.
+        counters: where blocks that came, and that did not, are counted.
     """
 
     def __init__(
-        self, pool: BlockPool, index: PrefixIndex, prefix: PrefixReuse, block_size: int
+        self,
+        pool: BlockPool,
+        index: PrefixIndex,
+        prefix: PrefixReuse,
+        block_size: int,
+        counters: Statistics,
     ) -> None:
         self._pool = pool
         self._index = index
@@ -92,10 +99,7 @@ class BlockLoads:
         self._in_transfer: dict[int, BlockLoad] = {}
         self._dropped: list[BlockLoad] = []
         self._num_pinned = 0
-        self.num_loaded = 0
-        """Blocks that came, since start."""
-        self.num_failed = 0
-        """Blocks that did not, or too late."""
+        self._counters = counters
 
     @property
     def num_in_transfer(self) -> int:
@@ -228,7 +232,7 @@ class BlockLoads:
         """Give up all pending blocks from ``position`` on."""
         cut = load.pending[position:]
         del load.pending[position:]
-        self.num_failed += len(cut)
+        self._counters.num_failed_loads += len(cut)
         self._prefix.forget_expected(request, [c.key for c in cut if c.key])
         for pending in cut:
             load.done.discard(pending.block_id)
@@ -256,7 +260,7 @@ class BlockLoads:
                 self._prefix.forget_expected(request, (pending.key,))
             load.done.remove(pending.block_id)
             position += 1
-        self.num_loaded += position
+        self._counters.num_loaded_blocks += position
         del load.pending[:position]
         request.load.loaded_blocks = range(load.first, len(load.path))
         if load.pending:

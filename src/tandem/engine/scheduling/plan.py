@@ -1,4 +1,4 @@
-"""The scheduler's plan of a step for the runner, and its counters for metrics. Plain data."""
+"""The scheduler's plan of a step for the runner. Plain data."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from tandem.engine.scheduling.blocks import BlockCopy, KeyedBlock
 from tandem.engine.scheduling.request import Request
 from tandem.engine.stepping.messages import Phase
 
-__all__ = ["BlockLoad", "ScheduledSequence", "SchedulerStats", "StepPlan"]
+__all__ = ["BlockLoad", "ScheduledSequence", "StepPlan"]
 
 
 class ScheduledSequence(NamedTuple):
@@ -85,29 +85,3 @@ class StepPlan:
     def is_empty(self) -> bool:
         """True if there is nothing to compute; such a plan is not completed, but may have loads."""
         return not self.sequences
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """A snapshot for the metrics; counters since start, gauges of now."""
-
-    num_running: int
-    num_waiting: int
-    num_loading: int
-    """Requests that wait for a load."""
-    num_held: int
-    """Ended prefills whose blocks are held under a lease."""
-    num_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    num_preemptions: int
-    num_evicted_blocks: int
-    num_loaded_blocks: int
-    """Loads that gave a block its content."""
-    num_failed_loads: int
-    """Blocks whose load ended without, or too late."""
-    num_prefix_queries: int
-    num_prefix_query_tokens: int
-    num_prefix_hit_tokens: int
-    num_store_hit_tokens: int
-    """Of the hits: those that loads from lower tiers had brought for the request."""

@@ -35,7 +35,6 @@ __all__ = [
     "PrefixIndex",
     "PrefixMatch",
     "PrefixNode",
-    "PrefixStats",
     "hash_block",
     "pack_tokens",
 ]
@@ -114,17 +113,6 @@ class PrefixMatch:
         )
 
 
-@dataclass(slots=True)
-class PrefixStats:
-    """Counters since start."""
-
-    num_queries: int = 0
-    num_query_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_store_hit_tokens: int = 0
-    num_evicted_blocks: int = 0
-
-
 class IndexObserver(Protocol):
     """Learns which full blocks can be found. Called under the engine's lock: returns at once."""
 
@@ -152,7 +140,6 @@ class PrefixIndex:
     """
 
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
-        self.stats = PrefixStats()
         self.observer: IndexObserver | None = None
         self._pool = pool
         self._block_size = block_size
@@ -341,7 +328,6 @@ class PrefixIndex:
                 self._remember(node.key, MissReason.EVICTED)
             self._unlink(node)
             count += 1
-        self.stats.num_evicted_blocks += count
         return evicted
 
     def clear(self) -> int:

@@ -114,7 +114,7 @@ class RunningPlanner:
         victim.queue.num_preemptions += 1
         victim.queue.num_deferrals = 0
         victim.load.has_loaded = False
-        self._state.num_preemptions += 1
+        self._state.counters.num_preemptions += 1
         self._state.enqueue(victim)
 
 

@@ -31,7 +31,10 @@ Single-threaded. Each plan is completed in turn; everything else may come in bet
 import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from tandem.core.errors import ConfigError, ConflictError
+from tandem.core.instance_status import Statistics
 from tandem.core.wire import FinishReason
 from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.admission import Admission
@@ -39,13 +42,13 @@ from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
 from tandem.engine.scheduling.lifecycle import NOT_FINISHED, Lifecycle
 from tandem.engine.scheduling.load_planning import LoadPlanning
 from tandem.engine.scheduling.loads import TierPlanner
-from tandem.engine.scheduling.plan import ScheduledSequence, SchedulerStats, StepPlan
+from tandem.engine.scheduling.plan import ScheduledSequence, StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.running import RunningPlanner
 from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
 
-__all__ = ["ScheduledSequence", "Scheduler", "SchedulerStats", "StepPlan"]
+__all__ = ["ScheduledSequence", "Scheduler", "StepPlan"]
 
 MEMORY_RETRY_S = 1.0
 """Between attempts to get memory that the machine lacked."""
@@ -213,10 +216,11 @@ class Scheduler:
         """Return how many leading blocks of a chain the device holds."""
         return self._state.index.count_cached_blocks(keys)
 
-    def get_stats(self) -> SchedulerStats:
+    def get_stats(self) -> Statistics:
         """Return gauges and counters for the metrics. O(1)."""
-        state, prefix = self._state, self._state.index.stats
-        return SchedulerStats(
+        state = self._state
+        return msgspec.structs.replace(
+            state.counters,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             num_loading=len(state.loading),
@@ -224,14 +228,6 @@ class Scheduler:
             num_blocks=state.pool.num_blocks,
             num_used_blocks=state.pool.num_used,
             num_cached_blocks=state.pool.num_cached,
-            num_preemptions=state.num_preemptions,
-            num_evicted_blocks=prefix.num_evicted_blocks,
-            num_loaded_blocks=state.loads.num_loaded,
-            num_failed_loads=state.loads.num_failed,
-            num_prefix_queries=prefix.num_queries,
-            num_prefix_query_tokens=prefix.num_query_tokens,
-            num_prefix_hit_tokens=prefix.num_hit_tokens,
-            num_store_hit_tokens=prefix.num_store_hit_tokens,
         )
 
     # ---------------------------------------------------------------- a step begins

@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable
 
+from tandem.core.instance_status import Statistics
 from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
 from tandem.engine.scheduling.holds import BlockHolds
@@ -48,7 +49,8 @@ class SchedulerState:
         self.index = index
         self.prefix = PrefixReuse(index, config.block_size, is_enabled=config.prefix_cache)
         self.tiers = tiers if config.prefix_cache else None
-        self.loads = BlockLoads(pool, index, self.prefix, config.block_size)
+        counters = Statistics()
+        self.loads = BlockLoads(pool, index, self.prefix, config.block_size, counters)
         self.holds = BlockHolds(pool, index)
         # The last token of a request needs no KV, but a prompt that is only scored does.
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
@@ -64,7 +66,7 @@ class SchedulerState:
         """Full blocks given up since the last plan."""
         self.wake_s = math.inf
         """When there is something to plan; see ``Scheduler.wake_s``."""
-        self.num_preemptions = 0
+        self.counters = counters
 
     # ---------------------------------------------------------------- queues
 
@@ -127,7 +129,9 @@ class SchedulerState:
         """Take blocks, evicting cached ones where too few are free; the caller has counted."""
         pool = self.pool
         if num_blocks > pool.num_free:
-            self.evicted += self.index.evict(num_blocks - pool.num_free)
+            num_evicted = num_blocks - pool.num_free
+            self.evicted += self.index.evict(num_evicted)
+            self.counters.evicted_tokens += num_evicted * self.config.block_size
         return tuple([pool.allocate() for _ in range(num_blocks)])
 
     def count_outstanding(self, request: Request) -> int:

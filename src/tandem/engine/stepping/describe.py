@@ -46,7 +46,7 @@ def describe_start(request: Request, seed: int, stop_ids: Iterable[int]) -> Sequ
         seed=seed,
         stop_ids=tuple(stop_ids),
         prompt_ids=request.prompt_ids if repeats else [],
-        output_ids=list(request.output_ids) if params.has_penalties else [],
+        output_ids=list(request.output_ids) if params.has_penalties or params.grammar else [],
     )
 
 
@@ -58,6 +58,12 @@ def describe_failure(error: Exception) -> InternalError:
 
 def describe_broken_row(params: SamplingParams) -> TandemError:
     """Say whose fault it is that a row of logits is no distribution."""
+    if params.grammar:
+        what = (
+            "the grammar allows no token here, or reached the limits of its parser: use a simpler "
+            "schema or grammar"
+        )
+        return ConfigError("engine.sample", what, field="response_format")
     if params.has_penalties or params.logit_bias:
         what = (
             "no token can be chosen: the logits are not finite numbers after penalties and "

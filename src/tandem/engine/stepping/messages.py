@@ -89,7 +89,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     prompt_ids: list[int]
     """The prompt where a repetition penalty counts it, else empty."""
     output_ids: list[int]
-    """Tokens generated so far where penalties count them, else empty."""
+    """Tokens generated so far where penalties or a grammar count them, else empty."""
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):

@@ -8,8 +8,11 @@ itself, so a request's tokens do not depend on what else is in the batch.
 Shapes: R rows (requests), V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from tandem._native import SamplingRule, ThreadPool
@@ -23,11 +26,27 @@ from tandem.kernels.native import view_tensor
 __all__ = ["gather_logprobs", "sample_tokens"]
 
 
+NO_MASKS: Mapping[int, np.ndarray | None] = MappingProxyType({})
+
+
+def mask_row(logits_V: Tensor, allowed: np.ndarray | None) -> None:
+    """Take the tokens that are not allowed out of a row of logits, in place.
+
+    A grammar that has failed leaves no token, which makes the row a broken one.
+    """
+    if allowed is None:
+        logits_V.fill_(float("-inf"))
+        return
+    size = logits_V.shape[0]
+    logits_V.masked_fill_(torch.as_tensor(allowed[:size] == 0), float("-inf"))
+
+
 def sample_tokens(
     logits_RV: Tensor,
     states: Sequence[SamplerState],
     positions: Sequence[int],
     *,
+    masks: Mapping[int, np.ndarray | None] = NO_MASKS,
     pool: ThreadPool | None = None,
 ) -> list[SampledToken]:
     """Choose one token per row.
@@ -36,6 +55,8 @@ def sample_tokens(
         logits_RV: float32, CPU, dense rows; not modified.
         states: one per row.
         positions: index of the token to choose in its request's output, one per row.
+        masks: by row, the tokens that a grammar allows; None where it has failed. Reported
+            log-probabilities are those without it.
         pool: shares the rows where they are many.
     Returns: one result per row, with log-probabilities where the request asked for them;
         ``BROKEN_ROW`` as token id where the logits are no distribution.
@@ -48,7 +69,12 @@ def sample_tokens(
         draw_uniform(state.seed, position) if state.params.temperature > 0.0 else 0.0
         for state, position in zip(states, positions, strict=True)
     ]
-    view = view_tensor(logits_RV)
+    drawn_RV = logits_RV
+    if masks:
+        drawn_RV = logits_RV.clone()
+        for row, allowed in masks.items():
+            mask_row(drawn_RV[row], allowed)
+    view = view_tensor(drawn_RV)
     token_ids = sample_natively(view, rules, draws, positions, pool)
     logprobs: dict[int, TokenLogprob] = {}
     wanting = [
@@ -99,7 +125,8 @@ def _find_rule(state: SamplerState) -> SamplingRule:
         repetition_penalty=params.repetition_penalty,
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
-        min_tokens=params.min_tokens,
+        # A grammar that is complete leaves nothing but its end.
+        min_tokens=0 if params.grammar else params.min_tokens,
         prompt_ids=state.prompt_ids if params.repetition_penalty != 1.0 else (),
         biases=list(params.logit_bias.items()),
         stop_ids=list(state.stop_ids),

@@ -41,7 +41,7 @@ class SamplerState:
     ignores them, and the request's."""
     prompt_ids: Sequence[int] = ()
     output_ids: list[int] = field(default_factory=list[int])
-    """Tokens noted, where penalties need them."""
+    """Tokens noted, where penalties or a grammar need them."""
     rule: TokenRule | None = None
     """Made by the sampler at the first step, of all that stands here, and kept up to date since."""
 
@@ -57,11 +57,11 @@ class SamplerState:
         )
 
     def note_token(self, token_id: int) -> None:
-        """Count a generated token; penalties alone need it."""
-        if self.params.has_penalties:
+        """Count a generated token; penalties and grammars alone need it."""
+        if self.params.has_penalties or self.params.grammar:
             self.output_ids.append(token_id)
-            if self.rule is not None:
-                self.rule.note_token(token_id)
+        if self.params.has_penalties and self.rule is not None:
+            self.rule.note_token(token_id)
 
 
 def draw_uniform(seed: int, position: int) -> float:

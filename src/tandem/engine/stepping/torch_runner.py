@@ -1,7 +1,7 @@
 """The runner that computes with torch, on a ``CausalModel`` and its block-major KV cache."""
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem._native import ThreadPool
 from tandem.core.wire import TokenLogprob
+from tandem.engine.stepping.grammar import Grammars, GrammarState
 from tandem.engine.stepping.messages import (
     Logits,
     Phase,
@@ -27,6 +28,8 @@ from tandem.models.loading.loader import CausalModel
 
 __all__ = ["TorchRunner"]
 
+Mask = Future[np.ndarray | None]
+"""Becomes the tokens that a grammar allows, or None if it has failed."""
 WANTED_ROWS = {Logits.NONE: "none", Logits.LAST: "last", Logits.ALL: "all"}
 
 
@@ -37,6 +40,7 @@ class TorchRunner:
         model: not owned; not called from elsewhere meanwhile.
         kv_cache: of the scheduler's blocks; owned.
         threads: that torch computes with.
+        grammars: of requests that have one; owned. None: there are none.
         is_overlapped: steps run on a thread of their own, from ``begin`` on; otherwise on the
             thread that calls ``finish``.
     """
@@ -47,11 +51,15 @@ class TorchRunner:
         kv_cache: PagedKvCache,
         *,
         threads: int,
+        grammars: Grammars | None = None,
         is_overlapped: bool = False,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._threads = threads
+        self._grammars = grammars
+        self._states: dict[int, Future[GrammarState]] = {}
+        """By sequence id, of those with a grammar."""
         self._samplers: dict[int, SamplerState] = {}
         """By sequence id, from its ``SequenceStart`` on."""
         self._worker = ThreadPoolExecutor(1, "step") if is_overlapped else None
@@ -72,16 +80,36 @@ class TorchRunner:
             torch.set_num_threads(self._threads)
         for sequence_id in step.ends:
             self._samplers.pop(sequence_id, None)
+            self._states.pop(sequence_id, None)
         for start in step.starts:
             self._samplers[start.sequence_id] = SamplerState.create(start)
+            if start.params.grammar:
+                assert self._grammars is not None, "a grammar without a vocabulary"
+                self._states[start.sequence_id] = self._grammars.compile(start.params.grammar)
+        masks = self._begin_masks(step)
         for copy in step.copies:
             self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
         chunks = [_make_chunk(sequence) for sequence in step.sequences]
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size, self._model.device)
         logits_RV = self._model.forward(batch, self._kv_cache, on_layer)
-        return self._read_logits(step, self._model.context.fetch(logits_RV))
+        return self._read_logits(step, self._model.context.fetch(logits_RV), masks)
 
-    def _read_logits(self, step: StepInput, logits_RV: Tensor) -> StepResult:
+    def _begin_masks(self, step: StepInput) -> dict[int, Mask]:
+        """Begin to compute the masks of the tokens that the step will draw, by sequence id."""
+        masks: dict[int, Mask] = {}
+        for sequence in step.sequences:
+            state = self._states.get(sequence.sequence_id)
+            if state is None or sequence.sampling is None:
+                continue
+            assert self._grammars is not None
+            sampler = self._samplers[sequence.sequence_id]
+            tokens = sampler.output_ids[: sequence.sampling.position]
+            masks[sequence.sequence_id] = self._grammars.begin_mask(state, tokens)
+        return masks
+
+    def _read_logits(
+        self, step: StepInput, logits_RV: Tensor, masks: Mapping[int, Mask]
+    ) -> StepResult:
         """Score and sample the rows of each sequence."""
         pool = self._model.context.pool
         results: list[SequenceResult] = []
@@ -101,19 +129,53 @@ class TorchRunner:
             position = sequence.sampling.position
             if sequence.phase is Phase.VERIFY:
                 rows_RV = logits_RV[first_row:end_row]
-                result.tokens = _verify(sequence, sampler, position, rows_RV, pool)
+                result.tokens = self._verify(sequence, sampler, position, rows_RV)
             else:
                 drawing.append((result, sampler, position))
                 sample_rows.append(end_row - 1)
         if drawing:
             picked_RV = logits_RV if len(sample_rows) == end_row else logits_RV[sample_rows]
             _, samplers, positions = zip(*drawing, strict=True)
-            sampled = sample_tokens(picked_RV, samplers, positions, pool=pool)
+            allowed = {
+                row: masks[result.sequence_id].result()
+                for row, (result, _, _) in enumerate(drawing)
+                if result.sequence_id in masks
+            }
+            sampled = sample_tokens(picked_RV, samplers, positions, masks=allowed, pool=pool)
             for (result, sampler, _), token in zip(drawing, sampled, strict=True):
                 result.tokens = [token]
                 if token.token_id != BROKEN_ROW:
                     sampler.note_token(token.token_id)
         return StepResult(results)
+
+    def _verify(
+        self, sequence: StepSequence, sampler: SamplerState, position: int, rows_RV: Tensor
+    ) -> list[SampledToken]:
+        """Draw from row after row for as long as the draft of the next row was the token drawn.
+
+        The tokens are those of a decode without drafts, as a draw depends on seed and position
+        alone.
+        """
+        pool, state = self._model.context.pool, self._states.get(sequence.sequence_id)
+        tokens: list[SampledToken] = []
+        drafts = sequence.token_ids[1:]
+        for row in range(len(rows_RV)):
+            masks: dict[int, np.ndarray | None] = {}
+            if state is not None:
+                # Each row's mask depends on the token drawn from the row before.
+                assert self._grammars is not None
+                known = sampler.output_ids[: position + row]
+                masks[0] = self._grammars.begin_mask(state, known).result()
+            [token] = sample_tokens(
+                rows_RV[row : row + 1], [sampler], [position + row], masks=masks, pool=pool
+            )
+            tokens.append(token)
+            if token.token_id == BROKEN_ROW:
+                break
+            sampler.note_token(token.token_id)
+            if row == len(drafts) or token.token_id != drafts[row]:
+                break
+        return tokens
 
 
 def _make_chunk(sequence: StepSequence) -> SequenceChunk:
@@ -142,27 +204,3 @@ def _score(sequence: StepSequence, rows_RV: Tensor, pool: ThreadPool | None) -> 
     targets = sequence.scored_ids
     num_top = [sequence.num_top] * len(targets)
     return gather_logprobs(rows_RV[: len(targets)], targets, num_top, pool=pool)
-
-
-def _verify(
-    sequence: StepSequence,
-    sampler: SamplerState,
-    position: int,
-    rows_RV: Tensor,
-    pool: ThreadPool | None,
-) -> list[SampledToken]:
-    """Draw from row after row for as long as the draft of the next row was the token drawn.
-
-    The tokens are those of a decode without drafts, as a draw depends on seed and position alone.
-    """
-    tokens: list[SampledToken] = []
-    drafts = sequence.token_ids[1:]
-    for row in range(len(rows_RV)):
-        [token] = sample_tokens(rows_RV[row : row + 1], [sampler], [position + row], pool=pool)
-        tokens.append(token)
-        if token.token_id == BROKEN_ROW:
-            break
-        sampler.note_token(token.token_id)
-        if row == len(drafts) or token.token_id != drafts[row]:
-            break
-    return tokens

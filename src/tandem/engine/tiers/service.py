@@ -15,10 +15,10 @@ import msgspec
 
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, PeerLostError, TandemError
+from tandem.core.instance_status import Statistics
 from tandem.core.loop_calls import call_on_loop
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.counters import TierCounters
 from tandem.engine.tiers.store_tier import BlockMemory, LoadSink, StoreTier
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, StoreConfig
@@ -65,7 +65,7 @@ class TierService:
         self._identity = identity
         self._clock = clock
         self._on_load = on_load
-        self.counters = TierCounters()
+        self.counters = Statistics()
         """Totals since start, over all stores that were reached."""
         self._tier: StoreTier | None = None
         self._sink: LoadSink | None = None

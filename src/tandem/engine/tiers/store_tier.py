@@ -26,11 +26,11 @@ import numpy.typing as npt
 
 from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, NotFoundError, ShapeError, TandemError
+from tandem.core.instance_status import Statistics
 from tandem.engine.scheduling.blocks import KeyedBlock
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.counters import TierCounters
 from tandem.engine.tiers.staging import StagingSlots
 from tandem.store import AsyncStoreClient, Part, PutOptions, StoreBuffer
 
@@ -63,6 +63,8 @@ class BlockMemory(NamedTuple):
     memory: npt.NDArray[np.uint8]
     """All blocks, one after the other."""
     block_bytes: int
+    block_size: int
+    """Tokens of a block."""
 
 
 class LoadSink(Protocol):
@@ -111,10 +113,10 @@ class StoreTier:
         config: TierConfig,
         clock: Clock,
         on_load: Callable[[int, float], None],
-        counters: TierCounters | None = None,
+        counters: Statistics | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self.counters = TierCounters() if counters is None else counters
+        self.counters = Statistics() if counters is None else counters
         self._client = client
         self._memory = memory
         self._identity = identity
@@ -152,7 +154,7 @@ class StoreTier:
         if not keys:
             return 0
         self.counters.num_lookups += 1
-        self.counters.asked_blocks += len(keys)
+        self.counters.lookup_tokens += len(keys) * self._memory.block_size
         names = [make_object_key(self._identity, key) for key in keys]
         try:
             async with asyncio.timeout(self._config.lookup_timeout_ms / 1e3):
@@ -165,7 +167,7 @@ class StoreTier:
             self.counters.num_lookup_timeouts += 1
             return None
         num_found = found.index(False) if False in found else len(found)
-        self.counters.found_blocks += num_found
+        self.counters.found_tokens += num_found * self._memory.block_size
         return num_found
 
     # ---------------------------------------------------------------- told by the engine's thread
@@ -275,6 +277,7 @@ class StoreTier:
         good = [load.block_id for load, r in zip(loads, results, strict=True) if r == size]
         if good:
             self.counters.loaded_blocks += len(good)
+            self.counters.loaded_tokens += len(good) * self._memory.block_size
             self.counters.loaded_bytes += len(good) * size
             self.counters.load_seconds += seconds
             self._on_load(len(good) * size, seconds)
@@ -366,9 +369,10 @@ class StoreTier:
                 _count(self.counters.store_failures, result.code)
                 logger.debug("event=kv_store_failed error=%s", result)
             elif result.value == "exists":
-                self.counters.existing_blocks += 1
+                self.counters.store_existing_blocks += 1
             else:
                 self.counters.stored_blocks += 1
+                self.counters.stored_tokens += self._memory.block_size
                 self.counters.stored_bytes += size
 
     # ---------------------------------------------------------------- the whole tier

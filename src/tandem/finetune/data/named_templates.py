@@ -138,13 +138,13 @@ NAMED_TEXTS = {
     "deepseek": NamedText(prefix=(BOS,), system=("{}\n\n",), user=("User: {}\n\nAssistant:",)),
     "deepseek3": NamedText(
         prefix=(BOS,),
-        user=("<｜User｜>{}<｜Assistant｜>",),  # noqa: RUF001 - its own signs
-        tokens=("<｜User｜>", "<｜Assistant｜>"),  # noqa: RUF001
+        user=("<｜User｜>{}<｜Assistant｜>",),
+        tokens=("<｜User｜>", "<｜Assistant｜>"),
     ),
     "deepseekr1": NamedText(
         prefix=(BOS,),
-        user=("<｜User｜>{}<｜Assistant｜>",),  # noqa: RUF001
-        tokens=("<｜User｜>", "<｜Assistant｜>"),  # noqa: RUF001
+        user=("<｜User｜>{}<｜Assistant｜>",),
+        tokens=("<｜User｜>", "<｜Assistant｜>"),
         thought=THOUGHT,
     ),
     "default": NamedText(

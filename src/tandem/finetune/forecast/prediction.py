@@ -11,23 +11,21 @@ import msgspec
 
 from tandem._native import read_topology, recommend_threads
 from tandem.core.errors import ConfigError, TandemError
-from tandem.core.model_plan import NO_FORMAT, ModelPlan
+from tandem.core.model.plan import ModelPlan
 from tandem.finetune.data.dataset import prepare_data
 from tandem.finetune.forecast.fake_step import StepCost, StepShape, simulate_step
 from tandem.finetune.forecast.machine_speed import measure_speed
 from tandem.finetune.recipes.recipe import MethodKeys, Recipe, make_recipe
 from tandem.finetune.training.expert_adapters import adapt_model
-from tandem.finetune.training.model import choose_format, load_tokenizer
+from tandem.finetune.training.model import choose_format, load_tokenizer, plan_training
 from tandem.finetune.training.output_folder import check_folders
 from tandem.finetune.training.trainer import (
     check_packages,
     count_steps,
     make_lora_config,
 )
-from tandem.kernels.cpu import linear as native_linear
 from tandem.models.families import open_checkpoint
 from tandem.models.loading.skeleton import build_skeleton
-from tandem.models.planning.planner import plan_model
 
 __all__ = ["DataShape", "MemoryPart", "RunPrediction", "predict_run"]
 
@@ -36,8 +34,6 @@ OPTIMIZER_BYTES = 8
 GRADIENT_BYTES = 4
 WEIGHT_BYTES = 4
 """Of a trained weight; adapters are float32 in every run."""
-PACKED_ROLES = frozenset(["qkv", "q_up", "head_matrices", "attention_out", "gate_up", "down"])
-"""Roles of the matrices that ``linear_format`` means."""
 LEAST_CUTOFF = 128
 Costs = dict[tuple[StepShape, MethodKeys], StepCost]
 
@@ -185,7 +181,8 @@ def _count_memory(
     Steps that were simulated are kept in ``costs``.
     """
     plan = _plan_weights(recipe)
-    experts, others = _count_weights(recipe, plan)
+    experts = plan.expert_bytes
+    others = plan.weight_bytes - experts
     checkpoint = open_checkpoint(recipe.model.model_name_or_path)
     trainable = 0
 
@@ -251,31 +248,13 @@ def _name_format(recipe: Recipe, name: str) -> str:
 
 
 def _plan_weights(recipe: Recipe) -> ModelPlan:
-    is_bf16 = recipe.train.bf16
-    experts = choose_format(recipe.model.expert_format, is_bf16=is_bf16)
-    return plan_model(
+    return plan_training(
         recipe.model.model_name_or_path,
-        dtype="bfloat16" if is_bf16 else "float32",
-        expert_format=NO_FORMAT if experts is None else experts.name,
-        linear_format=NO_FORMAT,
+        is_bf16=recipe.train.bf16,
+        expert_format=recipe.model.expert_format,
+        linear_format=recipe.model.linear_format,
+        is_head_packed=recipe.method.stage != "dpo",
     )
-
-
-def _count_weights(recipe: Recipe, plan: ModelPlan) -> tuple[int, int]:
-    """Return bytes of (routed experts, all other frozen weights)."""
-    linear = choose_format(recipe.model.linear_format, is_bf16=recipe.train.bf16)
-    experts, others = 0, plan.vector_bytes
-    for matrix in plan.matrices:
-        if matrix.role == "experts":
-            experts += matrix.size_bytes
-        elif linear is not None and matrix.role in PACKED_ROLES and matrix.plain_bytes:
-            *heads, rows, columns = matrix.shape
-            for count in heads:
-                rows *= count
-            others += native_linear.count_bytes(linear, columns, rows)
-        else:
-            others += matrix.plain_bytes
-    return experts, others
 
 
 def _predict_step_s(recipe: Recipe, data: DataShape, cost: StepCost) -> float:

@@ -11,25 +11,35 @@ import torch
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.finetune.recipes.targets import find_expert_shapes, find_targets
+from tandem.core.model.layers import ExpertsSpec
+from tandem.core.model.plan import NO_FORMAT, ModelPlan
+from tandem.finetune.recipes.targets import find_expert_shapes
 from tandem.finetune.training.expert_adapters import name_parameters
-from tandem.finetune.training.frozen_linear import FrozenLinear
 from tandem.kernels.operators.operator import Operator
 from tandem.kernels.weights.formats import WeightFormat, find_format
 from tandem.models.families import Checkpoint, open_checkpoint
-from tandem.models.loading.builders import (
-    BuildContext,
-    UnfitModuleError,
-    WeightSettings,
-    build_experts,
-)
-from tandem.models.loading.injection import require_no_meta
+from tandem.models.loading.builders import Resources
+from tandem.models.loading.injection import apply_plan, require_no_meta
 from tandem.models.loading.loader import load_weights
 from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.planner import plan_model
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress
+from tandem.placement.rules import parse_rules
 
-__all__ = ["FrozenModel", "choose_format", "count_weight_bytes", "load_frozen", "load_tokenizer"]
+__all__ = [
+    "FrozenModel",
+    "choose_format",
+    "count_weight_bytes",
+    "load_frozen",
+    "load_tokenizer",
+    "plan_training",
+]
+
+KEEP_HEAD = parse_rules(
+    "- match: {name: '^lm_head$'}\n  replace: {class: default}\n", "preferences"
+)
+"""Losses of preferences take the logits of the head themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +49,7 @@ class FrozenModel:
     model: Any
     """transformers' model; no parameter takes a gradient."""
     checkpoint: Checkpoint
-    expert_format: WeightFormat | None
-    linear_format: WeightFormat | None
+    plan: ModelPlan
 
 
 def choose_format(name: str, *, is_bf16: bool) -> WeightFormat | None:
@@ -105,66 +114,69 @@ def load_frozen(
 
     Raises: as ``load_model``.
     """
+    plan = plan_training(
+        path_or_id,
+        is_bf16=is_bf16,
+        expert_format=expert_format,
+        linear_format=linear_format,
+        is_head_packed=is_head_packed,
+    )
     checkpoint = open_checkpoint(path_or_id)
     if pool is None:
         pool = ThreadPool(num_threads or recommend_threads(read_topology()).threads)
-    experts = choose_format(expert_format, is_bf16=is_bf16)
-    linear = choose_format(linear_format, is_bf16=is_bf16)
     # The fastest that transformers has for this architecture.
     model = build_skeleton(checkpoint.config, None)
-    settings = WeightSettings(pool=pool, experts=experts, linear=linear)
-    replaced = {} if experts is None else _replace_experts(model, checkpoint, settings)
-    if linear is not None:
-        heads = _find_own_head(model) if is_head_packed else []
-        for name in [*find_targets(model, "all"), *heads]:
-            old = model.get_submodule(name)
-            model.set_submodule(name, FrozenLinear.of_shape(old, linear, pool))
+    planned = [m.module for m in plan.modules if isinstance(m.spec, ExpertsSpec)]
+    shapes = {name: _list_shapes(model.get_submodule(name)) for name in planned}
+    apply_plan(model, plan, Resources(pool=pool))
     dtype = torch.bfloat16 if is_bf16 else torch.float32
     with open_source(
         checkpoint.folder, dtype=dtype, progress=progress, quantization=checkpoint.quantization
     ) as source:
         load_weights(model, checkpoint, source)
     require_no_meta(model)
-    for name, shapes in replaced.items():
-        name_parameters(model.get_submodule(name), shapes, dtype)
+    for name, own in shapes.items():
+        name_parameters(model.get_submodule(name), own, dtype)
     model.requires_grad_(False)
     model.config.use_cache = False
     # What PEFT calls the base model.
     model.name_or_path = path_or_id
-    return FrozenModel(model, checkpoint, experts, linear)
+    return FrozenModel(model, checkpoint, plan)
 
 
-def _find_own_head(model: Any) -> list[str]:
-    """Return the name of the head, or none where it shares the embedding's matrix."""
-    if model.config.get_text_config().tie_word_embeddings:
-        return []
-    head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if module is head]
+def plan_training(
+    path_or_id: str,
+    *,
+    is_bf16: bool = False,
+    expert_format: str = "auto",
+    linear_format: str = "none",
+    is_head_packed: bool = True,
+) -> ModelPlan:
+    """Decide how the frozen weights of a checkpoint are stored and run; as of ``load_frozen``.
+
+    Raises: as ``plan_model`` and ``choose_format``.
+    """
+    experts = choose_format(expert_format, is_bf16=is_bf16)
+    linear = choose_format(linear_format, is_bf16=is_bf16)
+    return plan_model(
+        path_or_id,
+        dtype="bfloat16" if is_bf16 else "float32",
+        rules=None if is_head_packed else KEEP_HEAD,
+        expert_format=NO_FORMAT if experts is None else experts.name,
+        linear_format=NO_FORMAT if linear is None else linear.name,
+        expert_parts=1,
+        workload="training",
+    )
 
 
-def _replace_experts(
-    model: Any, checkpoint: Checkpoint, settings: WeightSettings
-) -> dict[str, dict[str, torch.Size]]:
-    """Put packed experts in place; return the shapes of the parameters that were there."""
-    replaced: dict[str, dict[str, torch.Size]] = {}
-    for name, module in list(model.named_modules()):
-        if not (hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")):
-            continue
-        if isinstance(module.gate_up_proj, torch.nn.Module):
-            continue  # A dense block whose gate and up are one matrix.
-        context = BuildContext(name, model, checkpoint.config, {}, settings, {})
-        try:
-            model.set_submodule(name, build_experts(module, context))
-        except UnfitModuleError as error:
-            what = f"{name}: {error}: set expert_format: none"
-            raise UnsupportedError("finetune.load", what, field="expert_format") from error
-        replaced[name] = {key: getattr(module, key).shape for key in find_expert_shapes(module)}
-    return replaced
+def _list_shapes(experts: torch.nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the parameters of transformers' experts, by name."""
+    return {key: getattr(experts, key).shape for key in find_expert_shapes(experts)}
 
 
 def count_weight_bytes(model: Any) -> int:
     """Return the bytes of all weights of a loaded model, packed ones included."""
     seen = {p.untyped_storage().data_ptr(): p for p in model.parameters()}
     tensors = sum(p.untyped_storage().nbytes() for p in seen.values())
-    packed = [m.packed_bytes for m in model.modules() if isinstance(m, Operator | FrozenLinear)]
+    packed = [m.packed_bytes for m in model.modules() if isinstance(m, Operator)]
     return tensors + sum(packed)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.kernels.activation import Activation
+from tandem.core.model.layers import Activation
+from tandem.kernels.activation import activate
 from tandem.kernels.cpu.autograd import FrozenExperts, as_floats
 
 __all__ = ["ExpertFactors", "run_adapted_experts"]
@@ -152,7 +153,7 @@ class _AdaptedExperts(torch.autograd.Function):
 
 def _activate(kept: Tensor, activation: Activation, inner: int) -> Tensor:
     gate_up = kept.view(len(kept), 2, -1)[..., :inner].flatten(1).float()
-    return activation.apply(gate_up)
+    return activate(activation, gate_up)
 
 
 def run_adapted_experts(

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from tandem import _native
+from tandem.core.model.layers import RoutingRule
 from tandem.kernels.cpu.delta_scan import NativeScan
 from tandem.kernels.cpu.step import CpuStep
 from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import NATIVE_DTYPES, Buffer, is_native, view_tensor
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
 from tandem.kernels.torch.gated_delta import run_gated_delta
 

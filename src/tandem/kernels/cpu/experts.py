@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tandem._native import ExpertBank, ThreadPool, count_expert_bytes
 from tandem.core.errors import ShapeError
-from tandem.kernels.activation import SILU, Activation
+from tandem.core.model.layers import SILU, Activation, ExpertsSpec
 from tandem.kernels.cpu.adapted_experts import ExpertFactors, run_adapted_experts
 from tandem.kernels.cpu.autograd import run_experts
 from tandem.kernels.interfaces import WeightReader
@@ -114,7 +114,7 @@ class PackedExperts:
             storage=None if is_copied else storage,
             activation=activation.name,
             alpha=activation.alpha,
-            limit=activation.limit,
+            limit=activation.bound,
             up_offset=activation.up_offset,
             has_bias=has_bias,
             num_parts=num_parts,
@@ -419,14 +419,9 @@ class NativeExperts(RoutedExperts):
     """Experts in a weight format, run by the native kernels; on the CPU only.
 
     Args:
-        num_experts: E.
-        hidden_size: D.
-        intermediate_size: F.
+        spec: as of ``RoutedExperts``.
         weight_format: how the weights are stored.
         pool: runs the kernels; borrowed for the life of the operator.
-        activation: as of ``RoutedExperts``.
-        has_bias: as of ``RoutedExperts``.
-        is_transposed: as of ``RoutedExperts``.
         cache: where packed weights are kept between runs; None = pack at each load.
         num_parts: shares of F, one for each NUMA node that has threads. One share is used where the
             cache maps it; several are copied into memory of their nodes.
@@ -436,26 +431,14 @@ class NativeExperts(RoutedExperts):
 
     def __init__(
         self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
+        spec: ExpertsSpec,
         *,
         weight_format: WeightFormat,
         pool: ThreadPool,
-        activation: Activation = SILU,
-        has_bias: bool = False,
-        is_transposed: bool = False,
         cache: WeightCache | None = None,
         num_parts: int = 1,
     ) -> None:
-        super().__init__(
-            num_experts,
-            hidden_size,
-            intermediate_size,
-            activation=activation,
-            has_bias=has_bias,
-            is_transposed=is_transposed,
-        )
+        super().__init__(spec)
         self.weight_format = weight_format
         self._pool = pool
         self._cache = cache

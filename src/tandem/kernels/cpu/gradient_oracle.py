@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.kernels.activation import Activation
+from tandem.core.model.layers import Activation
 from tandem.kernels.cpu.packed_oracle import (
     ACTIVATION_ROUNDINGS,
     ARGUMENT_ROUNDINGS,
@@ -136,7 +136,7 @@ def check_stages(
             wants["kept"][own, which] = y
             bounds["kept"][own, which] = error * (1 + unit) + unit * np.abs(y) + TINY
         g, u = stages.kept[own, 0], stages.kept[own, 1]
-        limit = layer.activation.limit
+        limit = layer.activation.bound
         is_in, is_up_in = g <= limit, np.abs(u) <= limit
         g, u = np.minimum(g, limit), np.clip(u, -limit, limit) + layer.activation.up_offset
         u_error = EPS * np.abs(u)
@@ -195,7 +195,7 @@ def run_gradients(
 ) -> tuple[Array, Array]:
     """Return the exact gradients with respect to the input [T, D] and the router weights [T, K]."""
     d_x, d_weights = np.zeros(x_TD.shape), np.zeros(weights_TK.shape)
-    limit = layer.activation.limit
+    limit = layer.activation.bound
     experts, tokens, slots = list_pairs(ids_TK)
     for e in np.unique(experts):
         t, k = tokens[experts == e], slots[experts == e]

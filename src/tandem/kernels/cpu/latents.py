@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.core.model.layers import MlaSpec
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.mla import MlaSizes
 
 __all__ = ["LatentBuffers"]
 
@@ -43,27 +43,27 @@ class LatentBuffers:
     """The same as [T, H, v]."""
 
     @classmethod
-    def allocate(cls, sizes: MlaSizes, num_tokens: int, dtype: torch.dtype) -> "LatentBuffers":
+    def allocate(cls, spec: MlaSpec, num_tokens: int, dtype: torch.dtype) -> "LatentBuffers":
         """Return buffers with unspecified contents."""
-        heads, queries = sizes.num_heads, sizes.num_heads * sizes.head
-        first = torch.empty(num_tokens, sizes.first_product + sizes.key, dtype=dtype)
+        heads, queries = spec.num_heads, spec.num_heads * spec.head
+        first = torch.empty(num_tokens, spec.first_product + spec.key, dtype=dtype)
         flat = first[:, :queries]
-        if sizes.q_rank:
+        if spec.q_rank:
             flat = torch.empty(num_tokens, queries, dtype=dtype)
-        by_head = flat.unflatten(1, (heads, sizes.head))
-        rows = torch.empty(num_tokens, heads + 1, sizes.key, dtype=dtype)
-        values = torch.empty(num_tokens, heads * sizes.value, dtype=dtype)
+        by_head = flat.unflatten(1, (heads, spec.head))
+        rows = torch.empty(num_tokens, heads + 1, spec.key, dtype=dtype)
+        values = torch.empty(num_tokens, heads * spec.value, dtype=dtype)
         return cls(
             Buffer(first),
-            Buffer(first[:, : sizes.q_rank]),
-            Buffer(torch.empty(num_tokens, sizes.q_rank, dtype=dtype)),
+            Buffer(first[:, : spec.q_rank]),
+            Buffer(torch.empty(num_tokens, spec.q_rank, dtype=dtype)),
             Buffer(flat),
             Buffer(by_head),
-            Buffer(by_head[..., : sizes.nope]),
-            Buffer(first[:, sizes.first_product :]),
+            Buffer(by_head[..., : spec.nope]),
+            Buffer(first[:, spec.first_product :]),
             Buffer(rows),
-            Buffer(rows[:, :heads, : sizes.rank]),
-            Buffer(torch.empty(num_tokens, heads, sizes.rank, dtype=dtype)),
+            Buffer(rows[:, :heads, : spec.rank]),
+            Buffer(torch.empty(num_tokens, heads, spec.rank, dtype=dtype)),
             Buffer(values),
-            Buffer(values.view(num_tokens, heads, sizes.value)),
+            Buffer(values.view(num_tokens, heads, spec.value)),
         )

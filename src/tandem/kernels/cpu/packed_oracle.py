@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.kernels.activation import SILU, Activation
+from tandem.core.model.layers import SILU, Activation
 from tandem.kernels.weights.formats import (
     WeightFormat,
     dequantize,
@@ -193,7 +193,7 @@ def run_expert(layer: Layer, expert: int, rows_TD: Array) -> tuple[Array, Array]
         g, u = g + layer.biases[0][expert], u + layer.biases[1][expert]
         g_error, u_error = g_error + EPS * np.abs(g), u_error + EPS * np.abs(u)
     # Limits bring values no further apart than they were.
-    limit = activation.limit
+    limit = activation.bound
     g, u = np.minimum(g, limit), np.clip(u, -limit, limit) + activation.up_offset
     u_error = u_error + EPS * np.abs(u)
     f, f_error = activate(g, activation)

@@ -73,7 +73,7 @@ class CpuStep:
         if attention_out_norm is None:
             attention.output_matrix.run(mixed, x, is_added=True)
         else:
-            branch = self._buffer("attention_out", attention.hidden_size)
+            branch = self._buffer("attention_out", attention.spec.hidden_size)
             attention.output_matrix.run(mixed, branch)
             self._norm_branch(attention_out_norm, branch)
         h = self._norm(second_norm, x)
@@ -141,39 +141,39 @@ class CpuStep:
         """As ``mix``, in buffers of the step."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
-        heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        layer_idx = attention.layer_idx
+        spec, layer_idx = attention.spec, attention.layer_idx
+        heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = self._head_buffer("qkv", heads + 2 * kv_heads, d)
         mixed = self._head_buffer("mixed", heads, d)
         attention.qkv_matrix.run(h_TD, qkv)
         by_head = qkv.view
         q, k = attention.held_q, attention.held_k
-        if attention.is_full_norm:
+        if spec.is_full_norm:
             self._norm_all_heads(attention, qkv)
             q = k = None
         _native.rotate_heads(
             by_head,
-            *self._angles[attention.rope_idx],
+            *self._angles[spec.rope_idx],
             heads,
             kv_heads,
             None if q is None else q.view,
             None if k is None else k.view,
-            attention.qk_norm_eps or 0.0,
+            0.0 if spec.qk_norm is None else spec.qk_norm.eps,
             self._pool,
-            weight_offset=attention.qk_norm_offset,
+            weight_offset=0.0 if spec.qk_norm is None else spec.qk_norm.offset,
         )
         self._attention.store(layer_idx, by_head, heads)
         if self._on_layer is not None:
             self._on_layer(layer_idx)
-        self._attend(layer_idx, by_head, mixed.view, attention.scale, attention.rule)
+        self._attend(layer_idx, by_head, mixed.view, spec.scale, attention.rule)
         return mixed
 
     def _mix_latents(self, attention: MlaAttention, h_TD: Buffer) -> Buffer:
-        sizes, layer_idx, eps = attention.sizes, attention.layer_idx, attention.norm_eps
-        buffers: LatentBuffers | None = self._buffers.get(("latents", sizes))
+        spec, layer_idx, eps = attention.spec, attention.layer_idx, attention.spec.norm_eps
+        buffers: LatentBuffers | None = self._buffers.get(("latents", spec))
         if buffers is None:
-            buffers = LatentBuffers.allocate(sizes, self._num_tokens, self._dtype)
-            self._buffers["latents", sizes] = buffers
+            buffers = LatentBuffers.allocate(spec, self._num_tokens, self._dtype)
+            self._buffers["latents", spec] = buffers
         attention.first_matrix.run(h_TD, buffers.first)
         q_matrix, q_norm = attention.q_matrix, attention.held_q_norm
         if q_matrix is not None and q_norm is not None:
@@ -186,17 +186,17 @@ class CpuStep:
             buffers.latent.view,
             attention.held_kv_norm.view,
             eps,
-            *self._angles[attention.rope_idx],
+            *self._angles[spec.rope_idx],
             rows,
             self._pool,
         )
         # The key is there: others may have it while queries are still made.
-        self._attention.store(layer_idx, rows, sizes.num_heads)
+        self._attention.store(layer_idx, rows, spec.num_heads)
         if self._on_layer is not None:
             self._on_layer(layer_idx)
         attention.key_heads.run(buffers.plain, buffers.absorbed)
         mixed = buffers.mixed
-        self._attend(layer_idx, rows, mixed.view, attention.scale, attention.rule)
+        self._attend(layer_idx, rows, mixed.view, spec.scale, attention.rule)
         attention.value_heads.run(mixed, buffers.value_heads)
         return buffers.values
 
@@ -213,13 +213,16 @@ class CpuStep:
 
     def _norm_all_heads(self, attention: Attention, qkv: Buffer) -> None:
         """Norm the queries of all heads together, and the keys, in place."""
-        d, first = attention.head_dim, 0
-        parts = (
-            (attention.num_heads, attention.held_q),
-            (attention.num_kv_heads, attention.held_k),
+        spec, norm, first = attention.spec, attention.spec.qk_norm, 0
+        d, parts = (
+            spec.head_dim,
+            (
+                (spec.num_heads, attention.held_q),
+                (spec.num_kv_heads, attention.held_k),
+            ),
         )
         for num_heads, weight in parts:
-            assert weight is not None, "a norm without weights"
+            assert norm is not None and weight is not None, "a norm without weights"
             end = first + num_heads * d
             key = ("qkv", first, end, d)
             rows: Buffer | None = self._buffers.get(key)
@@ -229,10 +232,10 @@ class CpuStep:
                 rows.view,
                 weight.view,
                 rows.view,
-                attention.qk_norm_eps or 0.0,
+                norm.eps,
                 None,
                 self._pool,
-                weight_offset=attention.qk_norm_offset,
+                weight_offset=norm.offset,
             )
             first = end
 
@@ -246,15 +249,15 @@ class CpuStep:
     ) -> None:
         """Add the MLP's output to the residual; with a norm, leave it pending."""
         gate_up_matrix, down_matrix = mlp.matrices
-        gate_up = self._buffer("gate_up", 2 * mlp.intermediate_size)
-        hidden = self._buffer("hidden", mlp.intermediate_size)
+        gate_up = self._buffer("gate_up", 2 * mlp.spec.intermediate_size)
+        hidden = self._buffer("hidden", mlp.spec.intermediate_size)
         gate_up_matrix.run(x_TD, gate_up)
         row_gate = None if gate_T1 is None else gate_T1.view
         _native.gate(gate_up.view, hidden.view, mlp.activation.name, row_gate, self._pool)
         if out_norm is None:
             down_matrix.run(hidden, residual_TD, is_added=True)
         else:
-            branch = self._buffer("mlp_out", mlp.hidden_size)
+            branch = self._buffer("mlp_out", mlp.spec.hidden_size)
             down_matrix.run(hidden, branch)
             self._norm_branch(out_norm, branch)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import DeadlineError
-from tandem.kernels.activation import SILU, Activation
+from tandem.core.model.layers import ExpertsSpec
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.operator import Operator
 
@@ -52,32 +52,17 @@ class RoutedExperts(Operator):
     """The routed experts of one layer: gated blocks, each scaled by its router weight.
 
     Args:
-        num_experts: E.
-        hidden_size: D.
-        intermediate_size: F.
-        activation: of gate and up; SwiGLU's by default.
-        has_bias: whether gate, up and down of each expert have biases.
-        is_transposed: whether the checkpoint holds inputs first, and the columns of gate and up in
-            turn, as gpt-oss does: gate_up [E, D, 2 F], down [E, F, D].
+        spec: their sizes and activation, and how the checkpoint has them.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        activation: Activation = SILU,
-        has_bias: bool = False,
-        is_transposed: bool = False,
-    ) -> None:
+    def __init__(self, spec: ExpertsSpec) -> None:
         super().__init__()
-        self.activation = activation
-        self.has_bias = has_bias
-        self.is_transposed = is_transposed
-        self.num_experts = num_experts
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
+        self.activation = spec.activation
+        self.has_bias = spec.has_bias
+        self.is_transposed = spec.is_transposed
+        self.num_experts = spec.num_experts
+        self.hidden_size = spec.hidden_size
+        self.intermediate_size = spec.intermediate_size
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs, [T, D], new.

@@ -10,11 +10,10 @@ Shapes: T tokens, D hidden, H heads, R rank of the latent, P rotated items, n it
 are not rotated, v items of a head's value.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from tandem.core.model.layers import MlaSpec
 from tandem.kernels.interfaces import (
     PLAIN,
     AdaptedPart,
@@ -30,146 +29,91 @@ from tandem.kernels.operators.operator import Operator, allocate_scratch, freeze
 from tandem.kernels.weights.head_matrix import make_head_matrix
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
 
-__all__ = ["MlaAttention", "MlaSizes"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaSizes:
-    """The sizes of a layer's attention."""
-
-    num_heads: int
-    """H."""
-    rank: int
-    """R."""
-    rope: int
-    """P; even."""
-    nope: int
-    """n."""
-    value: int
-    """v."""
-    q_rank: int = 0
-    """Of the queries' own compression; 0 is none."""
-
-    @property
-    def head(self) -> int:
-        """Items of a query."""
-        return self.nope + self.rope
-
-    @property
-    def key(self) -> int:
-        """Items of a token in the cache."""
-        return self.rank + self.rope
-
-    @property
-    def first_product(self) -> int:
-        """Outputs of the first product for queries: compressed ones, or all heads'."""
-        return self.q_rank or self.num_heads * self.head
+__all__ = ["MlaAttention"]
 
 
 class MlaAttention(Operator):
     """Latent attention of one layer; what it attends is found by the ``Step``.
 
     Args:
-        hidden_size: D.
-        sizes: all others.
+        spec: its sizes and options. Rotated items that are pairs of neighbours in the checkpoint
+            are put in halves at loading, queries' and keys' alike, so that products do not change.
         layer_idx: whose slice of the KV cache.
-        scale: on the products, YaRN's correction included.
-        norm_eps: of the norms of the latent and of compressed queries.
-        has_bias: of the first projections, but for uncompressed queries, and of the output.
-        is_interleaved: the checkpoint's rotated items are pairs of neighbours. Their rows are put
-            in halves at loading, queries' and keys' alike, so that products do not change.
-        rope_idx: which of the step's RoPEs.
         settings: how the matrices are stored and run.
     """
 
     def __init__(
-        self,
-        *,
-        hidden_size: int,
-        sizes: MlaSizes,
-        layer_idx: int,
-        scale: float,
-        norm_eps: float,
-        has_bias: bool = False,
-        is_interleaved: bool = True,
-        rope_idx: int = 0,
-        settings: MatrixSettings = TENSORS,
+        self, spec: MlaSpec, *, layer_idx: int, settings: MatrixSettings = TENSORS
     ) -> None:
         super().__init__()
-        self.hidden_size = hidden_size
-        self.sizes = sizes
+        self.spec = spec
         self.layer_idx = layer_idx
-        self.scale = scale
-        self.norm_eps = norm_eps
-        self.has_bias = has_bias
-        self.is_interleaved = is_interleaved
-        self.rope_idx = rope_idx
         self.settings = settings
         self.rule = PLAIN
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``q_proj``, or ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``, and the rest."""
-        sizes, settings = self.sizes, self.settings
+        spec, settings = self.spec, self.settings
         self._load_first(reader, name)
         self.q_matrix: Matrix | None = None
         self.held_q_norm: Buffer | None = None
-        if sizes.q_rank:
-            rows = sizes.num_heads * sizes.head
+        if spec.q_rank:
+            rows = spec.num_heads * spec.head
             is_packed = settings.weight_format is not None
             weight = read_rows(
-                reader, [(f"{name}.q_b_proj.weight", rows)], sizes.q_rank, is_scratch=is_packed
+                reader, [(f"{name}.q_b_proj.weight", rows)], spec.q_rank, is_scratch=is_packed
             )
             self._order_queries(weight)
             self.q_matrix = make_matrix(self, "q_b_", settings, weight, None)
-            norm = read_rows(reader, [(f"{name}.q_a_layernorm.weight", sizes.q_rank)])
+            norm = read_rows(reader, [(f"{name}.q_a_layernorm.weight", spec.q_rank)])
             self.q_norm = freeze(norm)
             self.held_q_norm = Buffer(self.q_norm)
-        norm = read_rows(reader, [(f"{name}.kv_a_layernorm.weight", sizes.rank)])
+        norm = read_rows(reader, [(f"{name}.kv_a_layernorm.weight", spec.rank)])
         self.kv_norm = freeze(norm)
         self.held_kv_norm = Buffer(self.kv_norm)
         self._load_heads(reader, name)
-        output = [(f"{name}.o_proj", self.hidden_size)]
+        output = [(f"{name}.o_proj", self.spec.hidden_size)]
         self.output_matrix: Matrix = read_matrix(
             self,
             "o_",
             reader,
             settings,
             output,
-            sizes.num_heads * sizes.value,
-            has_bias=self.has_bias,
+            spec.num_heads * spec.value,
+            has_bias=self.spec.has_bias,
         )
 
     def _load_first(self, reader: WeightReader, name: str) -> None:
         """Read what multiplies the hidden state: queries, compressed or not, and latents."""
-        sizes = self.sizes
-        part = f"{name}.q_a_proj" if sizes.q_rank else f"{name}.q_proj"
+        spec = self.spec
+        part = f"{name}.q_a_proj" if spec.q_rank else f"{name}.q_proj"
         latent = f"{name}.kv_a_proj_with_mqa"
-        rows, width = sizes.first_product, sizes.key
+        rows, width = spec.first_product, spec.key
         is_packed = self.settings.weight_format is not None
         parts = [(f"{part}.weight", rows), (f"{latent}.weight", width)]
-        weight = read_rows(reader, parts, self.hidden_size, is_scratch=is_packed)
-        if not sizes.q_rank:
+        weight = read_rows(reader, parts, self.spec.hidden_size, is_scratch=is_packed)
+        if not spec.q_rank:
             self._order_queries(weight[:rows])
-        self._order_rotated(weight[rows + sizes.rank :])
+        self._order_rotated(weight[rows + spec.rank :])
         bias = None
-        if self.has_bias:
+        if self.spec.has_bias:
             bias = torch.zeros(rows + width, dtype=reader.dtype, device=reader.device)
-            if sizes.q_rank:
+            if spec.q_rank:
                 reader.read_into(f"{part}.bias", bias[:rows])
             reader.read_into(f"{latent}.bias", bias[rows:])
-            self._order_rotated(bias[rows + sizes.rank :])
+            self._order_rotated(bias[rows + spec.rank :])
         self.first_matrix: Matrix = make_matrix(self, "qkv_", self.settings, weight, bias)
 
     def _load_heads(self, reader: WeightReader, name: str) -> None:
-        sizes = self.sizes
-        rows = sizes.num_heads * (sizes.nope + sizes.value)
+        spec = self.spec
+        rows = spec.num_heads * (spec.nope + spec.value)
         if self.settings.weight_format is None:
-            weight = torch.empty(rows, sizes.rank, dtype=reader.dtype, device=reader.device)
+            weight = torch.empty(rows, spec.rank, dtype=reader.dtype, device=reader.device)
         else:
-            weight = allocate_scratch(rows, sizes.rank, dtype=reader.dtype)
+            weight = allocate_scratch(rows, spec.rank, dtype=reader.dtype)
         reader.read_into(f"{name}.kv_b_proj.weight", weight)
-        heads = weight.view(sizes.num_heads, -1, sizes.rank)
-        keys, values = heads[:, : sizes.nope], heads[:, sizes.nope :]
+        heads = weight.view(spec.num_heads, -1, spec.rank)
+        keys, values = heads[:, : spec.nope], heads[:, spec.nope :]
         self.key_heads: HeadMatrix = make_head_matrix(
             self, "key_heads_", self.settings, keys.transpose(1, 2).contiguous()
         )
@@ -179,40 +123,40 @@ class MlaAttention(Operator):
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
         """See ``Operator``."""
-        sizes, hidden = self.sizes, self.hidden_size
+        spec, hidden = self.spec, self.spec.hidden_size
         self.first_matrix = first = wrapper.wrap_matrix(self.first_matrix)
         self.key_heads = keys = wrapper.wrap_heads(self.key_heads)
         self.value_heads = values = wrapper.wrap_heads(self.value_heads)
         self.output_matrix = output = wrapper.wrap_matrix(self.output_matrix)
         # The same moves as of the weights, on the numbers of rows.
-        queries = torch.arange(sizes.num_heads * sizes.head)
+        queries = torch.arange(spec.num_heads * spec.head)
         self._order_queries(queries)
-        latent = torch.arange(sizes.key)
-        self._order_rotated(latent[sizes.rank :])
-        size = sizes.first_product
+        latent = torch.arange(spec.key)
+        self._order_rotated(latent[spec.rank :])
+        size = spec.first_product
         parts: dict[str, AdaptedPart] = {
-            f"{name}.kv_a_proj_with_mqa": AdaptedRows(first, hidden, sizes.key, size, latent),
+            f"{name}.kv_a_proj_with_mqa": AdaptedRows(first, hidden, spec.key, size, latent),
             f"{name}.kv_b_proj": AdaptedLatents(
-                keys, values, sizes.rank, sizes.num_heads, sizes.nope, sizes.value
+                keys, values, spec.rank, spec.num_heads, spec.nope, spec.value
             ),
-            f"{name}.o_proj": AdaptedRows(output, sizes.num_heads * sizes.value, hidden),
+            f"{name}.o_proj": AdaptedRows(output, spec.num_heads * spec.value, hidden),
         }
         if self.q_matrix is None:
             parts[f"{name}.q_proj"] = AdaptedRows(first, hidden, size, 0, queries)
         else:
             self.q_matrix = second = wrapper.wrap_matrix(self.q_matrix)
             parts[f"{name}.q_a_proj"] = AdaptedRows(first, hidden, size)
-            parts[f"{name}.q_b_proj"] = AdaptedRows(second, sizes.q_rank, len(queries), 0, queries)
+            parts[f"{name}.q_b_proj"] = AdaptedRows(second, spec.q_rank, len(queries), 0, queries)
         return parts
 
     def _order_queries(self, weight: Tensor) -> None:
         """Put the rotated rows of each head's query in halves, in place."""
-        heads = weight.view(self.sizes.num_heads, self.sizes.head, -1)
-        self._order_rotated(heads[:, self.sizes.nope :].transpose(0, 1))
+        heads = weight.view(self.spec.num_heads, self.spec.head, -1)
+        self._order_rotated(heads[:, self.spec.nope :].transpose(0, 1))
 
     def _order_rotated(self, rows: Tensor) -> None:
         """Put rows [P, ...] that rotate as pairs of neighbours in halves, in place."""
-        if self.is_interleaved:
+        if self.spec.is_interleaved:
             rows.copy_(torch.cat((rows[0::2], rows[1::2])))
 
     def forward(

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from tandem.kernels.activation import SILU, Activation
+from tandem.core.model.layers import MlpSpec
+from tandem.kernels.activation import activate
 from tandem.kernels.interfaces import AdaptedPart, Matrix, MatrixWrapper, WeightReader
 from tandem.kernels.operators.lora import AdaptedRows
 from tandem.kernels.operators.operator import Operator
@@ -16,43 +17,28 @@ class Mlp(Operator):
     """``down(f(gate(x)) * up(x))`` with gate and up as one matrix (arXiv:2002.05202).
 
     Args:
-        hidden_size: D.
-        intermediate_size: F.
-        has_bias: whether the projections have biases.
-        activation: f; a plain one.
-        gate_up_names: the checkpoint's: gate and up, or one matrix that holds both.
+        spec: its sizes, activation (a plain one) and names.
         settings: how the matrices are stored and run.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        *,
-        has_bias: bool = False,
-        activation: Activation = SILU,
-        gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj"),
-        settings: MatrixSettings = TENSORS,
-    ) -> None:
+    def __init__(self, spec: MlpSpec, *, settings: MatrixSettings = TENSORS) -> None:
         super().__init__()
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.has_bias = has_bias
-        self.activation = activation
-        self.gate_up_names = gate_up_names
+        assert spec.activation is not None, "an activation that no operator has"
+        self.spec = spec
+        self.activation = spec.activation
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read gate, up and ``down_proj``."""
-        size, bias = self.intermediate_size, self.has_bias
-        rows = 2 * size // len(self.gate_up_names)
-        gate_up = [(f"{name}.{part}", rows) for part in self.gate_up_names]
-        down = [(f"{name}.down_proj", self.hidden_size)]
-        settings = self.settings
+        spec, settings = self.spec, self.settings
+        size, bias = spec.intermediate_size, spec.has_bias
+        rows = 2 * size // len(spec.gate_up_names)
+        gate_up = [(f"{name}.{part}", rows) for part in spec.gate_up_names]
+        down = [(f"{name}.down_proj", spec.hidden_size)]
         # Where no module has to search for them.
         self.matrices: tuple[Matrix, Matrix] = (
             read_matrix(
-                self, "gate_up_", reader, settings, gate_up, self.hidden_size, has_bias=bias
+                self, "gate_up_", reader, settings, gate_up, spec.hidden_size, has_bias=bias
             ),
             read_matrix(self, "down_", reader, settings, down, size, has_bias=bias),
         )
@@ -61,18 +47,19 @@ class Mlp(Operator):
         """See ``Operator``."""
         gate_up, down = (wrapper.wrap_matrix(matrix) for matrix in self.matrices)
         self.matrices = (gate_up, down)
-        rows = 2 * self.intermediate_size // len(self.gate_up_names)
+        spec = self.spec
+        rows = 2 * spec.intermediate_size // len(spec.gate_up_names)
         parts: dict[str, AdaptedPart] = {
-            f"{name}.{part}": AdaptedRows(gate_up, self.hidden_size, rows, i * rows)
-            for i, part in enumerate(self.gate_up_names)
+            f"{name}.{part}": AdaptedRows(gate_up, spec.hidden_size, rows, i * rows)
+            for i, part in enumerate(spec.gate_up_names)
         }
-        down_part = AdaptedRows(down, self.intermediate_size, self.hidden_size)
+        down_part = AdaptedRows(down, spec.intermediate_size, spec.hidden_size)
         return {**parts, f"{name}.down_proj": down_part}
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return [..., D], new."""
         gate_up, down = self.matrices
-        hidden = self.activation.apply(gate_up.forward(x_TD, dtype=x_TD.dtype))
+        hidden = activate(self.activation, gate_up.forward(x_TD, dtype=x_TD.dtype))
         return down.forward(hidden, dtype=x_TD.dtype)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, gate_T1: Tensor | None = None) -> None:
@@ -81,7 +68,7 @@ class Mlp(Operator):
         ``gate_T1``: its sigmoid multiplies each token's output.
         """
         gate_up, down = self.matrices
-        hidden = self.activation.apply(gate_up.forward(x_TD, dtype=x_TD.dtype))
+        hidden = activate(self.activation, gate_up.forward(x_TD, dtype=x_TD.dtype))
         if gate_T1 is not None:
             hidden *= torch.sigmoid(gate_T1)
         down.add_into_(residual_TD, hidden)

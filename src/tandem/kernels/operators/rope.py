@@ -9,45 +9,23 @@ how long the sequence is. Keys can therefore be cached and shared.
 """
 
 import math
-from typing import Annotated, Literal
 
-import msgspec
 import torch
-from msgspec import Meta
 from torch import Tensor
 
+from tandem.core.model.layers import RopeSpec
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.operator import Operator
 
-__all__ = ["LayeredRope", "Rope", "RopeParameters", "apply_rope_"]
+__all__ = ["LayeredRope", "Rope", "apply_rope_"]
 
 
-class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What determines the angles; names as in a checkpoint's ``rope_parameters``."""
-
-    head_dim: Annotated[int, Meta(ge=2)]
-    """Items that are rotated: r."""
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
-    max_position_embeddings: Annotated[int, Meta(ge=1)] = 2048
-    factor: Annotated[float, Meta(gt=0)] = 1.0
-    original_max_position_embeddings: Annotated[int, Meta(ge=1)] | None = None
-    attention_factor: Annotated[float, Meta(ge=0)] | None = None
-    beta_fast: Annotated[float, Meta(gt=0)] = 32.0
-    beta_slow: Annotated[float, Meta(gt=0)] = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    low_freq_factor: Annotated[float, Meta(gt=0)] = 1.0
-    high_freq_factor: Annotated[float, Meta(gt=0)] = 4.0
-
-
-def _base_frequencies(p: RopeParameters) -> Tensor:
+def _base_frequencies(p: RopeSpec) -> Tensor:
     exponents = torch.arange(0, p.head_dim, 2, dtype=torch.float32) / p.head_dim
     return 1.0 / (p.rope_theta**exponents)
 
 
-def _yarn_frequencies(p: RopeParameters, inv_freq: Tensor, context: int) -> Tensor:
+def _yarn_frequencies(p: RopeSpec, inv_freq: Tensor, context: int) -> Tensor:
     """Interpolate slow dimensions, keep fast ones, ramp between (arXiv:2309.00071, eq. 23)."""
 
     def dim_of(rotations: float) -> float:
@@ -65,7 +43,7 @@ def _yarn_frequencies(p: RopeParameters, inv_freq: Tensor, context: int) -> Tens
     return inv_freq / p.factor * (1 - keep) + inv_freq * keep
 
 
-def _yarn_attention_factor(p: RopeParameters) -> float:
+def _yarn_attention_factor(p: RopeSpec) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if p.factor <= 1 else 0.1 * weight * math.log(p.factor) + 1.0
 
@@ -76,7 +54,7 @@ def _yarn_attention_factor(p: RopeParameters) -> float:
     return mscale(1.0)
 
 
-def _llama3_frequencies(p: RopeParameters, inv_freq: Tensor, context: int) -> Tensor:
+def _llama3_frequencies(p: RopeSpec, inv_freq: Tensor, context: int) -> Tensor:
     """Divide long wavelengths by ``factor``, keep short ones, blend between (Llama 3.1)."""
     wavelength = 2 * math.pi / inv_freq
     blend = (context / wavelength - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
@@ -84,7 +62,7 @@ def _llama3_frequencies(p: RopeParameters, inv_freq: Tensor, context: int) -> Te
     return (1 - keep) * inv_freq / p.factor + keep * inv_freq
 
 
-def compute_frequencies(p: RopeParameters) -> tuple[Tensor, float]:
+def compute_frequencies(p: RopeSpec) -> tuple[Tensor, float]:
     """Return (inverse frequencies float32 [d/2], the factor on cos and sin)."""
     inv_freq = _base_frequencies(p)
     context = p.original_max_position_embeddings
@@ -114,7 +92,7 @@ class Rope(Operator):
         is_half: ``forward`` returns the angles of half a head, as gpt-oss's attention takes them.
     """
 
-    def __init__(self, parameters: RopeParameters, *, is_half: bool = False) -> None:
+    def __init__(self, parameters: RopeSpec, *, is_half: bool = False) -> None:
         super().__init__()
         self.is_half = is_half
         self.rope_parameters = parameters

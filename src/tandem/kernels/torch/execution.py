@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tandem.core.model.layers import RoutingRule
 from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
-from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.gated_delta import run_gated_delta
 from tandem.kernels.torch.step import TorchStep
 

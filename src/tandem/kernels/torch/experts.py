@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import ShapeError
+from tandem.kernels.activation import activate
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.experts import RoutedExperts, read_biases, read_experts
 from tandem.kernels.operators.operator import allocate_scratch, freeze
@@ -65,7 +66,7 @@ class Experts(RoutedExperts):
                 gate_up = torch.mm(x_1D, self._gate_up_t[expert_id])
                 if self.has_bias:
                     gate_up += self.gate_up_bias[expert_id]
-                hidden = self.activation.apply(gate_up)
+                hidden = activate(self.activation, gate_up)
                 residual_1D.addmm_(hidden, self._down_t[expert_id], alpha=weight)
                 if self.has_bias:
                     residual_1D.add_(self.down_bias[expert_id], alpha=weight)
@@ -90,7 +91,7 @@ class Experts(RoutedExperts):
             torch.mm(x[a:b], self._gate_up_t[expert_id], out=gate_up[a:b])
             if self.has_bias:
                 gate_up[a:b] += self.gate_up_bias[expert_id]
-        hidden = self.activation.apply(gate_up)
+        hidden = activate(self.activation, gate_up)
         for expert_id, a, b in chosen:
             torch.mm(hidden[a:b], self._down_t[expert_id], out=x[a:b])
             if self.has_bias:

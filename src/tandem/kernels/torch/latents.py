@@ -24,19 +24,19 @@ def project_latents(
         cos_T1P: cosines.
         signed_sin_T1P: sines with the first half negated.
     """
-    sizes, eps, dtype = attention.sizes, attention.norm_eps, h_TD.dtype
+    spec, eps, dtype = attention.spec, attention.spec.norm_eps, h_TD.dtype
     first = attention.first_matrix.forward(h_TD, dtype=dtype)
-    queries, latent = first.split((sizes.first_product, sizes.key), -1)
+    queries, latent = first.split((spec.first_product, spec.key), -1)
     if attention.q_matrix is not None and attention.held_q_norm is not None:
         weight = attention.held_q_norm.tensor
         normed = torch.rms_norm(queries, weight.shape, weight, eps)
         queries = attention.q_matrix.forward(normed, dtype=dtype)
-    by_head = queries.unflatten(1, (sizes.num_heads, sizes.head))
-    rows = h_TD.new_empty(len(h_TD), sizes.num_heads, sizes.key)
-    rows[..., : sizes.rank] = attention.key_heads.forward(by_head[..., : sizes.nope])
-    apply_rope_(rows[..., sizes.rank :], by_head[..., sizes.nope :], cos_T1P, signed_sin_T1P)
-    key = h_TD.new_empty(len(h_TD), 1, sizes.key)
+    by_head = queries.unflatten(1, (spec.num_heads, spec.head))
+    rows = h_TD.new_empty(len(h_TD), spec.num_heads, spec.key)
+    rows[..., : spec.rank] = attention.key_heads.forward(by_head[..., : spec.nope])
+    apply_rope_(rows[..., spec.rank :], by_head[..., spec.nope :], cos_T1P, signed_sin_T1P)
+    key = h_TD.new_empty(len(h_TD), 1, spec.key)
     weight = attention.held_kv_norm.tensor
-    key[:, 0, : sizes.rank] = torch.rms_norm(latent[:, : sizes.rank], weight.shape, weight, eps)
-    apply_rope_(key[..., sizes.rank :], latent[:, None, sizes.rank :], cos_T1P, signed_sin_T1P)
+    key[:, 0, : spec.rank] = torch.rms_norm(latent[:, : spec.rank], weight.shape, weight, eps)
+    apply_rope_(key[..., spec.rank :], latent[:, None, spec.rank :], cos_T1P, signed_sin_T1P)
     return rows, key

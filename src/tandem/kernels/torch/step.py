@@ -30,17 +30,18 @@ def _compute_angles(rope: Angles, positions: Tensor, dtype: torch.dtype) -> tupl
 
 def _norm_heads(attention: Attention, qk_THd: Tensor) -> Tensor:
     """Return queries and keys after their norm, new; themselves where there is none."""
-    if attention.held_q is None or attention.held_k is None:
+    spec, norm = attention.spec, attention.spec.qk_norm
+    if norm is None or attention.held_q is None or attention.held_k is None:
         return qk_THd
-    heads, offset = attention.num_heads, attention.qk_norm_offset
+    heads, offset = spec.num_heads, norm.offset
     parts: list[Tensor] = []
     for part, held in (
         (qk_THd[:, :heads], attention.held_q),
         (qk_THd[:, heads:], attention.held_k),
     ):
         weight = held.tensor.float() + offset if offset else held.tensor
-        rows = part.flatten(1) if attention.is_full_norm else part
-        normed = torch.rms_norm(rows, (rows.shape[-1],), None, attention.qk_norm_eps)
+        rows = part.flatten(1) if spec.is_full_norm else part
+        normed = torch.rms_norm(rows, (rows.shape[-1],), None, norm.eps)
         parts.append((normed * weight).to(part.dtype).view(part.shape))
     return torch.cat(parts, 1)
 
@@ -94,11 +95,12 @@ class TorchStep:
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
         assert isinstance(attention, Attention), "attention that is not ours"
-        heads, kv_heads, d = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        spec = attention.spec
+        heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
         qk = qkv[:, : heads + kv_heads]
         normed = _norm_heads(attention, qk)
-        cos, signed_sin = self._angles[attention.rope_idx]
+        cos, signed_sin = self._angles[spec.rope_idx]
         size = cos.shape[-1]
         if normed is not qk:
             qk[..., size:] = normed[..., size:]
@@ -106,14 +108,14 @@ class TorchStep:
         kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
         self.write_kv(attention.layer_idx, kv)
         q = qkv[:, :heads]
-        return self.attend(attention.layer_idx, q, kv, attention.scale, attention.rule)
+        return self.attend(attention.layer_idx, q, kv, spec.scale, attention.rule)
 
     def _mix_latents(self, attention: MlaAttention, h_TD: Tensor) -> Tensor:
-        sizes = attention.sizes
-        q, key = project_latents(attention, h_TD, *self._angles[attention.rope_idx])
+        spec = attention.spec
+        q, key = project_latents(attention, h_TD, *self._angles[spec.rope_idx])
         self.write_kv(attention.layer_idx, key[:, 0])
-        mixed = self.attend(attention.layer_idx, q, key, attention.scale, attention.rule)
-        heads = mixed.view(len(q), sizes.num_heads, sizes.rank)
+        mixed = self.attend(attention.layer_idx, q, key, spec.scale, attention.rule)
+        heads = mixed.view(len(q), spec.num_heads, spec.rank)
         return attention.value_heads.forward(heads).reshape(len(q), -1)
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:

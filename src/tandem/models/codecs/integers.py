@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.core.errors import CorruptionError, UnsupportedError
+from tandem.core.errors import CorruptionError, ShapeError, UnsupportedError
 from tandem.kernels.weights.formats import LARGEST_FP16, QuantizedMatrix, WeightFormat
 
 __all__ = ["IntegerMatrix", "split_bytes", "unpack_inputs", "unpack_outputs"]
@@ -37,7 +37,14 @@ class IntegerMatrix:
     """The group of each input, int64 [K]; None: inputs follow each other in groups."""
 
     def read_into(self, out: Tensor) -> None:
-        """Write the values, [N, K], rounded once to the dtype of ``out``."""
+        """Write the values, [N, K], rounded once to the dtype of ``out``.
+
+        Raises: ShapeError (``out`` has another shape).
+        """
+        if self.codes.shape != out.shape:
+            what = f"weight {self.name!r} has codes of shape {list(self.codes.shape)}"
+            needs = f"the configuration needs {list(out.shape)}"
+            raise ShapeError("models.read_weights", f"{what}: {needs}")
         inputs = self.codes.shape[1]
         order = self.group_ids
         if order is None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tandem.kernels.interfaces import WeightReader
+from tandem.kernels.interfaces import Shard, WeightReader
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 
@@ -34,9 +34,9 @@ class RenamedReader:
         """See ``WeightReader``."""
         return self._reader.has(_rename(name))
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """See ``WeightReader``."""
-        self._reader.read_into(_rename(name), out)
+        self._reader.read_into(_rename(name), out, shard)
 
     def find_storage(self, name: str) -> str:
         """See ``WeightReader``."""
@@ -46,9 +46,11 @@ class RenamedReader:
         """See ``WeightReader``."""
         return self._reader.find_format(_rename(name))
 
-    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
+    def read_packed(
+        self, name: str, expert_id: int | None = None, shard: Shard | None = None
+    ) -> CodedMatrix:
         """See ``WeightReader``."""
-        return self._reader.read_packed(_rename(name), expert_id)
+        return self._reader.read_packed(_rename(name), expert_id, shard)
 
     def skip(self, prefix: str) -> None:
         """See ``WeightReader``."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
-from tandem.core.errors import ConfigError, ConflictError, ShapeError
-from tandem.core.model_plan import NO_FORMAT, MatrixPlan, ModelPlan
+from tandem.core.errors import ConfigError, ConflictError, ShapeError, UnsupportedError
+from tandem.core.model.plan import NO_FORMAT, MatrixPlan, ModelPlan
 from tandem.core.spec import (
     DTYPE_BYTES,
     KV_CODE_BYTES,
@@ -27,12 +27,13 @@ from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.operator import Operator, freeze
+from tandem.kernels.operators.rope import LayeredRope, Rope
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import rename_reader
 from tandem.models.identity import list_config_values, make_kv_identity
-from tandem.models.loading.builders import WeightSettings, find_ropes
+from tandem.models.loading.builders import Resources
 from tandem.models.loading.injection import apply_plan, require_no_meta
 from tandem.models.loading.packed_cache import PackedCaches, choose_root, has_manifest
 from tandem.models.loading.packed_writer import PackedWriter
@@ -47,7 +48,6 @@ __all__ = [
     "load_model",
     "load_weights",
     "make_kv_layout",
-    "make_settings",
     "open_weights",
 ]
 
@@ -86,10 +86,8 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = context.choose_execution(self.dtype)
         self.skeleton = skeleton
-        self.ropes = find_ropes(skeleton.model.rotary_emb, skeleton.config)
+        self.ropes = _find_ropes(skeleton.model.rotary_emb, plan, device)
         """By ``rope_idx`` of the layers."""
-        for rope in self.ropes:
-            rope.inv_freq = rope.inv_freq.to(device)
         base = skeleton.model
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
         layers = list(base.layers)
@@ -263,8 +261,8 @@ def load_model(
         source, hasher, caches = open_weights(
             checkpoint, plan, context, progress, stack, is_behind=is_behind
         )
-        settings = make_settings(plan, pool, caches)
-        apply_plan(model, checkpoint.config, plan, settings)
+        resources = Resources(pool=pool, caches=caches, expert_parts=plan.expert_parts)
+        apply_plan(model, plan, resources)
         ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.
         weights_digest = hasher.result()
@@ -348,16 +346,24 @@ def _choose_packed_root(plan: ModelPlan) -> Path | None:
     return choose_root(plan.packed_cache, Path(plan.folder), plan.expert_bytes)
 
 
-def make_settings(plan: ModelPlan, pool: ThreadPool, caches: PackedCaches | None) -> WeightSettings:
-    """Return how operators of a plan store and run their weights."""
-    return WeightSettings.of_choices(
-        pool,
-        plan.experts,
-        plan.linear,
-        plan.router,
-        caches=caches,
-        expert_parts=plan.expert_parts,
-    )
+def _find_ropes(module: nn.Module, plan: ModelPlan, device: torch.device) -> tuple[Rope, ...]:
+    """Return the RoPEs of a model, by ``rope_idx`` of its layers.
+
+    Those of the operator, or, where a rule keeps transformers' module, new ones with its angles:
+    attentions that are replaced take theirs from the step.
+    """
+    if isinstance(module, Rope | LayeredRope):
+        ropes = module.ropes
+    else:
+        specs = {layer.mixer.rope_idx: layer.rope for layer in plan.layers}
+        known = [specs[i] for i in sorted(specs)]
+        ropes = tuple(Rope(spec) for spec in known if spec is not None)
+        if len(ropes) < len(known):
+            what = f"no operator has the angles of {type(module).__name__}"
+            raise UnsupportedError("models.load", what)
+    for rope in ropes:
+        rope.inv_freq = rope.inv_freq.to(device)
+    return ropes
 
 
 def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:

@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from tandem.core.model_plan import AttentionSpec, LayerSpec, MatrixPlan, ModelPlan, MoeSpec
+from tandem.core.model.layers import MixerSpec, MlaSpec
+from tandem.core.model.plan import LayerSpec, MatrixPlan, ModelPlan, MoeSpec
 from tandem.placement.rules import DEFAULT
 
 __all__ = ["render_plan"]
@@ -36,8 +37,9 @@ def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def _list_layers(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
     groups: dict[tuple[str, ...], list[int]] = {}
     for layer in plan.layers:
-        rope = f"{layer.rope.rope_type} {layer.rope.theta:g}"
-        key = (_tell_attention(layer.attention), rope, _tell_mlp(layer))
+        rope = layer.rope
+        angles = "-" if rope is None else f"{rope.rope_type} {rope.rope_theta:g}"
+        key = (_tell_mixer(layer.mixer), angles, _tell_mlp(layer))
         groups.setdefault(key, []).append(layer.index)
     for key, indexes in groups.items():
         is_run = indexes == list(range(indexes[0], indexes[-1] + 1))
@@ -45,11 +47,13 @@ def _list_layers(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
         yield (which, *key)
 
 
-def _tell_attention(spec: AttentionSpec) -> str:
-    words = [f"{spec.kind} {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
+def _tell_mixer(spec: MixerSpec) -> str:
+    if isinstance(spec, MlaSpec):
+        return f"mla {spec.num_heads}/1 heads of {spec.head}"
+    words = [f"gqa {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
     words += [f"window {spec.window}"] if spec.window else []
     words += ["sinks"] if spec.has_sinks else []
-    words += ["q/k norm"] if spec.has_qk_norm else []
+    words += ["q/k norm"] if spec.qk_norm is not None else []
     return ", ".join(words)
 
 

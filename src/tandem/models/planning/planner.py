@@ -1,8 +1,8 @@
 """Makes the plan of a model: what its modules are, and how each matrix will be stored and run.
 
-Reads ``config.json`` and the rule file; no weight. The skeleton is built on the meta device, read
-(``roles``), and rules are tried on it; what comes out is a ``ModelPlan``, which loading repeats
-without deciding anything again.
+Reads ``config.json`` and the rule file; no weight. The skeleton is built on the meta device, its
+modules are described once (``describe``), and rules choose among them (``assignment``); the result
+is a ``ModelPlan``, of which loading builds operators without deciding anything again.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from tandem._native import ThreadPool, read_topology
-from tandem.core.model_plan import (
+from tandem._native import read_topology
+from tandem.core.model.plan import (
     NO_FORMAT,
     FormatChoice,
     LayerSpec,
@@ -25,13 +25,16 @@ from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.cpu import experts as native_experts
 from tandem.kernels.cpu import linear as native_linear
 from tandem.kernels.devices import has_native_kernels
+from tandem.kernels.weights.formats import find_format
 from tandem.kernels.weights.head_matrix import choose_head_format, count_head_bytes
 from tandem.kernels.weights.recode import join_formats
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
-from tandem.models.loading.builders import FORMAT_KWARG, WeightSettings, parse_format
-from tandem.models.loading.injection import apply_rules, load_rules
 from tandem.models.loading.skeleton import build_skeleton
+from tandem.models.planning.assignment import DefaultFormats, Workload, load_rules, plan_modules
+from tandem.models.planning.describe import Describer
+from tandem.models.planning.layers import complete_spec, list_layers, place_matrices
+from tandem.models.planning.operators import FORMAT_KWARG
 from tandem.models.planning.precision import (
     FormatChoices,
     choose_dtype,
@@ -42,8 +45,7 @@ from tandem.models.planning.precision import (
 from tandem.models.planning.roles import (
     RawMatrix,
     Vectors,
-    complete_spec,
-    list_layers,
+    list_adapter_places,
     list_matrices,
 )
 from tandem.models.planning.stored import StoredMatrix, StoredModel, read_stored
@@ -61,27 +63,29 @@ def describe_model(path_or_id: str | Path) -> ModelSpec:
     skeleton = build_skeleton(checkpoint.config)
     matrices, vectors = list_matrices(skeleton)
     stored = read_stored(checkpoint, matrices)
-    return _describe(checkpoint, list_layers(skeleton), matrices, vectors, stored)
+    layers = list_layers(Describer(skeleton))
+    return _describe(checkpoint, layers, matrices, vectors, stored)
 
 
 def plan_model(
     path_or_id: str | Path,
     *,
     dtype: str = "auto",
-    rules: str | Path | None = None,
+    rules: str | Path | tuple[Rule, ...] | None = None,
     device: str = "cpu",
     expert_format: str = "auto",
     linear_format: str = "auto",
     packed_cache: str = "off",
     expert_parts: int = 0,
     num_nodes: int | None = None,
+    workload: Workload = "serving",
 ) -> ModelPlan:
     """Decide how a checkpoint will be stored and run.
 
     Args:
         path_or_id: a folder, or a hub id that was pulled before.
         dtype: ``auto`` (see ``ModelSpec.dtype_reason``), ``float32`` or ``bfloat16``.
-        rules: a rule file that goes before the built-in rules.
+        rules: rules, or a file of them, that go before the built-in ones.
         device: where operators run.
         expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
         linear_format: of the other matrices; the embedding stays a tensor.
@@ -89,6 +93,8 @@ def plan_model(
         expert_parts: shares that packed experts are split into, each in memory of the NUMA node
             that computes it; 0 = one for each of ``num_nodes``.
         num_nodes: NUMA nodes that have threads; None = all of this machine.
+        workload: which built-in rules apply; in training the matrices that stay transformers'
+            modules are tensors, and formats that are ``auto`` are those of serving.
 
     A module that its rule's operator cannot take is a ``problem`` of the plan, not an error: only
     loading refuses it.
@@ -102,29 +108,35 @@ def plan_model(
     """
     checkpoint = open_checkpoint(path_or_id)
     skeleton = build_skeleton(checkpoint.config)
-    layers = list_layers(skeleton)
-    raw, vectors = list_matrices(skeleton)
+    describer = Describer(skeleton)
+    layers = list_layers(describer)
+    raw, vectors = list_matrices(skeleton, is_absorbed=workload == "serving")
     stored = read_stored(checkpoint, raw)
     spec = choose_dtype(_describe(checkpoint, layers, raw, vectors, stored), dtype)
     choices = choose_formats(
         spec, expert_format=expert_format, linear_format=linear_format, device=device
     )
-    all_rules = load_rules(rules)
+    all_rules = load_rules(rules, workload)
     wishes = {"experts": expert_format, "linear": linear_format}
     kept = _keep_stored(stored, raw, wishes) if has_native_kernels(device) else StoredModel()
-    settings = WeightSettings.of_choices(ThreadPool(1), *choices, expert_parts=1, stored=kept)
-    table, modules = apply_rules(
-        skeleton, checkpoint.config, all_rules, device=device, settings=settings
+    formats = DefaultFormats(
+        experts=choices.experts.weight_format,
+        linear=choices.linear.weight_format,
+        router=choices.router.weight_format,
+        stored=kept,
     )
+    table, modules = plan_modules(describer, all_rules, device=device, formats=formats)
     nodes = len(read_topology().numa_nodes) if num_nodes is None else num_nodes
+    matrices = _plan_matrices(raw, modules, choices, all_rules, spec, stored, kept, device)
+    complete, others = place_matrices(layers, matrices, list_adapter_places(skeleton))
     return ModelPlan(
         folder=str(checkpoint.folder),
         spec=spec,
         device=device,
         config=list_config_values(checkpoint.config),
-        layers=layers,
+        layers=complete,
         modules=modules,
-        matrices=tuple(_plan_matrices(raw, modules, choices, all_rules, spec, stored, kept)),
+        other_matrices=others,
         vector_bytes=vectors.num_weights * DTYPE_BYTES[spec.dtype] + vectors.buffered_bytes,
         experts=choices.experts,
         linear=choices.linear,
@@ -176,6 +188,7 @@ def _plan_matrices(
     spec: ModelSpec,
     stored: StoredModel,
     kept: StoredModel,
+    device: str,
 ) -> Iterator[MatrixPlan]:
     by_name = {module.module: module for module in modules}
     asked = {rule.place for rule in rules if FORMAT_KWARG in rule.kwargs}
@@ -190,6 +203,7 @@ def _plan_matrices(
             role=role,
             shape=shape,
             weight_format=_find_format(role, shape, weight_format),
+            device=device,
             size_bytes=0 if is_view else _count_bytes(role, shape, weight_format, plain),
             plain_bytes=0 if group[0].is_shared else plain,
             reason=_tell_stored(
@@ -216,7 +230,7 @@ def _choose_group_format(module: ModulePlan, group: list[RawMatrix], kept: Store
 def _find_format(role: MatrixRole, shape: tuple[int, ...], weight_format: str) -> str:
     if role != "head_matrices" or weight_format == NO_FORMAT:
         return weight_format
-    chosen = choose_head_format(parse_format(weight_format), shape[2])
+    chosen = choose_head_format(find_format(weight_format), shape[2])
     assert chosen is not None, weight_format
     return chosen.name
 
@@ -249,9 +263,9 @@ def _group_by_role(run: list[RawMatrix]) -> list[list[RawMatrix]]:
 
 
 def _count_bytes(role: MatrixRole, shape: tuple[int, ...], weight_format: str, plain: int) -> int:
-    packed = parse_format(weight_format)
-    if packed is None:
+    if weight_format == NO_FORMAT:
         return plain
+    packed = find_format(weight_format)
     if role == "experts":
         count, rows, hidden = shape
         return native_experts.count_bytes(packed, count, hidden, rows // 3)

@@ -6,7 +6,7 @@ import msgspec
 
 from tandem._native import cpu_features
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
-from tandem.core.model_plan import NO_FORMAT, FormatChoice
+from tandem.core.model.plan import NO_FORMAT, FormatChoice
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.devices import has_native_kernels
 from tandem.kernels.weights.formats import find_format

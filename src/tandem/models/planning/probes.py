@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tandem.kernels.activation import Activation
+from tandem.core.model.layers import Activation, RoutingRule
+from tandem.kernels.activation import activate
 from tandem.kernels.interfaces import AttentionRule
-from tandem.kernels.routing import RoutingRule
 from tandem.kernels.torch.execution import TorchExecution
 
 __all__ = [
@@ -38,7 +38,9 @@ __all__ = [
 PLAIN_NAMES = ("silu", "gelu", "gelu_tanh")
 TOLERANCE = 1e-5
 """Far above the rounding of float32, far below what tells two functions apart."""
-PROBE_TOKENS = 32
+PROBE_TOKENS, MANY_PROBE_TOKENS = 32, 1024
+"""The second of a router that the first leave more than one rule for: two rules of groups may
+choose alike for most tokens."""
 
 
 class UnfitModuleError(Exception):
@@ -105,7 +107,7 @@ def find_activation(module: Any) -> Activation:
     x = torch.linspace(-6, 6, 97)
     theirs = function(x)
     for name in PLAIN_NAMES:
-        if _is_close(theirs, Activation(name).apply(torch.cat((x, torch.ones_like(x))))):
+        if _is_close(theirs, activate(Activation(name), torch.cat((x, torch.ones_like(x))))):
             return Activation(name)
     raise UnfitModuleError(f"its activation is {type(function).__name__}")
 
@@ -128,7 +130,7 @@ def find_expert_activation(module: Any) -> Activation:
         alpha, limit = float(getattr(module, "alpha", 1.0)), float(module.limit)
         candidates += [Activation(alpha=alpha, limit=limit, up_offset=o) for o in (0.0, 1.0)]
     for activation in candidates:
-        if _is_close(theirs, activation.apply(gate_up.clone())):
+        if _is_close(theirs, activate(activation, gate_up.clone())):
             return activation
     raise UnfitModuleError(f"{type(module).__name__} has another activation")
 
@@ -147,33 +149,39 @@ def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
     num_experts, hidden = made.weight.shape
     # Logits of a size at which softmax, sigmoid and bias all matter.
     made.weight.mul_(1.5 * hidden**-0.5)
-    x = torch.randn(PROBE_TOKENS, hidden, generator=generator)
     bias: Tensor | None = getattr(made, "e_score_correction_bias", None)
     if bias is None and choice_bias is not None:
         bias = torch.randn(num_experts, generator=generator)
     if bias is not None:
         bias.mul_(0.2)
     linear_bias = getattr(made, "bias", None)
-    with torch.inference_mode():
-        logits = functional.linear(x, made.weight, linear_bias)
-        takes_bias = len(inspect.signature(type(gate).forward).parameters) > 2
-        outputs = made(x, bias) if takes_bias else made(x)
-        weights, ids = (outputs[1], outputs[2]) if len(outputs) > 2 else outputs
-        theirs = torch.zeros_like(logits).scatter_(1, ids, weights.float())
-        for rule in _list_rules(made):
-            ours, our_ids = _route(logits, made.top_k, rule, bias)
-            if _is_close(theirs, torch.zeros_like(logits).scatter_(1, our_ids, ours)):
-                return rule
+    takes_bias = len(inspect.signature(type(gate).forward).parameters) > 2
+    rules = _list_rules(made)
+    for num_tokens in (PROBE_TOKENS, MANY_PROBE_TOKENS):
+        x = torch.randn(num_tokens, hidden, generator=generator)
+        with torch.inference_mode():
+            logits = functional.linear(x, made.weight, linear_bias)
+            outputs = made(x, bias) if takes_bias else made(x)
+            weights, ids = (outputs[1], outputs[2]) if len(outputs) > 2 else outputs
+            theirs = torch.zeros_like(logits).scatter_(1, ids, weights.float())
+            rules = [rule for rule in rules if _gives(theirs, logits, made.top_k, rule, bias)]
+        if len(rules) < 2:
+            break
+    # Rules that are left have the same result, such as scorings of one expert whose weight is 1.
+    if rules:
+        return rules[0]
     raise UnfitModuleError(f"{type(gate).__name__} chooses or weighs in another way")
 
 
-def _route(
-    logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _gives(
+    weights: Tensor, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None
+) -> bool:
+    """Return True if a rule gives all experts these weights, 0 to those that it does not choose."""
     from tandem.kernels.native import Buffer
 
     held = None if bias is None else Buffer(bias.float())
-    return TorchExecution().route(logits, top_k, rule, held)
+    ours, ids = TorchExecution().route(logits, top_k, rule, held)
+    return _is_close(weights, torch.zeros_like(logits).scatter_(1, ids, ours))
 
 
 def _list_rules(gate: Any) -> list[RoutingRule]:
@@ -182,7 +190,7 @@ def _list_rules(gate: Any) -> list[RoutingRule]:
     scale = float(getattr(gate, "routed_scaling_factor", 1.0))
     choices: tuple[Literal[1, 2], ...] = (2, 1)
     sizes: list[tuple[int, int, Literal[1, 2]]] = [(1, 1, 2)]
-    if groups > 1:
+    if top_groups < groups:
         sizes = [*((groups, top_groups, count) for count in choices), *sizes]
     scales = dict.fromkeys((scale, 1.0))
     return [

@@ -1,43 +1,30 @@
-"""What the modules of a skeleton are, told by the parts they have: layers, matrices and counts.
+"""What the modules of a skeleton are, told by the parts they have: roles, matrices and counts.
 
 transformers names the parts of attention, MLPs and experts alike in all families, so a family needs
 no arithmetic of its own: sizes are read off the modules that its class built on the meta device.
 """
 
+import re
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import msgspec
 from torch import nn
 
-from tandem.core.errors import UnsupportedError
-from tandem.core.model_plan import (
-    AttentionSpec,
-    LayerSpec,
-    MatrixRole,
-    MlpSpec,
-    MoeSpec,
-    RopeSpec,
-)
-from tandem.core.spec import ModelSpec
-from tandem.kernels.operators.linear import Linear
-from tandem.models.planning.probes import (
-    AttentionCall,
-    UnfitModuleError,
-    find_layer_type,
-    observe_attention,
-)
+from tandem.core.model.plan import AdapterPlace, MatrixRole
+from tandem.models.planning.probes import AttentionCall, UnfitModuleError, observe_attention
 
 __all__ = [
     "LAYER_NORMS",
     "RawMatrix",
-    "complete_spec",
+    "Vectors",
+    "count_experts",
     "count_kv_heads",
     "find_gate_up",
     "find_projections",
     "has_layered_rope",
-    "list_layers",
+    "is_experts",
+    "list_adapter_places",
     "list_matrices",
     "observe_attentions",
 ]
@@ -69,6 +56,7 @@ ROLES: dict[str, MatrixRole] = {
     "kv_a_proj_with_mqa": "qkv",
     "k_proj": "qkv",
     "v_proj": "qkv",
+    "kv_b_proj": "q_up",
     "o_proj": "attention_out",
     "gate_up_proj": "gate_up",
     "gate_proj": "gate_up",
@@ -77,6 +65,10 @@ ROLES: dict[str, MatrixRole] = {
     "lm_head": "head",
 }
 """Role of a linear module, by the last word of its path."""
+
+
+ROUTER_NAMES = re.compile(r"\.(gate|router)$")
+"""Paths of linear modules that score experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,28 +83,6 @@ class RawMatrix:
     """Whether another module holds the same tensor, and is listed before."""
 
 
-def list_layers(model: Any) -> tuple[LayerSpec, ...]:
-    """Read the decoder layers of a skeleton.
-
-    Raises: UnsupportedError (a layer has no attention or no MLP that we know).
-    """
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if layers is None:
-        raise UnsupportedError(
-            "models.read_layers", f"{type(model).__name__} has no list of layers where it should be"
-        )
-    attentions = observe_attentions(model)
-    return tuple(
-        LayerSpec(
-            index=index,
-            attention=_read_attention(layer, index, attentions),
-            rope=_read_rope(model.config, layer),
-            mlp=_read_mlp(layer, index, model.config.hidden_size),
-        )
-        for index, layer in enumerate(layers)
-    )
-
-
 @dataclass(slots=True)
 class Vectors:
     """What a checkpoint holds beside matrices."""
@@ -125,19 +95,25 @@ class Vectors:
     """Buffers are kept in the type that the skeleton gives them."""
 
 
-def list_matrices(model: Any) -> tuple[list[RawMatrix], Vectors]:
-    """Return the matrices of a skeleton, and what it has beside them."""
+def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatrix], Vectors]:
+    """Return the matrices of a skeleton, and what it has beside them.
+
+    Args:
+        model: the skeleton.
+        is_absorbed: take the up-projection of latent attention apart, head by head, as serving
+            absorbs it; False leaves it whole, as training runs it.
+    """
     matrices: list[RawMatrix] = []
     vectors = Vectors()
     seen: set[int] = set()
     heads_of: dict[str, Any] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        if _is_experts(module):
-            count, hidden, inner = _expert_sizes(module, model.config.hidden_size)
+        if is_experts(module):
+            count, hidden, inner = count_experts(module, model.config.hidden_size)
             matrices.append(RawMatrix(name, "experts", (count, 3 * inner, hidden)))
             own = {key: p for key, p in own.items() if key not in ("gate_up_proj", "down_proj")}
-        if hasattr(module, "kv_b_proj"):
+        if is_absorbed and hasattr(module, "kv_b_proj"):
             heads_of[f"{name}.kv_b_proj"] = module
         if name in heads_of:
             matrices += _list_head_matrices(name, heads_of[name])
@@ -157,6 +133,19 @@ def list_matrices(model: Any) -> tuple[list[RawMatrix], Vectors]:
     return matrices, vectors
 
 
+def list_adapter_places(model: Any) -> list[AdapterPlace]:
+    """Return the linear modules of a skeleton that take adapters: all but routers and the head."""
+    head = model.get_output_embeddings()
+    return [
+        AdapterPlace(module=name, in_features=module.in_features, out_features=module.out_features)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not head
+        and _find_role(name, module) != "router"
+        and not ROUTER_NAMES.search(name)
+    ]
+
+
 def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
     """Return what latent attention makes of its up-projection: it is absorbed, head by head."""
     heads, rank = attention.num_heads, attention.kv_lora_rank
@@ -166,125 +155,13 @@ def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
     ]
 
 
-def complete_spec(
-    spec: ModelSpec, layers: tuple[LayerSpec, ...], matrices: list[RawMatrix], num_vectors: int
-) -> ModelSpec:
-    """Return ``spec`` with what only the modules tell: experts, windows, and counts."""
-    moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
-    first = moe[0] if moe else None
-    total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
-    attention = layers[0].attention
-    if attention.kind == "mla":
-        spec = msgspec.structs.replace(
-            spec,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            kv_lora_rank=attention.kv_lora_rank,
-            rope_dim=attention.rope_dim,
-        )
-    return msgspec.structs.replace(
-        spec,
-        num_experts=first.num_experts if first else 0,
-        top_k=first.top_k if first else 0,
-        moe_intermediate_size=first.intermediate_size if first else 0,
-        num_moe_layers=len(moe),
-        has_qk_norm=any(layer.attention.has_qk_norm for layer in layers),
-        has_sinks=any(layer.attention.has_sinks for layer in layers),
-        sliding_window=max(layer.attention.window for layer in layers),
-        num_parameters=total,
-        num_active_parameters=total - _count_idle(moe, spec.hidden_size),
-    )
-
-
-def _count_idle(moe: list[MoeSpec], hidden_size: int) -> int:
-    """Weights of the experts that a token is not routed to, biases included."""
-    return sum(
-        (layer.num_experts - layer.top_k)
-        * (
-            3 * layer.intermediate_size * hidden_size
-            + (2 * layer.intermediate_size + hidden_size) * layer.has_bias
-        )
-        for layer in moe
-    )
-
-
-def _read_attention(
-    layer: nn.Module, index: int, attentions: dict[str, AttentionCall | str]
-) -> AttentionSpec:
-    for name, module in layer.named_children():
-        part: Any = module
-        if hasattr(part, "kv_b_proj"):
-            return AttentionSpec(
-                kind="mla",
-                num_heads=part.num_heads,
-                num_kv_heads=1,
-                head_dim=part.qk_head_dim,
-                kv_lora_rank=part.kv_lora_rank,
-                rope_dim=part.qk_rope_head_dim,
-                has_bias=part.kv_a_proj_with_mqa.bias is not None,
-            )
-        projections = find_projections(part)
-        if projections:
-            call = attentions[f"model.layers.{index}.{name}"]
-            if isinstance(call, str):
-                raise UnsupportedError("models.read_layers", f"layer {index}: {call}")
-            first: Any = getattr(part, projections[0])
-            num_heads = part.o_proj.in_features // part.head_dim
-            return AttentionSpec(
-                kind="gqa",
-                num_heads=num_heads,
-                num_kv_heads=count_kv_heads(part, projections),
-                head_dim=part.head_dim,
-                window=call.rule.window,
-                has_sinks=call.rule.sinks is not None,
-                has_qk_norm=hasattr(part, "q_norm"),
-                has_bias=first.bias is not None,
-            )
-    raise UnsupportedError(
-        "models.read_layers", f"layer {index}, {type(layer).__name__}, has no attention we know"
-    )
-
-
-def _read_mlp(layer: nn.Module, index: int, hidden_size: int) -> MlpSpec | MoeSpec:
-    for module in layer.children():
-        part: Any = module
-        if find_gate_up(part):
-            has_bias = part.down_proj.bias is not None
-            return MlpSpec(intermediate_size=part.down_proj.in_features, has_bias=has_bias)
-        experts = getattr(part, "experts", None)
-        if experts is not None and _is_experts(experts):
-            count, _, inner = _expert_sizes(experts, hidden_size)
-            children: list[Any] = [child for child in part.children() if find_gate_up(child)]
-            shared = [child.down_proj.in_features for child in children]
-            return MoeSpec(
-                num_experts=count,
-                top_k=_find_top_k(part),
-                intermediate_size=inner,
-                shared_intermediate_size=sum(shared),
-                has_bias=hasattr(experts, "down_proj_bias"),
-            )
-    raise UnsupportedError(
-        "models.read_layers",
-        f"layer {index}, {type(layer).__name__}, has no MLP or experts we know",
-    )
-
-
-def _find_top_k(block: nn.Module) -> int:
-    for part in (block, *block.children()):
-        top_k = getattr(part, "top_k", None)
-        if isinstance(top_k, int):
-            return top_k
-    raise UnsupportedError(
-        "models.read_layers", f"{type(block).__name__} does not say how many experts a token uses"
-    )
-
-
-def _is_experts(module: Any) -> bool:
+def is_experts(module: Any) -> bool:
+    """Return True if a module holds the weights of all its experts in two parameters."""
     tensors = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     return all(isinstance(t, nn.Parameter) and t.dim() == 3 for t in tensors)
 
 
-def _expert_sizes(experts: Any, hidden_size: int) -> tuple[int, int, int]:
+def count_experts(experts: Any, hidden_size: int) -> tuple[int, int, int]:
     """Return (E, D, F); families store either order of the last two dimensions."""
     count, *sizes = experts.down_proj.shape
     return count, hidden_size, prod(sizes) // hidden_size
@@ -300,18 +177,6 @@ def _find_role(name: str, module: nn.Module) -> MatrixRole:
 
 def _is_tied_head(model: Any, module: nn.Module) -> bool:
     return bool(model.config.tie_word_embeddings) and model.get_output_embeddings() is module
-
-
-def _read_rope(config: Any, layer: nn.Module) -> RopeSpec:
-    raw: dict[str, Any] = config.rope_parameters
-    if has_layered_rope(config):
-        attention: Any = next(m for m in layer.children() if find_projections(m))
-        raw = raw[find_layer_type(attention, config)]
-    return RopeSpec(
-        rope_type=raw.get("rope_type", "default"),
-        theta=float(raw.get("rope_theta", 10_000.0)),
-        factor=float(raw.get("factor") or 1.0),
-    )
 
 
 def has_layered_rope(config: Any) -> bool:
@@ -371,8 +236,8 @@ def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
 
 def find_gate_up(module: Any) -> tuple[str, ...]:
     """Return the names of a dense MLP's gate and up; empty: it is no such MLP."""
-    if isinstance(getattr(module, "down_proj", None), (nn.Linear, Linear)):
+    if isinstance(getattr(module, "down_proj", None), nn.Linear):
         for names in (("gate_proj", "up_proj"), ("gate_up_proj",)):
-            if all(isinstance(getattr(module, n, None), (nn.Linear, Linear)) for n in names):
+            if all(isinstance(getattr(module, n, None), nn.Linear) for n in names):
                 return names
     return ()

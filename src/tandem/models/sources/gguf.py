@@ -20,7 +20,7 @@ from tandem.core.errors import ConfigError, NotFoundError, ShapeError, Unsupport
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.device import Device
 from tandem.kernels.devices import choose_execution
-from tandem.kernels.interfaces import Execution
+from tandem.kernels.interfaces import Execution, Shard
 from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, interleave_rows
 from tandem.kernels.weights.formats import WeightFormat, find_format
 from tandem.kernels.weights.recode import join_formats
@@ -29,6 +29,7 @@ from tandem.models.gguf.names import COPIES, HARMLESS, How, Recipe, make_recipes
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor
 from tandem.models.sources.mapping import MappedFiles
+from tandem.models.sources.shards import cut_codes, decode_into
 from tandem.models.sources.source import Progress, TensorEntry, UseLedger, require_finite
 
 __all__ = ["GgufSource"]
@@ -110,10 +111,23 @@ class GgufSource:
         kinds = [] if recipe is None else [self.files.tensors[t].kind for t in recipe.tensors]
         return " and ".join(sorted(set(kinds) & BLOCK_TYPES.keys()))
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Decode a weight into ``out``; see ``WeightReader``."""
         recipe = self._find(name)
         parts = [self._open(tensor) for tensor in recipe.tensors]
+        if shard is not None and shard.axis == 0 and recipe.how is How.PLAIN and len(parts) == 1:
+            # Its bytes lie together.
+            if parts[0].shape != shard.widen(tuple(out.shape)):
+                raise _refuse_shape(name, parts, out)
+            parts = [parts[0].narrow(shard.start, shard.stop)]
+            shard = None
+        decode_into(out, shard, lambda whole: self._decode(name, recipe, parts, whole))
+        require_finite(name, out)
+        for tensor in recipe.tensors:
+            self._ledger.mark(tensor)
+
+    def _decode(self, name: str, recipe: Recipe, parts: "list[_Stored]", out: Tensor) -> None:
+        """Decode a whole weight."""
         match recipe.how:
             case How.PLAIN:
                 _fill(name, parts, out)
@@ -132,9 +146,6 @@ class GgufSource:
                     _fill(name, [part.select(i) for part in parts], expert.t())
             case How.JOIN_KV:
                 _fill_kv(name, parts, out)
-        require_finite(name, out)
-        for tensor in recipe.tensors:
-            self._ledger.mark(tensor)
 
     def find_format(self, name: str) -> WeightFormat | None:
         """Return our format that a weight's codes are in; see ``WeightReader``."""
@@ -146,7 +157,9 @@ class GgufSource:
             [find_format(BLOCK_TYPES[k].weight_format) if k in BLOCK_TYPES else None for k in kinds]
         )
 
-    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
+    def read_packed(
+        self, name: str, expert_id: int | None = None, shard: Shard | None = None
+    ) -> CodedMatrix:
         """Return a weight's codes; see ``WeightReader``."""
         recipe, wanted = self._find(name), self.find_format(name)
         if wanted is None:
@@ -167,7 +180,10 @@ class GgufSource:
         for tensor in recipe.tensors:
             self._ledger.mark(tensor)
         rows = tuple((part.kind, part.matrix) for part in parts)
-        return BlockMatrix(wanted, parts[0].shape[-1], rows, order)
+        matrix = BlockMatrix(wanted, parts[0].shape[-1], rows, order)
+        if shard is None:
+            return matrix
+        return cut_codes(name, matrix, shard, max(BLOCK_SIZES[part.kind][0] for part in parts))
 
     def skip(self, prefix: str) -> None:
         """Mark tensors as used; see ``WeightReader``."""
@@ -242,6 +258,12 @@ class _Stored:
             raise NotFoundError("models.read_weights", what)
         size = len(self.raw) // self.shape[0]
         return _Stored(self.kind, self.shape[1:], self.raw[index * size : (index + 1) * size])
+
+    def narrow(self, start: int, stop: int) -> "_Stored":
+        """Return a range of the first dimension."""
+        size = len(self.raw) // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        return _Stored(self.kind, shape, self.raw[start * size : stop * size])
 
     @property
     def matrix(self) -> NDArray[np.uint8]:

@@ -28,7 +28,7 @@ from tandem.core.errors import (
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.device import Device
 from tandem.kernels.devices import choose_execution
-from tandem.kernels.interfaces import Execution
+from tandem.kernels.interfaces import Execution, Shard
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 from tandem.models.codecs.choice import UNUSED_TENSORS, make_codec
@@ -37,6 +37,7 @@ from tandem.models.families import read_json
 from tandem.models.planning.quantization import Quantization
 from tandem.models.sources.foreign import refuse_foreign_tensors
 from tandem.models.sources.mapping import MappedFiles
+from tandem.models.sources.shards import cut_codes, decode_into
 from tandem.models.sources.source import Progress, TensorEntry, UseLedger, require_finite
 
 __all__ = ["SafetensorsSource", "read_header"]
@@ -267,13 +268,16 @@ class SafetensorsSource:
         codec = self._find_codec(name)
         return "" if codec is None else codec.tell(name)
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Copy or decode a tensor into ``out``; see ``WeightReader``."""
         codec = self._find_codec(name)
-        if codec is None:
+        if codec is not None:
+            decode_into(out, shard, lambda whole: codec.read_into(self, name, whole))
+        elif shard is None:
             out.copy_(self.view(name, DTYPES, tuple(out.shape)))
         else:
-            codec.read_into(self, name, out)
+            whole = self.view(name, DTYPES, shard.widen(tuple(out.shape)))
+            out.copy_(whole.narrow(shard.axis, shard.start, shard.stop - shard.start))
         require_finite(name, out)
 
     def find_format(self, name: str) -> WeightFormat | None:
@@ -281,13 +285,16 @@ class SafetensorsSource:
         codec = self._find_codec(name)
         return None if codec is None else codec.find_format(self, name)
 
-    def read_packed(self, name: str, expert_id: int | None = None) -> CodedMatrix:
+    def read_packed(
+        self, name: str, expert_id: int | None = None, shard: Shard | None = None
+    ) -> CodedMatrix:
         """Return a weight's codes; see ``WeightReader``."""
         codec = self._find_codec(name)
         if codec is None:
             what = f"tensor {name!r} has no codes: read its values"
             raise UnsupportedError("models.read_weights", what)
-        return codec.read_packed(self, name, expert_id)
+        matrix = codec.read_packed(self, name, expert_id)
+        return matrix if shard is None else cut_codes(name, matrix, shard)
 
     def _find_codec(self, name: str) -> Codec | None:
         codec = self._codec

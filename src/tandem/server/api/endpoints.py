@@ -40,9 +40,11 @@ async def get_openapi(context: ServerContext, _: Request) -> Response:
         list_endpoints(context.config),
         version=tandem.__version__,
         has_keys=context.has_keys,
+        has_admin_keys=context.has_admin_keys,
         open_paths=OPEN_PATHS,
         admin_paths=ADMIN_PATHS,
         num_token_ids=num_token_ids,
+        max_choices=context.config.max_choices,
     )
     return Response(msgspec.json.encode(document), media_type="application/json")
 

@@ -54,9 +54,11 @@ def make_document(
     *,
     version: str,
     has_keys: bool,
+    has_admin_keys: bool,
     open_paths: frozenset[str],
     admin_paths: frozenset[str],
     num_token_ids: int,
+    max_choices: int,
 ) -> dict[str, Any]:
     """Return the document.
 
@@ -64,9 +66,11 @@ def make_document(
         endpoints: all that is served.
         version: of the server.
         has_keys: whether it asks for keys.
+        has_admin_keys: whether there are an admin's; without, ``admin_paths`` are closed to all.
         open_paths: where it does not, and says by 503 that it is not ready.
         admin_paths: where it asks for an admin's in any case.
         num_token_ids: that the model and its tokenizer know.
+        max_choices: of one request.
     """
     types = {ErrorReply}
     for endpoint in endpoints:
@@ -85,7 +89,10 @@ def make_document(
             if endpoint.path in open_paths:
                 responses["503"] = {**responses["200"], "description": "Not ready; see the status."}
             operation["operationId"] = method.lower() + re.sub(r"\W+", "_", endpoint.path)
-            if endpoint.path in admin_paths:
+            if endpoint.path in admin_paths and not has_admin_keys:
+                what = "Nobody may do this: server.admin_api_key is not set."
+                responses["403"] = _make_error(what, schema_of)
+            elif endpoint.path in admin_paths:
                 operation["security"] = [{"admin_key": []}]
             elif has_keys and endpoint.path not in open_paths:
                 operation["security"] = [{"key": []}, {"admin_key": []}]
@@ -95,7 +102,7 @@ def make_document(
             item[method.lower()] = operation
     token_id = {"type": "integer", "minimum": 0, "maximum": num_token_ids - 1}
     components["TokenId"] = token_id
-    _bound_stop_ids(components)
+    _bound_fields(components, max_choices)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Tandem", "version": version},
@@ -112,13 +119,16 @@ def make_document(
     return document
 
 
-def _bound_stop_ids(components: dict[str, Any]) -> None:
-    """Have the ``stop_token_ids`` of every body end where the vocabulary does."""
+def _bound_fields(components: dict[str, Any], max_choices: int) -> None:
+    """Have ``stop_token_ids`` of every body end where the vocabulary does, and bound ``n``."""
     for component in components.values():
-        field = component.get("properties", {}).get("stop_token_ids", {})
-        for each in field.get("anyOf", ()):
+        fields = component.get("properties", {})
+        for each in fields.get("stop_token_ids", {}).get("anyOf", ()):
             if each.get("type") == "array":
                 each["items"] = {"$ref": "#/components/schemas/TokenId"}
+        for each in fields.get("n", {}).get("anyOf", ()):
+            if each.get("type") == "integer":
+                each["maximum"] = max_choices
 
 
 _ERRORS = {
@@ -139,7 +149,12 @@ def _make_error(description: str, schema_of: dict[Any, Any]) -> dict[str, Any]:
 def _describe(endpoint: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
     content = {endpoint.media_type: {"schema": schema_of[endpoint.answer]}}
     if endpoint.event is not None:
-        content["text/event-stream"] = {"schema": schema_of[endpoint.event]}
+        # A stream that has begun has its status already: what goes wrong then is an event.
+        body = {"anyOf": [schema_of[endpoint.event], schema_of[ErrorReply]]}
+        text = {"type": "string", "contentMediaType": "application/json", "contentSchema": body}
+        data = {"anyOf": [{"const": "[DONE]"}, text]}
+        event = {"type": "object", "required": ["data"], "properties": {"data": data}}
+        content["text/event-stream"] = {"schema": event}
     operation: dict[str, Any] = {
         "summary": (inspect.getdoc(endpoint.handler) or "").partition("\n")[0],
         "responses": {

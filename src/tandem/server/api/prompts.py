@@ -4,26 +4,35 @@ All of it runs on the server's threads (``WorkThreads``). A text that cannot fit
 refused before it is encoded, by the longest token there is.
 """
 
+import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import ConfigError, TandemError, UnsupportedError
+from tandem.models.tokenizing.tokenizer import Tokenizer
+from tandem.server.api.messages import plain_messages, plain_tools, tell_tools
+from tandem.server.outputs.formats import FORMATS, OutputFormat
 from tandem.server.protocol.decode import round_integral
-from tandem.server.protocol.openai import InputMessage
+from tandem.server.protocol.openai import InputMessage, Tool
 from tandem.server.text.chat_template import ChatTemplate
-from tandem.server.text.tokenizer import Tokenizer
 from tandem.server.text.work_threads import WorkThreads
 
-__all__ = ["PromptEncoder", "fit_max_tokens", "plain_messages", "read_prompts"]
+__all__ = ["PromptEncoder", "count_prompts", "fit_max_tokens", "read_prompts"]
 
 _logger = logging.getLogger(__name__)
 
 _LONGEST_TOKEN_CHARS = 512
 """No vocabulary we know has a longer token; runs of spaces come to 256."""
+
+
+def count_prompts(value: str | list[Any]) -> int:
+    """Return how many prompts a field holds, before it is looked at closely."""
+    is_one = isinstance(value, str) or not value or not isinstance(value[0], str | list)
+    return 1 if is_one else len(value)
 
 
 def read_prompts(
@@ -45,27 +54,23 @@ def read_prompts(
         return [value], False
     if not value:
         raise ConfigError("server.read_prompts", f"{field} is empty", field=field)
-    if any(isinstance(item, float) for item in _list_items(value)):
-        value = round_integral(value)
     ids = list[Annotated[int, Meta(ge=0, lt=vocab_size)]]
     try:
-        if isinstance(value[0], str):
-            return msgspec.convert(value, list[str]), True
-        if isinstance(value[0], list):
-            return msgspec.convert(value, list[ids]), True
-        return [msgspec.convert(value, ids)], False
+        return _convert_prompts(value, ids)
     except msgspec.ValidationError as error:
+        if "got `float`" in str(error):
+            with contextlib.suppress(msgspec.ValidationError):
+                return _convert_prompts(round_integral(value), ids)
         what = str(error).replace("`$", f"`{field}")
         raise ConfigError("server.read_prompts", what, field=field) from error
 
 
-def _list_items(value: list[Any]) -> Iterator[Any]:
-    """Yield the items of a list, or of the lists in it."""
-    for item in value:
-        if isinstance(item, list):
-            yield from item
-        else:
-            yield item
+def _convert_prompts(value: list[Any], ids: Any) -> tuple[list[str] | list[list[int]], bool]:
+    if isinstance(value[0], str):
+        return msgspec.convert(value, list[str]), True
+    if isinstance(value[0], list):
+        return msgspec.convert(value, list[ids]), True
+    return [msgspec.convert(value, ids)], False
 
 
 def fit_max_tokens(
@@ -115,72 +120,48 @@ def fit_max_tokens(
     return asked
 
 
-def plain_messages(messages: Sequence[InputMessage]) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them: dictionaries with text content.
-
-    Text parts are joined by line breaks. The role "developer" is OpenAI's newer name of "system",
-    which templates know.
-
-    Raises:
-        ConfigError: a message without content, or a text part without text.
-        UnsupportedError: a part that is not text, or a tool call.
-    """
-    plain: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
-        place = f"messages[{index}]"
-        if message.tool_calls:
-            raise UnsupportedError(
-                "server.plain_messages",
-                f"{place}.tool_calls: tools are not supported",
-                field=f"{place}.tool_calls",
-            )
-        role = "system" if message.role == "developer" else message.role
-        entry: dict[str, Any] = {"role": role, "content": _plain_content(message, place)}
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            value = getattr(message, name)
-            if value is not None:
-                entry[name] = value
-        plain.append(entry)
-    return plain
-
-
-def _plain_content(message: InputMessage, place: str) -> str:
-    content = message.content
-    if isinstance(content, str):
-        return content
-    field = f"{place}.content"
-    if not content:
-        raise ConfigError("server.plain_messages", f"{field} is missing or empty", field=field)
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        if part.type != "text":
-            raise UnsupportedError(
-                "server.plain_messages",
-                f"{field}[{index}].type is {part.type[:100]!r}: only text is supported",
-                field=f"{field}[{index}].type",
-            )
-        if part.text is None:
-            raise ConfigError(
-                "server.plain_messages",
-                f"{field}[{index}].text is missing",
-                field=f"{field}[{index}].text",
-            )
-        texts.append(part.text)
-    return "\n".join(texts)
-
-
 class PromptEncoder:
     """Encodes texts and conversations; owned by the application.
 
     ``encode`` and ``render`` block: call them on ``threads``.
+
+    Args:
+        tokenizer: of the model.
+        threads: owned.
+        template: owned; None if the checkpoint has none.
+        form: how the model writes reasoning and calls; None if its template does not tell.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, threads: WorkThreads, template: ChatTemplate | None
+        self,
+        tokenizer: Tokenizer,
+        threads: WorkThreads,
+        template: ChatTemplate | None,
+        form: OutputFormat | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.threads = threads
+        self.form = form
         self._template = template
+        self._knows_tools = template is not None and "tools" in template.source
+        think = form.think if form is not None else None
+        self.may_think = think is not None and template is not None and think[1] in template.source
+        """The template speaks of reasoning, so the model may write some by itself."""
+        marks = self.call_form.marks
+        self.mark_ids = tokenizer.find_special_ids(marks)
+        """Special tokens that are part of the marks of ``call_form``."""
+
+    @property
+    def call_form(self) -> OutputFormat:
+        """How calls are written: the model's own form, or the one that it is told to use."""
+        own = self.form
+        has_calls = own is not None and (own.calls is not None or own.is_harmony)
+        return own if own is not None and has_calls else FORMATS["qwen"]
+
+    @property
+    def call_form_name(self) -> str:
+        """The name of ``call_form``."""
+        return next(name for name, form in FORMATS.items() if form is self.call_form)
 
     def encode(
         self,
@@ -221,6 +202,7 @@ class PromptEncoder:
         add_generation_prompt: bool | None,
         continue_final_message: bool | None,
         arguments: dict[str, Any] | None,
+        tools: Sequence[Tool] = (),
     ) -> str:
         """Return the prompt of a conversation, by the checkpoint's chat template.
 
@@ -243,13 +225,17 @@ class PromptEncoder:
                 field="continue_final_message",
             )
         asks = not is_continued if add_generation_prompt is None else add_generation_prompt
-        plain = plain_messages(messages)
+        plain = plain_messages(messages, self.call_form, knows_tools=self._knows_tools)
         given = arguments if arguments is not None else {}
         # The caller's arguments come first, so that they cannot replace the conversation.
         merged = {k: v for k, v in given.items() if k not in ("messages", "tools", "documents")}
         merged["add_generation_prompt"] = asks
+        if tools:
+            merged["tools"] = plain_tools(tools)
+            if not self._knows_tools:
+                tell_tools(plain, merged["tools"])
         text = self._template.render(plain, merged)
-        return _cut_after(text, plain[-1]["content"]) if is_continued else text
+        return _cut_after(text, plain[-1]["content"] or "") if is_continued else text
 
     async def warm_up(self) -> None:
         """Start what the first conversation would wait for; a broken template is only logged."""

@@ -78,6 +78,7 @@ def make_sampling(
     seed: int | None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    grammar: str = "",
     prefix: str = "",
     min_field: str = "min_tokens",
 ) -> SamplingParams:
@@ -92,6 +93,7 @@ def make_sampling(
         seed: of this choice.
         logprobs: likeliest tokens to report with each generated one; None for none.
         prompt_logprobs: the same for the prompt.
+        grammar: that the answer must match; empty for none.
         prefix: path of ``request`` in the body, for errors.
         min_field: name of ``min_tokens`` there.
 
@@ -130,6 +132,7 @@ def make_sampling(
         ignore_eos=_first(request.ignore_eos, None, False),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 

@@ -56,6 +56,7 @@ def _tokenize(context: ServerContext, request: TokenizeRequest) -> TokenizeReply
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             arguments=request.chat_template_kwargs,
+            tools=request.tools if request.tools is not None else (),
         )
         # The template writes the special tokens itself.
         prompts, is_list, adds_special = [text], False, request.add_special_tokens is True

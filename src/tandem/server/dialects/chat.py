@@ -13,15 +13,28 @@ from tandem.server.context import ServerContext
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.openai_answer import OpenAIAnswer
 from tandem.server.dialects.options import (
-    REFUSED_FIELDS,
+    CHAT_REFUSED_FIELDS,
     TokenLimit,
-    check_format,
     plan_choices,
     read_options,
 )
+from tandem.server.dialects.parsing import (
+    list_active_tools,
+    make_call_id,
+    plan_grammar,
+    plan_parsing,
+)
 from tandem.server.dialects.usage import count_usage, make_chat_logprobs
 from tandem.server.generation import Generation, Piece
+from tandem.server.outputs.deltas import (
+    ArgumentsDelta,
+    CallStart,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+)
 from tandem.server.protocol.openai import (
+    CallFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -30,6 +43,9 @@ from tandem.server.protocol.openai import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
 )
 
 __all__ = ["answer_chat", "plan_chat"]
@@ -43,17 +59,21 @@ class _Answer(OpenAIAnswer[ChatRequest]):
     """By index; ``add`` fills them."""
     has_role: list[bool]
     """By index; True once a chunk has named the role."""
+    num_calls: list[int]
+    """By index; tool calls that have begun."""
 
     def add(self, generation: Generation, piece: Piece) -> None:
         """See ``Renderer``."""
         choice = self.choices[generation.index]
-        choice.message.content += piece.text
+        for delta in piece.deltas:
+            _add_delta(choice.message, delta)
+        self._count_calls(generation, piece)
         more = self._make_logprobs(piece)
         if more is not None and choice.logprobs is not None:
             choice.logprobs.content.extend(more.content)
         elif more is not None:
             choice.logprobs = more
-        choice.finish_reason = piece.finish_reason
+        choice.finish_reason = self._find_reason(generation, piece)
         choice.stop_reason = generation.stop_reason
 
     def make_document(self, generations: Sequence[Generation]) -> ChatCompletion:
@@ -67,10 +87,15 @@ class _Answer(OpenAIAnswer[ChatRequest]):
             self.has_role[generation.index] = True
             first = ChatChunkChoice(generation.index, ChatDelta("", "assistant"))
             chunks.append(self.make(ChatChunk, [first]))
+        self._count_calls(generation, piece)
+        *before, last = [_make_delta(delta) for delta in piece.deltas] or [ChatDelta()]
+        chunks += [
+            self.make(ChatChunk, [ChatChunkChoice(generation.index, delta)]) for delta in before
+        ]
         choice = ChatChunkChoice(
             generation.index,
-            ChatDelta(piece.text) if piece.text else ChatDelta(UNSET),
-            piece.finish_reason,
+            last,
+            self._find_reason(generation, piece),
             self._make_logprobs(piece),
         )
         if piece.finish_reason is not None and generation.stop_reason is not None:
@@ -82,10 +107,59 @@ class _Answer(OpenAIAnswer[ChatRequest]):
         """See ``Renderer``."""
         return self.encode_end(ChatChunk, generations)
 
+    def _count_calls(self, generation: Generation, piece: Piece) -> None:
+        calls = [delta for delta in piece.deltas if isinstance(delta, CallStart)]
+        self.num_calls[generation.index] += len(calls)
+
+    def _find_reason(self, generation: Generation, piece: Piece) -> str | None:
+        # A call that broke off at the limit has "length": its arguments are not complete.
+        if piece.finish_reason == "stop" and self.num_calls[generation.index]:
+            return "tool_calls"
+        return piece.finish_reason
+
     def _make_logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if self.request.logprobs is not True:
             return None
         return make_chat_logprobs(self.context.encoder.tokenizer, piece.logprobs)
+
+
+def _add_delta(message: ChatMessage, delta: Delta) -> None:
+    match delta:
+        case TextDelta(text):
+            message.content = (message.content or "") + text
+        case ReasoningDelta(text):
+            known = message.reasoning_content
+            message.reasoning_content = text if known is UNSET else known + text
+        case CallStart(_, name, call_id):
+            if message.tool_calls is UNSET:
+                message.tool_calls = []
+                message.content = message.content or None
+            function = CallFunction(name, "")
+            message.tool_calls.append(ToolCall(id=call_id or make_call_id(), function=function))
+        case ArgumentsDelta(call, text):
+            assert message.tool_calls is not UNSET
+            function = message.tool_calls[call].function
+            assert function.arguments is not UNSET
+            function.arguments += text
+
+
+def _make_delta(delta: Delta) -> ChatDelta:
+    match delta:
+        case TextDelta(text):
+            return ChatDelta(text)
+        case ReasoningDelta(text):
+            return ChatDelta(reasoning_content=text)
+        case CallStart(call, name, call_id):
+            start = ToolCallDelta(
+                index=call,
+                id=call_id or make_call_id(),
+                type="function",
+                function=CallFunction(name, ""),
+            )
+            return ChatDelta(tool_calls=[start])
+        case ArgumentsDelta(call, text):
+            more = ToolCallDelta(index=call, function=CallFunction(arguments=text))
+            return ChatDelta(tool_calls=[more])
 
 
 async def answer_chat(context: ServerContext, http: Request) -> Response:
@@ -99,7 +173,12 @@ def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
     model = context.find_model(request.model)
     info = context.ready_info()
     context.check_choices(request.n if request.n is not None else 1)
-    prompt_ids = _encode_prompt(context, request, info.max_model_len)
+    tools = list_active_tools(request.tools, request.tool_choice)
+    prompt = _render(context, request, tools)
+    # The template writes the special tokens itself.
+    prompt_ids = context.encoder.encode(
+        [prompt], add_special_tokens=False, max_model_len=info.max_model_len, field="messages"
+    )[0]
     plans = plan_choices(
         context,
         request,
@@ -107,19 +186,23 @@ def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
         limit=_read_limit(context, request),
         prompt_field="messages",
         logprobs=_num_logprobs(request),
+        parsing=plan_parsing(
+            context.encoder,
+            prompt,
+            tools,
+            splits_reasoning=request.separate_reasoning is not False,
+        ),
+        grammar=plan_grammar(context, request, prompt, tools),
     )
     options = read_options(request, "chatcmpl", model.adapter)
     choices = [ChatChoice(index, ChatMessage(""), None) for index in range(len(plans))]
-    answer = _Answer(context, request, options.name, model, choices, [False for _ in plans])
+    answer = _Answer(
+        context, request, options.name, model, choices, [False for _ in plans], [0 for _ in plans]
+    )
     return Task(plans, options, answer, request.stream is True)
 
 
 def _check(request: ChatRequest) -> None:
-    check_format(request)
-    if request.tool_choice not in (None, "none", "auto"):
-        raise UnsupportedError(
-            "server.chat", "tool_choice: tools are not supported", field="tool_choice"
-        )
     if request.modalities is not None and any(kind != "text" for kind in request.modalities):
         raise UnsupportedError(
             "server.chat", "modalities: only 'text' is supported", field="modalities"
@@ -145,20 +228,17 @@ def _read_limit(context: ServerContext, request: ChatRequest) -> TokenLimit:
     return TokenLimit(field, asked, context.config.default_max_tokens)
 
 
-def _encode_prompt(context: ServerContext, request: ChatRequest, max_model_len: int) -> list[int]:
+def _render(context: ServerContext, request: ChatRequest, tools: Sequence[Tool]) -> str:
     arguments = request.chat_template_kwargs
     if request.reasoning_effort is not None:
         arguments = {"reasoning_effort": request.reasoning_effort} | (arguments or {})
-    text = context.encoder.render(
+    return context.encoder.render(
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         arguments=arguments,
+        tools=tools,
     )
-    # The template writes the special tokens itself.
-    return context.encoder.encode(
-        [text], add_special_tokens=False, max_model_len=max_model_len, field="messages"
-    )[0]
 
 
-_DIALECT = Dialect(msgspec.json.Decoder(ChatRequest), plan_chat, REFUSED_FIELDS)
+_DIALECT = Dialect(msgspec.json.Decoder(ChatRequest), plan_chat, CHAT_REFUSED_FIELDS)

@@ -7,14 +7,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.server.api.prompts import read_prompts
+from tandem.server.api.grammars import read_grammar
+from tandem.server.api.prompts import count_prompts, read_prompts
 from tandem.server.context import ServerContext
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.openai_answer import OpenAIAnswer
 from tandem.server.dialects.options import (
     REFUSED_FIELDS,
     TokenLimit,
-    check_format,
     plan_choices,
     read_options,
 )
@@ -43,6 +43,13 @@ class _Answer(OpenAIAnswer[CompletionRequest]):
     """By index; ``add`` fills them."""
     offsets: list[int]
     has_begun: list[bool]
+
+    def measure(self, generation: Generation, piece: Piece) -> int:
+        """See ``Renderer``."""
+        size = OpenAIAnswer.measure(self, generation, piece)
+        if self.echoes is not None and not self.has_begun[generation.index]:
+            size += len(self.echoes[generation.index // self.n])
+        return size
 
     def add(self, generation: Generation, piece: Piece) -> None:
         """See ``Renderer``."""
@@ -111,12 +118,14 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
 
 def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
     """Return the generations that a request asks for."""
-    check_format(request)
+    grammar, field = read_grammar(request, request.response_format)
     model = context.find_model(request.model)
     info = context.ready_info()
-    prompts, _ = read_prompts(request.prompt, info.vocab_size, "prompt")
+    if grammar:
+        context.grammars.check(grammar, info, field)
     n = request.n if request.n is not None else 1
-    context.check_choices(n * len(prompts))
+    context.check_choices(n * count_prompts(request.prompt))
+    prompts, _ = read_prompts(request.prompt, info.vocab_size, "prompt")
     prompt_ids = context.encoder.encode(
         prompts,
         field="prompt",
@@ -131,6 +140,7 @@ def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
         prompt_field="prompt",
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo is True else None,
+        grammar=grammar,
     )
     options = read_options(request, "cmpl", model.adapter)
     answer = _Answer(

@@ -23,6 +23,8 @@ from tandem.server.generation import Generation, GenerationGroup, Piece
 __all__ = ["Body", "Dialect", "Renderer", "Task"]
 
 _encode = msgspec.json.Encoder().encode
+_CHOICE_BYTES = 128
+"""About what each choice of an answer takes beside its text."""
 
 
 class Body(Protocol):
@@ -42,8 +44,11 @@ class Renderer(Protocol):
     then ``end_events``. Calls may come from different threads, one at a time.
     """
 
-    def count_logprobs(self, generation: Generation, piece: Piece) -> int:
-        """Return how many log-probabilities ``add`` or ``make_events`` spells for a piece."""
+    is_cumulative: bool
+    """Each event holds the generation's whole text so far."""
+
+    def measure(self, generation: Generation, piece: Piece) -> int:
+        """Return about how many bytes of the answer a piece is."""
         ...
 
     def add(self, generation: Generation, piece: Piece) -> None:
@@ -106,25 +111,27 @@ class Dialect(Generic[R]):
 
 
 async def _collect(context: ServerContext, group: GenerationGroup, renderer: Renderer) -> bytes:
-    num_logprobs = 0
+    total = _CHOICE_BYTES * len(group.generations)
     async with limit_time(group.time_limit_s), aclosing(group.pieces()) as pieces:
         async for generation, piece in pieces:
-            count = renderer.count_logprobs(generation, piece)
-            num_logprobs += count
-            await context.shape(count, partial(renderer.add, generation, piece))
-    return await context.shape(
-        num_logprobs, lambda: _encode(renderer.make_document(group.generations))
-    )
+            size = renderer.measure(generation, piece)
+            total += size
+            await context.shape(size, partial(renderer.add, generation, piece))
+    return await context.shape(total, lambda: _encode(renderer.make_document(group.generations)))
 
 
 async def _make_events(
     context: ServerContext, group: GenerationGroup, renderer: Renderer
 ) -> AsyncGenerator[bytes, None]:
+    sizes = [0 for _ in group.generations]
     async with aclosing(group.pieces()) as pieces:
         async for generation, piece in pieces:
-            count = renderer.count_logprobs(generation, piece)
+            size = renderer.measure(generation, piece)
+            sizes[generation.index] += size
+            if renderer.is_cumulative:
+                size = sizes[generation.index]
             make = partial(renderer.make_events, generation, piece)
-            for event in await context.shape(count, make):
+            for event in await context.shape(size, make):
                 yield event
     for event in renderer.end_events(group.generations):
         yield event

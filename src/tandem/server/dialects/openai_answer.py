@@ -10,7 +10,7 @@ from msgspec import UnsetType
 from tandem.server.context import ServedModel, ServerContext
 from tandem.server.dialects.usage import count_piece_usage, count_usage
 from tandem.server.edge.sse import DONE, encode_event
-from tandem.server.generation import Generation, Piece, count_logprobs
+from tandem.server.generation import Generation, Piece, measure_logprobs
 from tandem.server.protocol.openai import ChatRequest, CompletionRequest, Usage
 
 __all__ = ["OpenAIAnswer"]
@@ -37,6 +37,7 @@ class OpenAIAnswer(Generic[R]):
     model: ServedModel
     created: int = field(init=False)
     fingerprint: str = field(init=False)
+    is_cumulative: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.created = self.context.now_unix_s()
@@ -58,12 +59,12 @@ class OpenAIAnswer(Generic[R]):
             **more,
         )
 
-    def count_logprobs(self, generation: Generation, piece: Piece) -> int:
+    def measure(self, generation: Generation, piece: Piece) -> int:
         """See ``Renderer``."""
-        count = count_logprobs(piece.logprobs)
+        size = piece.size_bytes
         if piece.num_tokens <= len(piece.token_ids):  # The first one.
-            count += count_logprobs(generation.prompt_logprobs)
-        return count
+            size += measure_logprobs(generation.prompt_logprobs)
+        return size
 
     def encode_chunks(
         self, generation: Generation, piece: Piece, chunks: Sequence[Chunk]

@@ -5,20 +5,27 @@ would change the answer.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tandem.core.adapter import AdapterInfo
-from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.errors import ConfigError
 from tandem.core.logs import current_request_id
 from tandem.server.api.prompts import fit_max_tokens
 from tandem.server.api.sampling import check_best_of, choice_seed, make_sampling
 from tandem.server.context import ChoicePlan, RequestOptions, ServerContext, TextOptions
+from tandem.server.dialects.parsing import Parsing
 from tandem.server.protocol.openai import SamplingFields
 from tandem.server.text.stop_strings import StopStrings
 
-__all__ = ["REFUSED_FIELDS", "TokenLimit", "check_format", "plan_choices", "read_options"]
+__all__ = [
+    "CHAT_REFUSED_FIELDS",
+    "REFUSED_FIELDS",
+    "TokenLimit",
+    "plan_choices",
+    "read_options",
+]
 
-_STRUCTURED = "structured output is not supported"
-_TOOLS = "tools are not supported"
+_TOOLS = "tools are for /v1/chat/completions, functions have become its tools"
 _INPUTS = "only text and token ids are supported as input"
 _BEAM = "beam search is not supported"
 _PROCESSORS = "logit processors are not supported"
@@ -29,16 +36,8 @@ REFUSED_FIELDS = {
     "tools": _TOOLS,
     "functions": _TOOLS,
     "function_call": _TOOLS,
-    "structured_outputs": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "json_schema": _STRUCTURED,
-    "regex": _STRUCTURED,
-    "ebnf": _STRUCTURED,
-    "grammar": _STRUCTURED,
-    "structural_tag": _STRUCTURED,
+    "structural_tag": "structural tags are not supported: use guided_grammar",
+    "grammar": "name it guided_grammar",
     "stop_regex": "stop patterns are not supported: use stop",
     "logits_processors": _PROCESSORS,
     "custom_logit_processor": _PROCESSORS,
@@ -67,6 +66,9 @@ REFUSED_FIELDS = {
 """Field name to reason; values that ask for nothing (null, false, empty) pass."""
 
 
+CHAT_REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name != "tools"}
+
+
 class TokenLimit:
     """How many tokens the client asked for, and under which name.
 
@@ -79,17 +81,6 @@ class TokenLimit:
         self.field = field
         self.asked = asked
         self.default = default
-
-
-def check_format(request: SamplingFields) -> None:
-    """Refuse an answer that is not plain text."""
-    form = request.response_format
-    if form is not None and form.type != "text":
-        raise UnsupportedError(
-            "server.check_format",
-            f"response_format: {_STRUCTURED}, only type 'text' is",
-            field="response_format",
-        )
 
 
 def read_options(
@@ -115,6 +106,8 @@ def plan_choices(
     prompt_field: str,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    parsing: Parsing | None = None,
+    grammar: str = "",
 ) -> list[ChoicePlan]:
     """Plan ``n`` generations for each prompt, those of one prompt side by side.
 
@@ -126,6 +119,8 @@ def plan_choices(
     n = request.n if request.n is not None else 1
     check_best_of(request.best_of, n)
     text = read_text_options(request)
+    if parsing is not None:
+        text = replace(text, make_parser=parsing.make_parser, shown_ids=parsing.shown_ids)
     plans: list[ChoicePlan] = []
     for prompt_ids in prompts:
         check_ids(prompt_ids, info.vocab_size, prompt_field)
@@ -147,6 +142,7 @@ def plan_choices(
                 seed=choice_seed(request.seed, choice),
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
+                grammar=grammar,
             )
             plans.append(ChoicePlan(prompt_ids, sampling, text))
     return plans

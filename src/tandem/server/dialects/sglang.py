@@ -16,7 +16,8 @@ from starlette.responses import Response
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.logs import current_request_id
 from tandem.core.wire import TokenLogprob
-from tandem.server.api.prompts import fit_max_tokens, read_prompts
+from tandem.server.api.grammars import read_grammar
+from tandem.server.api.prompts import count_prompts, fit_max_tokens, read_prompts
 from tandem.server.api.sampling import choice_seed, make_sampling
 from tandem.server.context import (
     ChoicePlan,
@@ -28,7 +29,7 @@ from tandem.server.context import (
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.options import REFUSED_FIELDS, check_ids, make_stops
 from tandem.server.edge.sse import DONE, encode_event
-from tandem.server.generation import Generation, Piece, count_logprobs
+from tandem.server.generation import Generation, Piece, measure_logprobs
 from tandem.server.protocol.decode import refuse_unsupported
 from tandem.server.protocol.sglang import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -82,14 +83,14 @@ class _Answer:
     """By index of the generation."""
     is_list: bool
     """The prompts were a list."""
+    is_cumulative: bool = True
 
-    def count_logprobs(self, generation: Generation, piece: Piece) -> int:
+    def measure(self, generation: Generation, piece: Piece) -> int:
         """See ``Renderer``."""
-        state = self.progress[generation.index]
-        if not state.wants_logprobs:
-            return 0
-        known = count_logprobs(state.logprobs) + count_logprobs(generation.prompt_logprobs)
-        return known + count_logprobs(piece.logprobs)
+        size = piece.size_bytes
+        if not self.progress[generation.index].ids:
+            size += measure_logprobs(generation.prompt_logprobs)
+        return size
 
     def add(self, generation: Generation, piece: Piece) -> None:
         """See ``Renderer``."""
@@ -186,6 +187,7 @@ def _read_prompts(
         )
     info = context.ready_info()
     if request.input_ids is not None:
+        context.check_choices(count_prompts(request.input_ids))
         prompts, is_list = read_prompts(request.input_ids, info.vocab_size, "input_ids")
         if isinstance(prompts[0], str):
             raise ConfigError("server.generate", "input_ids holds text", field="input_ids")
@@ -240,6 +242,9 @@ def _plan(
         start = starts[index]
         first = start if num_top is not None and start is not None else -1
         seed = sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed
+        grammar, field = read_grammar(sampling, prefix=prefix)
+        if grammar:
+            context.grammars.check(grammar, info, field)
         text = TextOptions(
             make_stops(sampling.stop),
             sampling.no_stop_trim is True,
@@ -255,6 +260,7 @@ def _plan(
                 seed=choice_seed(seed, choice),
                 logprobs=num_top,
                 prompt_logprobs=num_top if first >= 0 else None,
+                grammar=grammar,
                 prefix=prefix,
                 min_field="min_new_tokens",
             )

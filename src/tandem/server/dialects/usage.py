@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tandem.core.wire import TokenLogprob
+from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.generation import Generation, Piece
 from tandem.server.protocol.openai import (
     ChatLogprob,
@@ -12,7 +13,6 @@ from tandem.server.protocol.openai import (
     TopLogprob,
     Usage,
 )
-from tandem.server.text.tokenizer import Tokenizer
 
 __all__ = ["add_completion_logprobs", "count_piece_usage", "count_usage", "make_chat_logprobs"]
 

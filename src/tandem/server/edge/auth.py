@@ -19,7 +19,7 @@ __all__ = ["ADMIN_PATHS", "ApiKeyGate", "identify_owner", "is_admin"]
 ADMIN_PATHS = frozenset(
     f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")
 )
-"""What only a holder of an admin key may do: it reads files."""
+"""What only a holder of an admin key may do, by POST: it reads files."""
 
 
 _IS_ADMIN = "tandem.is_admin"
@@ -47,7 +47,8 @@ class ApiKeyGate:
         handler = self._app
         presented = _bearer_token(scope["headers"])
         scope[_IS_ADMIN] = self._is_admin(presented)
-        needs_admin = scope["path"] in ADMIN_PATHS
+        # Another method is answered 405 by whoever knows the paths.
+        needs_admin = scope["path"] in ADMIN_PATHS and scope["method"] == "POST"
         needs_key = bool(self._digests)
         if needs_admin and not self._admin_digests:
             what = "nobody may do this: set server.admin_api_key"

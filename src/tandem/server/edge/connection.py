@@ -123,7 +123,11 @@ async def limit_time(seconds: float) -> AsyncIterator[None]:
     except TimeoutError as error:
         if isinstance(error, TandemError):
             raise
-        what = f"the request took longer than {seconds:g} s"
+        # Not the seconds: they are what was left of the limit when the block began.
+        what = (
+            "the request took longer than its time limit: give a larger timeout, or set "
+            "server.request_timeout_s"
+        )
         raise DeadlineError("server.limit_time", what) from error
 
 

@@ -13,7 +13,13 @@ from msgspec import Raw
 
 from tandem.core.errors import ConfigError, UnsupportedError
 
-__all__ = ["decode_body", "refuse_unsupported", "round_integral"]
+__all__ = [
+    "MAX_CONTAINERS",
+    "check_containers",
+    "decode_body",
+    "refuse_unsupported",
+    "round_integral",
+]
 
 _T = TypeVar("_T")
 _PATH = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
@@ -27,6 +33,11 @@ _SURROGATE = re.compile(
 """An escaped backslash or a whole pair, which are passed over, or a lone half."""
 _LONGEST_SCAN = 1 << 16
 """Bytes that are scanned for the place of a syntax error; beyond, the offset must do."""
+MAX_CONTAINERS = 2**18
+"""Lists and objects of a body. One call decodes all of it and keeps the interpreter's lock
+meanwhile, and the garbage collector looks at each of them, again and again: ten times as many take
+seconds, in which no other client is served. 65,536 messages of parts have three each."""
+_CONTAINER_OR_TEXT = re.compile(rb'[\[{]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _NEUTRAL = (b"null", b"false", b"[]", b"{}", b'""', b"0")
 """Values of an unsupported field that ask for nothing."""
 
@@ -40,6 +51,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         ConfigError: not JSON, not UTF-8, nested too deep, or a field of a wrong type or value,
             which ``field`` names.
     """
+    check_containers(body)
     try:
         # Fields that msgspec skips are not checked for UTF-8.
         body.decode()
@@ -77,6 +89,23 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         raise _syntax_error(f"the body is not valid JSON: {error}", body, offset) from error
     except RecursionError as error:
         raise ConfigError("server.decode", "the body is nested too deep") from error
+
+
+def check_containers(body: bytes) -> None:
+    """Refuse a body of more lists and objects than ``MAX_CONTAINERS``; texts may hold any bracket.
+
+    Raises:
+        ConfigError: there are more.
+    """
+    if len(body) <= MAX_CONTAINERS or body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+        return
+    # A loop, not one call: other threads run between two texts.
+    count = 0
+    for found in _CONTAINER_OR_TEXT.finditer(body):
+        count += not found[0].startswith(b'"')
+        if count > MAX_CONTAINERS:
+            what = f"the body has more than {MAX_CONTAINERS} lists and objects: send less at a time"
+            raise ConfigError("server.decode", what)
 
 
 def round_integral(value: Any) -> Any:

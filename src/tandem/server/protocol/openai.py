@@ -11,6 +11,7 @@ from msgspec import UNSET, Meta, UnsetType
 from tandem.server.protocol import fields
 
 __all__ = [
+    "CallFunction",
     "ChatChoice",
     "ChatChunk",
     "ChatChunkChoice",
@@ -26,14 +27,22 @@ __all__ = [
     "CompletionRequest",
     "ContentPart",
     "DetokenizeRequest",
+    "Function",
+    "InputCall",
+    "InputFunction",
     "InputMessage",
     "ModelCard",
     "ModelList",
+    "NamedChoice",
     "PromptTokensDetails",
     "ResponseFormat",
     "SamplingFields",
     "StreamOptions",
     "TokenizeRequest",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
     "TopLogprob",
     "Usage",
 ]
@@ -47,9 +56,11 @@ class StreamOptions(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """The form of the answer; only plain text is supported."""
+    """The form of the answer: text, json_object or json_schema."""
 
     type: str
+    json_schema: Any = None
+    """An object with ``schema``, beside OpenAI's ``name`` and ``strict``."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -79,6 +90,17 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
+    guided_json: fields.Schema | None = None
+    guided_regex: fields.Pattern | None = None
+    guided_choice: fields.Choices | None = None
+    guided_grammar: fields.Pattern | None = None
+    """Lark or GBNF."""
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's newer form of the four above, by their names without "guided_"."""
+    json_schema: fields.Schema | None = None
+    """SGLang's names, to ``ebnf``."""
+    regex: fields.Pattern | None = None
+    ebnf: fields.Pattern | None = None
     priority: fields.Priority | None = None
     cache_salt: fields.Name | None = None
     timeout: fields.Timeout | None = None
@@ -95,6 +117,56 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
+class InputFunction(msgspec.Struct):
+    """The function of a call in an earlier answer."""
+
+    name: fields.Name
+    arguments: str = ""
+    """A JSON object, as text."""
+
+
+class InputCall(msgspec.Struct):
+    """A tool call of an earlier answer."""
+
+    function: InputFunction
+    id: fields.Name | None = None
+    type: Literal["function"] = "function"
+
+
+class Function(msgspec.Struct, omit_defaults=True):
+    """What a model may call."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON Schema of the arguments."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """A tool of a request; functions alone are known."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    """The name in a choice of tool."""
+
+    name: fields.Name
+
+
+class NamedChoice(msgspec.Struct):
+    """The one tool that is to be called."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+Tools = Annotated[list[Tool], Meta(max_length=1024)]
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+
 class InputMessage(msgspec.Struct):
     """A message of the conversation so far."""
 
@@ -102,8 +174,10 @@ class InputMessage(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     name: fields.Name | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's name of ``reasoning_content``."""
     tool_call_id: fields.Name | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[InputCall] | None = None
 
 
 Messages = Annotated[list[InputMessage], Meta(min_length=1, max_length=2**16)]
@@ -118,7 +192,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     top_logprobs: fields.LogprobCount | None = None
     reasoning_effort: fields.Name | None = None
     """Handed to the chat template, which may know it."""
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    """False leaves reasoning in the text, with its marks."""
     modalities: list[str] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -145,6 +223,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
@@ -192,11 +271,37 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatLogprob]
 
 
+class CallFunction(msgspec.Struct):
+    """The function of a call; in a stream, what an event adds to it."""
+
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A tool call of an answer."""
+
+    id: str
+    type: str = "function"
+    function: CallFunction
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """What an event adds to a tool call; the first has its id and name."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: CallFunction
+
+
 class ChatMessage(msgspec.Struct):
     """The answer."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -227,6 +332,8 @@ class ChatDelta(msgspec.Struct):
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -43,11 +43,17 @@ _CONTENT = {
 }
 _MESSAGES = _list_of(
     {
-        "required": ["content"],
-        "properties": {
-            "content": _CONTENT,
-            "tool_calls": {"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]},
-        },
+        # Calls may stand for the content of a message.
+        "anyOf": [
+            {"required": ["content"], "properties": {"content": _CONTENT}},
+            {
+                "required": ["tool_calls"],
+                "properties": {
+                    "tool_calls": _list_of({}),
+                    "content": {"anyOf": [{"type": "null"}, _CONTENT]},
+                },
+            },
+        ]
     }
 )
 _HAS_ONE_BEST = {
@@ -57,10 +63,8 @@ _HAS_ONE_BEST = {
         {"properties": {"best_of": {"const": 1}, "n": {"enum": [None, 1]}}},
     ]
 }
-_IS_TEXT = {"properties": {"response_format": {"properties": {"type": {"const": "text"}}}}}
-_HAS_NO_TOOLS = {
+_CAN_BE_ASKED = {
     "properties": {
-        "tool_choice": {"enum": [None, "none", "auto"]},
         "modalities": {"items": {"const": "text"}},
     }
 }
@@ -88,9 +92,8 @@ _HAS_LOGPROBS = {"anyOf": [_absent("top_logprobs"), _given("logprobs", {"const":
 CHAT: Rule = {
     "allOf": [
         _given("messages", _MESSAGES),
-        _IS_TEXT,
         _HAS_ONE_BEST,
-        _HAS_NO_TOOLS,
+        _CAN_BE_ASKED,
         _HAS_ROOM,
         _ONE_END,
         _HAS_LOGPROBS,
@@ -99,7 +102,6 @@ CHAT: Rule = {
 COMPLETION: Rule = {
     "allOf": [
         _given("prompt", {"anyOf": [_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS)]}),
-        _IS_TEXT,
         _HAS_ONE_BEST,
     ]
 }

@@ -37,6 +37,10 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    json_schema: fields.Schema | None = None
+    regex: fields.Pattern | None = None
+    ebnf: fields.Pattern | None = None
+    """GBNF or Lark."""
 
 
 _Adapter = Annotated[fields.Name, Meta(min_length=1)]

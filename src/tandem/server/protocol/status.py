@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 
-from tandem.core.instance_status import InstanceStatus, StoreStatus
-from tandem.core.wire import InstanceInfo, InstanceStats, StageChanged
+from tandem.core.instance_status import InstanceStats, InstanceStatus, StoreStatus
+from tandem.core.wire import InstanceInfo, StageChanged
 
 __all__ = [
     "AbortReply",

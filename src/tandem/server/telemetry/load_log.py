@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import NoReturn
 
-from tandem.core.wire import InstanceStats
+from tandem.core.instance_status import InstanceStats
 from tandem.server.context import ServerContext
 
 __all__ = ["LoadReport", "log_load"]

@@ -22,8 +22,8 @@ from prometheus_client.registry import Collector
 
 import tandem
 from tandem.core.clock import Clock
-from tandem.core.instance_status import InstanceStatus
-from tandem.core.wire import InstanceStage, InstanceStats
+from tandem.core.instance_status import InstanceStats, InstanceStatus, StatSpec, list_stats
+from tandem.core.wire import InstanceStage
 
 __all__ = ["METRICS", "MetricSpec", "RequestTimer", "ServerMetrics"]
 
@@ -33,316 +33,164 @@ _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144
 
 
 class MetricSpec(NamedTuple):
-    """A row of the table.
-
-    ``stat`` is the field of ``InstanceStats`` that a metric shows; empty for those observed here.
-    A field that is a dictionary has its keys as values of the last label.
-    """
+    """A row of the table."""
 
     name: str
     kind: str
     labels: tuple[str, ...]
+    unit: str
+    """Empty: a pure number."""
     help: str
-    stat: str = ""
     buckets: tuple[float, ...] = ()
 
 
+PREFIX = "tandem:"
 _MODEL = ("model_name",)
 _INSTANCE = ("model_name", "engine", "role")
 """Prometheus itself uses the label ``instance`` for the address that it scrapes."""
+
+
+def _show_stat(stat: StatSpec) -> MetricSpec:
+    labels = (*_MODEL, stat.label) if stat.label else _MODEL
+    return MetricSpec(f"{PREFIX}{stat.metric}", stat.kind, labels, stat.unit, stat.help)
+
+
+_STATS = {f"{PREFIX}{stat.metric}": stat.field for stat in list_stats()}
 METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec("tandem:engine_up", "gauge", _MODEL, "1 while an instance is ready."),
+    MetricSpec(
+        "tandem:engine_up",
+        "gauge",
+        _MODEL,
+        "",
+        "1 while an instance is ready.",
+    ),
     MetricSpec(
         "tandem:engine_instance_up",
         "gauge",
         _INSTANCE,
+        "",
         "1 while this instance is ready; its role is unified, prefill or decode.",
     ),
     MetricSpec(
         "tandem:engine_instance_restarts_total",
         "counter",
         _INSTANCE,
+        "processes",
         "Processes of this instance that were started after the first.",
     ),
     MetricSpec(
         "tandem:request_fallbacks_total",
         "counter",
         ("model_name", "reason"),
+        "requests",
         "Requests that went on elsewhere after a failure, by reason.",
     ),
-    MetricSpec(
-        "tandem:num_requests_running", "gauge", _MODEL, "Requests in the batch.", "num_running"
-    ),
-    MetricSpec(
-        "tandem:num_requests_waiting", "gauge", _MODEL, "Requests in the queue.", "num_waiting"
-    ),
+    *map(_show_stat, list_stats()),
     MetricSpec(
         "tandem:kv_cache_usage_perc",
         "gauge",
         _MODEL,
+        "",
         "Share of KV blocks that live requests own, 0 to 1.",
-    ),
-    MetricSpec(
-        "tandem:kv_cache_cached_blocks",
-        "gauge",
-        _MODEL,
-        "KV blocks kept for reuse without an owner.",
-        "num_cached_blocks",
-    ),
-    MetricSpec(
-        "tandem:prompt_tokens_total", "counter", _MODEL, "Prompt tokens taken in.", "prompt_tokens"
-    ),
-    MetricSpec(
-        "tandem:generation_tokens_total",
-        "counter",
-        _MODEL,
-        "Tokens generated.",
-        "generated_tokens",
-    ),
-    MetricSpec(
-        "tandem:prefix_cache_queries_total",
-        "counter",
-        _MODEL,
-        "Prompt tokens looked up in the prefix cache.",
-        "prefix_query_tokens",
-    ),
-    MetricSpec(
-        "tandem:prefix_cache_hits_total",
-        "counter",
-        _MODEL,
-        "Prompt tokens found in the prefix cache; what a prefill instance hands over is not.",
-        "prefix_hit_tokens",
     ),
     MetricSpec(
         "tandem:cached_tokens_total",
         "counter",
         ("model_name", "cache_source"),
+        "tokens",
         "Prompt tokens found in the prefix cache, by where they were: device or store.",
-    ),
-    MetricSpec(
-        "tandem:external_prefix_cache_queries_total",
-        "counter",
-        _MODEL,
-        "Prompt tokens that the store was asked about.",
-        "lookup_tokens",
-    ),
-    MetricSpec(
-        "tandem:external_prefix_cache_hits_total",
-        "counter",
-        _MODEL,
-        "Prompt tokens that came from the store in time.",
-        "store_hit_tokens",
-    ),
-    MetricSpec(
-        "tandem:num_requests_loading",
-        "gauge",
-        _MODEL,
-        "Requests that wait for KV from the store or another instance.",
-        "num_loading",
-    ),
-    MetricSpec(
-        "tandem:kv_lookups_total", "counter", _MODEL, "Lookups in the store.", "num_lookups"
-    ),
-    MetricSpec(
-        "tandem:kv_lookup_timeouts_total",
-        "counter",
-        _MODEL,
-        "Lookups that the store did not answer, or not in time.",
-        "num_lookup_timeouts",
-    ),
-    MetricSpec(
-        "tandem:prefetched_tokens_total",
-        "counter",
-        _MODEL,
-        "Tokens whose KV was loaded from the store.",
-        "loaded_tokens",
-    ),
-    MetricSpec(
-        "tandem:kv_load_blocks_total",
-        "counter",
-        _MODEL,
-        "KV blocks loaded from the store.",
-        "loaded_blocks",
-    ),
-    MetricSpec(
-        "tandem:kv_load_bytes_total",
-        "counter",
-        _MODEL,
-        "Bytes loaded from the store.",
-        "loaded_bytes",
-    ),
-    MetricSpec(
-        "tandem:kv_load_seconds_total",
-        "counter",
-        _MODEL,
-        "Time of loads, summed over loads that overlap.",
-        "load_seconds",
-    ),
-    MetricSpec(
-        "tandem:kv_load_failed_blocks_total",
-        "counter",
-        ("model_name", "reason"),
-        "KV blocks that did not come from the store and were computed, by reason.",
-        "load_failures",
-    ),
-    MetricSpec(
-        "tandem:backuped_tokens_total",
-        "counter",
-        _MODEL,
-        "Tokens whose KV was stored.",
-        "stored_tokens",
-    ),
-    MetricSpec(
-        "tandem:kv_store_blocks_total", "counter", _MODEL, "KV blocks stored.", "stored_blocks"
-    ),
-    MetricSpec("tandem:kv_store_bytes_total", "counter", _MODEL, "Bytes stored.", "stored_bytes"),
-    MetricSpec(
-        "tandem:kv_store_seconds_total", "counter", _MODEL, "Time of stores.", "store_seconds"
-    ),
-    MetricSpec(
-        "tandem:kv_store_existing_blocks_total",
-        "counter",
-        _MODEL,
-        "KV blocks not stored because the store had them.",
-        "store_existing_blocks",
-    ),
-    MetricSpec(
-        "tandem:kv_store_failed_blocks_total",
-        "counter",
-        ("model_name", "reason"),
-        "KV blocks that were not stored, by reason.",
-        "store_failures",
-    ),
-    MetricSpec(
-        "tandem:kv_peer_read_blocks_total",
-        "counter",
-        _MODEL,
-        "KV blocks taken from prefill instances.",
-        "peer_read_blocks",
-    ),
-    MetricSpec(
-        "tandem:kv_peer_read_bytes_total",
-        "counter",
-        _MODEL,
-        "Bytes read from prefill instances.",
-        "peer_read_bytes",
-    ),
-    MetricSpec(
-        "tandem:kv_peer_read_hidden_seconds_total",
-        "counter",
-        _MODEL,
-        "Time of reads from prefill instances that began while the prefill ran.",
-        "peer_read_hidden_seconds",
-    ),
-    MetricSpec(
-        "tandem:kv_peer_read_exposed_seconds_total",
-        "counter",
-        _MODEL,
-        "Time of reads from prefill instances that began after the prefill.",
-        "peer_read_exposed_seconds",
-    ),
-    MetricSpec(
-        "tandem:kv_peer_read_failed_blocks_total",
-        "counter",
-        ("model_name", "reason"),
-        "KV blocks that did not come from a prefill instance, by reason.",
-        "peer_read_failures",
-    ),
-    MetricSpec(
-        "tandem:evicted_tokens_total",
-        "counter",
-        _MODEL,
-        "Tokens whose KV the device gave up for others.",
-        "evicted_tokens",
-    ),
-    MetricSpec(
-        "tandem:num_preemptions_total",
-        "counter",
-        _MODEL,
-        "Requests put back for want of blocks.",
-        "num_preemptions",
-    ),
-    MetricSpec(
-        "tandem:engine_steps_total", "counter", _MODEL, "Steps of the instance.", "num_steps"
-    ),
-    MetricSpec(
-        "tandem:engine_step_seconds_total",
-        "counter",
-        _MODEL,
-        "Time spent in steps.",
-        "step_seconds",
     ),
     MetricSpec(
         "tandem:request_success_total",
         "counter",
         ("model_name", "finished_reason"),
+        "requests",
         "Generations that ended, by reason: stop, length, abort, deadline, error.",
     ),
     MetricSpec(
         "tandem:time_to_first_token_seconds",
         "histogram",
         _MODEL,
+        "seconds",
         "Arrival of a request to its first token.",
-        buckets=_LATENCY_S,
+        _LATENCY_S,
     ),
     MetricSpec(
         "tandem:inter_token_latency_seconds",
         "histogram",
         _MODEL,
+        "seconds",
         "Time between the outputs of a request.",
-        buckets=_TOKEN_S,
+        _TOKEN_S,
     ),
     MetricSpec(
         "tandem:e2e_request_latency_seconds",
         "histogram",
         _MODEL,
+        "seconds",
         "Arrival of a request to its end.",
-        buckets=_LATENCY_S,
+        _LATENCY_S,
     ),
     MetricSpec(
         "tandem:request_queue_time_seconds",
         "histogram",
         _MODEL,
+        "seconds",
         "Acceptance of a request to its first step.",
-        buckets=_LATENCY_S,
+        _LATENCY_S,
     ),
     MetricSpec(
         "tandem:request_prefill_time_seconds",
         "histogram",
         _MODEL,
+        "seconds",
         "First step of a request to its first token.",
-        buckets=_LATENCY_S,
+        _LATENCY_S,
     ),
     MetricSpec(
         "tandem:request_decode_time_seconds",
         "histogram",
         _MODEL,
+        "seconds",
         "First token of a request to its end.",
-        buckets=_LATENCY_S,
+        _LATENCY_S,
     ),
     MetricSpec(
         "tandem:request_prompt_tokens",
         "histogram",
         _MODEL,
+        "tokens",
         "Prompt length of a request.",
-        buckets=_TOKENS,
+        _TOKENS,
     ),
     MetricSpec(
         "tandem:request_generation_tokens",
         "histogram",
         _MODEL,
+        "tokens",
         "Tokens generated by a request.",
-        buckets=_TOKENS,
+        _TOKENS,
     ),
     MetricSpec(
         "tandem:http_requests_total",
         "counter",
         ("route", "status"),
+        "requests",
         "HTTP requests answered.",
     ),
-    MetricSpec("tandem:http_requests_in_flight", "gauge", (), "HTTP requests being handled."),
     MetricSpec(
-        "tandem:build_info", "gauge", ("version", "python"), "Always 1; the labels say what runs."
+        "tandem:http_requests_in_flight",
+        "gauge",
+        (),
+        "requests",
+        "HTTP requests being handled.",
+    ),
+    MetricSpec(
+        "tandem:build_info",
+        "gauge",
+        ("version", "python"),
+        "",
+        "Always 1; the labels say what runs.",
     ),
 )
 
@@ -424,7 +272,7 @@ class ServerMetrics:
         is_up = stats is not None and stats.stage == InstanceStage.READY
         values["tandem:engine_up"] = float(is_up)
         if stats is not None:
-            values |= {s.name: getattr(stats, s.stat) for s in METRICS if s.stat}
+            values |= {name: getattr(stats, field) for name, field in _STATS.items()}
             values["tandem:cached_tokens_total"] = _split_hits(stats)
             used = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
             values["tandem:kv_cache_usage_perc"] = used

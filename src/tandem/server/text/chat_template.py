@@ -43,7 +43,8 @@ class ChatTemplate:
         max_chars: int = 2**25,
         clock: Clock | None = None,
     ) -> None:
-        self._source = source
+        self.source = source
+        """The template's own text."""
         self._variables = variables
         self._timeout_s = timeout_s
         self._max_chars = max_chars
@@ -80,8 +81,9 @@ class ChatTemplate:
         variables = {"messages": messages, "tools": None, "documents": None}
         variables |= self._variables | arguments
         try:
-            message = msgspec.msgpack.encode((variables, self._max_chars))
-        except (OverflowError, RecursionError) as error:
+            # JSON, in which they came: msgpack has no integers of more than 64 bits.
+            message = msgspec.json.encode((variables, self._max_chars))
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 "chat_template.render",
                 f"the template's arguments cannot be passed on: {error}",
@@ -126,10 +128,12 @@ class ChatTemplate:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
+            # Ctrl-C in a terminal is for the server, which drains: conversations still come here.
+            process_group=0,
         )
         with self._lock:
             self._workers.add(worker)
-        source = msgspec.msgpack.encode(self._source)
+        source = msgspec.msgpack.encode(self.source)
         is_ok, text = self._exchange(worker, source, _START_TIMEOUT_S)
         if not is_ok:
             self._stop(worker)

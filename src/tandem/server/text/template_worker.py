@@ -2,7 +2,8 @@
 
 A template is code from the internet. jinja2's sandbox keeps it from Python's internals, and this
 process keeps it from memory and time: its address space is limited here, its parent kills it at
-the deadline, its environment is empty. Frames are a 4-byte length and msgpack, on stdin and stdout.
+the deadline, its environment is empty. Frames are a 4-byte length and msgpack, on stdin and stdout;
+the variables of a conversation are JSON.
 """
 
 import datetime
@@ -114,7 +115,7 @@ def main() -> None:
     reply = answer(lambda: compile_first(text))
     write_frame(target, msgspec.msgpack.encode(reply))
     while compiled and (frame := read_frame(source)) is not None:
-        variables, max_chars = msgspec.msgpack.decode(frame, type=tuple[dict[str, Any], int])
+        variables, max_chars = msgspec.json.decode(frame, type=tuple[dict[str, Any], int])
         reply = answer(lambda v=variables, m=max_chars: render(compiled[0], v, m))
         write_frame(target, msgspec.msgpack.encode(reply))
 

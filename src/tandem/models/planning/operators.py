@@ -7,31 +7,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from tandem.core.errors import ConfigError, NotFoundError
-from tandem.core.model_plan import NO_FORMAT
+from tandem.core.model.plan import NO_FORMAT
 from tandem.core.registry import Registry
 from tandem.kernels.weights.formats import find_format
-from tandem.models.loading.builders import (
-    FORMAT_KWARG,
-    BuildContext,
-    build_attention,
-    build_decoder_layer,
-    build_embedding,
-    build_experts,
-    build_linear,
-    build_lm_head,
-    build_mla_attention,
-    build_mlp,
-    build_moe_block,
-    build_norm,
-    build_rope,
-    build_router,
+from tandem.models.planning.describe import (
+    Describe,
+    describe_attention,
+    describe_decoder_layer,
+    describe_embedding,
+    describe_experts,
+    describe_frozen_linear,
+    describe_linear,
+    describe_lm_head,
+    describe_mla_attention,
+    describe_mlp,
+    describe_moe_block,
+    describe_norm,
+    describe_rotary,
+    describe_router,
 )
 from tandem.placement.rules import DEFAULT, Rule
 
-__all__ = ["DEVICE_KWARGS", "OPERATORS", "OperatorEntry", "resolve_operator"]
+__all__ = ["DEVICE_KWARGS", "FORMAT_KWARG", "OPERATORS", "OperatorEntry", "resolve_operator"]
+
+FORMAT_KWARG = "format"
+"""Weight format of an operator's matrices, by name; our own word in the grammar."""
 
 DEVICE_KWARGS = ("generate_device", "prefill_device", "out_device", "device")
 """Keys whose value is a device; what runs on another device than asked is said in the report."""
@@ -55,13 +56,16 @@ class OperatorEntry:
     """An operator as rule files see it."""
 
     name: str
-    build: Callable[[Any, BuildContext], nn.Module]
+    describe: Describe | None
+    """Finds what a module that becomes this operator is built of; None: the module is kept."""
     absorbs: bool = False
     """The operator replaces the module's children too, whatever other rules made of them."""
     takes_format: bool = False
     """Rules may give it a weight format."""
     is_optional: bool = False
     """A module it cannot take is left to the skeleton instead of being refused."""
+    needs_format: bool = False
+    """A module whose matrices stay tensors is left to the skeleton."""
     choose: Callable[[Any], str] | None = None
     """Names the operator that a module becomes instead, by its parts; None is this one."""
 
@@ -72,11 +76,6 @@ def _choose_attention(module: Any) -> str:
 
 def _choose_feed_forward(module: Any) -> str:
     return "MoeBlock" if hasattr(module, "experts") else "Mlp"
-
-
-def _keep(module: Any, context: BuildContext) -> nn.Module:
-    del context
-    return module
 
 
 OPERATORS: Registry[OperatorEntry] = Registry("operator")
@@ -145,21 +144,31 @@ ABSENT = frozenset(
 """Names of the KTransformers documents for model families that have no operator here."""
 
 for _entry in (
-    OperatorEntry("Linear", build_linear, takes_format=True),
-    OperatorEntry("Embedding", build_embedding),
-    OperatorEntry("LmHead", build_lm_head, takes_format=True),
-    OperatorEntry("RmsNorm", build_norm),
-    OperatorEntry("Rope", build_rope),
-    OperatorEntry("Attention", build_attention, absorbs=True, takes_format=True),
-    OperatorEntry("MlaAttention", build_mla_attention, absorbs=True, takes_format=True),
-    OperatorEntry("Mlp", build_mlp, absorbs=True, takes_format=True),
-    OperatorEntry("Router", build_router),
-    OperatorEntry("Experts", build_experts, absorbs=True, takes_format=True),
-    OperatorEntry("MoeBlock", build_moe_block),
-    OperatorEntry("DecoderLayer", build_decoder_layer, is_optional=True),
-    OperatorEntry("SelfAttention", _keep, choose=_choose_attention),
-    OperatorEntry("FeedForward", _keep, choose=_choose_feed_forward),
-    OperatorEntry(DEFAULT, _keep),
+    OperatorEntry("Linear", describe_linear, takes_format=True),
+    OperatorEntry("Embedding", describe_embedding),
+    OperatorEntry("LmHead", describe_lm_head, takes_format=True),
+    OperatorEntry("RmsNorm", describe_norm),
+    OperatorEntry("Rope", describe_rotary),
+    OperatorEntry("Attention", describe_attention, absorbs=True, takes_format=True),
+    OperatorEntry("MlaAttention", describe_mla_attention, absorbs=True, takes_format=True),
+    OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True),
+    OperatorEntry("Router", describe_router),
+    OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True),
+    OperatorEntry(
+        "FrozenLinear",
+        describe_frozen_linear,
+        takes_format=True,
+        is_optional=True,
+        needs_format=True,
+    ),
+    OperatorEntry(
+        "FrozenExperts", describe_experts, absorbs=True, takes_format=True, needs_format=True
+    ),
+    OperatorEntry("MoeBlock", describe_moe_block),
+    OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),
+    OperatorEntry("SelfAttention", None, choose=_choose_attention),
+    OperatorEntry("FeedForward", None, choose=_choose_feed_forward),
+    OperatorEntry(DEFAULT, None),
 ):
     OPERATORS.add(_entry.name, _entry, aliases=_ALIASES.get(_entry.name, ()))
 

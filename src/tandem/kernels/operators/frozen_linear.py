@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem._native import ThreadPool
+from tandem.core.model.layers import FrozenLinearSpec
 from tandem.kernels.cpu.autograd import multiply_frozen
 from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.interfaces import WeightReader
@@ -23,44 +24,22 @@ class FrozenLinear(Operator, nn.Linear):
     that is a tensor without elements. To merge an adapter, export from the checkpoint.
 
     Args:
-        in_features: K.
-        out_features: N.
-        has_bias: whether the checkpoint has a bias.
+        spec: sizes, and whether the checkpoint has a bias.
         weight_format: of W.
         pool: runs the kernels; borrowed for the life of the layer.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        has_bias: bool,
-        weight_format: WeightFormat,
-        pool: ThreadPool,
+        self, spec: FrozenLinearSpec, *, weight_format: WeightFormat, pool: ThreadPool
     ) -> None:
         nn.Module.__init__(self)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.has_bias = has_bias
+        self.in_features = spec.in_features
+        self.out_features = spec.out_features
+        self.has_bias = spec.has_bias
         self.weight_format = weight_format
         self._pool = pool
         self.weight = freeze(torch.empty(0))
         self.bias = None  # type: ignore[assignment]
-
-    @classmethod
-    def of_shape(
-        cls, module: nn.Module, weight_format: WeightFormat, pool: ThreadPool
-    ) -> "FrozenLinear":
-        """Return an empty layer in place of a linear module of the skeleton."""
-        assert isinstance(module, nn.Linear), type(module)
-        return cls(
-            module.in_features,
-            module.out_features,
-            has_bias=module.bias is not None,
-            weight_format=weight_format,
-            pool=pool,
-        )
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read and pack ``weight`` and, if there is one, ``bias``."""

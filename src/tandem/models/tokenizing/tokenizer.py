@@ -5,6 +5,7 @@ is the fallback only) and the table of token bytes. A ``Tokenizer`` is immutable
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,8 +18,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.models.gguf.tokenizer import load_gguf_tokenizer
 from tandem.models.sources.gguf_files import find_gguf
-from tandem.server.text import tiktoken_file
-from tandem.server.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from tandem.models.tokenizing import tiktoken_file
+from tandem.models.tokenizing.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -54,7 +55,8 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        """Tokens that are no text, such as the ends of turns."""
         self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._has_byte_fallback = "ByteFallback" in repr(backend.decoder)
         self._byte_of = _byte_alphabet()
@@ -90,7 +92,7 @@ class Tokenizer:
 
         Of the special tokens, ``shown_ids`` are not skipped.
         """
-        skip = self._special_ids - shown_ids if skip_special_tokens else frozenset[int]()
+        skip = self.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
             return ByteDetokenizer(self.token_bytes, skip, context)
         decode = partial(self._backend.decode, skip_special_tokens=False)
@@ -98,8 +100,19 @@ class Tokenizer:
 
     def find_special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of the special tokens that are part of one of ``texts``."""
-        names = {i: self.token_name(i) for i in self._special_ids}
+        names = {i: self.token_name(i) for i in self.special_ids}
         return frozenset(i for i, name in names.items() if any(name in text for text in texts))
+
+    def find_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it."""
+        return self._backend.token_to_id(token)
+
+    def split_special(self, text: str) -> list[tuple[str, int | None]]:
+        """Split a text at the special tokens in it; each part has its id, or None if it is text."""
+        names = {self.token_name(i): i for i in self.special_ids}
+        pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name)
+        parts = re.split(f"({pattern})", text) if pattern else [text]
+        return [(part, names.get(part)) for part in parts if part]
 
     def token_name(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it; empty for an id without a token."""

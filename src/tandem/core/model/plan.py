@@ -1,4 +1,4 @@
-"""How a model will be stored and run, as data: made once, read by planning, sizing and loading.
+"""A model as it will be stored and run, as data: made once, read by planning, sizing and loading.
 
 ``tandem.models.planning.planner`` makes a ``ModelPlan`` from the configuration, the rules and the
 modules of the skeleton, without reading a weight. `tandem plan` and `tandem serve --dry-run` print
@@ -7,31 +7,36 @@ it, the engine sizes memory by it, ``load_model`` obeys it. No torch here.
 Shapes: E experts, F intermediate, D hidden, N outputs, K inputs.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Meta
 
+from tandem.core.model.layers import (
+    ExpertsSpec,
+    MixerSpec,
+    MlpSpec,
+    NonNegativeInt,
+    OperatorSpec,
+    PositiveInt,
+    RopeSpec,
+    RouterSpec,
+)
 from tandem.core.spec import ModelSpec
 
 __all__ = [
     "NO_FORMAT",
-    "AttentionSpec",
+    "AdapterPlace",
     "FormatChoice",
     "LayerSpec",
     "MatrixPlan",
-    "MlpSpec",
     "ModelPlan",
     "ModulePlan",
     "MoeSpec",
-    "RopeSpec",
 ]
 
 NO_FORMAT = "none"
 """The format of tensors in the model's dtype."""
 
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
 MatrixRole = Literal[
     "embedding",
     "head",
@@ -47,83 +52,20 @@ MatrixRole = Literal[
 ]
 
 
-class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The attention of one layer, as its module has it."""
-
-    kind: Literal["gqa", "mla"]
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    """Of a key; of MLA without and with rotation together."""
-    kv_lora_rank: NonNegativeInt = 0
-    """Of MLA: items of the latent that keys and values are made of."""
-    rope_dim: NonNegativeInt = 0
-    """Of MLA: items of a key that are rotated, the same for all heads."""
-    window: NonNegativeInt = 0
-    """Tokens that a token sees, itself included; 0 is all."""
-    has_sinks: bool = False
-    has_qk_norm: bool = False
-    has_bias: bool = False
-    """Of the projections to queries, keys and values."""
-
-
-class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """How a layer rotates queries and keys."""
-
-    rope_type: str
-    theta: float
-    factor: float = 1.0
-    """Of a scaled RoPE; 1 is none."""
-
-
-class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
-    """A dense gated MLP."""
-
-    intermediate_size: PositiveInt
-    has_bias: bool = False
-
-
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe"):
-    """Routed experts and their router."""
+    """Routed experts, their router, and the experts that every token uses."""
 
     num_experts: PositiveInt
     top_k: PositiveInt
     intermediate_size: PositiveInt
-    """Of one routed expert."""
+    """F of one routed expert."""
     shared_intermediate_size: NonNegativeInt = 0
-    """Of the experts that every token uses, together; 0 is none."""
+    """F of the experts that every token uses, together; 0 is none."""
     has_bias: bool = False
-
-
-class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder layer."""
-
-    index: NonNegativeInt
-    attention: AttentionSpec
-    rope: RopeSpec
-    mlp: MlpSpec | MoeSpec
-
-
-class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of one module of the skeleton."""
-
-    module: str
-    """Dotted path."""
-    class_name: str
-    operator: str
-    """The operator in its place, or ``default`` where the skeleton's module stays."""
-    rule: str = ""
-    """``file:line`` of the rule that took it; empty for none."""
-    weight_format: str = NO_FORMAT
-    """Of the matrices that the operator holds."""
-    keeps_codes: bool = False
-    """Whether matrices that the checkpoint has in codes keep them, each in a format of its own."""
-    owner: str = ""
-    """The module above, whose operator took its weights; empty for none."""
-    note: str = ""
-    """For people: a device that is not here, why a layer is not fused."""
-    problem: str = ""
-    """Why the model cannot be loaded like this; empty for none."""
+    router: RouterSpec | None = None
+    """None where no operator of ours chooses as the model does."""
+    experts: ExpertsSpec | None = None
+    """None where no operator of ours computes what the model's experts do."""
 
 
 class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,13 +78,66 @@ class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
     """[N, K], stacked where one product computes several; of experts [E, 3 F, D]; of matrices that
     each head has one of [H, N, K]."""
     weight_format: str
+    device: str
+    """The device that holds it and computes with it."""
     size_bytes: NonNegativeInt
-    """As stored, scales and padding included; 0 where it is another matrix's memory."""
+    """Bytes as stored, scales and padding included; 0 where it is another matrix's memory."""
     plain_bytes: NonNegativeInt
     """The same in the model's dtype."""
     reason: str
     stored_bytes: NonNegativeInt = 0
     """The same in a checkpoint that has codes; 0 where it has not, or is not there."""
+
+
+class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A linear module of the checkpoint that takes LoRA adapters."""
+
+    module: str
+    """Dotted path."""
+    in_features: PositiveInt
+    out_features: PositiveInt
+
+
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoder layer: its parts, how their matrices are stored, and where adapters go."""
+
+    index: NonNegativeInt
+    mixer: MixerSpec
+    rope: RopeSpec | None
+    """None where no operator of ours has the model's angles."""
+    mlp: MlpSpec | MoeSpec
+    matrices: tuple[MatrixPlan, ...] = ()
+    """Every matrix of the layer; empty where only the layer's kind was asked for."""
+    adapters: tuple[AdapterPlace, ...] = ()
+
+    @property
+    def kind(self) -> "LayerSpec":
+        """The layer without its number and names: equal for layers that do the same work."""
+        return msgspec.structs.replace(self, index=0, matrices=(), adapters=())
+
+
+class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The fate of one module of the skeleton."""
+
+    module: str
+    """Dotted path."""
+    class_name: str
+    operator: str
+    """The operator in its place, or ``default`` where the skeleton's module stays."""
+    spec: OperatorSpec | None = None
+    """The operator's sizes and names; None where the skeleton's module stays."""
+    rule: str = ""
+    """``file:line`` of the rule that took it; empty for none."""
+    weight_format: str = NO_FORMAT
+    """The format of the matrices that the operator holds."""
+    keeps_codes: bool = False
+    """True if matrices that the checkpoint has in codes keep them, each in a format of its own."""
+    owner: str = ""
+    """The module above, whose operator took its weights; empty for none."""
+    note: str = ""
+    """For people: a device that is not here, why a layer is not fused."""
+    problem: str = ""
+    """Why the model cannot be loaded like this; empty for none."""
 
 
 class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +148,7 @@ class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a checkpoint will be stored and run: every value concrete, with its reason."""
+    """A checkpoint as it will be stored and run: every value concrete, with its reason."""
 
     folder: str
     spec: ModelSpec
@@ -163,9 +158,10 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of the configuration that change values; see ``KvIdentity``."""
     layers: tuple[LayerSpec, ...]
     modules: tuple[ModulePlan, ...]
-    matrices: tuple[MatrixPlan, ...]
+    other_matrices: tuple[MatrixPlan, ...]
+    """The matrices that belong to no layer: embedding and head."""
     vector_bytes: NonNegativeInt
-    """Of all other weights: norms, biases, sinks."""
+    """Bytes of all other weights: norms, biases, sinks."""
     experts: FormatChoice
     linear: FormatChoice
     """Attention's projections, dense MLPs and the head."""
@@ -174,13 +170,19 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     expert_parts: PositiveInt
     """Shares of packed experts, each copied to memory of a NUMA node; 1 leaves them mapped."""
     packed_cache: str
-    """Where packed experts are kept: a folder, ``off`` or ``auto``."""
+    """The place of packed experts: a folder, ``off`` or ``auto``."""
     notes: tuple[str, ...] = ()
-    """What of the checkpoint is not used, and why."""
+    """Parts of the checkpoint that are not used, and why."""
     unused_rules: tuple[str, ...] = ()
     """``file:line`` of rules that matched no module."""
     shadowed_rules: dict[str, tuple[str, ...]] = {}
     """Rules that earlier ones took all modules from, each with those rules."""
+
+    @property
+    def matrices(self) -> tuple[MatrixPlan, ...]:
+        """Every matrix, those of the layers first."""
+        own = [matrix for layer in self.layers for matrix in layer.matrices]
+        return (*own, *self.other_matrices)
 
     @property
     def weight_bytes(self) -> int:
@@ -194,7 +196,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels run every product; embeddings are looked up."""
+        """True if native kernels run every product; embeddings are looked up."""
         return all(m.weight_format != NO_FORMAT or m.role == "embedding" for m in self.matrices)
 
     @property

@@ -1,0 +1,213 @@
+"""The part of ``tandem plan`` that places a model on a machine and counts what it costs."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from tandem.cli.output import print_json, print_table
+from tandem.core.errors import CorruptionError
+from tandem.placement.catalog import (
+    KnownModel,
+    find_hardware,
+    find_model,
+    list_hardware,
+    list_models,
+    read_hardware,
+)
+from tandem.placement.costs import Efficiencies
+from tandem.placement.economics import compare, list_classes, replace_by
+from tandem.placement.fitting import predict_rows, read_efficiencies
+from tandem.placement.hardware import HardwareSpec
+from tandem.placement.plan_text import render_plan
+from tandem.placement.planner import Plan, Wishes, make_plan
+from tandem.placement.predictions import render_predictions
+from tandem.placement.shape import ModelShape, read_shape
+
+__all__ = ["is_known_model", "list_known", "place_model", "print_published"]
+
+TALK = ("h800", "h20", "xeon-spr")
+"""Machines of the talk's comparison; a machine of one's own stands beside them."""
+MEASURED = "measured"
+"""The name of the machine that this runs on."""
+TALK_CONTEXT = 128 * 1024
+REPLACING = ("h20", "a100", "h100")
+"""Machines whose GPUs are counted as what a plan replaces."""
+KNOWN_METHODS = {"fp8": "fp8", "mxfp4": "mxfp4", "gptq": "int4", "awq": "int4"}
+MAX_CONFIG_BYTES = 1 << 22
+
+
+def is_known_model(name: str) -> bool:
+    """Return whether a model's configuration is known by this name, and no folder has it."""
+    return name in list_models() and not Path(name).exists()
+
+
+def place_model(
+    model: str,
+    hardware: str,
+    wishes: Wishes,
+    *,
+    with_cost: bool,
+    with_rejected: bool,
+    as_json: bool,
+) -> None:
+    """Plan a model on a machine, and print it.
+
+    Args:
+        model: the name of a known configuration, a folder, a GGUF file or a hub id.
+        hardware: the name of a known machine, a file, or `measured` for this machine.
+        wishes: context, users, rate, quality.
+        with_cost: whether prices and operator classes are printed too.
+        with_rejected: whether rejected choices are.
+        as_json: whether it is one JSON document.
+    """
+    spec, efficiencies = _find_machine(hardware)
+    known = find_model(model) if is_known_model(model) else _read_model(model)
+    shape = read_shape(known.config, known.name)
+    planned = make_plan(
+        spec,
+        shape,
+        wishes,
+        stored_format=known.stored_format,
+        efficiencies=efficiencies,
+    )
+    if as_json:
+        report: dict[str, Any] = {"plan": planned, "hardware": spec, "efficiencies": efficiencies}
+        if with_cost:
+            report["cost"] = _collect_cost(spec, shape, planned)
+        print_json(report)
+        return
+    sys.stdout.write(render_plan(planned, spec, shape, with_rejected=with_rejected))
+    if with_cost:
+        _print_cost(_collect_cost(spec, shape, planned), shape)
+
+
+def _find_machine(hardware: str) -> tuple[HardwareSpec, Efficiencies]:
+    """Return a machine by name, file or, for `measured`, as it is here and now."""
+    if hardware != MEASURED:
+        return read_hardware(hardware), read_efficiencies()
+    from tandem.kernels.calibration import read_calibration
+
+    calibration = read_calibration()
+    return calibration.hardware, calibration.efficiencies
+
+
+def _read_model(model: str) -> KnownModel:
+    """Return a model's configuration from a folder, also of one that serving refuses."""
+    from tandem.models.families import open_checkpoint
+    from tandem.models.loading.hub import resolve_folder
+
+    folder = resolve_folder(model)
+    file = folder / "config.json"
+    if file.is_file() and file.stat().st_size <= MAX_CONFIG_BYTES:
+        try:
+            parsed = json.loads(file.read_text("utf-8"))
+        except ValueError as error:
+            raise CorruptionError("cli.plan", f"{file} is not JSON: {error}") from error
+        if not isinstance(parsed, dict):
+            raise CorruptionError("cli.plan", f"{file} is no JSON object")
+        config = cast("dict[str, Any]", parsed)
+    else:
+        config = open_checkpoint(model).config.to_dict()
+    name = folder.resolve().name if Path(model).expanduser().exists() else model
+    return KnownModel(
+        name=name,
+        title=name,
+        source=str(folder),
+        stored_format=_find_format(config),
+        config=config,
+    )
+
+
+def _find_format(config: Mapping[str, Any]) -> str:
+    quantization = config.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        method = str(cast("Mapping[str, Any]", quantization).get("quant_method"))
+        return KNOWN_METHODS.get(method, "int4g32")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return "f32" if dtype.endswith("float32") else "bf16"
+
+
+def _collect_cost(spec: HardwareSpec, shape: ModelShape, planned: Plan) -> dict[str, Any]:
+    talk = [find_hardware(name) for name in TALK]
+    is_priced = spec.name not in TALK and spec.price_usd > 0
+    specs = [spec, *talk] if is_priced else talk
+    gpus = [find_hardware(name).accelerator for name in REPLACING]
+    users = planned.wishes.users
+    return {
+        "machines": compare(specs),
+        "classes": list_classes(shape, context=TALK_CONTEXT, users=users),
+        "replaces": replace_by(planned, [gpu for gpu in gpus if gpu is not None]),
+        "kv_bytes_per_token": shape.kv_bytes,
+        "state_bytes_per_sequence": shape.state_bytes,
+    }
+
+
+def _print_cost(cost: dict[str, Any], shape: ModelShape) -> None:
+    sys.stdout.write("\n")
+    head = ("machine", "$", "$ per TFLOPS", "$ per GB/s", "$ per GB", "cheapest for")
+    rows = [
+        (
+            one.title,
+            f"{one.price_usd:,.0f}",
+            f"{one.usd_per_tflops:.1f}",
+            f"{one.usd_per_gbps:.2f}",
+            f"{one.usd_per_gb:.1f}",
+            ", ".join(one.roles) or "-",
+        )
+        for one in cost["machines"]
+    ]
+    print_table(head, rows)
+    sys.stdout.write("\n")
+    rows = [
+        (one.name, f"{one.items / 1e9:.1f} B", f"{one.ops_per_byte:.1f}", one.definition)
+        for one in cost["classes"]
+    ]
+    print_table(("class", "items", "FLOP a byte held", "is"), rows)
+    kept = f"KV {shape.kv_bytes:,} bytes a token"
+    if shape.state_bytes:
+        kept += f", state {shape.state_bytes:,} bytes a sequence"
+    instead = "; ".join(
+        f"{one.count} x {one.title} (${one.price_usd:,.0f})" for one in cost["replaces"]
+    )
+    sys.stdout.write(f"\n{kept}\non GPUs alone: {instead}\n")
+
+
+def list_known(*, as_json: bool) -> None:
+    """Print the machines and models that are known by name."""
+    machines = [find_hardware(name) for name in list_hardware()]
+    models = [find_model(name) for name in list_models()]
+    if as_json:
+        print_json({"machines": machines, "models": models})
+        return
+    head = ("machine", "is", "cores", "DRAM GiB", "GB/s", "GPUs GiB", "GB/s", "$", "source")
+    print_table(head, [_tell_machine(machine) for machine in machines])
+    sys.stdout.write("\n")
+    rows = [(model.name, model.title, model.stored_format, model.source) for model in models]
+    print_table(("model", "is", "format", "source"), rows)
+
+
+def _tell_machine(spec: HardwareSpec) -> tuple[object, ...]:
+    gpu = spec.accelerator
+    return (
+        spec.name,
+        spec.title,
+        spec.cores or "",
+        f"{spec.memory_gib:g}" if spec.memory_gib else "",
+        f"{spec.cpu_bandwidth_gbps:g}" if spec.cpu_bandwidth_gbps else "",
+        "" if gpu is None else f"{spec.num_accelerators} x {gpu.memory_gib:g}",
+        "" if gpu is None else f"{gpu.bandwidth_gbps:g}",
+        f"{spec.price_usd:,.0f}",
+        spec.source,
+    )
+
+
+def print_published(*, as_json: bool) -> None:
+    """Print what the cost model says of published speeds."""
+    if as_json:
+        print_json([msgspec.to_builtins(figure) for figure in predict_rows(read_efficiencies())])
+    else:
+        sys.stdout.write(render_predictions())

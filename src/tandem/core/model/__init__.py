@@ -1,0 +1,1 @@
+"""A model as plain data: its layers, and how they are stored and run."""

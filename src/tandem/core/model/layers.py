@@ -1,0 +1,323 @@
+"""The parts of a model as plain data: what each operator computes, its sizes, the names it reads.
+
+``tandem.models.planning.describe`` reads them off the modules of a skeleton, once; a ``ModelPlan``
+carries them; serving and training build operators of them and decide nothing again. No torch here.
+
+Shapes: D hidden, H query heads, K KV heads, d head_dim, F intermediate, E experts, N outputs.
+"""
+
+import math
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "SILU",
+    "SOFTMAX",
+    "Activation",
+    "DecoderLayerSpec",
+    "EmbeddingSpec",
+    "ExpertsSpec",
+    "FrozenLinearSpec",
+    "GqaSpec",
+    "HeadSpec",
+    "LinearSpec",
+    "MixerSpec",
+    "MlaSpec",
+    "MlpSpec",
+    "MoeBlockSpec",
+    "NonNegativeInt",
+    "NormSpec",
+    "OperatorSpec",
+    "PositiveInt",
+    "RopeSpec",
+    "RotarySpec",
+    "RouterSpec",
+    "RoutingRule",
+]
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+
+
+class Activation(msgspec.Struct, frozen=True):
+    """The function between gate, up and down: ``f(min(g, limit)) * (clamp(u, limit) + up_offset)``.
+
+    The default is SwiGLU's. gpt-oss has ``Activation(alpha=1.702, limit=7.0, up_offset=1.0)``.
+    """
+
+    name: str = "silu"
+    """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf) or ``gelu_tanh``."""
+    alpha: float = 1.0
+    """The factor within ``silu``'s sigmoid; positive."""
+    limit: float | None = None
+    """The gate is at most this, up at most this far from zero; positive, None is no limit."""
+    up_offset: float = 0.0
+
+    @property
+    def bound(self) -> float:
+        """The limit as a number: infinity for none."""
+        return math.inf if self.limit is None else self.limit
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it is ``f(g) * u``, which dense MLPs run."""
+        return self == Activation(self.name)
+
+
+SILU = Activation()
+
+
+class RoutingRule(msgspec.Struct, frozen=True):
+    """From scores of all experts to the chosen ones and their weights."""
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalised: bool = False
+    """True if the weights of the chosen are scaled to sum to one."""
+    num_groups: int = 1
+    """Equal groups of experts, of which only the ``num_top_groups`` best count: those with the
+    largest sum of their ``num_group_choices`` best choices."""
+    num_top_groups: int = 1
+    num_group_choices: Literal[1, 2] = 2
+    weight_scale: float = 1.0
+    """On the weights."""
+
+    @property
+    def native_scoring(self) -> str:
+        """The native router's name of the first two."""
+        return f"{self.scoring}_normalised" if self.is_normalised else self.scoring
+
+
+SOFTMAX = RoutingRule()
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The parameters of a rotary embedding; names as in a checkpoint's ``rope_parameters``."""
+
+    head_dim: Annotated[int, Meta(ge=2)]
+    """Items of a head that are rotated."""
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
+    max_position_embeddings: PositiveInt = 2048
+    factor: Annotated[float, Meta(gt=0)] = 1.0
+    original_max_position_embeddings: PositiveInt | None = None
+    attention_factor: Annotated[float, Meta(ge=0)] | None = None
+    beta_fast: Annotated[float, Meta(gt=0)] = 32.0
+    beta_slow: Annotated[float, Meta(gt=0)] = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: Annotated[float, Meta(gt=0)] = 1.0
+    high_freq_factor: Annotated[float, Meta(gt=0)] = 4.0
+
+
+class RotarySpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="rotary"):
+    """The rotary embeddings of a model."""
+
+    ropes: dict[str, RopeSpec]
+    """By type of layer; one under the empty name where all layers share it."""
+    is_half: bool = False
+    """True if the module gives the angles of half a head, as gpt-oss's does."""
+
+
+class NormSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="norm"):
+    """An RMSNorm: ``x / rms(x) * (offset + weight)``."""
+
+    size: PositiveInt
+    eps: float
+    offset: float = 0.0
+
+
+class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="gqa"):
+    """Grouped-query attention of a layer."""
+
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    scale: float
+    """On the products of queries and keys."""
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    qk_norm: NormSpec | None = None
+    """The norm of queries and keys, over each head, or over all together (its size is H d then)."""
+    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """The checkpoint's projections: one for each of q, k and v, or one that holds them."""
+    rope_idx: NonNegativeInt = 0
+    """The RoPE of the layer, among those of the model."""
+    interleaved_size: NonNegativeInt = 0
+    """Items of a head that the checkpoint rotates as neighbours, from the first on."""
+    window: NonNegativeInt = 0
+    """Tokens that a token sees, itself included; 0 is all."""
+    soft_cap: float = 0.0
+    """A score becomes cap * tanh(score / cap); 0 is none."""
+    has_sinks: bool = False
+    """True if each head has a logit that takes weight and adds nothing."""
+
+    @property
+    def is_full_norm(self) -> bool:
+        """True if queries are normed over all heads together, not over each."""
+        return self.qk_norm is not None and self.qk_norm.size != self.head_dim
+
+
+class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mla"):
+    """Multi-head latent attention of a layer; no key or value is expanded."""
+
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    rank: PositiveInt
+    """Items of the latent that keys and values are made of."""
+    rope: PositiveInt
+    """Items of a query or key that are rotated; even."""
+    nope: PositiveInt
+    """Items of a query that are not rotated."""
+    value: PositiveInt
+    """Items of a head's value."""
+    q_rank: NonNegativeInt = 0
+    """Items of the queries' own compression; 0 is none."""
+    scale: float
+    """On the products, YaRN's correction included."""
+    norm_eps: float
+    """The epsilon of the norms of the latent and of compressed queries."""
+    has_bias: bool = False
+    """True if the first projections, but for uncompressed queries, and the output have biases."""
+    is_interleaved: bool = True
+    """True if the checkpoint's rotated items are pairs of neighbours."""
+    rope_idx: NonNegativeInt = 0
+    """The RoPE of the layer, among those of the model."""
+
+    @property
+    def head(self) -> int:
+        """Items of a query."""
+        return self.nope + self.rope
+
+    @property
+    def key(self) -> int:
+        """Items of a token in the cache."""
+        return self.rank + self.rope
+
+    @property
+    def first_product(self) -> int:
+        """Outputs of the first product for queries: compressed ones, or all heads'."""
+        return self.q_rank or self.num_heads * self.head
+
+
+MixerSpec = GqaSpec | MlaSpec
+"""The part of a layer that mixes tokens."""
+
+
+class LinearSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="linear"):
+    """One matrix [N, K] and its bias."""
+
+    in_features: PositiveInt
+    out_features: PositiveInt
+    has_bias: bool = False
+
+
+class FrozenLinearSpec(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="frozen_linear"
+):
+    """One matrix [N, K] that is packed while adapters are trained, and its bias."""
+
+    in_features: PositiveInt
+    out_features: PositiveInt
+    has_bias: bool = False
+
+
+class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="head"):
+    """The projection to the vocabulary."""
+
+    in_features: PositiveInt
+    out_features: PositiveInt
+    has_bias: bool = False
+    is_tied: bool = False
+    """True if its weight is the embedding's."""
+    soft_cap: float = 0.0
+    """A logit becomes cap * tanh(logit / cap); 0 is none."""
+
+
+class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="embedding"):
+    """Rows by token id."""
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    scale: float = 1.0
+
+
+class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
+    """A dense gated MLP, or the experts that every token uses."""
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    has_bias: bool = False
+    activation: Activation | None = SILU
+    """None where no operator of ours has the model's."""
+    gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
+    """The checkpoint's: gate and up, or one matrix that holds both."""
+
+
+class RouterSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="router"):
+    """A linear score of each expert, and the rule that chooses by it."""
+
+    hidden_size: PositiveInt
+    num_experts: PositiveInt
+    top_k: PositiveInt
+    rule: RoutingRule = SOFTMAX
+    has_bias: bool = False
+    """True if the score has a bias, which counts for choice and weights."""
+    choice_bias: str = ""
+    """The checkpoint's name, below the router's parent, of a bias that counts for the choice alone;
+    empty is none."""
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="experts"):
+    """The routed experts of a layer."""
+
+    num_experts: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    """F of one expert."""
+    activation: Activation = SILU
+    has_bias: bool = False
+    is_transposed: bool = False
+    """True if the checkpoint holds inputs first: gate_up [E, D, 2 F], down [E, F, D]."""
+
+
+class MoeBlockSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe_block"):
+    """The parts of a block of experts, by the checkpoint's names."""
+
+    gate_name: str
+    shared_name: str = ""
+    """The name of the experts that every token uses; empty is none."""
+    shared_gate_name: str = ""
+    """The name of a score whose sigmoid multiplies their output; empty is none."""
+    is_pair: bool = False
+    """True if the block returns its weights as well, as gpt-oss's layers want it."""
+
+
+class DecoderLayerSpec(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="decoder_layer"
+):
+    """A whole layer, whose parts are operators of ours."""
+
+    norms: tuple[str, str, str, str]
+    """Names of the norms before and after attention, before and after the MLP; empty is none."""
+
+
+OperatorSpec = (
+    RotarySpec
+    | NormSpec
+    | GqaSpec
+    | MlaSpec
+    | LinearSpec
+    | FrozenLinearSpec
+    | HeadSpec
+    | EmbeddingSpec
+    | MlpSpec
+    | RouterSpec
+    | ExpertsSpec
+    | MoeBlockSpec
+    | DecoderLayerSpec
+)
+"""Everything that an operator is built of, but the format of its weights."""

@@ -1,0 +1,86 @@
+"""Grammars of running requests: which tokens may come next.
+
+A ``GrammarState`` belongs to one sequence and follows its tokens. It knows nothing that the grammar
+and the tokens do not tell, so it is made anew from them on another instance. Masks are computed on
+a thread while the model runs; llguidance releases the GIL.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from tandem.models.tokenizing.grammars import Matcher, TokenTable, make_matcher
+
+__all__ = ["GrammarState", "Grammars"]
+
+_MAX_COMPILED = 64
+"""Grammars that are kept: clients repeat theirs."""
+
+
+class GrammarState:
+    """The grammar of one sequence.
+
+    Args:
+        matcher: owned, at its beginning.
+    """
+
+    def __init__(self, matcher: Matcher) -> None:
+        self._matcher = matcher
+        self._num_taken = 0
+
+    def compute_mask(self, token_ids: Sequence[int]) -> np.ndarray | None:
+        """Return which token may follow, as bool [vocabulary]; None if the grammar has failed.
+
+        Args:
+            token_ids: all that the sequence has generated.
+        """
+        matcher = self._matcher
+        if self._num_taken > len(token_ids):
+            matcher.rollback(self._num_taken - len(token_ids))
+            self._num_taken = len(token_ids)
+        for token_id in token_ids[self._num_taken :]:
+            # After its end a grammar takes nothing more, and allows an end of text alone.
+            if not matcher.is_stopped() and not matcher.consume_token(token_id):
+                return None
+            self._num_taken += 1
+        if matcher.is_error():
+            return None
+        packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        return None if matcher.is_error() else np.unpackbits(packed, bitorder="little")
+
+
+class Grammars:
+    """Compiles grammars and computes masks beside the steps.
+
+    Args:
+        make_table: loads the vocabulary, at the first grammar; on the thread.
+    """
+
+    def __init__(self, make_table: Callable[[], TokenTable]) -> None:
+        self._make_table = make_table
+        self._table: TokenTable | None = None
+        self._compiled: OrderedDict[str, Matcher] = OrderedDict()
+        self._worker = ThreadPoolExecutor(1, "grammar")
+
+    def compile(self, grammar: str) -> "Future[GrammarState]":
+        """Begin to make the state of a sequence."""
+        return self._worker.submit(self._compile, grammar)
+
+    def begin_mask(
+        self, state: "Future[GrammarState]", token_ids: Sequence[int]
+    ) -> "Future[np.ndarray | None]":
+        """Begin to compute the mask of the token after ``token_ids``."""
+        return self._worker.submit(lambda: state.result().compute_mask(token_ids))
+
+    def _compile(self, grammar: str) -> GrammarState:
+        if self._table is None:
+            self._table = self._make_table()
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compiled[grammar] = make_matcher(self._table, grammar)
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return GrammarState(found.deep_copy())

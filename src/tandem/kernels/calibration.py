@@ -1,0 +1,290 @@
+"""Measures this machine for planning: bandwidth, peaks, and what our kernels reach of them.
+
+``calibrate`` takes a few seconds; ``read_calibration`` keeps the result by the machine's
+fingerprint, under ``~/.cache/tandem``. Rounds are interleaved, so that a neighbour who slows the
+machine slows all alike, and shares of the peaks stay right where the peaks themselves do not.
+"""
+
+import hashlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem import __version__
+from tandem._native import (
+    ExpertBank,
+    ThreadPool,
+    count_expert_bytes,
+    cpu_features,
+    kernel_isas,
+    read_topology,
+    recommend_threads,
+)
+from tandem.kernels.weights.formats import find_format
+from tandem.placement.costs import Efficiencies
+from tandem.placement.fitting import read_efficiencies
+from tandem.placement.hardware import OPS_PER_CYCLE, HardwareSpec, Isa, Processor
+
+__all__ = [
+    "DEFAULT_ROOT",
+    "Calibration",
+    "Calibrator",
+    "calibrate",
+    "find_fingerprint",
+    "read_calibration",
+]
+
+DEFAULT_ROOT = Path("~/.cache/tandem/hardware")
+GIB = 1 << 30
+HIDDEN, INNER, TOP_K = 2048, 768, 8
+"""Of an expert of Qwen3-30B-A3B."""
+NUM_EXPERTS = 48
+"""Banks of 230 MB in int8 and 450 in bf16, read in turn: together more than a cache holds."""
+PREFILL_TOKENS = 128
+MACS = 2_000_000_000
+TINY = 128
+CALLS_A_LAYER = 8
+"""Native calls of a layer: two norms, three products, RoPE, attention, experts."""
+BUDGET_S = 6.0
+"""Of the rounds; filling the bank comes before."""
+ROUNDS = 9
+FILLER = 0x3F
+"""Byte of which codes, fp16 and bf16 scales are all ordinary numbers."""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """This machine as it was measured, and the shares of its peaks that our kernels reach."""
+
+    fingerprint: str
+    hardware: HardwareSpec
+    efficiencies: Efficiencies
+    rounds: int
+    """Of each measurement, of which the medians are taken."""
+
+
+def find_fingerprint() -> str:
+    """Return a hash of what decides the result: CPU, cores, memory, instruction sets, version."""
+    cpu, topology = cpu_features(), read_topology()
+    parts = (
+        cpu.vendor,
+        cpu.brand,
+        *kernel_isas(),
+        str(recommend_threads(topology).threads),
+        str(topology.allowed_cpus),
+        str(len(topology.numa_nodes)),
+        str(topology.memory_total_bytes),
+        __version__,
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def read_calibration(root: Path | None = None) -> Calibration:
+    """Return the calibration of this machine: as it was kept, or measured now and kept.
+
+    Args:
+        root: folder of calibrations; None is the user's cache. One that cannot be written keeps
+            nothing.
+    """
+    folder = (root or DEFAULT_ROOT).expanduser()
+    fingerprint = find_fingerprint()
+    file = folder / f"{fingerprint}.json"
+    try:
+        kept = msgspec.json.decode(file.read_bytes(), type=Calibration)
+    except (OSError, msgspec.DecodeError):
+        kept = None
+    if kept is not None and kept.fingerprint == fingerprint:
+        return kept
+    measured = calibrate()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}.tmp")
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2))
+        scratch.replace(file)
+    except OSError:
+        pass  # The next start measures again.
+    return measured
+
+
+class _Bank:
+    """Packed experts of one format, and what is measured of them."""
+
+    def __init__(self, name: str, pool: ThreadPool, *, hidden: int, inner: int, num: int) -> None:
+        fields = find_format(name).fields
+        self.size_bytes = count_expert_bytes(
+            **fields, num_experts=num, hidden_size=hidden, intermediate_size=inner
+        )
+        raw = np.empty(self.size_bytes + 64, np.uint8)
+        offset = -raw.ctypes.data % 64
+        storage = raw[offset : offset + self.size_bytes]
+        storage.fill(FILLER)
+        self._bank = ExpertBank(
+            **fields,
+            num_experts=num,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            storage=storage,
+        )
+        self._pool, self._hidden, self._num = pool, hidden, num
+        self._random = np.random.default_rng(0)
+        self._weights = 3 * hidden * inner
+        self._turn = 0
+
+    def time_reading(self) -> float:
+        """Return the bytes a second of reading the bank."""
+        seconds = _time(lambda: self._bank.read_weights(self._pool, self._num))
+        return self.size_bytes / seconds
+
+    def time_peak(self) -> float:
+        """Return the operations a second of multiply-adds in registers."""
+        return 2 * MACS / _time(lambda: self._bank.multiply_registers(self._pool, MACS))
+
+    def time_token(self) -> float:
+        """Return the bytes a second at which one token's experts are computed."""
+        first = self._turn * TOP_K % (self._num - TOP_K + 1)
+        self._turn += 1
+        ids = np.arange(first, first + TOP_K, dtype=np.int64)[None]
+        return TOP_K * self._bank.expert_bytes / self.time_forward(ids)
+
+    def time_prompt(self) -> float:
+        """Return the operations a second of a prompt's experts."""
+        ids = np.stack([self._random.permutation(self._num)[:TOP_K] for _ in range(PREFILL_TOKENS)])
+        seconds = self.time_forward(ids.astype(np.int64))
+        return 2 * PREFILL_TOKENS * TOP_K * self._weights / seconds
+
+    def time_forward(self, ids: NDArray[np.int64]) -> float:
+        """Return the seconds of one call."""
+        x = self._random.standard_normal((len(ids), self._hidden)).astype(np.float32)
+        weights = np.full(ids.shape, 1 / ids.shape[1], np.float32)
+        out = np.empty((len(ids), self._hidden), np.float32)
+        return _time(lambda: self._bank.forward(self._pool, x, ids, weights, out))
+
+
+def _time(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+class Calibrator:
+    """Banks of experts to measure this machine with, a round at a time.
+
+    Args:
+        num_experts: of a bank that is read.
+    """
+
+    def __init__(self, *, num_experts: int = NUM_EXPERTS) -> None:
+        self._threads = recommend_threads(read_topology()).threads
+        pool = ThreadPool(self._threads)
+        self._banks = {
+            name: _Bank(name, pool, hidden=HIDDEN, inner=INNER, num=num_experts)
+            for name in ("int8", "bf16")
+        }
+        self._tiny = _Bank("int8", pool, hidden=TINY, inner=TINY, num=TOP_K)
+        self._samples: dict[tuple[str, str], list[float]] = {}
+        self.rounds = 0
+
+    def forget(self) -> None:
+        """Begin anew: what was measured before does not count."""
+        self._samples.clear()
+        self.rounds = 0
+
+    def measure(self) -> None:
+        """Measure everything once more."""
+        self.rounds += 1
+        few = np.arange(TOP_K, dtype=np.int64)[None]
+        self._samples.setdefault(("tiny", "call"), []).append(self._tiny.time_forward(few))
+        for name, bank in self._banks.items():
+            for what, measure in (
+                ("read", bank.time_reading),
+                ("token", bank.time_token),
+                ("peak", bank.time_peak),
+                ("prompt", bank.time_prompt),
+            ):
+                self._samples.setdefault((name, what), []).append(measure())
+
+    def sum_up(self) -> Calibration:
+        """Return the medians of the rounds; there must be one."""
+        assert self.rounds, "nothing was measured"
+        cpu = cpu_features()
+        read = max(self._middle(name, "read") for name in self._banks)
+        isa = _name_isa(kernel_isas()[-1])
+        int8_tops = self._middle("int8", "peak") / 1e12
+        hardware = HardwareSpec(
+            name="measured",
+            title="this machine",
+            processor=Processor(
+                title=cpu.brand or cpu.vendor or "this machine's processor",
+                cores=self._threads,
+                ghz=int8_tops * 1e3 / (self._threads * OPS_PER_CYCLE[isa][1]),
+                isa=isa,
+                bandwidth_gbps=read / 1e9,
+                bf16_tflops=self._middle("bf16", "peak") / 1e12,
+                int8_tops=int8_tops,
+                price_usd=0,
+                price_source="not asked for",
+                source="measured here",
+            ),
+            memory_gib=_count_memory() / GIB,
+            dram_usd_per_gib=0,
+            price_source="not asked for",
+            source=f"measured here, {self.rounds} rounds",
+        )
+        compute = self._share("prompt", "peak")
+        efficiencies = msgspec.structs.replace(
+            read_efficiencies(),
+            cpu_bandwidth=self._share("token", "read"),
+            cpu_avx=compute,
+            cpu_amx=compute,
+            layer_us=CALLS_A_LAYER * self._middle("tiny", "call") * 1e6,
+        )
+        return Calibration(
+            fingerprint=find_fingerprint(),
+            hardware=hardware,
+            efficiencies=efficiencies,
+            rounds=self.rounds,
+        )
+
+    def _middle(self, name: str, what: str) -> float:
+        return statistics.median(self._samples[name, what])
+
+    def _share(self, what: str, of: str) -> float:
+        """Return the median of the rounds' own ratios, over both formats."""
+        ratios = [
+            a / b
+            for name in self._banks
+            for a, b in zip(self._samples[name, what], self._samples[name, of], strict=True)
+        ]
+        return min(1.0, statistics.median(ratios))
+
+
+def calibrate(*, budget_s: float = BUDGET_S, num_experts: int = NUM_EXPERTS) -> Calibration:
+    """Measure this machine, in under ten seconds where it is not loaded.
+
+    Args:
+        budget_s: seconds after which no further round begins; there are at least two.
+        num_experts: of the banks that are read.
+    """
+    calibrator = Calibrator(num_experts=num_experts)
+    end = time.monotonic() + budget_s
+    while calibrator.rounds < ROUNDS and (calibrator.rounds < 2 or time.monotonic() < end):
+        calibrator.measure()
+    return calibrator.sum_up()
+
+
+def _name_isa(kernel_isa: str) -> Isa:
+    if kernel_isa.startswith("avx512"):
+        return "avx512"
+    return "amx" if kernel_isa == "amx" else "avx2"
+
+
+def _count_memory() -> int:
+    topology = read_topology()
+    limit = topology.limits.memory_limit_bytes
+    total = topology.memory_total_bytes
+    return total if limit is None else min(total, limit)

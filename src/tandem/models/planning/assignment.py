@@ -1,0 +1,228 @@
+"""Assigning rules to the modules of a skeleton: which operator each becomes, in which format.
+
+Children come first, so that a module above knows what those below it became.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.core.errors import NotFoundError
+from tandem.core.model.layers import (
+    ExpertsSpec,
+    FrozenLinearSpec,
+    GqaSpec,
+    HeadSpec,
+    LinearSpec,
+    MlaSpec,
+    MlpSpec,
+    OperatorSpec,
+    RouterSpec,
+)
+from tandem.core.model.plan import NO_FORMAT, ModulePlan
+from tandem.kernels.weights.formats import find_format
+from tandem.models.loading.skeleton import list_modules
+from tandem.models.planning.describe import Describer, describe_decoder_layer
+from tandem.models.planning.operators import (
+    DEVICE_KWARGS,
+    FORMAT_KWARG,
+    OPERATORS,
+    OperatorEntry,
+    resolve_operator,
+)
+from tandem.models.planning.probes import UnfitModuleError
+from tandem.models.planning.stored import StoredModel
+from tandem.placement.rules import DEFAULT, Assignment, Rule, RuleTable, assign_rules, parse_rules
+
+__all__ = ["DefaultFormats", "Workload", "load_rules", "plan_modules"]
+
+Workload = Literal["serving", "training"]
+"""The built-in rules that apply: operators for steps, or frozen weights under adapters."""
+
+
+MULTIPLIED = (GqaSpec, MlaSpec, MlpSpec, LinearSpec, FrozenLinearSpec, HeadSpec)
+"""Specs of operators whose matrices take the format of linear modules."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultFormats:
+    """The formats of matrices, by name, where no rule says otherwise."""
+
+    experts: str
+    linear: str
+    router: str
+    """The format of the routers' scores, which choose: one that loses nothing."""
+    stored: StoredModel = field(default_factory=StoredModel)
+    """The matrices of the checkpoint that may keep the format that they are stored in."""
+
+    def choose(self, name: str, spec: OperatorSpec, kwargs: dict[str, Any]) -> tuple[str, bool]:
+        """Return (format of an operator's matrices, whether each keeps that of its codes).
+
+        Args:
+            name: of the module.
+            spec: of its operator.
+            kwargs: of its rule, whose wish goes first.
+        """
+        wish: str | None = kwargs.get(FORMAT_KWARG)
+        if wish is not None and wish != NO_FORMAT:
+            # `int8` means one of several.
+            wish = find_format(wish).name
+        is_score = isinstance(spec, LinearSpec) and spec.out_features == 1
+        if isinstance(spec, RouterSpec) or is_score:
+            # Not as the checkpoint has it: our products of codes have coded activations too.
+            return self.router if wish is None else wish, False
+        if isinstance(spec, ExpertsSpec):
+            default = self.experts
+        elif isinstance(spec, MULTIPLIED):
+            default = self.linear
+        else:
+            return NO_FORMAT, False
+        if wish is not None:
+            return wish, False
+        held = self.stored.find_format(name)
+        keeps_codes = not isinstance(spec, ExpertsSpec) and self.stored.is_mixed(name)
+        return default if held is None else held.name, keeps_codes
+
+
+def load_rules(
+    given: str | Path | tuple[Rule, ...] | None, workload: Workload = "serving"
+) -> tuple[Rule, ...]:
+    """Return the rules that are given, or those of a file, and then the workload's built-in ones.
+
+    Raises:
+        NotFoundError: no such file.
+        ConfigError: it is not a rule file.
+    """
+    builtin = resources.files("tandem.models") / "rules" / f"{workload}.yaml"
+    rules = parse_rules(builtin.read_text("utf-8"), "built-in")
+    if given is None:
+        return rules
+    if isinstance(given, tuple):
+        return given + rules
+    try:
+        text = Path(given).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"cannot read {given}: {error}: give a YAML file of rules"
+        raise NotFoundError("models.load_rules", what) from error
+    return parse_rules(text, Path(given).name) + rules
+
+
+def plan_modules(
+    describer: Describer, rules: tuple[Rule, ...], *, device: str, formats: DefaultFormats
+) -> tuple[RuleTable, tuple[ModulePlan, ...]]:
+    """Say what becomes of each module of a skeleton.
+
+    Args:
+        describer: of the skeleton.
+        rules: in order of precedence.
+        device: where the operators will run, to say where that differs from what a rule asks.
+        formats: of the matrices.
+
+    A rule that took a module without operator here is a ``problem`` of that module.
+
+    Raises:
+        ConfigError: a rule names an unknown operator or argument.
+    """
+    entries = [resolve_operator(rule) for rule in rules]
+    table = assign_rules(list_modules(describer.model), rules)
+    plans: dict[str, ModulePlan] = {}
+    specs: dict[str, OperatorSpec] = {}
+    for assignment in reversed(table.assignments):
+        plan = _plan_one(describer, assignment, rules, entries, specs, device, formats)
+        plans[plan.module] = plan
+        if plan.spec is not None:
+            specs[plan.module] = plan.spec
+    owners = dict(_find_absorbed(table, plans))
+    ordered = [plans[assignment.module.name] for assignment in table.assignments]
+    return table, tuple(
+        ModulePlan(
+            module=plan.module,
+            class_name=plan.class_name,
+            operator=DEFAULT,
+            rule=plan.rule,
+            owner=owners[plan.module],
+            note=f"part of {owners[plan.module]}",
+        )
+        if plan.module in owners
+        else plan
+        for plan in ordered
+    )
+
+
+def _plan_one(
+    describer: Describer,
+    assignment: Assignment,
+    rules: tuple[Rule, ...],
+    entries: list[OperatorEntry | None],
+    specs: dict[str, OperatorSpec],
+    device: str,
+    formats: DefaultFormats,
+) -> ModulePlan:
+    name = assignment.module.name
+    kept = ModulePlan(
+        module=name,
+        class_name=assignment.module.class_path.rpartition(".")[2],
+        operator=DEFAULT,
+        rule="" if assignment.rule is None else rules[assignment.rule].place,
+    )
+    if assignment.rule is None:
+        stopped = assignment.skipped_by
+        note = "" if stopped is None else f"below {rules[stopped].place}, not recursive"
+        return msgspec.structs.replace(kept, note=note)
+    rule, entry = rules[assignment.rule], entries[assignment.rule]
+    if entry is None:
+        problem = _tell_problem(rule, rule.operator, name, "the operator is not here")
+        return msgspec.structs.replace(kept, note="no operator here", problem=problem)
+    if entry.choose is not None:
+        chosen = entry.choose(describer.model.get_submodule(name))
+        entry = OPERATORS.resolve(chosen, where=rule.place, field="replace.class")
+    if entry.describe is None:
+        return msgspec.structs.replace(kept, note=_note_devices(rule, device))
+    try:
+        if entry.describe is describe_decoder_layer:
+            spec = describer.describe_above(name, entry.describe, specs)
+        else:
+            spec = describer.describe(name, entry.describe)
+    except UnfitModuleError as error:
+        if entry.is_optional:
+            return msgspec.structs.replace(kept, note=f"not fused: {error}")
+        problem = _tell_problem(rule, entry.name, name, str(error))
+        return msgspec.structs.replace(kept, note=f"cannot: {error}", problem=problem)
+    weight_format, keeps_codes = formats.choose(name, spec, rule.kwargs)
+    if entry.needs_format and weight_format == NO_FORMAT:
+        return msgspec.structs.replace(kept, note="tensors, as transformers runs them")
+    return msgspec.structs.replace(
+        kept,
+        operator=entry.name,
+        spec=spec,
+        weight_format=weight_format,
+        keeps_codes=keeps_codes,
+        note=_note_devices(rule, device),
+    )
+
+
+def _tell_problem(rule: Rule, operator: str, module_name: str, why: str) -> str:
+    return f"{rule.place}: operator {operator} cannot take {module_name}: {why}"
+
+
+def _note_devices(rule: Rule, device: str) -> str:
+    asked = {str(rule.kwargs[key]) for key in DEVICE_KWARGS if key in rule.kwargs}
+    others = sorted(d for d in asked if d.partition(":")[0] != device.partition(":")[0])
+    return f"asked for {', '.join(others)}, runs on {device}" if others else ""
+
+
+def _find_absorbed(table: RuleTable, plans: dict[str, ModulePlan]) -> Iterator[tuple[str, str]]:
+    """Yield (module, the operator above it that took its weights)."""
+    owner = None
+    for assignment in table.assignments:
+        name = assignment.module.name
+        if owner is not None and name.startswith(f"{owner}."):
+            yield name, owner
+            continue
+        operator = plans[name].operator
+        entry = OPERATORS.resolve(operator, where="models.apply_rules", field="operator")
+        owner = name if entry.absorbs else None

@@ -1,0 +1,450 @@
+"""From a module of the skeleton to the spec of our operator for it: one function each.
+
+A module is told by the parts that transformers made (``roles``) and by what it computes
+(``probes``), not by its name, so any family whose module has the common shape is taken; one that
+has not is refused with what is missing. The skeleton is read and never changed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from tandem.core.errors import ConfigError
+from tandem.core.model.layers import (
+    DecoderLayerSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    FrozenLinearSpec,
+    GqaSpec,
+    HeadSpec,
+    LinearSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeBlockSpec,
+    NormSpec,
+    OperatorSpec,
+    RopeSpec,
+    RotarySpec,
+    RouterSpec,
+)
+from tandem.kernels.operators.rope import Rope
+from tandem.models.families.deepseek import has_interleaved_latents
+from tandem.models.families.gpt_oss import PAIR_BLOCK
+from tandem.models.planning.probes import (
+    AttentionCall,
+    UnfitModuleError,
+    find_activation,
+    find_expert_activation,
+    find_layer_type,
+    find_norm_offset,
+    find_routing,
+    gives_whole_angles,
+    read_frequencies,
+)
+from tandem.models.planning.roles import (
+    LAYER_NORMS,
+    count_kv_heads,
+    find_gate_up,
+    find_projections,
+    has_layered_rope,
+    observe_attentions,
+)
+
+__all__ = [
+    "Describe",
+    "Describer",
+    "ModuleView",
+    "describe_attention",
+    "describe_decoder_layer",
+    "describe_embedding",
+    "describe_experts",
+    "describe_frozen_linear",
+    "describe_linear",
+    "describe_lm_head",
+    "describe_mla_attention",
+    "describe_mlp",
+    "describe_moe_block",
+    "describe_norm",
+    "describe_rotary",
+    "describe_router",
+    "list_rope_names",
+]
+
+ANGLE_TOLERANCE = 1e-5
+"""Between two orders of computing frequencies in float32, relative."""
+CHOICE_BIAS = "e_score_correction_bias"
+"""The checkpoints' name of a bias of the choice alone; the router has it, or its block."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleView:
+    """A module's place in its model."""
+
+    name: str
+    """Dotted path of the module."""
+    model: Any
+    config: Any
+    attentions: Mapping[str, AttentionCall | str]
+    """See ``roles.observe_attentions``."""
+    operators: Mapping[str, OperatorSpec] = field(default_factory=dict)
+    """Specs of the modules below it that become operators, by dotted path."""
+
+
+Describe = Callable[[Any, ModuleView], OperatorSpec]
+"""Finds the spec of a module. Raises: UnfitModuleError."""
+
+
+class Describer:
+    """The specs of a skeleton's modules, each found once.
+
+    Args:
+        model: the skeleton, on the meta device; borrowed, not changed.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._attentions: dict[str, AttentionCall | str] | None = None
+        self._found: dict[tuple[str, Describe], OperatorSpec | str] = {}
+
+    def describe(self, name: str, describe: Describe) -> OperatorSpec:
+        """Return the spec that a function of this module finds for a module.
+
+        Raises: UnfitModuleError (the module is no such operator; the text says what is missing).
+        """
+        key = (name, describe)
+        if key not in self._found:
+            try:
+                self._found[key] = self.describe_above(name, describe, {})
+            except UnfitModuleError as error:
+                self._found[key] = str(error)
+        found = self._found[key]
+        if isinstance(found, str):
+            raise UnfitModuleError(found)
+        return found
+
+    def describe_above(
+        self, name: str, describe: Describe, operators: Mapping[str, OperatorSpec]
+    ) -> OperatorSpec:
+        """Return the spec of a module that depends on which modules below it become operators.
+
+        Raises: as ``describe``.
+        """
+        if self._attentions is None:
+            self._attentions = observe_attentions(self.model)
+        view = ModuleView(name, self.model, self.model.config, self._attentions, operators)
+        return describe(self.model.get_submodule(name), view)
+
+
+def _require(module: Any, *names: str) -> None:
+    missing = [name for name in names if not hasattr(module, name)]
+    if missing:
+        raise UnfitModuleError(f"{type(module).__name__} has no {', '.join(missing)}")
+
+
+def _has_bias(module: Any) -> bool:
+    return getattr(module, "bias", None) is not None
+
+
+def describe_linear(module: Any, view: ModuleView) -> LinearSpec | HeadSpec:
+    """Describe a linear module; the model's head is one of its own kind."""
+    _require(module, "in_features", "out_features")
+    if view.model.get_output_embeddings() is module:
+        return describe_lm_head(module, view)
+    return LinearSpec(
+        in_features=module.in_features,
+        out_features=module.out_features,
+        has_bias=_has_bias(module),
+    )
+
+
+def describe_frozen_linear(module: Any, view: ModuleView) -> FrozenLinearSpec:
+    """Describe a linear module that is frozen; a head that is the embedding's matrix is none."""
+    _require(module, "in_features", "out_features")
+    is_head = view.model.get_output_embeddings() is module
+    if is_head and view.config.get_text_config().tie_word_embeddings:
+        raise UnfitModuleError("its matrix is the embedding's")
+    return FrozenLinearSpec(
+        in_features=module.in_features,
+        out_features=module.out_features,
+        has_bias=_has_bias(module),
+    )
+
+
+def describe_lm_head(module: Any, view: ModuleView) -> HeadSpec:
+    """Describe the projection to the vocabulary."""
+    _require(module, "in_features", "out_features")
+    return HeadSpec(
+        in_features=module.in_features,
+        out_features=module.out_features,
+        has_bias=_has_bias(module),
+        is_tied=bool(view.config.tie_word_embeddings),
+        soft_cap=getattr(view.config, "final_logit_softcapping", None) or 0.0,
+    )
+
+
+def describe_embedding(module: Any, view: ModuleView) -> EmbeddingSpec:
+    """Describe an embedding of tokens."""
+    del view
+    _require(module, "num_embeddings", "embedding_dim")
+    if not isinstance(module, nn.Embedding):
+        raise UnfitModuleError(f"{type(module).__name__} is no embedding")
+    if module.max_norm is not None:
+        raise UnfitModuleError(f"{type(module).__name__} bounds its rows")
+    return EmbeddingSpec(
+        vocab_size=module.num_embeddings,
+        hidden_size=module.embedding_dim,
+        scale=float(getattr(module, "scalar_embed_scale", 1.0)),
+    )
+
+
+_NORM_OFFSETS: dict[type, float] = {}
+"""By class, as each has many norms that differ in size alone."""
+
+
+def describe_norm(module: Any, view: ModuleView | None = None) -> NormSpec:
+    """Describe an RMSNorm."""
+    del view
+    _require(module, "weight")
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if eps is None:
+        raise UnfitModuleError(f"{type(module).__name__} is not an RMSNorm")
+    kind = type(module)
+    if kind not in _NORM_OFFSETS:
+        _NORM_OFFSETS[kind] = find_norm_offset(module)
+    return NormSpec(size=module.weight.shape[0], eps=eps, offset=_NORM_OFFSETS[kind])
+
+
+def list_rope_names(config: Any) -> list[str]:
+    """Return the types of layers that have a RoPE of their own; one empty name if all share it."""
+    return sorted(set(config.layer_types)) if has_layered_rope(config) else [""]
+
+
+def describe_rotary(module: Any, view: ModuleView) -> RotarySpec:
+    """Describe the rotary embedding of a model, or those of its types of layers."""
+    _require(module, "rope_type")
+    names = list_rope_names(view.config)
+    is_layered = names != [""]
+    if not is_layered:
+        _require(module, "inv_freq")
+    return RotarySpec(
+        ropes={name: _describe_rope(module, view.config, name) for name in names},
+        is_half=not is_layered and not gives_whole_angles(module),
+    )
+
+
+def _describe_rope(module: Any, config: Any, name: str) -> RopeSpec:
+    """Describe the RoPE of a type of layer, and see that its angles are those of the module.
+
+    Classes differ in which fields they read: some rotate a part of a head where the configuration
+    asks for it, others all of it. Therefore the module tells how many items it rotates.
+    """
+    inv_freq, attention_factor = read_frequencies(module, name)
+    raw: dict[str, Any] = config.rope_parameters[name] if name else config.rope_parameters
+    # Some published files carry keys of other scalings; only those that this type reads count.
+    fields = {field.name for field in msgspec.structs.fields(RopeSpec)}
+    known = {key: value for key, value in raw.items() if key in fields and value is not None}
+    known["head_dim"] = 2 * len(inv_freq)
+    known["max_position_embeddings"] = config.max_position_embeddings
+    try:
+        spec = msgspec.convert(known, RopeSpec, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            "models.check_config", f"rope_parameters: {error}", field="rope_parameters"
+        ) from error
+    rope = Rope(spec)
+    theirs = torch.cat((inv_freq, torch.tensor([attention_factor])))
+    ours = torch.cat((rope.inv_freq, torch.tensor([rope.attention_factor])))
+    # Slow frequencies are small numbers, so that only their ratio tells.
+    if not torch.allclose(ours, theirs, rtol=ANGLE_TOLERANCE, atol=0):
+        raise UnfitModuleError(f"{type(module).__name__} has other angles than rope_parameters say")
+    return spec
+
+
+def _find_rope_idx(module: Any, config: Any) -> int:
+    names = list_rope_names(config)
+    return 0 if names == [""] else names.index(find_layer_type(module, config))
+
+
+def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
+    """Describe grouped-query attention."""
+    _require(module, "o_proj", "head_dim", "layer_idx")
+    names = find_projections(module)
+    if not names:
+        raise UnfitModuleError(f"{type(module).__name__} has no q_proj, k_proj, v_proj")
+    if getattr(view.config, "clip_qkv", None) is not None:
+        raise UnfitModuleError(f"{type(module).__name__} clips q, k and v")
+    if not getattr(module, "is_causal", True):
+        raise UnfitModuleError(f"{type(module).__name__} sees later tokens")
+    if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
+        raise UnfitModuleError(f"{type(module).__name__} norms only one of q and k")
+    call = view.attentions.get(view.name, "it was not there before the rules")
+    if isinstance(call, str):
+        raise UnfitModuleError(call)
+    first, output = getattr(module, names[0]), module.o_proj
+    d, heads = module.head_dim, output.in_features // module.head_dim
+    norm = describe_norm(module.q_norm) if hasattr(module, "q_norm") else None
+    if norm is not None and norm.size not in (d, heads * d):
+        raise UnfitModuleError(f"{type(module).__name__} norms {norm.size} items of q")
+    return GqaSpec(
+        hidden_size=first.in_features,
+        num_heads=heads,
+        num_kv_heads=count_kv_heads(module, names),
+        head_dim=d,
+        scale=call.scale,
+        has_qkv_bias=_has_bias(first),
+        has_o_bias=_has_bias(output),
+        qk_norm=norm,
+        qkv_names=names,
+        rope_idx=_find_rope_idx(module, view.config),
+        interleaved_size=call.interleaved_size,
+        window=call.rule.window,
+        soft_cap=call.rule.soft_cap,
+        has_sinks=call.rule.sinks is not None,
+    )
+
+
+def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
+    """Describe latent attention."""
+    _require(module, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling")
+    q_norm = getattr(module, "q_a_layernorm", None)
+    norms = [describe_norm(n) for n in (module.kv_a_layernorm, q_norm) if n is not None]
+    if len({norm.eps for norm in norms}) > 1:
+        raise UnfitModuleError(f"{type(module).__name__} has norms of two epsilons")
+    if any(norm.offset for norm in norms):
+        raise UnfitModuleError(f"{type(module).__name__} has norms that add to their weight")
+    if _has_bias(module.kv_b_proj):
+        raise UnfitModuleError(f"{type(module).__name__} has a bias on what is absorbed")
+    return MlaSpec(
+        hidden_size=module.o_proj.out_features,
+        num_heads=module.num_heads,
+        rank=module.kv_lora_rank,
+        rope=module.qk_rope_head_dim,
+        nope=module.qk_nope_head_dim,
+        value=module.v_head_dim,
+        q_rank=module.q_lora_rank or 0,
+        scale=module.scaling,
+        norm_eps=norms[0].eps,
+        has_bias=_has_bias(module.kv_a_proj_with_mqa),
+        is_interleaved=has_interleaved_latents(view.config),
+        rope_idx=_find_rope_idx(module, view.config),
+    )
+
+
+def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:
+    """Describe a dense gated MLP."""
+    del view
+    names = find_gate_up(module)
+    if not names:
+        raise UnfitModuleError(f"{type(module).__name__} has no gate_proj, up_proj, down_proj")
+    down = module.down_proj
+    return MlpSpec(
+        hidden_size=down.out_features,
+        intermediate_size=down.in_features,
+        has_bias=_has_bias(down),
+        activation=find_activation(module),
+        gate_up_names=names,
+    )
+
+
+def describe_router(module: Any, view: ModuleView) -> RouterSpec:
+    """Describe a router."""
+    _require(module, "weight", "top_k")
+    above, _, own = view.name.rpartition(".")
+    bias: Tensor | None = getattr(view.model.get_submodule(above), CHOICE_BIAS, None)
+    choice_bias = CHOICE_BIAS if bias is not None else ""
+    if hasattr(module, CHOICE_BIAS):
+        choice_bias = f"{own}.{CHOICE_BIAS}"
+    count, hidden = module.weight.shape
+    return RouterSpec(
+        hidden_size=hidden,
+        num_experts=count,
+        top_k=module.top_k,
+        rule=find_routing(module, bias),
+        has_bias=_has_bias(module),
+        choice_bias=choice_bias,
+    )
+
+
+def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
+    """Describe routed experts whose weights are one parameter for all of a layer."""
+    del view
+    _require(module, "gate_up_proj", "down_proj")
+    count, hidden, inner = module.down_proj.shape
+    is_transposed = bool(getattr(module, "is_transposed", False))
+    if is_transposed:
+        hidden, inner = inner, hidden
+    if is_transposed == bool(getattr(module, "is_concatenated", True)):
+        raise UnfitModuleError(f"{type(module).__name__} stores gate and up in another order")
+    return ExpertsSpec(
+        num_experts=count,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        activation=find_expert_activation(module),
+        has_bias=hasattr(module, "down_proj_bias"),
+        is_transposed=is_transposed,
+    )
+
+
+def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
+    """Describe a block of a router, its experts and those that every token uses."""
+    del view
+    children = {name for name, _ in module.named_children()}
+    gate = next((name for name in ("gate", "router") if name in children), "gate")
+    _require(module, gate, "experts")
+    shared = next((n for n in ("shared_expert", "shared_experts") if n in children), "")
+    shared_gate = "shared_expert_gate" if "shared_expert_gate" in children else ""
+    known = {gate, "experts", shared, shared_gate}
+    extra = [name for name, _ in module.named_children() if name not in known]
+    if extra:
+        raise UnfitModuleError(f"{type(module).__name__} also has {', '.join(extra)}")
+    return MoeBlockSpec(
+        gate_name=gate,
+        shared_name=shared,
+        shared_gate_name=shared_gate,
+        is_pair=type(module).__name__ == PAIR_BLOCK,
+    )
+
+
+def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
+    """Describe a layer all of whose parts become operators."""
+    _require(module, "self_attn", "mlp")
+    # Dropout is of training.
+    names = [n for n, m in module.named_children() if not isinstance(m, nn.Dropout)]
+    parts = {n: view.operators.get(f"{view.name}.{n}") for n in names}
+    strange = [name for name, spec in parts.items() if spec is None]
+    if strange:
+        raise UnfitModuleError(f"{', '.join(strange)}: no operators of ours")
+    mlp = parts["mlp"]
+    if not isinstance(parts["self_attn"], GqaSpec | MlaSpec) or not isinstance(
+        mlp, MlpSpec | MoeBlockSpec
+    ):
+        raise UnfitModuleError("self_attn or mlp is not an operator of ours")
+    if isinstance(mlp, MoeBlockSpec) and not _is_fusable(mlp, f"{view.name}.mlp", view):
+        raise UnfitModuleError("mlp is not all operators of ours")
+    own = parts.keys() - {"self_attn", "mlp"}
+    norms = next((norms for norms in LAYER_NORMS if own == {n for n in norms if n}), None)
+    if norms is None:
+        raise UnfitModuleError(f"the norms {', '.join(sorted(own))} are of no known layer")
+    for name in own:
+        if not isinstance(parts[name], NormSpec):
+            raise UnfitModuleError(f"{name} is not a norm of ours")
+    if isinstance(mlp, MoeBlockSpec) and (not norms[2] or norms[3]):
+        raise UnfitModuleError("experts need one norm, before them")
+    return DecoderLayerSpec(norms=norms)
+
+
+def _is_fusable(block: MoeBlockSpec, name: str, view: ModuleView) -> bool:
+    """Return True if all parts of a block are operators, so that it can add into a residual."""
+    parts = (
+        (block.gate_name, RouterSpec),
+        ("experts", ExpertsSpec),
+        (block.shared_name, MlpSpec),
+        (block.shared_gate_name, LinearSpec),
+    )
+    return all(
+        isinstance(view.operators.get(f"{name}.{part}"), kind) for part, kind in parts if part
+    )

@@ -1,0 +1,225 @@
+"""The decoder layers of a skeleton as data, and what a model is as a whole by them."""
+
+import re
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import msgspec
+from torch import nn
+
+from tandem.core.errors import UnsupportedError
+from tandem.core.model.layers import (
+    ExpertsSpec,
+    GqaSpec,
+    MixerSpec,
+    MlaSpec,
+    MlpSpec,
+    OperatorSpec,
+    RopeSpec,
+    RotarySpec,
+    RouterSpec,
+)
+from tandem.core.model.plan import AdapterPlace, LayerSpec, MatrixPlan, MoeSpec
+from tandem.core.spec import ModelSpec
+from tandem.models.planning.describe import (
+    Describe,
+    Describer,
+    describe_attention,
+    describe_experts,
+    describe_mla_attention,
+    describe_mlp,
+    describe_rotary,
+    describe_router,
+)
+from tandem.models.planning.probes import UnfitModuleError
+from tandem.models.planning.roles import (
+    RawMatrix,
+    count_experts,
+    find_gate_up,
+    find_projections,
+    is_experts,
+)
+
+__all__ = ["complete_spec", "list_layers", "place_matrices"]
+
+
+def list_layers(describer: Describer) -> tuple[LayerSpec, ...]:
+    """Return the decoder layers of a skeleton.
+
+    Raises: UnsupportedError (a layer has no attention or no MLP that we know).
+    """
+    model = describer.model
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if layers is None:
+        raise UnsupportedError(
+            "models.read_layers", f"{type(model).__name__} has no list of layers where it should be"
+        )
+    ropes = _list_ropes(describer)
+    found: list[LayerSpec] = []
+    for index, layer in enumerate(layers):
+        mixer = _read_mixer(layer, index, describer)
+        rope = ropes[mixer.rope_idx] if ropes else None
+        mlp = _read_mlp(layer, index, describer)
+        found.append(LayerSpec(index=index, mixer=mixer, rope=rope, mlp=mlp))
+    return tuple(found)
+
+
+def place_matrices(
+    layers: tuple[LayerSpec, ...],
+    matrices: Iterable[MatrixPlan],
+    adapters: Iterable[AdapterPlace],
+) -> tuple[tuple[LayerSpec, ...], tuple[MatrixPlan, ...]]:
+    """Return the layers with their matrices and places of adapters, and the matrices left over."""
+    own: dict[int, list[MatrixPlan]] = {layer.index: [] for layer in layers}
+    places: dict[int, list[AdapterPlace]] = {layer.index: [] for layer in layers}
+    others: list[MatrixPlan] = []
+    for matrix in matrices:
+        index = _find_index(matrix.module)
+        (others if index is None else own[index]).append(matrix)
+    for place in adapters:
+        index = _find_index(place.module)
+        if index is not None:
+            places[index].append(place)
+    complete = tuple(
+        msgspec.structs.replace(
+            layer, matrices=tuple(own[layer.index]), adapters=tuple(places[layer.index])
+        )
+        for layer in layers
+    )
+    return complete, tuple(others)
+
+
+def _find_index(module: str) -> int | None:
+    """Return the number of the layer that a module is in; None outside of the layers."""
+    found = re.match(r"model\.layers\.(\d+)\.", module)
+    return None if found is None else int(found[1])
+
+
+def _list_ropes(describer: Describer) -> list[RopeSpec]:
+    try:
+        found = describer.describe("model.rotary_emb", describe_rotary)
+    except (UnfitModuleError, AttributeError):
+        return []
+    assert isinstance(found, RotarySpec), found
+    return list(found.ropes.values())
+
+
+def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec:
+    for name, module in layer.named_children():
+        if hasattr(module, "kv_b_proj"):
+            describe = describe_mla_attention
+        elif find_projections(module):
+            describe = describe_attention
+        else:
+            continue
+        try:
+            found = describer.describe(f"model.layers.{index}.{name}", describe)
+        except UnfitModuleError as error:
+            raise UnsupportedError("models.read_layers", f"layer {index}: {error}") from error
+        assert isinstance(found, GqaSpec | MlaSpec), found
+        return found
+    raise UnsupportedError(
+        "models.read_layers", f"layer {index}, {type(layer).__name__}, has no attention we know"
+    )
+
+
+def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | MoeSpec:
+    for name, module in layer.named_children():
+        part: Any = module
+        path = f"model.layers.{index}.{name}"
+        if find_gate_up(part):
+            found = _try(describer, path, describe_mlp)
+            if isinstance(found, MlpSpec):
+                return found
+            return MlpSpec(
+                hidden_size=part.down_proj.out_features,
+                intermediate_size=part.down_proj.in_features,
+                has_bias=part.down_proj.bias is not None,
+                activation=None,
+            )
+        experts = getattr(part, "experts", None)
+        if experts is not None and is_experts(experts):
+            return _read_experts(part, path, describer)
+    raise UnsupportedError(
+        "models.read_layers",
+        f"layer {index}, {type(layer).__name__}, has no MLP or experts we know",
+    )
+
+
+def _read_experts(block: Any, path: str, describer: Describer) -> MoeSpec:
+    count, _, inner = count_experts(block.experts, describer.model.config.hidden_size)
+    children: list[Any] = [child for child in block.children() if find_gate_up(child)]
+    gate = "gate" if hasattr(block, "gate") else "router"
+    router = _try(describer, f"{path}.{gate}", describe_router) if hasattr(block, gate) else None
+    experts = _try(describer, f"{path}.experts", describe_experts)
+    return MoeSpec(
+        num_experts=count,
+        top_k=_find_top_k(block),
+        intermediate_size=inner,
+        shared_intermediate_size=sum(child.down_proj.in_features for child in children),
+        has_bias=hasattr(block.experts, "down_proj_bias"),
+        router=router if isinstance(router, RouterSpec) else None,
+        experts=experts if isinstance(experts, ExpertsSpec) else None,
+    )
+
+
+def _try(describer: Describer, path: str, describe: Describe) -> OperatorSpec | None:
+    """Return the spec of a module, None where no operator of ours computes what it does."""
+    try:
+        return describer.describe(path, describe)
+    except UnfitModuleError:
+        return None
+
+
+def _find_top_k(block: nn.Module) -> int:
+    for part in (block, *block.children()):
+        top_k = getattr(part, "top_k", None)
+        if isinstance(top_k, int):
+            return top_k
+    raise UnsupportedError(
+        "models.read_layers", f"{type(block).__name__} does not say how many experts a token uses"
+    )
+
+
+def complete_spec(
+    spec: ModelSpec, layers: tuple[LayerSpec, ...], matrices: list[RawMatrix], num_vectors: int
+) -> ModelSpec:
+    """Return ``spec`` with what only the modules tell: experts, windows, and counts."""
+    moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
+    first = moe[0] if moe else None
+    total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
+    mixer = layers[0].mixer
+    if isinstance(mixer, MlaSpec):
+        spec = msgspec.structs.replace(
+            spec,
+            num_kv_heads=1,
+            head_dim=mixer.head,
+            kv_lora_rank=mixer.rank,
+            rope_dim=mixer.rope,
+        )
+    grouped = [layer.mixer for layer in layers if isinstance(layer.mixer, GqaSpec)]
+    return msgspec.structs.replace(
+        spec,
+        num_experts=first.num_experts if first else 0,
+        top_k=first.top_k if first else 0,
+        moe_intermediate_size=first.intermediate_size if first else 0,
+        num_moe_layers=len(moe),
+        has_qk_norm=any(mixer.qk_norm is not None for mixer in grouped),
+        has_sinks=any(mixer.has_sinks for mixer in grouped),
+        sliding_window=max((mixer.window for mixer in grouped), default=0),
+        num_parameters=total,
+        num_active_parameters=total - _count_idle(moe, spec.hidden_size),
+    )
+
+
+def _count_idle(moe: list[MoeSpec], hidden_size: int) -> int:
+    """Weights of the experts that a token is not routed to, biases included."""
+    return sum(
+        (layer.num_experts - layer.top_k)
+        * (
+            3 * layer.intermediate_size * hidden_size
+            + (2 * layer.intermediate_size + hidden_size) * layer.has_bias
+        )
+        for layer in moe
+    )

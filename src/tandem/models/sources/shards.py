@@ -1,0 +1,95 @@
+"""Parts of weights: a rank's rows or columns, out of what a container holds whole."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ShapeError
+from tandem.kernels.interfaces import Shard
+from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, select_outputs
+from tandem.kernels.weights.formats import BLOCK_ROWS, QuantizedMatrix
+
+__all__ = ["cut_codes", "decode_into"]
+
+
+def decode_into(out: Tensor, shard: Shard | None, decode: Callable[[Tensor], None]) -> None:
+    """Decode a weight, or a part of it, into ``out``.
+
+    Args:
+        out: of the shape of the weight, or of its part.
+        shard: the part; None is all.
+        decode: writes the values of the whole weight to a tensor of its shape.
+    """
+    if shard is None:
+        decode(out)
+        return
+    whole = torch.empty(shard.widen(tuple(out.shape)), dtype=out.dtype)
+    decode(whole)
+    out.copy_(whole.narrow(shard.axis, shard.start, shard.stop - shard.start))
+
+
+def cut_codes(
+    name: str, matrix: CodedMatrix, shard: Shard, block_inputs: int | None = None
+) -> CodedMatrix:
+    """Return the codes of some outputs, or of some inputs, of a matrix.
+
+    Args:
+        name: of the weight, for errors.
+        matrix: its codes [N, K].
+        shard: the part; ``axis`` 0 is outputs, 1 inputs.
+        block_inputs: inputs of a block of a ``BlockMatrix``.
+
+    Raises: ShapeError (the matrix has another size; a part cuts codes apart that share a scale).
+    """
+    if shard.axis > 1 or matrix.shape[shard.axis] != shard.size:
+        what = f"tensor {name!r} has codes of shape {list(matrix.shape)}, not {shard.size}"
+        raise ShapeError("models.read_weights", f"{what} along axis {shard.axis}")
+    if shard.axis == 0:
+        return _cut_outputs(name, matrix, shard)
+    size = block_inputs or matrix.weight_format.group_size or 1
+    _require_whole(name, shard, size)
+    return _cut_inputs(matrix, shard, size)
+
+
+def _require_whole(name: str, shard: Shard, size: int) -> None:
+    is_whole = shard.stop % size == 0 or shard.stop == shard.size
+    if shard.start % size or not is_whole:
+        raise ShapeError(
+            "models.read_weights",
+            f"tensor {name!r}: {shard.start} to {shard.stop} along axis {shard.axis} cut groups "
+            f"of {size} that share a scale: divide the model by fewer ranks",
+        )
+
+
+def _cut_outputs(name: str, matrix: CodedMatrix, shard: Shard) -> CodedMatrix:
+    rows = slice(shard.start, shard.stop)
+    if not matrix.weight_format.has_blocks:
+        return select_outputs(matrix, rows)
+    assert isinstance(matrix, QuantizedMatrix), type(matrix)
+    _require_whole(name, shard, BLOCK_ROWS)
+    blocks = slice(shard.start // BLOCK_ROWS, -(-shard.stop // BLOCK_ROWS))
+    return QuantizedMatrix(matrix.weight_format, matrix.codes[rows], matrix.scales[blocks], None)
+
+
+def _cut_inputs(matrix: CodedMatrix, shard: Shard, size: int) -> CodedMatrix:
+    first, last = shard.start // size, -(-shard.stop // size)
+    if isinstance(matrix, BlockMatrix):
+        count = matrix.num_inputs // size
+        parts = tuple(
+            (kind, np.ascontiguousarray(rows.reshape(len(rows), count, -1)[:, first:last]))
+            for kind, rows in matrix.parts
+        )
+        flat = tuple((kind, rows.reshape(len(rows), -1)) for kind, rows in parts)
+        return replace(matrix, num_inputs=shard.stop - shard.start, parts=flat)
+    # One scale for all inputs of an output belongs to each part.
+    groups = slice(first, last) if matrix.weight_format.group_size else slice(None)
+    minima = matrix.minima
+    return QuantizedMatrix(
+        matrix.weight_format,
+        np.ascontiguousarray(matrix.codes[:, shard.start : shard.stop]),
+        np.ascontiguousarray(matrix.scales[:, groups]),
+        None if minima is None else np.ascontiguousarray(minima[:, groups]),
+    )

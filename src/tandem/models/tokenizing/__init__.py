@@ -1,0 +1,1 @@
+"""Tokenizers of checkpoints: text to ids, and ids back to text piece by piece."""

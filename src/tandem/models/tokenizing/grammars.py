@@ -1,0 +1,108 @@
+"""The vocabulary of a checkpoint as llguidance takes it, and the limits of its parser.
+
+Server and instances make the same of the same files, so that a grammar which the server has
+compiled compiles at every instance.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from tandem.core.errors import UnsupportedError
+from tandem.models.tokenizing.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
+
+__all__ = [
+    "Matcher",
+    "TokenTable",
+    "find_fault",
+    "make_matcher",
+    "make_token_table",
+    "write_grammar",
+]
+
+TokenTable: TypeAlias = "llguidance.LLTokenizer"
+Matcher: TypeAlias = "llguidance.LLMatcher"
+
+
+def _load_library() -> Any:
+    """Import llguidance, which only grammars need."""
+    try:
+        import llguidance
+    except ImportError as error:
+        what = "structured output needs the package llguidance: install it"
+        raise UnsupportedError("grammars.load", what, field="response_format") from error
+    return llguidance
+
+
+@cache
+def _find_limits() -> Any:
+    """Return llguidance's own bounds of items, lexer states and fuel.
+
+    Large lexemes are not computed ahead: that takes seconds, which a request would cost all others.
+    """
+    return _load_library().LLParserLimits(precompute_large_lexemes=False)
+
+
+class _Vocabulary:
+    """What ``llguidance.LLTokenizer`` reads of a vocabulary."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        count = min(vocab_size, tokenizer.vocab_size)
+        self.eos_token_id = eos_ids[0]
+        # Ids without a token (models pad their matrices) have no bytes, so no grammar takes them.
+        self.tokens = [tokenizer.token_bytes(i) for i in range(count)]
+        self.tokens += [b""] * (vocab_size - count)
+        special = {*tokenizer.special_ids, *eos_ids}
+        self.special_token_ids = sorted(i for i in special if i < vocab_size)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def make_token_table(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> TokenTable:
+    """Return the table of a vocabulary.
+
+    Args:
+        tokenizer: of the checkpoint.
+        vocab_size: of the model, whose logits a mask covers.
+        eos_ids: that end a text, at least one.
+    """
+    known = [i for i in eos_ids if i < vocab_size]
+    vocabulary = _Vocabulary(tokenizer, vocab_size, known)
+    return _load_library().LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=known)
+
+
+def find_fault(table: TokenTable, grammar: str) -> str:
+    """Return why a grammar does not compile; empty if it does."""
+    matcher = _load_library().LLMatcher
+    is_wrong, messages = matcher.validate_grammar_with_warnings(
+        grammar, table, limits=_find_limits()
+    )
+    return messages[0] if is_wrong else ""
+
+
+def make_matcher(table: TokenTable, grammar: str) -> Matcher:
+    """Compile a grammar; releases the GIL. One that is not valid gives a matcher in error."""
+    return _load_library().LLMatcher(table, grammar, log_level=0, limits=_find_limits())
+
+
+def write_grammar(kind: str, text: str) -> str:
+    """Return llguidance's form of a grammar; ``find_fault`` tells whether it is one.
+
+    Args:
+        kind: "json_schema", "regex", "choice" (a JSON list of texts) or "grammar" (Lark or GBNF).
+        text: the grammar.
+
+    Raises:
+        ValueError: the text cannot be read as of that kind.
+    """
+    return _load_library().grammar_from(kind, text)

@@ -1,0 +1,601 @@
+"""The planner: a machine, a model and wishes in, a plan out, with the reason of each choice.
+
+Pure arithmetic over the cost model. Offload goes by arithmetic intensity: routed experts leave the
+GPU first, then shared experts and dense layers, attention last. Planning sizes what serving refuses
+still, and says so.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import CapacityError
+from tandem.placement.costs import Efficiencies, Placement, decode_time, prefill_time
+from tandem.placement.hardware import HardwareSpec
+from tandem.placement.shape import FORMAT_BYTES, ModelShape
+
+__all__ = ["Choice", "ClassPlan", "DeviceMemory", "Plan", "Wishes", "make_plan"]
+
+GIB = 1 << 30
+BLOCK_TOKENS = 64
+CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
+WORKSPACE_ITEMS = 12
+"""Activations of a token of a chunk, in hidden sizes, all in bf16."""
+MIN_IMMEDIATE = 2
+"""Experts of a token that are never deferred: KTransformers' rule for accuracy."""
+SATURATED = 0.01
+"""A step that is so little above the shortest counts as it."""
+STREAM_GAIN = 1.2
+"""Times faster that streaming must compute a prompt: it takes a layer's memory on the GPU."""
+MAX_USERS = 4096
+DRAM_SHARE = 0.95
+"""Of the machine's DRAM that a model may take; the rest is for the system."""
+PARALLEL: tuple[Literal["tensor", "expert", "pipeline"], ...] = ("tensor", "expert", "pipeline")
+
+
+class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Demands on a plan."""
+
+    context: Annotated[int, Meta(ge=1)] = 8192
+    """Tokens of a sequence, prompt and answer together."""
+    prompt: Annotated[int, Meta(ge=0)] = 0
+    """Tokens of a prompt; 0 is half of the context."""
+    users: Annotated[int, Meta(ge=1)] = 1
+    rate: Annotated[float, Meta(ge=0)] = 0
+    """Tokens a second that each user should get; 0 is none in particular."""
+    quality: Literal["stored", "int8", "int4"] = "int8"
+    """The coarsest format that weights may be rounded to; `stored` rounds nothing."""
+    gpu_experts: int | None = None
+    """Of each layer; None is as many as fit."""
+    gpu_expert_format: str = ""
+    """Of experts on the GPU; empty: as of those on the CPU."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.92
+    """Share of the GPU's memory for weights and cache; the rest is for kernels and graphs."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt."""
+        return min(self.prompt or max(1, self.context // 2), self.context)
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice, or one alternative that was rejected, and why."""
+
+    what: str
+    value: str
+    reason: str
+
+
+class ClassPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One class of operators: where it is, in which format, and how large."""
+
+    name: str
+    device: str
+    weight_format: str
+    size_bytes: int
+    ops_per_byte: float
+    """Of a decode step for the wished users, a byte that is held: who has least leaves the GPU
+    first."""
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one kind of device and what is in it."""
+
+    device: str
+    capacity_bytes: int
+    parts: dict[str, int]
+
+    @property
+    def used_bytes(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where what goes, how fast it will be, and why."""
+
+    model: str
+    machine: str
+    wishes: Wishes
+    placement: Placement
+    classes: tuple[ClassPlan, ...]
+    threads: dict[str, int]
+    """By operator class that runs on the CPU."""
+    kv_blocks: int
+    """Of 64 tokens."""
+    state_slots: int
+    """Sequences whose recurrent states fit; 0 where the model has none."""
+    prefill_rate: float
+    """Tokens of one prompt a second."""
+    decode_rate: float
+    """Tokens a second, all users together."""
+    users_at_rate: int
+    """Users that get the wished rate at once; 0 where nobody does, or none is wished."""
+    memory: tuple[DeviceMemory, ...]
+    choices: tuple[Choice, ...]
+    rejected: tuple[Choice, ...]
+    unserved: str
+    """Why serving refuses this model still; empty: it does not."""
+
+
+class _Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to place a model that fits, with its memory."""
+
+    place: Placement
+    kv_tokens: int
+    gpu: dict[str, int]
+    dram: dict[str, int]
+
+
+class _Planner:
+    """Places one model on one machine, and keeps why."""
+
+    def __init__(
+        self,
+        spec: HardwareSpec,
+        shape: ModelShape,
+        stored_format: str,
+        wishes: Wishes,
+        eff: Efficiencies,
+    ) -> None:
+        self.spec, self.shape, self.wishes, self.eff = spec, shape, wishes, eff
+        self.stored = stored_format
+        self.choices: list[Choice] = []
+        self.rejected: list[Choice] = []
+
+    def choose(self, what: str, value: object, reason: str) -> None:
+        self.choices.append(Choice(what=what, value=str(value), reason=reason))
+
+    def reject(self, what: str, value: object, reason: str) -> None:
+        self.rejected.append(Choice(what=what, value=str(value), reason=reason))
+
+    # Formats.
+
+    def list_formats(self, stored: str) -> list[str]:
+        """Return the formats that the wished quality allows, finest first."""
+        allowed = {"stored": [], "int8": ["int8"], "int4": ["int8", "int4"]}[self.wishes.quality]
+        finer = FORMAT_BYTES[stored]
+        return [stored, *(name for name in allowed if FORMAT_BYTES[name] < 0.95 * finer)]
+
+    def choose_expert_format(self) -> str:
+        formats = self.list_formats(self.stored)
+        chosen = formats[-1]
+        size = self.shape.expert_weights * FORMAT_BYTES[chosen]
+        if chosen == self.stored:
+            reason = "as the checkpoint stores it"
+        else:
+            reason = f"decode is bound by bytes; quality {self.wishes.quality} allows it"
+        self.choose("format of routed experts", chosen, f"{reason}: {size / GIB:.1f} GiB")
+        for other in formats[:-1]:
+            larger = self.shape.expert_weights * FORMAT_BYTES[other]
+            self.reject("format of routed experts", other, f"{larger / GIB:.1f} GiB to read from")
+        for other in ("int8", "int4"):
+            if other not in formats and FORMAT_BYTES[other] < 0.95 * FORMAT_BYTES[chosen]:
+                why = f"coarser than quality {self.wishes.quality} allows"
+                self.reject("format of routed experts", other, why)
+        return chosen
+
+    @property
+    def dense_stored(self) -> str:
+        """The format of what is not a routed expert, as checkpoints have it."""
+        return self.stored if self.stored in ("f32", "bf16", "fp8") else "bf16"
+
+    # Memory.
+
+    def count_static_bytes(self, accelerators: int) -> float:
+        """Return what weights and cache may take of the GPUs."""
+        gpu = self.spec.accelerator
+        return accelerators * gpu.memory_gib * GIB * self.wishes.memory_fraction if gpu else 0.0
+
+    def count_workspace_bytes(self, place: Placement) -> float:
+        """Return what a chunk of a prompt takes, and a layer of experts on their way through."""
+        size = place.chunk_tokens * self.shape.hidden_size * 2 * WORKSPACE_ITEMS
+        if place.prefill == "streamed" and self.shape.moe_layers:
+            layer = self.shape.moe_layers[0]
+            size += layer.num_experts * layer.expert_weights * FORMAT_BYTES[place.expert_format]
+        return size
+
+    def lay_out(self, place: Placement, users: int) -> _Layout | None:
+        """Return how a placement fills the memories; None if it does not fit.
+
+        The GPU takes attention and dense matrices as ``place`` says, the cache of the users, then
+        as many experts of each layer as fit or are wished, and cache with what is left.
+        """
+        shape, wishes = self.shape, self.wishes
+        dense_bytes = FORMAT_BYTES[place.dense_format]
+        is_cache_on_gpu = place.accelerators > 0 and place.is_attention_on_gpu
+        # All heads share a latent cache, so that each GPU needs all of it.
+        copies = place.accelerators if is_cache_on_gpu and shape.layers[0].kind == "mla" else 1
+        cache = copies * users * shape.count_cache_bytes(wishes.context)
+        per_token = max(1.0, cache / (users * wishes.context))
+        head = shape.head_weights or shape.embedding_weights
+        parts = {
+            "attention": shape.attention_weights * dense_bytes,
+            "shared experts and dense layers": shape.dense_weights * dense_bytes,
+            "head": head * dense_bytes,
+        }
+        gpu: dict[str, int] = {}
+        dram: dict[str, int] = {}
+        if shape.head_weights:
+            dram["embedding"] = round(shape.embedding_weights * dense_bytes)
+        on_gpu = {
+            "attention": place.is_attention_on_gpu,
+            "shared experts and dense layers": place.is_dense_on_gpu,
+            "head": place.is_dense_on_gpu,
+        }
+        for name, size in parts.items():
+            holder = gpu if place.accelerators and on_gpu[name] else dram
+            holder[name] = round(size)
+        (gpu if is_cache_on_gpu else dram)["KV and states"] = round(cache)
+        experts = 0
+        expert_bytes = FORMAT_BYTES[wishes.gpu_expert_format or place.expert_format]
+        slot = sum(layer.expert_weights for layer in shape.moe_layers) * expert_bytes
+        if place.accelerators:
+            gpu["workspace"] = round(self.count_workspace_bytes(place))
+            free = self.count_static_bytes(place.accelerators) - sum(gpu.values())
+            if free < 0:
+                return None
+            # Routed experts leave first: none stays where dense layers had to go.
+            if shape.moe_layers and place.is_dense_on_gpu:
+                most = max(layer.num_experts for layer in shape.moe_layers)
+                wanted = most if wishes.gpu_experts is None else wishes.gpu_experts
+                experts = min(wanted, most, int(free // slot))
+                if wishes.gpu_experts is not None and experts < min(wanted, most):
+                    return None
+                if experts:
+                    gpu["routed experts"] = round(experts * slot)
+                    free -= experts * slot
+            if is_cache_on_gpu:
+                gpu["KV and states"] += round(free)
+                cache += free
+        if shape.expert_weights:
+            # All of them, so that which ones are on the GPU may change.
+            dram["routed experts"] = round(shape.expert_weights * FORMAT_BYTES[place.expert_format])
+            is_all_on_gpu = experts == max(layer.num_experts for layer in shape.moe_layers)
+            if is_all_on_gpu:
+                del dram["routed experts"]
+        if not is_cache_on_gpu:
+            dram["workspace"] = round(self.count_workspace_bytes(place))
+        if self.spec.processor is None and place.accelerators and "routed experts" not in dram:
+            dram = {}  # A GPU that is compared alone: its host is not told.
+        if sum(dram.values()) > DRAM_SHARE * self.spec.memory_bytes:
+            return None
+        return _Layout(
+            place=msgspec.structs.replace(place, gpu_experts=experts),
+            kv_tokens=int(cache / per_token),
+            gpu=gpu,
+            dram=dram,
+        )
+
+    # Places.
+
+    def list_places(self, expert_format: str) -> Iterator[tuple[Placement, str]]:
+        """Yield placements in order of preference, each with what it gave up."""
+        num = self.spec.num_accelerators
+        base = Placement(
+            expert_format=expert_format,
+            dense_format=self.dense_stored,
+            sockets=self.spec.sockets,
+            accelerators=num,
+            chunk_tokens=CHUNKS[0],
+        )
+        formats = self.list_formats(self.dense_stored)
+        if num:
+            for name in formats:
+                gave = f"matrices in {name}" if name != self.dense_stored else ""
+                yield msgspec.structs.replace(base, dense_format=name), gave
+            last = msgspec.structs.replace(base, dense_format=formats[-1], is_dense_on_gpu=False)
+            yield last, "shared experts and dense layers"
+        if self.spec.processor is not None:
+            yield (
+                msgspec.structs.replace(
+                    base,
+                    dense_format=formats[-1],
+                    accelerators=0,
+                    is_dense_on_gpu=False,
+                    is_attention_on_gpu=False,
+                ),
+                "attention too",
+            )
+
+    def find_layout(self, users: int, expert_format: str) -> tuple[_Layout | None, list[str]]:
+        """Return the first placement that fits, and what did not."""
+        failed: list[str] = []
+        for place, gave in self.list_places(expert_format):
+            layout = self.lay_out(place, users)
+            if layout is not None:
+                return layout, failed
+            failed.append(gave or f"all matrices in {place.dense_format}")
+        return None, failed
+
+    def refine(self, layout: _Layout, users: int, *, is_told: bool) -> _Layout:
+        """Choose parallelism, streaming, chunk and deferral of a layout by predicted times."""
+        layout = self._choose_parallel(layout, users, is_told=is_told)
+        layout = self._choose_prefill(layout, users, is_told=is_told)
+        return self._choose_deferral(layout, users, is_told=is_told)
+
+    def _decode(self, place: Placement, users: int) -> float:
+        step = decode_time(
+            self.spec, self.shape, place, self.eff, users=users, context=self.wishes.context
+        )
+        return users / step.seconds
+
+    def _prefill(self, place: Placement) -> float:
+        tokens = self.wishes.prompt_tokens
+        step = prefill_time(self.spec, self.shape, place, self.eff, tokens=tokens)
+        return tokens / step.seconds
+
+    def _choose_parallel(self, layout: _Layout, users: int, *, is_told: bool) -> _Layout:
+        if layout.place.accelerators < 2:
+            return layout
+        kinds = PARALLEL if self.shape.moe_layers else ("tensor", "pipeline")
+        places = [msgspec.structs.replace(layout.place, parallel=kind) for kind in kinds]
+        rates = [self._decode(place, users) for place in places]
+        best = max(range(len(places)), key=lambda i: rates[i])
+        if is_told:
+            why = f"{rates[best]:.1f} tokens/s in decode; no operator runs on several GPUs yet"
+            self.choose("parallelism", places[best].parallel, why)
+            for i, place in enumerate(places):
+                if i != best:
+                    self.reject("parallelism", place.parallel, f"{rates[i]:.1f} tokens/s in decode")
+        return msgspec.structs.replace(layout, place=places[best])
+
+    def _choose_prefill(self, layout: _Layout, users: int, *, is_told: bool) -> _Layout:
+        """Choose the chunk, and whether experts are streamed to the GPU for a prompt."""
+        options: list[tuple[_Layout, float]] = []
+        for chunk in CHUNKS:
+            if chunk > CHUNKS[0] and chunk >= 2 * self.wishes.prompt_tokens:
+                continue
+            place = msgspec.structs.replace(layout.place, chunk_tokens=chunk)
+            kinds: list[Placement] = [place]
+            if place.accelerators and self.shape.moe_layers and place.is_attention_on_gpu:
+                kinds.append(msgspec.structs.replace(place, prefill="streamed"))
+            for kind in kinds:
+                found = self.lay_out(kind, users)
+                if found is not None and found.place.gpu_experts * 2 >= layout.place.gpu_experts:
+                    options.append((found, self._prefill(found.place)))
+        rates = {
+            kind: max((r for o, r in options if o.place.prefill == kind), default=0.0)
+            for kind in ("cpu", "streamed")
+        }
+        is_streamed = rates["streamed"] > STREAM_GAIN * rates["cpu"]
+        kind = "streamed" if is_streamed else "cpu"
+        near = [o for o, rate in options if o.place.prefill == kind and rate >= 0.98 * rates[kind]]
+        chosen = min(near, key=lambda o: o.place.chunk_tokens) if near else layout
+        if is_told:
+            self._tell_prefill(chosen.place, rates, options)
+        return chosen
+
+    def _tell_prefill(
+        self, place: Placement, rates: dict[str, float], options: list[tuple[_Layout, float]]
+    ) -> None:
+        if self.shape.moe_layers and place.accelerators:
+            other = "cpu" if place.prefill == "streamed" else "streamed"
+            names = {"cpu": "on the CPU", "streamed": "streamed to the GPU, layer by layer"}
+            why = f"{rates[place.prefill]:.0f} tokens/s of a prompt of {self.wishes.prompt_tokens}"
+            self.choose("experts of a prompt", names[place.prefill], why)
+            less = f"{rates[other]:.0f} tokens/s" if rates[other] else "no memory for a layer"
+            self.reject("experts of a prompt", names[other], less)
+        why = "the smallest within 2 % of the fastest"
+        self.choose("tokens of a chunk", place.chunk_tokens, why)
+        for option, rate in options:
+            if option.place.prefill == place.prefill and option.place != place:
+                chunk = option.place.chunk_tokens
+                self.reject("tokens of a chunk", chunk, f"{rate:.0f} tokens/s")
+
+    def _choose_deferral(self, layout: _Layout, users: int, *, is_told: bool) -> _Layout:
+        place = layout.place
+        layers = self.shape.moe_layers
+        on_cpu = bool(layers) and place.gpu_experts < max(layer.num_experts for layer in layers)
+        if not place.accelerators or not on_cpu or self.wishes.quality == "stored":
+            if is_told and layers:
+                why = (
+                    "it changes values" if self.wishes.quality == "stored" else "no GPU to overlap"
+                )
+                why = "no experts on the CPU" if place.accelerators and not on_cpu else why
+                self.choose("deferred experts", 0, why)
+            return layout
+        most = max(0, max(layer.top_k for layer in layers) - MIN_IMMEDIATE)
+        rates = [
+            self._decode(msgspec.structs.replace(place, deferred=d), users) for d in range(most + 1)
+        ]
+        chosen = next(d for d, rate in enumerate(rates) if rate >= (1 - SATURATED) * max(rates))
+        if is_told:
+            why = f"the fewest that saturate the CPU: {rates[chosen]:.1f} tokens/s; "
+            why += f"0 gives {rates[0]:.1f}; serving defers none yet"
+            self.choose("deferred experts", chosen, why)
+            for d, rate in enumerate(rates):
+                if d != chosen:
+                    self.reject("deferred experts", d, f"{rate:.1f} tokens/s in decode")
+        return msgspec.structs.replace(
+            layout, place=msgspec.structs.replace(place, deferred=chosen)
+        )
+
+    # Users.
+
+    def count_users(self, expert_format: str) -> int:
+        """Return the most users that fit and get the wished rate."""
+        if not self.wishes.rate:
+            return 0
+
+        def serves(users: int) -> bool:
+            layout, _ = self.find_layout(users, expert_format)
+            if layout is None:
+                return False
+            place = self.refine(layout, users, is_told=False).place
+            return self._decode(place, users) / users >= self.wishes.rate
+
+        low, high = 0, 1
+        while high <= MAX_USERS and serves(high):
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if serves(middle) else (low, middle)
+        return low
+
+
+def make_plan(
+    spec: HardwareSpec,
+    shape: ModelShape,
+    wishes: Wishes,
+    *,
+    stored_format: str,
+    efficiencies: Efficiencies,
+) -> Plan:
+    """Plan a model on a machine.
+
+    Args:
+        spec: the machine.
+        shape: the model, from its configuration alone.
+        wishes: context, users, rate and the floor of quality.
+        stored_format: of its routed experts, or of all matrices, as the checkpoint has them.
+        efficiencies: shares of the peaks that are reached.
+
+    Raises: CapacityError if it fits in no way; the text says what is short.
+    """
+    planner = _Planner(spec, shape, stored_format, wishes, efficiencies)
+    expert_format = planner.choose_expert_format() if shape.expert_weights else stored_format
+    layout, failed = planner.find_layout(wishes.users, expert_format)
+    if layout is None:
+        raise CapacityError("placement.make_plan", _tell_shortage(planner, expert_format))
+    _tell_offload(planner, layout, failed)
+    layout = planner.refine(layout, wishes.users, is_told=True)
+    place = layout.place
+    if spec.accelerator is not None and shape.moe_layers and place.accelerators:
+        _tell_experts(planner, place)
+    threads = _choose_threads(planner, place)
+    decode = decode_time(
+        spec, shape, place, efficiencies, users=wishes.users, context=wishes.context
+    )
+    prefill = prefill_time(spec, shape, place, efficiencies, tokens=wishes.prompt_tokens)
+    states = layout.kv_tokens // wishes.context if shape.state_bytes else 0
+    return Plan(
+        model=shape.name,
+        machine=spec.name,
+        wishes=wishes,
+        placement=place,
+        classes=tuple(_list_classes(shape, place, wishes)),
+        threads=threads,
+        kv_blocks=layout.kv_tokens // BLOCK_TOKENS,
+        state_slots=max(wishes.users, states) if shape.state_bytes else 0,
+        prefill_rate=wishes.prompt_tokens / prefill.seconds,
+        decode_rate=wishes.users / decode.seconds,
+        users_at_rate=planner.count_users(expert_format),
+        memory=_list_memory(spec, layout),
+        choices=tuple(planner.choices),
+        rejected=tuple(planner.rejected),
+        unserved=shape.unserved,
+    )
+
+
+def _tell_shortage(planner: _Planner, expert_format: str) -> str:
+    spec, shape, wishes = planner.spec, planner.shape, planner.wishes
+    need = shape.expert_weights * FORMAT_BYTES[expert_format]
+    rest = shape.num_weights - shape.expert_weights
+    need += rest * FORMAT_BYTES[planner.list_formats(planner.dense_stored)[-1]]
+    cache = wishes.users * shape.count_cache_bytes(wishes.context)
+    have = (spec.memory_bytes + spec.accelerator_memory_bytes) / GIB
+    return (
+        f"{shape.name} does not fit {spec.name}: weights {need / GIB:.1f} GiB and cache "
+        f"{cache / GIB:.1f} GiB, of DRAM and GPU memory together {have:.1f} GiB: allow a coarser "
+        "quality, fewer users or a shorter context"
+    )
+
+
+def _tell_offload(planner: _Planner, layout: _Layout, failed: list[str]) -> None:
+    place = layout.place
+    for what in failed:
+        planner.reject("on the GPU", what, "does not fit beside the users' cache")
+    if not place.accelerators:
+        why = "no GPU" if planner.spec.accelerator is None else "not even attention fits the GPU"
+        planner.choose("device", "CPU", why)
+        return
+    kept = ["attention"] if place.is_attention_on_gpu else []
+    kept += ["shared experts and dense layers"] if place.is_dense_on_gpu else []
+    why = "by operations a byte that is held: routed experts leave first, attention last"
+    planner.choose("on the GPU", ", ".join(kept), why)
+    planner.choose(
+        "format of other matrices",
+        place.dense_format,
+        "as stored" if place.dense_format == planner.dense_stored else "the finest that fits",
+    )
+
+
+def _tell_experts(planner: _Planner, place: Placement) -> None:
+    most = max(layer.num_experts for layer in planner.shape.moe_layers)
+    if planner.wishes.gpu_experts is not None:
+        why = "as wished"
+    elif place.gpu_experts == most:
+        why = "all fit"
+    else:
+        why = "as many as fit beside attention, cache and workspace"
+    planner.choose("routed experts of a layer on the GPU", f"{place.gpu_experts} of {most}", why)
+
+
+def _choose_threads(planner: _Planner, place: Placement) -> dict[str, int]:
+    cores = planner.spec.cores
+    if not cores:
+        return {}
+    classes = ["routed experts"] if planner.shape.moe_layers else []
+    if not place.accelerators or not place.is_dense_on_gpu:
+        classes.append("shared experts and dense layers")
+    if not place.accelerators or not place.is_attention_on_gpu:
+        classes.append("attention")
+    if classes:
+        planner.choose("threads", cores, "one a core that may be used; siblings share its units")
+    return dict.fromkeys(classes, cores)
+
+
+def _list_classes(shape: ModelShape, place: Placement, wishes: Wishes) -> Iterator[ClassPlan]:
+    dense = FORMAT_BYTES[place.dense_format]
+    gpu = "GPU" if place.accelerators else "CPU"
+    users = wishes.users
+    cache = users * shape.count_cache_bytes(wishes.context)
+    ops = sum(
+        users * (2 * layer.attention_weights + layer.decode_ops * wishes.context)
+        for layer in shape.layers
+    )
+    size = shape.attention_weights * dense
+    yield ClassPlan(
+        name="attention",
+        device=gpu if place.is_attention_on_gpu else "CPU",
+        weight_format=place.dense_format,
+        size_bytes=round(size),
+        ops_per_byte=ops / (size + cache),
+    )
+    head = shape.head_weights or shape.embedding_weights
+    yield ClassPlan(
+        name="shared experts, dense layers, head",
+        device=gpu if place.is_dense_on_gpu else "CPU",
+        weight_format=place.dense_format,
+        size_bytes=round((shape.dense_weights + head) * dense),
+        ops_per_byte=2 * users / dense,
+    )
+    if shape.moe_layers:
+        layer = shape.moe_layers[0]
+        share = layer.top_k / layer.num_experts
+        most = max(layer.num_experts for layer in shape.moe_layers)
+        on = place.gpu_experts if place.accelerators else 0
+        where = "CPU" if not on else "GPU" if on == most else "GPU and CPU"
+        yield ClassPlan(
+            name="routed experts",
+            device=where,
+            weight_format=place.expert_format,
+            size_bytes=round(shape.expert_weights * FORMAT_BYTES[place.expert_format]),
+            ops_per_byte=2 * users * share / FORMAT_BYTES[place.expert_format],
+        )
+
+
+def _list_memory(spec: HardwareSpec, layout: _Layout) -> tuple[DeviceMemory, ...]:
+    memory: list[DeviceMemory] = []
+    if spec.accelerator is not None and layout.place.accelerators:
+        capacity = math.floor(layout.place.accelerators * spec.accelerator.memory_gib * GIB)
+        memory.append(DeviceMemory(device="GPU", capacity_bytes=capacity, parts=layout.gpu))
+    if layout.dram:
+        memory.append(
+            DeviceMemory(device="DRAM", capacity_bytes=spec.memory_bytes, parts=layout.dram)
+        )
+    return tuple(memory)

@@ -1,0 +1,202 @@
+"""Tool calls whose arguments are written as JSON, and what all readers of calls share."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tandem.server.outputs.deltas import ArgumentsDelta, CallStart, Delta
+from tandem.server.outputs.source import Reading, TextSource
+
+__all__ = ["CallReader", "read_json_call", "read_value"]
+
+_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\["])'
+)
+"""The usual order of members, with which arguments are sent while they come."""
+
+
+class CallReader:
+    """Where the readers of a format take text from and put calls to.
+
+    Args:
+        source: of the text.
+        emit: gets the deltas of calls.
+        tools: JSON Schema of the parameters by the name of each tool.
+    """
+
+    def __init__(
+        self,
+        source: TextSource,
+        emit: Callable[[Delta], None],
+        tools: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self.source = source
+        self.tools = tools
+        self.num_calls = 0
+        self.left = ""
+        """Text after a call that is part of none; the parser takes it for text."""
+        self._emit = emit
+
+    def start(self, name: str, call_id: str | None = None) -> None:
+        """Begin a call; the text read so far is not needed any more."""
+        self.source.recall()
+        self._emit(CallStart(self.num_calls, name, call_id))
+        self.num_calls += 1
+
+    def add(self, text: str) -> None:
+        """Add text to the arguments of the call that began last."""
+        if text:
+            self._emit(ArgumentsDelta(self.num_calls - 1, text))
+
+
+def read_json_call(
+    reader: CallReader, ends: Sequence[str] = (), *, only_known: bool = False
+) -> Reading[bool]:
+    """Read ``{"name": ..., "arguments": {...}}``, after white space.
+
+    Args:
+        reader: whose source stands before it.
+        ends: marks that end a call whose object does not.
+        only_known: refuse the names of tools that were not given.
+
+    Returns: False if it is something else; then nothing was emitted.
+    """
+    source = reader.source
+    yield from source.skip_space()
+    if not source.text.startswith("{"):
+        return False
+    scan = _Scan(ends)
+    while True:
+        head = _HEAD.match(source.text)
+        if head is not None:
+            name = _decode_string(head["name"])
+            if name is None or (only_known and name not in reader.tools):
+                return False
+            source.take(head.end())
+            reader.start(name)
+            yield from read_value(reader, ends)
+            yield from _skip_members(source, ends)
+            return True
+        end = scan.find_end(source.text)
+        if end is not None:
+            break
+        if source.is_ended:
+            return False
+        yield
+    return _emit_object(reader, source.text[:end], end, only_known=only_known)
+
+
+def _emit_object(reader: CallReader, text: str, length: int, *, only_known: bool) -> bool:
+    """Take a whole object whose members are in another order; False if it is no call."""
+    try:
+        call = json.loads(text)
+    except ValueError:
+        return False
+    name = call.get("name")
+    if not isinstance(name, str) or not name or (only_known and name not in reader.tools):
+        return False
+    arguments = call.get("arguments", call.get("parameters"))
+    reader.source.take(length)
+    reader.start(name)
+    if isinstance(arguments, str):
+        reader.add(arguments)
+    else:
+        reader.add(json.dumps({} if arguments is None else arguments, ensure_ascii=False))
+    return True
+
+
+def read_value(reader: CallReader, ends: Sequence[str] = ()) -> Reading[None]:
+    """Pass on the JSON value that follows as the arguments; a string is decoded.
+
+    A value that breaks off, or an object with one of ``ends`` outside of its strings, is passed on
+    as it is.
+    """
+    source = reader.source
+    yield from source.skip_space()
+    if source.text.startswith('"'):
+        scan = _Scan()
+        while (end := scan.find_end(source.text)) is None and not source.is_ended:
+            yield
+        written = source.take(len(source.text) if end is None else end)
+        decoded = _decode_string(written)
+        reader.add(written if decoded is None else decoded)
+        return
+    if not source.text.startswith(("{", "[")):
+        return
+    scan = _Scan(ends)
+    while True:
+        end = scan.find_end(source.text)
+        if end is not None:
+            reader.add(source.take(end))
+            return
+        count = len(source.text) if source.is_ended else scan.position
+        reader.add(source.take(count))
+        scan.position -= count
+        if source.is_ended:
+            return
+        yield
+
+
+def _skip_members(source: TextSource, ends: Sequence[str]) -> Reading[None]:
+    """Take the rest of an object, of which a value was read."""
+    scan = _Scan(ends, depth=1)
+    while (end := scan.find_end(source.text)) is None and not source.is_ended:
+        yield
+    # Without an end the rest is text that belongs to nothing: it stays, and is told as text.
+    if end is not None:
+        source.take(end)
+
+
+def _decode_string(written: str) -> str | None:
+    try:
+        value = json.loads(written, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+class _Scan:
+    """Finds the end of a JSON object, array or string without reading anything twice."""
+
+    def __init__(self, ends: Sequence[str] = (), *, depth: int = 0) -> None:
+        self.position = 0
+        """Characters that were looked at."""
+        self._ends = ends
+        self._depth = depth
+        self._is_text = False
+        self._is_escaped = False
+
+    def find_end(self, text: str) -> int | None:
+        """Return where the value ends, or where one of the ends begins; None if neither is there.
+
+        Args:
+            text: as at the last call, with more behind it.
+        """
+        while self.position < len(text):
+            char = text[self.position]
+            if self._is_text:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif char == "\\":
+                    self._is_escaped = True
+                elif char == '"':
+                    self._is_text = False
+                    if self._depth == 0:
+                        return self.position + 1
+            elif char == '"':
+                self._is_text = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return self.position + 1
+            elif any(end[0] == char for end in self._ends):
+                rest = text[self.position :]
+                if any(rest.startswith(end) for end in self._ends):
+                    return self.position
+                if any(end.startswith(rest) for end in self._ends):
+                    return None  # More text decides.
+            self.position += 1
+        return None

@@ -1,0 +1,337 @@
+"""The forms in which models write reasoning and tool calls: one table, by family.
+
+A checkpoint's form is read from the text of its chat template, which has the same marks, as it
+writes the calls of earlier turns.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tandem.server.outputs.call_reader import CallReader, read_json_call, read_value
+from tandem.server.outputs.gemma import read_gemma_call
+from tandem.server.outputs.parameters import ParameterMarks, read_parameters
+from tandem.server.outputs.source import Reading
+
+__all__ = ["FORMATS", "OutputFormat", "detect_format", "read_more_llama"]
+
+CallSyntax = Callable[[CallReader], Reading[bool]]
+"""Reads a call after its mark; False, with nothing emitted, if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a family of models writes.
+
+    Args:
+        signs: texts that its chat templates have, all of them; none for what no template shows.
+        think: the marks around reasoning; None without.
+        calls: the syntax that follows each mark that begins a call.
+        skipped: marks around calls that say nothing more.
+        inner: marks inside of calls.
+        is_bare: an answer that begins with ``{`` may be a call without a mark.
+        is_harmony: messages with channels; see ``HarmonyParser``.
+        has_text_arguments: templates take the arguments of earlier calls as text, not as object.
+        empty_content: content of an assistant's message that has calls alone.
+    """
+
+    signs: tuple[str, ...] = ()
+    think: tuple[str, str] | None = ("<think>", "</think>")
+    calls: Mapping[str, CallSyntax] | None = None
+    skipped: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    is_bare: bool = False
+    is_harmony: bool = False
+    has_text_arguments: bool = False
+    empty_content: str | None = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that mean something, some of which are special tokens."""
+        return (*(self.think or ()), *(self.calls or ()), *self.skipped, *self.inner)
+
+
+def _end_call(reader: CallReader, close: str) -> Reading[None]:
+    """Take the mark that ends a call and the white space before it, if they are there."""
+    yield from reader.source.skip_space()
+    if (yield from reader.source.starts_with(close)):
+        reader.source.take(len(close))
+    elif close.startswith(reader.source.text):
+        reader.source.take(len(reader.source.text))  # The text ended within the mark.
+
+
+_QWEN_MARKS = ParameterMarks("<parameter=", (">",), "</parameter>")
+_GLM_MARKS = ParameterMarks(
+    "<arg_key>",
+    ("</arg_key>\n<arg_value>", "</arg_key><arg_value>"),
+    "</arg_value>",
+    is_on_lines=False,
+)
+_MINIMAX_MARKS = ParameterMarks('<parameter name="', ('">',), "</parameter>")
+_DSML_TEXT = '" string="true">'
+_DSML_MARKS = ParameterMarks(
+    '<｜DSML｜parameter name="',
+    (_DSML_TEXT, '" string="false">'),
+    "</｜DSML｜parameter>",
+    text_open=_DSML_TEXT,
+    is_on_lines=False,
+)
+
+
+def _read_qwen(reader: CallReader) -> Reading[bool]:
+    """Read the JSON or the XML form: models of one template have been seen to write both."""
+    yield from reader.source.skip_space()
+    if (yield from reader.source.starts_with("<function=")):
+        reader.source.take(len("<function="))
+        is_call = yield from _read_qwen_function(reader)
+    else:
+        is_call = yield from read_json_call(reader, ("</tool_call>",))
+    if is_call:
+        yield from _end_call(reader, "</tool_call>")
+    return is_call
+
+
+def _read_qwen_function(reader: CallReader) -> Reading[bool]:
+    return (yield from _read_invoke(reader, ">", _QWEN_MARKS, "</function>"))
+
+
+def _read_invoke(
+    reader: CallReader, name_end: str, marks: ParameterMarks, close: str
+) -> Reading[bool]:
+    """Read the name of a call and its parameters."""
+    name, mark = yield from reader.source.collect_until((name_end, "\n", close))
+    if mark != name_end or not name.strip():
+        return False
+    reader.start(name.strip())
+    yield from read_parameters(reader, name.strip(), marks, close)
+    return True
+
+
+def _read_minimax(reader: CallReader) -> Reading[bool]:
+    return (yield from _read_invoke(reader, '">', _MINIMAX_MARKS, "</invoke>"))
+
+
+def _read_dsml(reader: CallReader) -> Reading[bool]:
+    return (yield from _read_invoke(reader, '">', _DSML_MARKS, "</｜DSML｜invoke>"))
+
+
+def _read_glm(reader: CallReader) -> Reading[bool]:
+    source, close = reader.source, "</tool_call>"
+    yield from source.skip_space()
+    # The name ends where the line, the first argument or the call does.
+    name = ""
+    while True:
+        for mark in (_GLM_MARKS.open, close, "\n"):
+            if (yield from source.starts_with(mark)):
+                break
+        else:
+            if not (yield from source.wait_for(1)):
+                return False
+            name += source.take(1)
+            continue
+        break
+    if not name.strip() or "{" in name:
+        return False
+    reader.start(name.strip())
+    yield from read_parameters(reader, name.strip(), _GLM_MARKS, close)
+    return True
+
+
+def _read_deepseek_v3(reader: CallReader) -> Reading[bool]:
+    """Read ``function<｜tool▁sep｜>NAME``, a fence and the arguments."""
+    source, close = reader.source, "<｜tool▁call▁end｜>"
+    _, mark = yield from source.collect_until(("<｜tool▁sep｜>", close))
+    if mark is None or mark == close:
+        return False
+    name, mark = yield from source.collect_until(("\n", close))
+    if mark != "\n" or not name.strip():
+        return False
+    reader.start(name.strip())
+    yield from source.skip_space()
+    if (yield from source.starts_with("```json")):
+        source.take(len("```json"))
+    yield from read_value(reader, (close,))
+    yield from _pass_rest(reader, close, dropped="`")
+    return True
+
+
+def _read_deepseek_v31(reader: CallReader) -> Reading[bool]:
+    """Read ``NAME<｜tool▁sep｜>`` and the arguments."""
+    return (yield from _read_headed(reader, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
+
+
+def _read_kimi(reader: CallReader) -> Reading[bool]:
+    """Read ``functions.NAME:INDEX``, which is the id, and the arguments."""
+    source, close = reader.source, "<|tool_call_end|>"
+    head, mark = yield from source.collect_until(("<|tool_call_argument_begin|>", close))
+    name = head.strip().removeprefix("functions.").rpartition(":")[0] or head.strip()
+    if mark is None or mark == close or not name:
+        return False
+    reader.start(name, head.strip())
+    yield from read_value(reader, (close,))
+    yield from _pass_rest(reader, close)
+    return True
+
+
+def _read_headed(reader: CallReader, head_end: str, close: str) -> Reading[bool]:
+    name, mark = yield from reader.source.collect_until((head_end, close))
+    if mark != head_end or not name.strip():
+        return False
+    reader.start(name.strip())
+    yield from read_value(reader, (close,))
+    yield from _pass_rest(reader, close)
+    return True
+
+
+def _pass_rest(reader: CallReader, close: str, dropped: str = " ") -> Reading[None]:
+    """Add what stands between the arguments and the end of the call, but for white space."""
+    rest, mark = yield from reader.source.collect_until((close,))
+    rest = rest.strip()
+    if mark is None and close.startswith(rest):
+        return  # The text ended within the mark.
+    reader.add(rest.strip(dropped).strip())
+
+
+def _read_mistral(reader: CallReader) -> Reading[bool]:
+    """Read a list of JSON calls, or one call as ``NAME[ARGS]{...}``."""
+    source = reader.source
+    yield from source.skip_space()
+    if (yield from source.starts_with("[{")):
+        source.take(1)
+        num_calls = reader.num_calls
+        while (yield from read_json_call(reader)):
+            yield from source.skip_space()
+            if not (yield from source.starts_with(",")):
+                break
+            source.take(1)
+        if reader.num_calls == num_calls:
+            return False
+        yield from _end_call(reader, "]")
+        return True
+    name, mark = yield from source.collect_until(("[ARGS]", "[CALL_ID]", "{", "\n"))
+    call_id = ""
+    if mark == "[CALL_ID]":
+        call_id, mark = yield from source.collect_until(("[ARGS]", "{"))
+    if mark not in ("[ARGS]", "{") or not name.strip():
+        return False
+    if mark == "{":
+        source.give_back(mark)
+    reader.start(name.strip(), call_id.strip() or None)
+    yield from read_value(reader)
+    return True
+
+
+def _read_llama(reader: CallReader) -> Reading[bool]:
+    """Read JSON calls with semicolons between them."""
+    if not (yield from read_json_call(reader)):
+        return False
+    yield from read_more_llama(reader)
+    return True
+
+
+def read_more_llama(reader: CallReader) -> Reading[None]:
+    """Read the calls after the first one."""
+    while True:
+        yield from reader.source.skip_space()
+        if not (yield from reader.source.starts_with(";")):
+            return
+        reader.source.record(reader.source.take(1))
+        if not (yield from read_json_call(reader)):
+            left = reader.source.recall()
+            reader.left = "" if left.strip() == ";" else left
+            return
+
+
+FORMATS: Mapping[str, OutputFormat] = {
+    "harmony": OutputFormat(
+        ("<|channel|>", "<|message|>"),
+        think=None,
+        inner=(
+            "<|channel|>",
+            "<|message|>",
+            "<|start|>",
+            "<|end|>",
+            "<|constrain|>",
+            "<|call|>",
+            "<|return|>",
+        ),
+        is_harmony=True,
+    ),
+    "deepseek_v32": OutputFormat(
+        ("｜DSML｜",),
+        calls={'<｜DSML｜invoke name="': _read_dsml},
+        skipped=(
+            "<｜DSML｜function_calls>",
+            "</｜DSML｜function_calls>",
+            "<｜DSML｜tool_calls>",
+            "</｜DSML｜tool_calls>",
+        ),
+    ),
+    "deepseek_v3": OutputFormat(
+        ("<｜tool▁sep｜>", "```json"),
+        calls={"<｜tool▁call▁begin｜>": _read_deepseek_v3},
+        skipped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        inner=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        has_text_arguments=True,
+        empty_content=None,
+    ),
+    "deepseek_v31": OutputFormat(
+        ("<｜tool▁sep｜>",),
+        calls={"<｜tool▁call▁begin｜>": _read_deepseek_v31},
+        skipped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        inner=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        has_text_arguments=True,
+        empty_content=None,
+    ),
+    "kimi_k2": OutputFormat(
+        ("<|tool_calls_section_begin|>",),
+        calls={"<|tool_call_begin|>": _read_kimi},
+        skipped=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        inner=("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        has_text_arguments=True,
+    ),
+    "glm": OutputFormat(
+        ("<arg_key>",),
+        calls={"<tool_call>": _read_glm},
+        inner=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "minimax_m2": OutputFormat(
+        ("<minimax:tool_call>",),
+        calls={'<invoke name="': _read_minimax},
+        skipped=("<minimax:tool_call>", "</minimax:tool_call>"),
+    ),
+    "gemma4": OutputFormat(
+        ("<|tool_call>",),
+        think=("<|channel>thought\n", "<channel|>"),
+        calls={"<|tool_call>": read_gemma_call},
+        inner=('<|"|>', "<tool_call|>"),
+    ),
+    "qwen_xml": OutputFormat(
+        ("<function=",),
+        calls={"<tool_call>": _read_qwen, "<function=": _read_qwen_function},
+        inner=("</tool_call>",),
+    ),
+    "qwen": OutputFormat(
+        ("<tool_call>",), calls={"<tool_call>": _read_qwen}, inner=("</tool_call>",)
+    ),
+    "mistral": OutputFormat(
+        ("[TOOL_CALLS]",),
+        think=("[THINK]", "[/THINK]"),
+        calls={"[TOOL_CALLS]": _read_mistral},
+        inner=("[ARGS]", "[CALL_ID]"),
+    ),
+    "llama3": OutputFormat(
+        ("<|start_header_id|>", "ipython"),
+        calls={"<|python_tag|>": _read_llama},
+        is_bare=True,
+    ),
+    "think": OutputFormat(("</think>",)),
+}
+"""By name, the more particular first: the first whose signs a template has is its form."""
+
+
+def detect_format(template: str) -> str | None:
+    """Return the name of the form that a chat template writes; None if it knows none."""
+    for name, form in FORMATS.items():
+        if all(sign in template for sign in form.signs):
+            return name
+    return None

@@ -1,0 +1,136 @@
+"""The tool calls of Gemma 4, whose arguments are written almost as JSON."""
+
+import json
+from typing import Any
+
+from tandem.server.outputs.call_reader import CallReader
+from tandem.server.outputs.source import Reading
+
+__all__ = ["read_gemma_call"]
+
+_QUOTE = '<|"|>'
+_CLOSE = "<tool_call|>"
+_DEEPEST = 64
+
+
+def read_gemma_call(reader: CallReader) -> Reading[bool]:
+    """Read ``call:NAME{key:<|"|>text<|"|>,n:1}`` and its mark; False if it is something else."""
+    source = reader.source
+    if not (yield from source.starts_with("call:")):
+        return False
+    source.take(len("call:"))
+    name, mark = yield from source.collect_until(("{", _CLOSE))
+    if mark != "{" or not name.strip():
+        return False
+    reader.start(name.strip())
+    written, mark = yield from _collect(reader)
+    text = "{" + written
+    try:
+        value = _Value(text).read_all() if mark is not None else None
+    except (ValueError, IndexError):
+        value = None
+    # What does not read as a value, or broke off, is passed on as it was written.
+    reader.add(text if value is None else json.dumps(value, ensure_ascii=False))
+    return True
+
+
+def _collect(reader: CallReader) -> Reading[tuple[str, str | None]]:
+    """Take the text before the mark that ends the call; those inside of quotes do not."""
+    parts: list[str] = []
+    while True:
+        mark = yield from reader.source.read_until((_QUOTE, _CLOSE), parts.append)
+        if mark != _QUOTE:
+            return "".join(parts), mark
+        parts.append(_QUOTE)
+        text, mark = yield from reader.source.collect_until((_QUOTE,))
+        parts.append(text)
+        if mark is None:
+            return "".join(parts), None
+        parts.append(_QUOTE)
+
+
+class _Value:
+    """Reads one value; raises ValueError or IndexError where the text is none."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def read_all(self) -> Any:
+        value = self._read(0)
+        if self._text[self._at :].strip():
+            raise ValueError("text after the value")
+        return value
+
+    def _read(self, depth: int) -> Any:
+        if depth > _DEEPEST:
+            raise ValueError("nested too deep")
+        self._skip()
+        if self._text.startswith(_QUOTE, self._at):
+            return self._read_quoted()
+        if self._text[self._at] == "{":
+            return self._read_object(depth)
+        if self._text[self._at] == "[":
+            return self._read_list(depth)
+        if self._text[self._at] == '"':
+            return self._read_json()
+        begin = self._at
+        while self._at < len(self._text) and self._text[self._at] not in ",}]":
+            self._at += 1
+        word = self._text[begin : self._at].strip()
+        try:
+            return json.loads(word)
+        except ValueError:
+            return word
+
+    def _read_quoted(self) -> str:
+        begin = self._at + len(_QUOTE)
+        end = self._text.index(_QUOTE, begin)
+        self._at = end + len(_QUOTE)
+        return self._text[begin:end]
+
+    def _read_json(self) -> Any:
+        value, self._at = json.JSONDecoder().raw_decode(self._text, self._at)
+        return value
+
+    def _read_object(self, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        self._at += 1
+        self._skip()
+        while self._text[self._at] != "}":
+            if self._text.startswith(_QUOTE, self._at):
+                key = self._read_quoted()
+                self._skip()
+            elif self._text[self._at] == '"':
+                key = self._read_json()
+                self._skip()
+            else:
+                end = self._text.index(":", self._at)
+                key, self._at = self._text[self._at : end].strip(), end
+            if self._text[self._at] != ":":
+                raise ValueError("a key without a value")
+            self._at += 1
+            found[key] = self._read(depth + 1)
+            self._skip_comma()
+        self._at += 1
+        return found
+
+    def _read_list(self, depth: int) -> list[Any]:
+        found: list[Any] = []
+        self._at += 1
+        self._skip()
+        while self._text[self._at] != "]":
+            found.append(self._read(depth + 1))
+            self._skip_comma()
+        self._at += 1
+        return found
+
+    def _skip(self) -> None:
+        while self._at < len(self._text) and self._text[self._at].isspace():
+            self._at += 1
+
+    def _skip_comma(self) -> None:
+        self._skip()
+        if self._text[self._at] == ",":
+            self._at += 1
+            self._skip()
