@@ -22,6 +22,8 @@ BENCHES = {
     "engine": "tandem.bench.serving.engine",
     "families": "tandem.bench.serving.families",
     "finetune": "tandem.bench.finetune",
+    "finetune-memory": "tandem.bench.finetune_memory",
+    "gated-delta": "tandem.bench.operators.gated_delta",
     "linear": "tandem.bench.operators.linear",
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",
