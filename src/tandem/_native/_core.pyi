@@ -1352,6 +1352,37 @@ class GatedDelta:
         Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
         """
 
+def scan_delta(queries: TensorView, keys: TensorView, values: TensorView, decay: TensorView, beta: TensorView, state: TensorView, out: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    The recurrence of the gated delta rule alone, over a sequence's tokens; for training.
+
+    All contiguous float32.
+
+    Args:
+        queries, keys: [tokens, key heads, key_dim], normed; queries scaled.
+        values: [tokens, value heads, value_dim].
+        decay, beta: [tokens, value heads].
+        state: as of `GatedDelta.state_shape`; moved on.
+        out: of the shape of `values`, written.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
+    """
+
+def scan_delta_backward(queries: TensorView, keys: TensorView, values: TensorView, decay: TensorView, beta: TensorView, state: TensorView, d_out: TensorView, d_queries: TensorView, d_keys: TensorView, d_values: TensorView, d_decay: TensorView, d_beta: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    The gradients of `scan_delta`; no gradient of the last state comes in.
+
+    Computes the states again, and keeps one in 32 of a head's panel. The same for any
+    number of threads.
+
+    Args:
+        queries, keys, values, decay, beta: as of `scan_delta`.
+        state: that it began with; only read.
+        d_out: of the shape of `values`.
+        d_queries, d_keys: [tokens, value heads, key_dim], written: each value head's part.
+        d_values, d_decay, d_beta: of the shapes of their own, written.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
+    """
+
 class LoraRows:
     """Which rows of a step belong to which adapter. One thread."""
 
