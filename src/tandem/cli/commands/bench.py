@@ -23,6 +23,7 @@ BENCHES = {
     "families": "tandem.bench.serving.families",
     "finetune": "tandem.bench.finetune",
     "finetune-memory": "tandem.bench.finetune_memory",
+    "gated-delta": "tandem.bench.operators.gated_delta",
     "linear": "tandem.bench.operators.linear",
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",
