@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("peft", reason="fine-tuning needs the `finetune` extra")
 
-from tandem.bench import finetune
+from tandem.bench import finetune, finetune_memory
 
 
 @pytest.mark.slow
@@ -19,3 +19,11 @@ def test_quick_cases_check_and_compare(monkeypatch):
         assert all(measure() > 0 for measure in case.rivals.values())
         units.append(case.unit)
     assert units == ["tok/s", "GB", "GB"]
+
+
+@pytest.mark.slow
+def test_the_quick_memory_case_predicts_its_run():
+    """Both processes work, and the toy's peak, most of it libraries, is as predicted."""
+    for case in finetune_memory.make_cases(quick=True):
+        assert case.check() == "ok"
+        assert case.ours() == pytest.approx(case.baseline(), rel=finetune_memory.BOUND)

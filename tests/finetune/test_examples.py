@@ -1,6 +1,7 @@
 """Token ids and labels: prompts are masked, rows cut and packed."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tandem.finetune.data.examples import (
 )
 from tandem.finetune.data.named_templates import LATER_NAMES, NAMED_TEXTS
 from tandem.finetune.data.records import Conversation, Message, Pair
-from tandem.finetune.data.templates import differs_from_checkpoint, make_template
+from tandem.finetune.data.templates import Turn, differs_from_checkpoint, make_template
 from tandem.finetune.training.model import load_tokenizer
 from tandem.models.families import open_checkpoint
 
@@ -158,6 +159,55 @@ def test_what_the_cutoff_takes(tokenizer):
     )
     assert decode_learned(tokenizer, masked) == "four<|im_end|>"
     assert len(masked.token_ids) == len(last.source) + len(last.target) + 2
+
+
+CUTS = [
+    ([(10, 26), (4, 5), (35, 7)], 51, False, [(10, 26), (4, 5), (5, 1)]),
+    ([(33, 14)], 7, True, [(5, 2)]),
+    ([(28, 27)], 9, False, [(5, 4)]),
+    ([(6, 36), (28, 4)], 20, True, [(16, 4)]),
+    ([(38, 4), (37, 38)], 55, False, [(38, 4), (7, 6)]),
+    ([(15, 3)], 13, True, [(10, 3)]),
+    ([(19, 27), (10, 35)], 20, False, [(9, 11)]),
+    ([(36, 12), (7, 38), (37, 13)], 100, True, [(4, 1), (7, 38), (37, 13)]),
+    ([(40, 14)], 36, False, [(22, 14)]),
+    ([(21, 30), (38, 30), (24, 20), (16, 12)], 183, True, [(21, 22), (38, 30), (24, 20), (16, 12)]),
+    ([(6, 37), (20, 34)], 68, False, [(6, 37), (10, 15)]),
+    ([(29, 19), (39, 5), (8, 33)], 112, True, [(17, 10), (39, 5), (8, 33)]),
+]
+"""Tokens of (question, answer) by turn, cutoff, ``mask_history``, and what LLaMA-Factory 0.9.5 kept
+of the turns that it took."""
+
+
+@pytest.mark.parametrize(("sizes", "cutoff", "is_masked", "kept"), CUTS)
+def test_cut_rows_lose_what_llama_factory_takes(sizes, cutoff, is_masked, kept):
+    """Token for token: each has an id of its own."""
+    ids = itertools.count(1)
+    turns = [
+        Turn([next(ids) for _ in range(source)], [next(ids) for _ in range(target)], target)
+        for source, target in sizes
+    ]
+
+    class Fixed:
+        """Renders any conversation as these turns."""
+
+        tail: list[int] = []
+        starts: list[int] = []
+
+        def encode_turns(self, conversation, *, is_history_shown=False):
+            assert is_history_shown == is_masked
+            return turns
+
+    example = encode(TALK, Fixed(), cutoff_len=cutoff, mask_history=is_masked)
+    taken = turns[-len(kept) :] if is_masked else turns[: len(kept)]
+    wanted, learned = [], []
+    for turn, (source, target) in zip(taken, kept, strict=True):
+        wanted += turn.source[:source] + turn.target[:target]
+        is_learned = turn is turns[-1] or not is_masked
+        answer = turn.target[:target] if is_learned else [IGNORED_LABEL] * target
+        learned += [IGNORED_LABEL] * source + answer
+    assert list(example.token_ids) == wanted
+    assert list(example.labels) == learned
 
 
 TEXTS = {

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tandem.cli.main import app
 from tandem.finetune.forecast.fake_step import StepShape, simulate_step
 from tandem.finetune.forecast.prediction import predict_run
 from tandem.finetune.recipes.recipe import make_recipe
+from tandem.finetune.training.loss import PIECE_BYTES, compute_loss, find_head
 from tandem.finetune.training.model import count_weight_bytes, load_frozen
 from tandem.finetune.training.trainer import count_steps, finetune
 from tandem.models.families import open_checkpoint
@@ -60,7 +63,7 @@ def test_the_steps_and_the_trained_weights_are_those_of_the_run(make_values, tmp
     assert predicted.num_steps == count_steps(recipe, report.num_examples) == state["max_steps"]
 
 
-def measure_kept(model, ids) -> int:
+def measure_kept(model, head, ids) -> int:
     """Bytes that torch keeps for the backward pass of a real step, weights left out."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
@@ -72,7 +75,7 @@ def measure_kept(model, ids) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(input_ids=ids, labels=ids)
+        compute_loss(model.get_base_model(), head, {"input_ids": ids, "labels": ids})
     return sum(kept.values())
 
 
@@ -80,13 +83,58 @@ def measure_kept(model, ids) -> int:
 def test_kept_bytes_are_those_of_a_real_step(expert_format, adapt):
     """Against the tensors that autograd saves on the demo model; experts of torch differ most."""
     frozen = load_frozen("demo", expert_format=expert_format)
+    head = find_head(frozen.model)
+    assert head is not None
     model = adapt(frozen.model).train()
-    real = measure_kept(model, torch.randint(3, 4000, (2, 64)))
+    real = measure_kept(model, head, torch.randint(3, 4000, (2, 64)))
     shape = dataclasses.replace(SHAPE, num_tokens=64, has_packed_experts=expert_format != "none")
     shape = dataclasses.replace(shape, has_f32_experts=expert_format == "f32")
     cost = simulate_step(make_demo, list_demo_layers(), shape, adapt)
-    # Fakes are also counted that are alive but not saved: the logits, above all.
+    # Fakes are also counted that are alive but not saved.
     assert 0.95 * real < cost.kept_bytes < 1.35 * real
+
+
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_logits_are_never_alive_at_once(is_bf16, adapt):
+    """The run takes its loss in pieces, so a wide vocabulary costs no more than one of them."""
+
+    def run(vocabulary):
+        def make():
+            config = open_checkpoint("demo").config
+            config.vocab_size = vocabulary
+            return build_skeleton(config, None)
+
+        shape = dataclasses.replace(SHAPE, num_tokens=512, is_bf16=is_bf16)
+        return simulate_step(make, list_demo_layers(), shape, adapt).peak_bytes
+
+    narrow, wide = run(4096), run(131072)
+    # All logits in float32 would be 512 MiB.
+    assert wide - narrow < 2 * PIECE_BYTES
+
+
+FREE_HALF = """
+from tandem.finetune.training.allocator import map_large_blocks
+
+def read_anonymous():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) << 10
+
+assert map_large_blocks()
+first = bytearray(16 << 20)
+del first  # Would make all blocks below 16 MiB small ones.
+blocks = [bytearray(b"x" * (1 << 20)) for _ in range(64)]
+before = read_anonymous()
+del blocks[::2]
+print(before - read_anonymous())
+"""
+
+
+def test_what_a_step_frees_is_returned():
+    """Every second of 64 blocks, whose places a heap would keep; in a process of its own."""
+    result = subprocess.run(
+        [sys.executable, "-c", FREE_HALF], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert int(result.stdout) > 31 << 20
 
 
 def test_checkpointing_keeps_less_and_computes_more(adapt):

@@ -59,18 +59,36 @@ def test_a_run_resumed_at_any_step_is_the_same_bit_by_bit(make_values, tmp_path)
     options |= {"expert_format": "int8", "dataloader_num_workers": 2}
     values = make_values(tmp_path / "whole", **options, **batches)
     assert finetune(make_recipe(values)).num_examples == 3
-    wanted = load_file(tmp_path / "whole" / "adapter_model.safetensors")
+    wanted = read_steps(tmp_path / "whole")
+    assert sorted(wanted) == list(range(1, 7))
     for step in range(1, 6):
         folder = tmp_path / f"from-{step}"
         shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
         # What an interrupted write leaves is not taken for a checkpoint, and is removed.
         (folder / ".checkpoint-9.partial").mkdir()
-        changes = {"output_dir": str(folder), "resume_from_checkpoint": True, "save_steps": 99}
+        changes = {"output_dir": str(folder), "resume_from_checkpoint": True}
         finetune(make_recipe({**values, **changes}))
-        found = load_file(folder / "adapter_model.safetensors")
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted), step
+        found = read_steps(folder)
+        assert sorted(found) == list(range(step, 7))
+        for later, (loss, tensors) in found.items():
+            assert loss == wanted[later][0], (step, later)
+            assert tensors.keys() == wanted[later][1].keys()
+            same = (torch.equal(tensors[name], wanted[later][1][name]) for name in tensors)
+            assert all(same), (step, later)
+        last = load_file(folder / "adapter_model.safetensors")
+        assert all(torch.equal(last[name], wanted[6][1][name]) for name in last)
         assert not (folder / ".checkpoint-9.partial").exists()
+
+
+def read_steps(folder) -> dict[int, tuple[float, dict[str, torch.Tensor]]]:
+    """Return the logged loss and the adapter after each step that has a checkpoint."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    losses = {line["step"]: line["loss"] for line in history if "loss" in line}
+    return {
+        step: (losses[step], load_file(path / "adapter_model.safetensors"))
+        for path in folder.glob("checkpoint-*")
+        for step in [int(path.name.rpartition("-")[2])]
+    }
 
 
 def test_a_run_is_not_trained_over(run):

@@ -8,7 +8,7 @@ settings that people use, ``--help-all`` every one.
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
@@ -116,7 +116,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def load_config(
-    file: Path | None, flags: Mapping[str, Any], *, model: str | None = None
+    file: Path | None,
+    flags: Mapping[str, Any],
+    *,
+    model: str | None = None,
+    foreign: Mapping[str, tuple[str, str]] | None = None,
 ) -> Resolved[Config]:
     """Merge defaults, file, environment and flags.
 
@@ -124,6 +128,7 @@ def load_config(
         file: the YAML file of ``--config``.
         flags: values by flag parameter, as ``with_config_flags`` hands them over; None is unset.
         model: the positional argument MODEL, the strongest origin of ``model.path``.
+        foreign: settings by path from flags of other servers, each with the flag and its value.
 
     Raises: ConfigError naming the setting and its origin.
     """
@@ -135,6 +140,11 @@ def load_config(
             value = ",".join(cast("list[str]", value)) if value else None
         if value is not None:
             given[field.path] = (SHORT_NAMES.get(field.path, field.flag), value)
+    for path, (flag, value) in (foreign or {}).items():
+        if path in given:
+            what = f"{given[path][0]} and {flag} are the same setting: give one of them"
+            raise ConfigError("cli.config", what, field=path)
+        given[path] = (flag, value)
     if model is not None:
         given["model.path"] = ("MODEL", model)
     return resolve_config(Config, file=file, environment=read_environment(), flags=given)
@@ -146,11 +156,14 @@ def find_flag(path: str) -> str | None:
     return SHORT_NAMES.get(path, fields.get(path))
 
 
-def with_config_flags(shown: frozenset[str]) -> Callable[[F], F]:
+def with_config_flags(
+    shown: frozenset[str], more: Sequence[inspect.Parameter] = ()
+) -> Callable[[F], F]:
     """Give a command one option per setting; it receives them as ``**flags``.
 
     Args:
         shown: paths of the settings that ``--help`` lists; ``--help-all`` lists the others too.
+        more: further options, which it receives the same way.
     """
 
     def decorate(function: F) -> F:
@@ -164,7 +177,7 @@ def with_config_flags(shown: frozenset[str]) -> Callable[[F], F]:
             del help_all  # Its callback has printed the help and ended the program.
             return function(**arguments)
 
-        parameters = [*own, *_make_parameters(shown), _make_help_all()]
+        parameters = [*own, *_make_parameters(shown), *more, _make_help_all()]
         command.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess,reportAttributeAccessIssue]
             parameters=parameters
         )

@@ -29,7 +29,7 @@ COMMANDS = {
     "export": "tandem.cli.commands.export:export",
     "explain": "tandem.cli.commands.explain:explain",
     "doctor": "tandem.cli.commands.doctor:doctor",
-    "bench": "tandem.cli.commands.bench:bench",
+    "bench": "tandem.cli.commands.bench:app",
     "version": "tandem.cli.commands.version:version",
     "config": "tandem.cli.commands.config_show:app",
     "store": "tandem.cli.commands.store:app",

@@ -28,6 +28,7 @@ from tandem.core.wire import (
     Continuation,
     ContinueRequest,
     FinishReason,
+    InstanceLoad,
     KvHandle,
     RequestOutput,
     SamplingParams,
@@ -426,6 +427,11 @@ class Engine:
         """Return the scheduler's snapshot."""
         with self._lock:
             return self._scheduler.get_stats()
+
+    def measure_load(self) -> InstanceLoad:
+        """Return what the live requests need; any thread."""
+        with self._lock:
+            return self._scheduler.measure_load()
 
     def list_timelines(self, request_ids: Sequence[str]) -> list[InstanceTimeline]:
         """Return what is known of requests, live and ended; unknown ids are left out."""

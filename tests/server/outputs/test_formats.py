@@ -5,11 +5,17 @@ whole, character by character, and cut in two at every place; the joined deltas 
 """
 
 import json
+import random
 
+import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vocabularies import make_byte_level_tokenizer
 
+from tandem.models.tokenizing.grammars import find_fault, make_matcher, make_token_table
+from tandem.server.api.grammars import write_literal
 from tandem.server.outputs.deltas import (
     ArgumentsDelta,
     CallStart,
@@ -19,6 +25,7 @@ from tandem.server.outputs.deltas import (
 )
 from tandem.server.outputs.formats import FORMATS, detect_format
 from tandem.server.outputs.parser import FormatParser
+from tandem.server.outputs.writing import WRITTEN_CALLS, write_calls
 
 TOOLS = {
     "add": {
@@ -344,3 +351,66 @@ def test_plain_text_comes_through_as_it_is():
 )
 def test_form_is_read_from_the_template(template, form):
     assert detect_format(template) == form
+
+
+@pytest.mark.parametrize("form", WRITTEN_CALLS)
+@pytest.mark.parametrize("is_free", [False, True], ids=["forced", "free"])
+def test_what_a_grammar_of_calls_writes_its_parser_reads(form, is_free):
+    """Random walks through the grammar of two tools, all of which are calls that fit."""
+    tokenizer = make_byte_level_tokenizer()
+    written = WRITTEN_CALLS[form]
+    begin = written.begin + written.head
+    known = (*FORMATS[form].skipped, *(FORMATS[form].calls or ()))
+    trigger = next((mark for mark in known if begin.startswith(mark)), "") if is_free else ""
+    if is_free and not trigger:
+        pytest.skip("calls of this form have no mark")
+    schemas = {
+        "add": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "maximum": 99},
+                "b": {"type": "string", "maxLength": 4},
+                "c": {"type": "string", "enum": ["x", "y"]},
+                "d": {"type": "array", "items": {"enum": ["p", 1]}, "maxItems": 2},
+            },
+            "required": ["a", "c"],
+            "additionalProperties": False,
+        },
+        "now": {"type": "object", "additionalProperties": False},
+    }
+    grammar = write_calls(
+        written,
+        lambda text: write_literal(tokenizer, text),
+        schemas,
+        is_parallel=not is_free,
+        trigger=trigger,
+    )
+    table = make_token_table(tokenizer, tokenizer.vocab_size, [0])
+    assert find_fault(table, grammar) == ""
+    chance, num_calls = random.Random(form), 0
+    for _ in range(6):
+        matcher, ids = make_matcher(table, grammar), []
+        if is_free:
+            ids = tokenizer.encode(f"Well, {trigger}")
+            assert matcher.consume_tokens(ids)
+        while not matcher.is_stopped() and len(ids) < 400:
+            mask = np.unpackbits(
+                np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"
+            )
+            allowed = [int(i) for i in np.nonzero(mask)[0]]
+            # Texts end soon: the marks behind them are what is looked at.
+            forced = matcher.compute_ff_tokens()
+            ends = [i for i in allowed if i == 0 or tokenizer.token_text(i)[:1] in '<"\n']
+            token = forced[0] if forced else chance.choice(ends or allowed)
+            if token == 0:
+                break
+            assert matcher.consume_token(token)
+            ids.append(token)
+        text = tokenizer.decode(ids)
+        if matcher.is_accepting():
+            said, _, calls = summarize(read(form, [text], tools=schemas))
+            assert said in ("", "Well,") or is_free, text
+            for name, arguments in calls:
+                jsonschema.validate(json.loads(arguments), schemas[name])
+            num_calls += len(calls)
+    assert num_calls > 0

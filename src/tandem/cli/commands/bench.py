@@ -4,15 +4,17 @@ import contextlib
 import importlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
+import typer.core
 
 from tandem.bench.harness import describe_run, format_record, run_cases
+from tandem.cli.asking.bench_serve import serve
 from tandem.core.errors import NotFoundError, UnsupportedError
 
-__all__ = ["bench"]
+__all__ = ["app", "bench"]
 
 BENCHES = {
     "attention": "tandem.bench.operators.attention",
@@ -20,6 +22,7 @@ BENCHES = {
     "engine": "tandem.bench.serving.engine",
     "families": "tandem.bench.serving.families",
     "finetune": "tandem.bench.finetune",
+    "finetune-memory": "tandem.bench.finetune_memory",
     "linear": "tandem.bench.operators.linear",
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",
@@ -38,6 +41,30 @@ QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5
 FULL_BUDGET_S, FULL_ROUNDS = 60.0, 31
 
 
+class _Benches(typer.core.TyperGroup):
+    """A group whose commands but ``serve`` are one, which takes the name of a benchmark."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of the first word, which stays an argument of a benchmark."""
+        if args and args[0] == "serve":
+            return super().resolve_command(ctx, args)
+        return "run", self.commands["run"], args
+
+
+app = typer.Typer(
+    cls=_Benches,
+    help=(
+        "Run a benchmark, ours and its rivals interleaved, or measure a server.\n\n"
+        f"`tandem bench NAME`, with NAME one of: {', '.join(BENCHES)}."
+    ),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve)
+
+
+@app.command("run", hidden=True)
 def bench(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHES)}.")],
     json: Annotated[

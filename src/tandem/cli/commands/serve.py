@@ -21,6 +21,7 @@ from tandem.cli.config import (
     with_config_flags,
 )
 from tandem.cli.extras import require_serve
+from tandem.cli.launch_flags import make_launch_parameters, translate
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
@@ -38,7 +39,7 @@ LogFormatFlag = Annotated[
 ]
 
 
-@with_config_flags(SERVE_SETTINGS)
+@with_config_flags(SERVE_SETTINGS, make_launch_parameters())
 def serve(
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Folder, GGUF file, hub id or `demo`.")
@@ -53,7 +54,10 @@ def serve(
     **flags: Any,
 ) -> None:
     """Serve a model over HTTP."""
-    resolved = load_config(config, flags, model=model)
+    foreign = translate(flags, model=model)
+    resolved = load_config(config, flags, model=model, foreign=foreign.settings)
+    for note in foreign.notes:
+        sys.stderr.write(f"tandem: {note}\n")
     settings = resolved.config
     if not settings.model.path:
         raise ConfigError(

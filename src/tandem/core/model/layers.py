@@ -50,7 +50,7 @@ class Activation(msgspec.Struct, frozen=True):
     name: str = "silu"
     """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf) or ``gelu_tanh``."""
     alpha: float = 1.0
-    """Of ``silu`` alone; positive."""
+    """The factor within ``silu``'s sigmoid; positive."""
     limit: float | None = None
     """The gate is at most this, up at most this far from zero; positive, None is no limit."""
     up_offset: float = 0.0
@@ -141,7 +141,7 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     qk_norm: NormSpec | None = None
-    """Of queries and keys: of each head, or of all heads together (its size is H d then)."""
+    """The norm of queries and keys, over each head, or over all together (its size is H d then)."""
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """The checkpoint's projections: one for each of q, k and v, or one that holds them."""
     rope_idx: NonNegativeInt = 0
@@ -175,13 +175,13 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     value: PositiveInt
     """Items of a head's value."""
     q_rank: NonNegativeInt = 0
-    """Of the queries' own compression; 0 is none."""
+    """Items of the queries' own compression; 0 is none."""
     scale: float
     """On the products, YaRN's correction included."""
     norm_eps: float
-    """Of the norms of the latent and of compressed queries."""
+    """The epsilon of the norms of the latent and of compressed queries."""
     has_bias: bool = False
-    """Of the first projections, but for uncompressed queries, and of the output."""
+    """True if the first projections, but for uncompressed queries, and the output have biases."""
     is_interleaved: bool = True
     """True if the checkpoint's rotated items are pairs of neighbours."""
     rope_idx: NonNegativeInt = 0
@@ -204,7 +204,7 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 
 MixerSpec = GqaSpec | MlaSpec
-"""What mixes the tokens of a layer."""
+"""The part of a layer that mixes tokens."""
 
 
 class LinearSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="linear"):
@@ -277,7 +277,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     num_experts: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
-    """Of one expert."""
+    """F of one expert."""
     activation: Activation = SILU
     has_bias: bool = False
     is_transposed: bool = False
@@ -289,9 +289,9 @@ class MoeBlockSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
     gate_name: str
     shared_name: str = ""
-    """Of the experts that every token uses; empty is none."""
+    """The name of the experts that every token uses; empty is none."""
     shared_gate_name: str = ""
-    """Of a score whose sigmoid multiplies their output; empty is none."""
+    """The name of a score whose sigmoid multiplies their output; empty is none."""
     is_pair: bool = False
     """True if the block returns its weights as well, as gpt-oss's layers want it."""
 
@@ -320,4 +320,4 @@ OperatorSpec = (
     | MoeBlockSpec
     | DecoderLayerSpec
 )
-"""What an operator is built of, beside the format of its weights."""
+"""Everything that an operator is built of, but the format of its weights."""

@@ -1,4 +1,4 @@
-"""How a model will be stored and run, as data: made once, read by planning, sizing and loading.
+"""A model as it will be stored and run, as data: made once, read by planning, sizing and loading.
 
 ``tandem.models.planning.planner`` makes a ``ModelPlan`` from the configuration, the rules and the
 modules of the skeleton, without reading a weight. `tandem plan` and `tandem serve --dry-run` print
@@ -58,9 +58,9 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     num_experts: PositiveInt
     top_k: PositiveInt
     intermediate_size: PositiveInt
-    """Of one routed expert."""
+    """F of one routed expert."""
     shared_intermediate_size: NonNegativeInt = 0
-    """Of the experts that every token uses, together; 0 is none."""
+    """F of the experts that every token uses, together; 0 is none."""
     has_bias: bool = False
     router: RouterSpec | None = None
     """None where no operator of ours chooses as the model does."""
@@ -81,7 +81,7 @@ class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """The device that holds it and computes with it."""
     size_bytes: NonNegativeInt
-    """As stored, scales and padding included; 0 where it is another matrix's memory."""
+    """Bytes as stored, scales and padding included; 0 where it is another matrix's memory."""
     plain_bytes: NonNegativeInt
     """The same in the model's dtype."""
     reason: str
@@ -117,7 +117,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What becomes of one module of the skeleton."""
+    """The fate of one module of the skeleton."""
 
     module: str
     """Dotted path."""
@@ -129,9 +129,9 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     rule: str = ""
     """``file:line`` of the rule that took it; empty for none."""
     weight_format: str = NO_FORMAT
-    """Of the matrices that the operator holds."""
+    """The format of the matrices that the operator holds."""
     keeps_codes: bool = False
-    """Whether matrices that the checkpoint has in codes keep them, each in a format of its own."""
+    """True if matrices that the checkpoint has in codes keep them, each in a format of its own."""
     owner: str = ""
     """The module above, whose operator took its weights; empty for none."""
     note: str = ""
@@ -148,7 +148,7 @@ class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How a checkpoint will be stored and run: every value concrete, with its reason."""
+    """A checkpoint as it will be stored and run: every value concrete, with its reason."""
 
     folder: str
     spec: ModelSpec
@@ -161,7 +161,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     other_matrices: tuple[MatrixPlan, ...]
     """The matrices that belong to no layer: embedding and head."""
     vector_bytes: NonNegativeInt
-    """Of all other weights: norms, biases, sinks."""
+    """Bytes of all other weights: norms, biases, sinks."""
     experts: FormatChoice
     linear: FormatChoice
     """Attention's projections, dense MLPs and the head."""
@@ -170,9 +170,9 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     expert_parts: PositiveInt
     """Shares of packed experts, each copied to memory of a NUMA node; 1 leaves them mapped."""
     packed_cache: str
-    """Where packed experts are kept: a folder, ``off`` or ``auto``."""
+    """The place of packed experts: a folder, ``off`` or ``auto``."""
     notes: tuple[str, ...] = ()
-    """What of the checkpoint is not used, and why."""
+    """Parts of the checkpoint that are not used, and why."""
     unused_rules: tuple[str, ...] = ()
     """``file:line`` of rules that matched no module."""
     shadowed_rules: dict[str, tuple[str, ...]] = {}
@@ -196,7 +196,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels run every product; embeddings are looked up."""
+        """True if native kernels run every product; embeddings are looked up."""
         return all(m.weight_format != NO_FORMAT or m.role == "embedding" for m in self.matrices)
 
     @property

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tandem.core.model.plan import LayerSpec
 from tandem.finetune.recipes.targets import find_expert_shapes, find_targets
+from tandem.finetune.training.loss import LOGIT_KEYS, count_piece_rows
 
 __all__ = ["StepCost", "StepShape", "simulate_step"]
 
@@ -292,6 +293,43 @@ class _Linear(nn.Linear):
         return out
 
 
+class _FakeLoss(torch.autograd.Function):
+    """Allocates what ``training.loss`` does for a frozen head [V, D]; all rows are learned."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, hidden: Tensor) -> Tensor:
+        d_hidden = torch.zeros_like(hidden)
+        for rows in hidden.split(count_piece_rows(len(weight))):
+            logits = (rows.to(weight.dtype) @ weight.t()).float()
+            _ = (logits.to(weight.dtype) @ weight).to(d_hidden.dtype)
+            del logits
+        ctx.save_for_backward(d_hidden)
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (d_hidden,) = ctx.saved_tensors
+        return None, d_hidden * grads[0].to(d_hidden.dtype)
+
+
+def _take_loss(model: Any, ids: Tensor, shape: StepShape) -> tuple[Tensor, Any]:
+    """Return (the loss, what stays alive beside it), taken as the run takes it."""
+    base = model.get_base_model()
+    head, text = base.get_output_embeddings(), base.config.get_text_config()
+    is_plain = type(head) is nn.Linear and head.bias is None and not head.weight.requires_grad
+    has_own_loss = any(getattr(text, key, None) for key in LOGIT_KEYS)
+    if is_plain and not has_own_loss and not shape.has_reference:
+        hidden = base.base_model(input_ids=ids)[0][:, :-1].flatten(0, 1)
+        loss = _FakeLoss.apply(head.weight, hidden)
+        assert isinstance(loss, Tensor)
+        return loss, None
+    out = model(input_ids=ids, labels=ids)
+    if shape.is_bf16:
+        # As accelerate does.
+        out.logits = out.logits.float()
+    return out.loss, out
+
+
 def _replace_packed(model: Any, shape: StepShape, cost: StepCost) -> None:
     """Put stand-ins where the run has packed matrices, and one expert's products elsewhere."""
     for name, module in list(model.named_modules()):
@@ -375,15 +413,12 @@ def _run_step(model: Any, layers: list[int], shape: StepShape, adapt: Any) -> St
         rounding = torch.autocast("cpu", dtype=dtype) if shape.is_bf16 else nullcontext()
         with counter:
             with rounding:
-                out = model(input_ids=ids, labels=ids)
-            if shape.is_bf16:
-                # As accelerate does.
-                out.logits = out.logits.float()
+                loss, _kept = _take_loss(model, ids, shape)
             cost.kept_bytes = counter.alive_bytes
             if shape.has_reference:
                 with rounding, torch.no_grad(), model.disable_adapter():
                     model(input_ids=ids, logits_to_keep=1)
-            out.loss.backward()
+            loss.backward()
     cost.temporary_bytes = max(counter.peak_bytes - cost.kept_bytes, 0)
     return cost
 

@@ -25,6 +25,7 @@ IGNORED = {
     "overwrite_cache": "prepared data is not cached",
     "preprocessing_num_workers": "data is prepared in one process",
     "ddp_timeout": "there is one process",
+    "use_v1_kernels": "there are no others than our own",
     "flash_attn": "attention is torch's scaled_dot_product_attention",
     "kt_threadpool_count": "the thread pool follows the NUMA nodes of the machine",
     "kt_tp_enabled": "the thread pool follows the NUMA nodes of the machine",
@@ -45,8 +46,18 @@ IGNORED = {
 """Keys without an effect on the result here, and why; ``Recipe.notes`` lists those of a recipe."""
 
 REFUSED = {
-    "quantization_bit": ("base weights are quantized by format", "expert_format: int8"),
-    "quantization_method": ("base weights are quantized by format", "expert_format: int8"),
+    "model": (
+        "recipes of LLaMA-Factory's v1 interface are not read",
+        "model_name_or_path, with the keys of examples/train_lora",
+    ),
+    "quantization_bit": (
+        "base weights are quantized by format",
+        "expert_format: int8 and linear_format: int8",
+    ),
+    "quantization_method": (
+        "base weights are quantized by format",
+        "expert_format: int8 and linear_format: int8",
+    ),
     "kt_use_lora_experts": (
         "no experts are added to the model's own",
         "lora_target: all,experts",

@@ -18,7 +18,7 @@ from tandem.finetune.data.examples import IGNORED_LABEL
 from tandem.kernels.cpu.autograd import as_floats
 from tandem.kernels.operators.frozen_linear import FrozenLinear
 
-__all__ = ["Head", "compute_loss", "find_head"]
+__all__ = ["LOGIT_KEYS", "Head", "compute_loss", "count_piece_rows", "find_head"]
 
 PIECE_BYTES = 64 << 20
 """Of float32 logits that are alive at once."""
@@ -72,11 +72,16 @@ def _wrap_head(module: Any) -> Head | None:
     )
 
 
+def count_piece_rows(vocabulary: int) -> int:
+    """Return how many rows' logits are alive at once."""
+    return max(PIECE_BYTES // (4 * vocabulary), LEAST_ROWS)
+
+
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
         learned = (targets != IGNORED_LABEL).nonzero().flatten()
-        num_rows = max(PIECE_BYTES // (4 * head.vocabulary), LEAST_ROWS)
+        num_rows = count_piece_rows(head.vocabulary)
         d_hidden = torch.zeros_like(hidden)
         total = torch.zeros((), dtype=torch.float64)
         for rows in learned.split(num_rows):

@@ -26,6 +26,7 @@ from tandem.finetune.data.dataset import Dataset, prepare_data
 from tandem.finetune.data.examples import collate
 from tandem.finetune.recipes.recipe import Recipe
 from tandem.finetune.recipes.targets import find_expert_parameters, find_targets, name_targets
+from tandem.finetune.training.allocator import map_large_blocks
 from tandem.finetune.training.callbacks import (
     STATE_NAME,
     BarCallback,
@@ -129,6 +130,8 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     data = prepare_data(recipe, tokenizer)
     for row in data.bad_rows[:SHOWN_BAD_ROWS]:
         logger.warning("event=bad_row path=%s line=%d why=%r", row.path, row.line, row.why)
+    # From here on memory is what is in use, which is what a prediction counts.
+    map_large_blocks()
     # Before the model, whose loading may take minutes.
     arguments = _make_arguments(recipe, folder, has_bar=has_bar)
     model = _make_model(recipe)

@@ -50,7 +50,7 @@ class Resources:
     pool: ThreadPool
     """Runs the kernels; borrowed for the life of the operators."""
     caches: PackedCaches | None = None
-    """Where packed experts are kept between runs."""
+    """Keeps packed experts between runs."""
     expert_parts: int = 0
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
 

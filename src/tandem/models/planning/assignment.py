@@ -41,7 +41,7 @@ from tandem.placement.rules import DEFAULT, Assignment, Rule, RuleTable, assign_
 __all__ = ["DefaultFormats", "Workload", "load_rules", "plan_modules"]
 
 Workload = Literal["serving", "training"]
-"""Which built-in rules apply: operators for steps, or frozen weights under adapters."""
+"""The built-in rules that apply: operators for steps, or frozen weights under adapters."""
 
 
 MULTIPLIED = (GqaSpec, MlaSpec, MlpSpec, LinearSpec, FrozenLinearSpec, HeadSpec)
@@ -55,7 +55,7 @@ class DefaultFormats:
     experts: str
     linear: str
     router: str
-    """Of the routers' scores, which choose: a format that loses nothing."""
+    """The format of the routers' scores, which choose: one that loses nothing."""
     stored: StoredModel = field(default_factory=StoredModel)
     """The matrices of the checkpoint that may keep the format that they are stored in."""
 

@@ -91,7 +91,7 @@ class ModuleView:
     attentions: Mapping[str, AttentionCall | str]
     """See ``roles.observe_attentions``."""
     operators: Mapping[str, OperatorSpec] = field(default_factory=dict)
-    """Of the modules below it that become operators, by dotted path."""
+    """Specs of the modules below it that become operators, by dotted path."""
 
 
 Describe = Callable[[Any, ModuleView], OperatorSpec]

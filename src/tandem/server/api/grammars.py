@@ -20,7 +20,7 @@ from tandem.models.tokenizing.grammars import (
 )
 from tandem.models.tokenizing.tokenizer import Tokenizer
 
-__all__ = ["GrammarChecks", "ResponseForm", "put_behind", "read_grammar", "write_literal"]
+__all__ = ["GrammarChecks", "ResponseForm", "join_grammars", "read_grammar", "write_literal"]
 
 _MAX_KNOWN = 256
 """Grammars whose compilation is remembered, by their text."""
@@ -152,19 +152,20 @@ def _write(kind: str, value: Any, field: str) -> str:
         raise ConfigError("server.read_grammar", f"{field}: {error}", field=field) from error
 
 
-def put_behind(prefix: str, grammar: str) -> str:
-    """Return a grammar of a prefix and what ``grammar`` allows.
+def join_grammars(rules: str, **parts: str) -> str:
+    """Return a grammar of rules that refer to others.
 
     Args:
-        prefix: rules of Lark whose ``start`` refers to ``@body``.
-        grammar: as ``write_grammar`` returns it.
+        rules: Lark, whose ``start`` refers to the parts by ``@NAME``.
+        parts: grammars by name; each as ``write_grammar`` returns it, or Lark.
     """
-    is_lark = not grammar.lstrip().startswith("{")
-    inner = {"grammars": [{"lark_grammar": grammar}]} if is_lark else json.loads(grammar)
-    first, *others = inner["grammars"]
-    body = first | {"name": "body"}
-    outer = {"name": "answer", "lark_grammar": prefix}
-    return json.dumps(inner | {"grammars": [outer, body, *others]}, ensure_ascii=False)
+    grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": rules}]
+    for name, grammar in parts.items():
+        is_lark = not grammar.lstrip().startswith("{")
+        inner = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
+        first, *others = inner
+        grammars += [first | {"name": name}, *others]
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
 
 
 def write_literal(tokenizer: Tokenizer, text: str) -> str:

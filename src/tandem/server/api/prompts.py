@@ -158,6 +158,11 @@ class PromptEncoder:
         has_calls = own is not None and (own.calls is not None or own.is_harmony)
         return own if own is not None and has_calls else FORMATS["qwen"]
 
+    @property
+    def call_form_name(self) -> str:
+        """The name of ``call_form``."""
+        return next(name for name, form in FORMATS.items() if form is self.call_form)
+
     def encode(
         self,
         prompts: Sequence[str] | Sequence[list[int]],

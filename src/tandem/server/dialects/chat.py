@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.server.api.grammars import read_grammar
 from tandem.server.context import ServerContext
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.openai_answer import OpenAIAnswer
@@ -20,9 +19,9 @@ from tandem.server.dialects.options import (
     read_options,
 )
 from tandem.server.dialects.parsing import (
-    allow_reasoning,
     list_active_tools,
     make_call_id,
+    plan_grammar,
     plan_parsing,
 )
 from tandem.server.dialects.usage import count_usage, make_chat_logprobs
@@ -180,10 +179,6 @@ def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
     prompt_ids = context.encoder.encode(
         [prompt], add_special_tokens=False, max_model_len=info.max_model_len, field="messages"
     )[0]
-    grammar, field = read_grammar(request, request.response_format)
-    if grammar:
-        context.grammars.check(grammar, info, field)
-        grammar = allow_reasoning(context.encoder, prompt, grammar)
     plans = plan_choices(
         context,
         request,
@@ -197,7 +192,7 @@ def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
             tools,
             splits_reasoning=request.separate_reasoning is not False,
         ),
-        grammar=grammar,
+        grammar=plan_grammar(context, request, prompt, tools),
     )
     options = read_options(request, "chatcmpl", model.adapter)
     choices = [ChatChoice(index, ChatMessage(""), None) for index in range(len(plans))]
@@ -208,9 +203,6 @@ def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
 
 
 def _check(request: ChatRequest) -> None:
-    if request.tool_choice not in (None, "none", "auto"):
-        what = "tool_choice: only 'none' and 'auto' are supported"
-        raise UnsupportedError("server.chat", what, field="tool_choice")
     if request.modalities is not None and any(kind != "text" for kind in request.modalities):
         raise UnsupportedError(
             "server.chat", "modalities: only 'text' is supported", field="modalities"

@@ -1,18 +1,28 @@
-"""The parsers of a request's answers."""
+"""The parsers and the grammar of a request's answers."""
 
 import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from tandem.server.api.grammars import put_behind, write_literal
+from tandem.core.errors import ConfigError
+from tandem.server.api.grammars import join_grammars, read_grammar, write_literal
 from tandem.server.api.prompts import PromptEncoder
+from tandem.server.context import ServerContext
 from tandem.server.outputs.deltas import OutputParser
 from tandem.server.outputs.formats import OutputFormat
 from tandem.server.outputs.parser import FormatParser
-from tandem.server.protocol.openai import Tool, ToolChoice
+from tandem.server.outputs.writing import WRITTEN_CALLS, write_calls
+from tandem.server.protocol.openai import ChatRequest, NamedChoice, Tool, ToolChoice
 
-__all__ = ["Parsing", "allow_reasoning", "list_active_tools", "make_call_id", "plan_parsing"]
+__all__ = [
+    "Parsing",
+    "list_active_tools",
+    "make_call_id",
+    "plan_grammar",
+    "plan_parsing",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +71,109 @@ def plan_parsing(
     return Parsing(make_parser, encoder.mark_ids)
 
 
+def plan_grammar(
+    context: ServerContext, request: ChatRequest, prompt: str, tools: Sequence[Tool]
+) -> str:
+    """Return the grammar of the answers to a prompt; empty if they are free.
+
+    Args:
+        context: compiles it.
+        request: has a form of the answer, a choice of tool, or strict tools.
+        prompt: as rendered.
+        tools: those that may be called.
+
+    Raises:
+        ConfigError: a grammar that does not compile, a tool that is not there.
+    """
+    info = context.ready_info()
+    grammar, field = read_grammar(request, request.response_format)
+    calls = _write_tool_grammar(context.encoder, request, tools)
+    is_forced = request.tool_choice not in (None, "none", "auto")
+    if grammar and is_forced:
+        what = f"{field} and a forced tool_choice exclude each other"
+        raise ConfigError("server.plan_grammar", what, field="tool_choice")
+    if grammar:
+        context.grammars.check(grammar, info, field)
+        if tools:
+            # Either an answer of that form, or calls.
+            forced = _write_tool_grammar(context.encoder, request, tools, is_forced=True)
+            context.grammars.check(forced, info, "tools")
+            grammar = join_grammars("start: @body | @calls", body=grammar, calls=forced)
+    elif calls:
+        context.grammars.check(calls, info, "tools")
+        if not is_forced:
+            return calls
+        grammar = calls
+    if not grammar:
+        return ""
+    return _allow_reasoning(context.encoder, prompt, grammar, is_calls=is_forced)
+
+
+def _write_tool_grammar(
+    encoder: PromptEncoder, request: ChatRequest, tools: Sequence[Tool], *, is_forced: bool = False
+) -> str:
+    """Return the grammar of calls that are forced or strict; empty if they are neither."""
+    choice, called = request.tool_choice, list(tools)
+    if isinstance(choice, NamedChoice):
+        called = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not called:
+            what = f"tool_choice names {choice.function.name!r}, which is not among the tools"
+            raise ConfigError("server.plan_grammar", what, field="tool_choice")
+    if choice == "required" and not called:
+        what = "tool_choice is 'required' and there are no tools"
+        raise ConfigError("server.plan_grammar", what, field="tool_choice")
+    is_forced = is_forced or choice == "required" or isinstance(choice, NamedChoice)
+    written, form = WRITTEN_CALLS[encoder.call_form_name], encoder.call_form
+    trigger = ""
+    if not is_forced:
+        begin = written.begin + written.head
+        marks = [mark for mark in (*form.skipped, *(form.calls or ())) if begin.startswith(mark)]
+        if not marks or not any(tool.function.strict is True for tool in called):
+            return ""
+        trigger = marks[0]
+    schemas = {
+        tool.function.name: (tool.function.parameters or {})
+        if is_forced or tool.function.strict is True
+        else {}
+        for tool in called
+    }
+    is_named = isinstance(choice, NamedChoice)
+    return write_calls(
+        written,
+        partial(write_literal, encoder.tokenizer),
+        schemas,
+        is_parallel=request.parallel_tool_calls is not False and not is_named,
+        trigger=trigger,
+    )
+
+
 def _has_opened(form: OutputFormat, prompt: str) -> bool:
     """Return whether the end of a prompt has begun the reasoning of its answer."""
     return form.think is not None and prompt.rstrip().endswith(form.think[0].rstrip())
 
 
-def allow_reasoning(encoder: PromptEncoder, prompt: str, grammar: str) -> str:
+def _allow_reasoning(encoder: PromptEncoder, prompt: str, grammar: str, *, is_calls: bool) -> str:
     """Return a grammar that holds for the answer behind the reasoning, if there is any."""
-    form = encoder.form
+    form, literal = encoder.form, partial(write_literal, encoder.tokenizer)
+    if form is not None and form.is_harmony:
+        begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
+        final = "" if is_calls else literal("<|channel|>final<|message|>")
+        think = f"think: {literal(begin)} /(.|\\n)*/ {literal(end)}\n"
+        return join_grammars(f"start: think? {final} @body\n{think}", body=grammar)
     if form is None or form.think is None:
         return grammar
     open_mark, close_mark = (mark.strip() for mark in form.think)
     if _has_opened(form, prompt):
         begin, think = "think", ""
     elif encoder.may_think and not prompt.rstrip().endswith(close_mark):
-        begin, think = "think?", write_literal(encoder.tokenizer, open_mark) + " "
+        begin, think = "think?", f"{literal(open_mark)} "
     else:
         return grammar
-    special = encoder.tokenizer.find_id(close_mark)
-    if special in encoder.tokenizer.special_ids:
-        rest = f"rest: /(.|\\n)*/ <[{special}]>\n"
+    close = literal(close_mark)
+    if close.startswith("<["):
+        rest = f"rest: /(.|\\n)*/ {close}\n"
     else:
         pattern = re.escape(close_mark).replace("/", "\\/")
         rest = f"rest[lazy]: /(.|\\n)*{pattern}/\n"
     rules = f"start: {begin} @body\nthink: {think}rest /[ \\n]*/\n{rest}"
-    return put_behind(rules, grammar)
+    return join_grammars(rules, body=grammar)

@@ -72,6 +72,8 @@ class _Value:
             return self._read_object(depth)
         if self._text[self._at] == "[":
             return self._read_list(depth)
+        if self._text[self._at] == '"':
+            return self._read_json()
         begin = self._at
         while self._at < len(self._text) and self._text[self._at] not in ",}]":
             self._at += 1
@@ -87,6 +89,10 @@ class _Value:
         self._at = end + len(_QUOTE)
         return self._text[begin:end]
 
+    def _read_json(self) -> Any:
+        value, self._at = json.JSONDecoder().raw_decode(self._text, self._at)
+        return value
+
     def _read_object(self, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         self._at += 1
@@ -95,9 +101,12 @@ class _Value:
             if self._text.startswith(_QUOTE, self._at):
                 key = self._read_quoted()
                 self._skip()
+            elif self._text[self._at] == '"':
+                key = self._read_json()
+                self._skip()
             else:
                 end = self._text.index(":", self._at)
-                key, self._at = self._text[self._at : end].strip().strip('"'), end
+                key, self._at = self._text[self._at : end].strip(), end
             if self._text[self._at] != ":":
                 raise ValueError("a key without a value")
             self._at += 1

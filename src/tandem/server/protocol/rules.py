@@ -65,7 +65,6 @@ _HAS_ONE_BEST = {
 }
 _CAN_BE_ASKED = {
     "properties": {
-        "tool_choice": {"enum": [None, "none", "auto"]},
         "modalities": {"items": {"const": "text"}},
     }
 }

@@ -83,9 +83,10 @@ class Departures:
         is_plain = bytes(h.caller is not None and h.disk is None for h in state.hosts.values())
         plain, rest = directory.split_plain(rows, is_plain, free_at_ms)
         keys = [directory.key(row) for row in plain]
-        busy = state.copies.keys() | self._removing.keys() if plain else set[str]()
-        if not busy.isdisjoint(keys):
+        copied, removed = state.copies.keys(), self._removing.keys()
+        if not (copied.isdisjoint(keys) and removed.isdisjoint(keys)):
             pairs = list(zip(plain, keys, strict=True))
+            busy = {key for key in keys if key in copied or key in removed}
             rest += [row for row, key in pairs if key in busy]
             plain = [row for row, key in pairs if key not in busy]
             keys = [key for key in keys if key not in busy]
@@ -257,9 +258,17 @@ class Departures:
         """Return a future, done when an earlier object of the key is gone; None: there is none."""
         return self._removing.get(key)
 
+    def find_going_of(self, keys: Collection[str]) -> "list[asyncio.Future[Any]]":
+        """As ``find_going``, of several keys; each future once."""
+        removing = self._removing
+        if not removing or removing.keys().isdisjoint(keys):
+            return []
+        return list(dict.fromkeys(removing[key] for key in keys if key in removing))
+
     def find_going_below(self, prefix: str) -> "list[asyncio.Future[Any]]":
-        """As ``find_going``, of all keys with a prefix."""
-        return [gone for key, gone in self._removing.items() if key.startswith(prefix)]
+        """As ``find_going``, of all keys with a prefix; each future once."""
+        found = (gone for key, gone in self._removing.items() if key.startswith(prefix))
+        return list(dict.fromkeys(found))
 
     def find_replaced(self, key: str) -> "asyncio.Future[Any] | None":
         """As ``find_going``, of objects that clients were shown: a put of the key waits for it."""

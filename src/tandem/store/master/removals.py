@@ -1,14 +1,17 @@
 """Removals that clients ask for: answered when no restart can bring the objects back."""
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from tandem.rpc import Kept
 from tandem.store.election import Tombstone
 from tandem.store.master.burials import Burials
 from tandem.store.master.departures import Departures
-from tandem.store.master.lookups import SCAN_KEYS, Lookups
+from tandem.store.master.lookups import Lookups
 from tandem.store.master.state.index import NO_ROW
 from tandem.store.master.state.results import Results
 from tandem.store.master.state.state import StoreState
@@ -16,6 +19,11 @@ from tandem.store.messages import KeyBytes, PrefixRemoval, RemoveObjects, Remove
 from tandem.store.sessions import Caller
 
 __all__ = ["Removals"]
+
+PIECE_KEYS = 1_000
+"""Removed before others are answered: four milliseconds of a core."""
+MAX_IN_FLIGHT = 8
+"""Pieces that hosts are wiping while another one is looked for."""
 
 
 class Removals:
@@ -59,14 +67,9 @@ class Removals:
         await self._state.awaited.recover()
         await self._wait_room(len(keys))
         num_lost = self._burials.num_lost
-        flags, versions = bytearray(), list[int]()
-        for at in range(0, len(keys), SCAN_KEYS):
-            some = keys[at : at + SCAN_KEYS]
-            some_flags, some_versions = await self._drop_keys(some, begin, marked_below=-1)
-            flags += some_flags
-            versions += some_versions
+        flags, versions = await self._drop_keys(keys, begin, marked_below=-1)
         await self._bury(list(map(Tombstone, keys, versions)), num_lost)
-        return bytes(flags)
+        return flags
 
     async def _wait_room(self, count: int) -> None:
         """Wait for room for tombstones, before anything is removed. Raises: CapacityError."""
@@ -84,6 +87,9 @@ class Removals:
     ) -> tuple[bytes, list[int]]:
         """Remove what there is on hosts that are there; return when it is wiped.
 
+        It is done in pieces, between which others are answered; hosts wipe some while the next are
+        looked for.
+
         Args:
             keys: of the objects.
             begin: see ``_begin``.
@@ -91,32 +97,42 @@ class Removals:
 
         Returns: a byte for each: 1 for what was found; and the version up to which it is dead.
         """
-        flags = bytearray(len(keys))
-        pending: list[asyncio.Future[Any]] = []
+        flags, versions = bytearray(), list[int]()
+        in_flight: deque[list[asyncio.Future[Any]]] = deque()
+        for at in range(0, len(keys), PIECE_KEYS):
+            some = keys[at : at + PIECE_KEYS]
+            some_flags, some_versions, going = self._drop_piece(some, begin, marked_below)
+            flags += some_flags
+            versions += some_versions
+            in_flight.append(going)
+            await (asyncio.sleep(0) if len(in_flight) <= MAX_IN_FLIGHT else _wait(in_flight))
+        while in_flight:
+            await _wait(in_flight)
+        return bytes(flags), versions
+
+    def _drop_piece(
+        self, keys: Sequence[str], begin: int, marked_below: int
+    ) -> tuple[bytes, list[int], list[asyncio.Future[Any]]]:
+        """As ``_drop_keys``, with futures that are done when all is wiped."""
         directory, has_given = self._state.directory, self._state.versions.has_given
-        versions = [begin] * len(keys)
-        taken: dict[int, None] = {}
-        find_going = self._departures.find_going
-        for i, key in enumerate(keys):
-            row = directory.find(key)
-            is_there = row != NO_ROW and row not in taken
-            if is_there and not has_given(directory.version(row), since=begin):
-                versions[i] = max(begin, directory.version(row))
-                taken[row] = None
-                flags[i] = 1
-            # It may have been removed, or evicted, but not yet for good.
-            going = find_going(key)
-            if going is not None:
-                pending.append(going)
+        rows, found = directory.find_versions(keys)
+        is_gone = rows != NO_ROW
+        for i in np.flatnonzero(is_gone & (found > begin)).tolist():
+            is_gone[i] = not has_given(int(found[i]), since=begin)
+        if len(set(keys)) < len(keys):
+            is_first = np.zeros(len(keys), bool)
+            is_first[np.unique(rows, return_index=True)[1]] = True
+            is_gone &= is_first
+        versions: list[int] = np.where(is_gone, np.maximum(found, begin), begin).tolist()
+        # It may have been removed, or evicted, but not yet for good.
+        going = self._departures.find_going_of(keys)
+        taken: list[int] = rows[is_gone].tolist()
         self._state.counters.objects_removed += len(taken)
-        pending += self._departures.drop_rows(list(taken))
+        going += self._departures.drop_rows(taken)
         if not self._burials.is_whole:
             pairs = zip(keys, versions, strict=True)
             self._burials.mark([Tombstone(*pair) for pair in pairs if pair[1] > marked_below])
-        # Only then could no restart bring them back.
-        for gone in pending:
-            await asyncio.shield(gone)
-        return bytes(flags), versions
+        return is_gone.astype(np.uint8).tobytes(), versions, going
 
     def remove_prefix(self, caller: Caller, request: RemovePrefix) -> Kept:
         """Remove all objects whose keys have a prefix."""
@@ -136,16 +152,18 @@ class Removals:
         num_lost, tombstone = burials.num_lost, Tombstone(prefix, begin, is_prefix=True)
         # Also for objects that this master has never heard of.
         burials.mark([tombstone])
-        count, newer = 0, list[Tombstone]()
-        for at in range(0, len(matches), SCAN_KEYS):
-            keys = matches[at : at + SCAN_KEYS]
-            flags, versions = await self._drop_keys(keys, begin, marked_below=begin)
-            count += sum(flags)
-            newer += [
-                Tombstone(*pair) for pair in zip(keys, versions, strict=True) if pair[1] > begin
-            ]
+        flags, versions = await self._drop_keys(matches, begin, marked_below=begin)
+        newer = [
+            Tombstone(*pair) for pair in zip(matches, versions, strict=True) if pair[1] > begin
+        ]
         # Objects that other callers are removing are not gone before their headers are.
         for gone in self._departures.find_going_below(prefix):
             await asyncio.shield(gone)
         await self._bury([tombstone, *newer], num_lost)
-        return count
+        return sum(flags)
+
+
+async def _wait(in_flight: "deque[list[asyncio.Future[Any]]]") -> None:
+    """Return when the oldest piece is wiped: only then could no restart bring it back."""
+    for gone in in_flight.popleft():
+        await asyncio.shield(gone)

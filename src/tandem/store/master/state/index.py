@@ -38,6 +38,10 @@ class Passes(NamedTuple):
     """See ``tandem._native.locate_rows``."""
 
 
+Rows = npt.NDArray[np.int64]
+Versions = npt.NDArray[np.int64]
+
+
 class Replica(NamedTuple):
     """Where one copy of an object lies."""
 
@@ -160,6 +164,15 @@ class Directory:
         )
         self._tick += len(rows)
         return rows, found
+
+    def find_versions(self, keys: Sequence[str]) -> tuple[Rows, Versions]:
+        """Return the row of each key (``NO_ROW`` where there is none), and its version."""
+        found = map(self._rows.get, keys, itertools.repeat(NO_ROW))
+        rows = np.fromiter(found, np.int64, len(keys))
+        versions = np.full(len(keys), -1, np.int64)
+        is_there = rows != NO_ROW
+        versions[is_there] = view(self._version)[rows[is_there]]
+        return rows, versions
 
     def key(self, row: int) -> str:
         """Return the key of a row."""

@@ -6,6 +6,7 @@ futures of their waiters.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -41,7 +42,7 @@ T = TypeVar("T")
 
 ORDER_TIMEOUT_S = 5.0
 RETRY_S = 0.25
-WIPE_BATCH = 5_000
+WIPE_BATCH = 2_000
 LOAD_HALF_LIFE_S = 1.0
 QUICK_ORDERS = frozenset({"seal", "wipe", "repin", "open_writer"})
 """Those that wait for nothing but the host's own thread."""
@@ -448,9 +449,8 @@ class HostSpace:
         """As ``drop``, of sealed objects, with one future for all. REQUIRES: it is connected."""
         going = _Going(len(offsets))
         self.ledger.drop_many(offsets, lengths)
-        dropped = [
-            _Drop(Extent(*place), free_at_ms, going) for place in zip(offsets, lengths, strict=True)
-        ]
+        extents = map(Extent._make, zip(offsets, lengths, strict=True))
+        dropped = [_Drop(extent, free_at_ms, going) for extent in extents]
         self._drops.update(zip(offsets, dropped, strict=True))
         self._to_wipe += dropped
         self._begin_wipes()
@@ -578,10 +578,12 @@ class HostSpace:
         if free:
             offsets = [dropped.extent.offset for dropped in free]
             self.ledger.move(Event.WIPE, offsets)
-            for dropped in free:
+            for dropped, offset in zip(free, offsets, strict=True):
                 dropped.is_wiped = True
-                del drops[dropped.extent.offset]
-                self._finish(dropped)
+                del drops[offset]
+            for going, count in Counter(dropped.going for dropped in free).items():
+                if going is not None:
+                    going.end(count)
             self._on_space()
         return rest
 

@@ -89,3 +89,55 @@ def test_json_object_and_refusals(client):
             messages=ASK,
             extra_body={"guided_json": {"type": "object", "$dynamicRef": "#x"}},
         )
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "strict": True, "parameters": SCHEMA},
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "parameters": {"type": "object", "additionalProperties": False},
+        },
+    },
+]
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def test_forced_tool_calls(client):
+    ask = {"model": "demo", "messages": ASK, "tools": TOOLS, "max_tokens": 200}
+    named = client.chat.completions.create(**ask, tool_choice=NOW).choices[0]
+    assert [call.function.name for call in named.message.tool_calls] == ["now"]
+    assert named.message.tool_calls[0].function.arguments == "{}"
+    assert named.finish_reason == "tool_calls"
+    options = {"tool_choice": "required", "parallel_tool_calls": False, "n": 3, "seed": 5}
+    for choice in client.chat.completions.create(**ask, **options).choices:
+        (call,) = choice.message.tool_calls
+        schema = next(t for t in TOOLS if t["function"]["name"] == call.function.name)
+        jsonschema.validate(json.loads(call.function.arguments), schema["function"]["parameters"])
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+
+
+def test_forced_tool_call_streams(client):
+    ask = {"model": "demo", "messages": ASK, "tools": TOOLS[:1], "max_tokens": 200, "seed": 7}
+    with client.chat.completions.stream(
+        **ask, tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        choice = stream.get_final_completion().choices[0]
+    (call,) = choice.message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_wrong_choices_are_refused(client):
+    for options in (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nothing"}}},
+        {"tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": "required", "response_format": FORM},
+    ):
+        with pytest.raises(openai.BadRequestError, match="tool_choice"):
+            client.chat.completions.create(model="demo", messages=ASK, max_tokens=5, **options)

@@ -1,0 +1,235 @@
+"""Sends a load to a server of OpenAI's API, and notes when each event came."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import httpx
+import msgspec
+
+from tandem.bench.clients.workloads import Conversation, Turn
+from tandem.core.errors import ConfigError, PeerLostError
+from tandem.core.load_records import RequestRecord
+
+__all__ = ["Endpoint", "LoadClient", "Target"]
+
+Endpoint = Literal["completions", "chat"]
+PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+MAX_ERROR_CHARS = 200
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A server, and how requests to it look."""
+
+    base_url: str
+    """Without ``/v1``."""
+    model: str = ""
+    """Empty asks the server for its first."""
+    endpoint: Endpoint = "completions"
+    api_key: str = ""
+    timeout_s: float = 600.0
+    """Between two events of a stream."""
+    temperature: float = 0.0
+    ignores_eos: bool = True
+    """Ask for exactly the tokens of the load, as the clients of SGLang and vLLM do."""
+    extra_body: dict[str, Any] = {}
+
+
+class LoadClient:
+    """Runs conversations against a target. Used by one event loop.
+
+    Args:
+        target: the server.
+        max_concurrency: requests under way at most; None is any number.
+        on_done: told of each request that ended.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        max_concurrency: int | None = None,
+        on_done: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        self.target = target
+        self._slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+        self._on_done = on_done
+        headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        base = target.base_url.rstrip("/").removesuffix("/v1")
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=base,
+                headers=headers,
+                timeout=httpx.Timeout(target.timeout_s, connect=10.0),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                # A measurement takes no way round.
+                trust_env=False,
+            )
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise ConfigError("bench.serve", f"{target.base_url}: {error}") from error
+        self._model = target.model
+        self._start = 0.0
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def find_model(self) -> str:
+        """Return the model that requests name: the target's, or the server's first.
+
+        Raises: PeerLostError (nobody answers); ConfigError (it lists no models).
+        """
+        if self._model:
+            return self._model
+        try:
+            answer = await self._http.get("/v1/models")
+            answer.raise_for_status()
+            self._model = answer.json()["data"][0]["id"]
+        except httpx.HTTPStatusError as error:
+            what = f"{self.target.base_url}/v1/models answers {error.response.status_code}"
+            raise ConfigError(
+                "bench.serve", f"{what}: name the model, or give --api-key"
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            what = f"nobody answers at {self.target.base_url}: {error or type(error).__name__}"
+            raise PeerLostError("bench.serve", what) from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            what = f"{self.target.base_url}/v1/models lists no model: give --model"
+            raise ConfigError("bench.serve", what) from error
+        return self._model
+
+    async def run(
+        self, conversations: Sequence[Conversation], arrivals: Sequence[float]
+    ) -> list[RequestRecord]:
+        """Send all conversations; return a record of every request, in order of the load.
+
+        Args:
+            conversations: a trace's go by their own arrivals.
+            arrivals: seconds from now at which each of the others begins.
+
+        Raises: as ``find_model``. What one request does wrong is in its record.
+        """
+        await self.find_model()
+        self._start = time.perf_counter()
+        first = 0
+        tasks: list[asyncio.Task[list[RequestRecord]]] = []
+        async with asyncio.TaskGroup() as group:
+            for number, (conversation, arrival) in enumerate(
+                zip(conversations, arrivals, strict=True)
+            ):
+                due = arrival if conversation.arrival_s is None else conversation.arrival_s
+                talk = self._talk(conversation, number, first, due)
+                tasks.append(group.create_task(talk))
+                first += len(conversation.turns)
+        return [record for task in tasks for record in task.result()]
+
+    def now(self) -> float:
+        """Return the seconds since the run began."""
+        return time.perf_counter() - self._start
+
+    async def _talk(
+        self, conversation: Conversation, number: int, first: int, due_s: float
+    ) -> list[RequestRecord]:
+        await asyncio.sleep(max(due_s - self.now(), 0.0))
+        records: list[RequestRecord] = []
+        for i, turn in enumerate(conversation.turns):
+            record = RequestRecord(
+                index=first + i,
+                conversation=number if len(conversation.turns) > 1 else -1,
+                input_length=len(turn.prompt) if isinstance(turn.prompt, list) else 0,
+                output_length=turn.output_length,
+                due_s=due_s if i == 0 else self.now(),
+            )
+            records.append(record)
+            if self._slots is None:
+                await self._send(turn, conversation.history, record)
+            else:
+                async with self._slots:
+                    await self._send(turn, conversation.history, record)
+            if self._on_done is not None:
+                self._on_done(record)
+            if record.error:
+                # What follows would ask about an answer that there is not.
+                break
+        return records
+
+    def _make_body(self, turn: Turn, history: list[dict[str, str]]) -> dict[str, Any]:
+        target = self.target
+        body: dict[str, Any] = {
+            "model": self._model,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": target.temperature,
+        }
+        if target.endpoint == "chat":
+            text = turn.prompt
+            if not isinstance(text, str):
+                raise ConfigError("bench.serve", "this load has token ids: use completions")
+            body["messages"] = [*history, {"role": "user", "content": text}]
+            body["max_completion_tokens"] = turn.output_length
+            # Older servers know this name alone.
+            body["max_tokens"] = turn.output_length
+        else:
+            body["prompt"] = turn.prompt
+            body["max_tokens"] = turn.output_length
+        if target.ignores_eos:
+            body["ignore_eos"] = True
+        return body | target.extra_body
+
+    async def _send(self, turn: Turn, history: list[dict[str, str]], record: RequestRecord) -> None:
+        body = self._make_body(turn, history)
+        record.sent_s = self.now()
+        try:
+            async with self._http.stream("POST", PATHS[self.target.endpoint], json=body) as answer:
+                if answer.status_code != 200:
+                    text = (await answer.aread()).decode(errors="replace")
+                    record.error = f"{answer.status_code}: {text[:MAX_ERROR_CHARS]}"
+                else:
+                    await self._read(answer, record)
+        except httpx.HTTPError as error:
+            record.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+        record.done_s = self.now()
+        if not record.error and self.target.endpoint == "chat" and isinstance(turn.prompt, str):
+            history.append({"role": "user", "content": turn.prompt})
+            history.append({"role": "assistant", "content": record.text})
+
+    async def _read(self, answer: httpx.Response, record: RequestRecord) -> None:
+        """Take the events of a stream into the record."""
+        is_done, counted = False, None
+        async for line in answer.aiter_lines():
+            if not line.startswith("data:"):
+                continue
+            data = line[5:].strip()
+            if data == "[DONE]":
+                is_done = True
+                continue
+            try:
+                event = json.loads(data)
+            except ValueError:
+                record.error = f"an event is not JSON: {data[:MAX_ERROR_CHARS]}"
+                return
+            if event.get("error"):
+                record.error = f"in the stream: {str(event['error'])[:MAX_ERROR_CHARS]}"
+                return
+            usage = event.get("usage")
+            if usage:
+                counted = usage.get("completion_tokens")
+                record.input_length = usage.get("prompt_tokens") or record.input_length
+                details = usage.get("prompt_tokens_details") or {}
+                record.cached_tokens = details.get("cached_tokens") or 0
+            added = "".join(_read_text(choice) for choice in event.get("choices") or ())
+            if added:
+                record.event_times_s.append(self.now())
+                record.text += added
+        record.output_tokens = len(record.event_times_s) if counted is None else counted
+        if not is_done:
+            record.error = "the stream ended without [DONE]"
+
+
+def _read_text(choice: dict[str, Any]) -> str:
+    """Return all text of a choice: an answer's, or reasoning's."""
+    delta = choice.get("delta") or {}
+    parts = (choice.get("text"), delta.get("reasoning_content"), delta.get("content"))
+    return "".join(part for part in parts if part)

@@ -1,0 +1,143 @@
+"""From the records of requests to the figures of a run. Pure: no clock, no network."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from tandem.core.load_records import Distribution, LoadReport, RequestRecord
+
+__all__ = ["Objectives", "describe", "find_percentile", "summarise"]
+
+
+class Objectives(msgspec.Struct, frozen=True, kw_only=True):
+    """Latencies that a request has to keep, in milliseconds; None is any."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """True if there is one."""
+        return any(limit is not None for limit in (self.ttft, self.tpot, self.e2el))
+
+    def are_kept(self, record: RequestRecord) -> bool:
+        """Return True if a request succeeded within every limit."""
+        figures = (
+            (self.ttft, record.ttft_s),
+            (self.tpot, record.tpot_s),
+            (self.e2el, record.latency_s),
+        )
+        return not record.error and all(
+            limit is None or 1000 * value <= limit for limit, value in figures
+        )
+
+
+def find_percentile(ordered: Sequence[float], share: float) -> float:
+    """Return a percentile of sorted values, interpolated between neighbours as numpy's is."""
+    place = (len(ordered) - 1) * share / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def describe(values_s: Sequence[float]) -> Distribution | None:
+    """Return the distribution of times in seconds; None of no times."""
+    if not values_s:
+        return None
+    ordered = sorted(1000 * value for value in values_s)
+    mean = math.fsum(ordered) / len(ordered)
+    spread = math.fsum((value - mean) ** 2 for value in ordered) / len(ordered)
+    return Distribution(
+        mean=mean,
+        median=find_percentile(ordered, 50),
+        std=math.sqrt(spread),
+        p90=find_percentile(ordered, 90),
+        p95=find_percentile(ordered, 95),
+        p99=find_percentile(ordered, 99),
+        max=ordered[-1],
+    )
+
+
+def summarise(
+    records: Sequence[RequestRecord],
+    *,
+    backend: str,
+    dataset_name: str,
+    request_rate: float | None = None,
+    max_concurrency: int | None = None,
+    objectives: Objectives | None = None,
+) -> LoadReport:
+    """Return the figures of a run.
+
+    Args:
+        records: of all requests, failed ones too.
+        backend: which of the server's endpoints was asked.
+        dataset_name: of the load.
+        request_rate: as it was asked for.
+        max_concurrency: as it was asked for.
+        objectives: of a request, for goodput.
+    """
+    good = [record for record in records if not record.error]
+    begin = min((record.sent_s for record in records), default=0.0)
+    end = max((record.done_s for record in records), default=0.0)
+    duration = max(end - begin, 1e-9)
+    inputs = sum(record.input_length for record in good)
+    outputs = sum(record.output_tokens for record in good)
+    kept = None
+    if objectives is not None and objectives.is_set:
+        kept = sum(objectives.are_kept(record) for record in records)
+    return LoadReport(
+        backend=backend,
+        dataset_name=dataset_name,
+        request_rate=request_rate,
+        max_concurrency=max_concurrency,
+        duration=duration,
+        completed=len(good),
+        failed=len(records) - len(good),
+        total_input_tokens=inputs,
+        total_output_tokens=outputs,
+        total_cached_tokens=sum(record.cached_tokens for record in good),
+        request_throughput=len(good) / duration,
+        input_throughput=inputs / duration,
+        output_throughput=outputs / duration,
+        total_throughput=(inputs + outputs) / duration,
+        peak_output_throughput=_find_peak(good, begin),
+        max_concurrent_requests=_find_most_at_once(good),
+        concurrency=math.fsum(record.latency_s for record in good) / duration,
+        e2e_latency_ms=describe([record.latency_s for record in good]),
+        ttft_ms=describe([record.ttft_s for record in good]),
+        tpot_ms=describe([record.tpot_s for record in good if record.output_tokens > 1]),
+        itl_ms=describe([gap for record in good for gap in record.gaps_s]),
+        goodput=None if kept is None else kept / duration,
+        attained=None if kept is None else kept / max(len(records), 1),
+        errors=dict(Counter(record.error.partition("\n")[0] for record in records if record.error)),
+    )
+
+
+def _find_peak(records: Sequence[RequestRecord], begin: float) -> float:
+    """Return the most tokens of one second; an event stands for an equal share of its answer."""
+    weights: dict[int, float] = {}
+    for record in records:
+        if not record.event_times_s:
+            continue
+        share = record.output_tokens / len(record.event_times_s)
+        for time in record.event_times_s:
+            second = int(time - begin)
+            weights[second] = weights.get(second, 0.0) + share
+    return max(weights.values(), default=0.0)
+
+
+def _find_most_at_once(records: Sequence[RequestRecord]) -> int:
+    """Return the most requests that were under way together."""
+    # Ends before starts of the same moment.
+    moments = sorted(
+        [(record.sent_s, 1) for record in records] + [(record.done_s, -1) for record in records]
+    )
+    running = most = 0
+    for _, change in moments:
+        running += change
+        most = max(most, running)
+    return most

@@ -1,0 +1,172 @@
+"""Goal: the client sends what a load says, and its records are what the server did.
+
+Method: a server that follows a script (tokens an event, usage, errors, broken streams) and keeps
+what it was asked. What the client says is compared with the script; no test judges a time.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from tandem.bench.clients.client import LoadClient, Target
+from tandem.bench.clients.workloads import Conversation, Turn, make_multi_turn
+from tandem.core.errors import PeerLostError
+
+START_S = 30.0
+
+
+class Script:
+    """A server whose answers are texts of one token an event, at fixed times after the request."""
+
+    def __init__(self, *, tokens=5, first_s=0.0, gap_s=0.0, ending="[DONE]", status=200):
+        self.tokens, self.first_s, self.gap_s = tokens, first_s, gap_s
+        self.ending, self.status = ending, status
+        self.bodies, self.running, self.most = [], 0, 0
+        self.has_usage = True
+        routes = [
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "scripted"}]})),
+            Route("/v1/completions", self.answer, methods=["POST"]),
+            Route("/v1/chat/completions", self.answer, methods=["POST"]),
+        ]
+        config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="error")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+
+    async def answer(self, request):
+        body = await request.json()
+        self.bodies.append(body)
+        if self.status != 200:
+            return JSONResponse({"error": {"message": "not now"}}, status_code=self.status)
+
+        async def stream():
+            self.running += 1
+            self.most = max(self.most, self.running)
+            begin = time.perf_counter()
+            for i in range(self.tokens):
+                due = begin + self.first_s + self.gap_s * i
+                await asyncio.sleep(max(due - time.perf_counter(), 0))
+                part = {"text": f"t{i} "} if "prompt" in body else {"delta": {"content": f"t{i} "}}
+                yield f"data: {json.dumps({'choices': [{'index': 0, **part}]})}\n\n"
+            if self.has_usage:
+                details = {"cached_tokens": 7}
+                usage = {"prompt_tokens": 33, "completion_tokens": 2 * self.tokens}
+                usage["prompt_tokens_details"] = details
+                yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+            self.running -= 1
+            if self.ending:
+                yield f"data: {self.ending}\n\n"
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    def __enter__(self):
+        self.thread.start()
+        deadline = time.monotonic() + START_S
+        while not self.server.started:
+            assert time.monotonic() < deadline, "the scripted server did not start"
+            time.sleep(0.01)
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join(START_S)
+
+
+def run(script, load, *, most=None, **target):
+    async def send():
+        client = LoadClient(Target(base_url=script.url, **target), max_concurrency=most)
+        try:
+            return await client.run(load, [0.0] * len(load))
+        finally:
+            await client.close()
+
+    return asyncio.run(asyncio.wait_for(send(), 2 * START_S))
+
+
+def plain(count):
+    return [Conversation([Turn([1, 2, 3], 6)]) for _ in range(count)]
+
+
+def test_records_are_what_the_server_sent():
+    with Script() as script:
+        records = run(script, plain(8), most=3, extra_body={"top_p": 0.5})
+    assert script.most <= 3
+    assert [record.index for record in records] == list(range(8))
+    for record in records:
+        assert record.error == ""
+        assert (record.input_length, record.output_tokens, record.cached_tokens) == (33, 10, 7)
+        assert len(record.event_times_s) == 5
+        assert record.text == "t0 t1 t2 t3 t4 "
+        times = [record.sent_s, *record.event_times_s, record.done_s]
+        assert times == sorted(times)
+    body = script.bodies[0]
+    assert body["model"] == "scripted"
+    assert (body["prompt"], body["max_tokens"], body["top_p"]) == ([1, 2, 3], 6, 0.5)
+    assert (body["stream"], body["ignore_eos"], body["temperature"]) == (True, True, 0.0)
+
+
+def test_events_are_counted_where_there_is_no_usage():
+    with Script() as script:
+        script.has_usage = False
+        (record,) = run(script, plain(1), ignores_eos=False)
+    assert (record.input_length, record.output_tokens) == (3, 5)
+    assert "ignore_eos" not in script.bodies[0]
+
+
+def test_a_chat_carries_its_history():
+    with Script() as script:
+        load = make_multi_turn(2, 3, question_length=4, output_length=6, seed=1)
+        records = run(script, load, endpoint="chat", model="named")
+    assert [record.conversation for record in records] == [0, 0, 0, 1, 1, 1]
+    lengths = sorted(len(body["messages"]) for body in script.bodies)
+    assert lengths == [1, 1, 3, 3, 5, 5]
+    last = max(script.bodies, key=lambda body: len(body["messages"]))["messages"]
+    assert last[1] == {"role": "assistant", "content": "t0 t1 t2 t3 t4 "}
+    assert script.bodies[0]["model"] == "named"
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (Script(status=503), "503"),
+        (Script(ending=""), "ended without"),
+        (Script(ending="{"), "not JSON"),
+        (Script(ending='{"error": {"message": "broke"}}'), "broke"),
+    ],
+)
+def test_what_a_request_does_wrong_is_in_its_record(script, error):
+    with script:
+        load = make_multi_turn(1, 3, question_length=4, output_length=6, seed=1)
+        records = run(script, load, endpoint="chat")
+    # The turns after it are not sent.
+    assert len(records) == 1
+    assert error in records[0].error
+
+
+def test_nobody_there_is_an_error():
+    script = SimpleNamespace(url="http://127.0.0.1:9/v1")
+    with pytest.raises(PeerLostError, match="nobody answers"):
+        run(script, plain(1))
+
+
+@pytest.mark.slow
+def test_figures_beside_a_script_of_fixed_times():
+    """Shown once on a quiet machine: TTFT and TPOT within 1 % of the script's."""
+    from tandem.bench.clients.figures import summarise
+
+    with Script(tokens=40, first_s=0.5, gap_s=0.05) as script:
+        records = run(script, plain(8))
+    report = summarise(records, backend="openai-completions", dataset_name="random")
+    tpot = 1000 * 0.05 * 39 / 79
+    print(f"TTFT {report.ttft_ms.mean / 500:.4f}, TPOT {report.tpot_ms.mean / tpot:.4f}")
+    print(f"ITL {report.itl_ms.mean / 50:.4f}, E2E {report.e2e_latency_ms.mean / 2450:.4f}")
+    assert report.completed == 8
