@@ -46,6 +46,7 @@ WORDS = [
     "store set-floor x", "store set-floor --force", "store host --log-level x",
     "store host --segment 1", "store host x", "store master x", "store stat x", "doctor x",
     "version x", "config show x", "verify demo demo", "explain a b", "bench --json x",
+    "bench serve demo", "bench serve --nothing", "bench run nothing",
     "bench engine --cases", "plan --hardware measured", "plan demo --cost",
     "plan demo --users many",
     "convert demo", "convert demo --to int8", "convert demo --format int8 --to bf16 --out o",
@@ -89,6 +90,7 @@ INPUTS = [
     "plan demo --hardware measured --users 0", "plan demo --hardware measured --quality int3",
     "plan demo --hardware measured --rate -1", "plan demo --hardware measured --context -5",
     "plan demo --hardware measured --gpu-experts -3",
+    "bench serve --base-url http://127.0.0.1:1", "bench run",
     "plan nothing --hardware measured", "plan demo --hardware nothing",
     "generate -f . --url http://127.0.0.1:1", "export demo --adapter . --out o",
     "store set-floor", "store set-floor --yes", "store host --store.master nonsense",
@@ -125,7 +127,7 @@ def list_faults(run, status, cases):
         lines = err.strip().splitlines()
         if found != status:
             yield f"{words}: status {found}: {out[-200:]} {err[-300:]}"
-        elif words in ("config", "store"):
+        elif words in ("bench", "config", "store"):
             if "Usage:" not in out:
                 yield f"{words}: no help"
         elif len(lines) != 1 or not lines[0].startswith("tandem: "):
