@@ -709,7 +709,7 @@ class Engine:
             finish_reason=reason,
             logprobs=_list_logprobs(taken),
             **self._describe_prompt(live),
-            **_describe_hold(live),
+            **(_describe_hold(live) if reason is FinishReason.PREFILLED else {}),
         )
         if reason is not None:
             self._forget(live)
@@ -787,15 +787,14 @@ class Engine:
 
 def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
     """Return the log-probabilities of sampled tokens, which all have one or none."""
-    found = [token.logprob for token in tokens if token.logprob is not None]
-    return found or None
+    if not tokens or tokens[0].logprob is None:
+        return None
+    return [token.logprob for token in tokens if token.logprob is not None]
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:
     """All that a decode instance must know to go on after a prefill."""
     request = live.request
-    if request.finish_reason is not FinishReason.PREFILLED:
-        return {}
     assert request.prefill_lease_s is not None, f"{request.request_id} has no lease"
     return {
         "kv_handle": KvHandle(
