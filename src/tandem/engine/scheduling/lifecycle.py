@@ -220,9 +220,7 @@ class Lifecycle:
         if reason is not None:
             return reason
         # A prompt that is only scored reaches its length without a token.
-        if num_known >= limit and (
-            sequence.wants_sample or request.num_remaining_tokens == 0
-        ):
+        if num_known >= limit and (sequence.wants_sample or request.num_remaining_tokens == 0):
             is_prefill = request.prefill_lease_s is not None
             return FinishReason.PREFILLED if is_prefill else FinishReason.LENGTH
         if request.deadline_s is not None and request.deadline_s <= now_s:
