@@ -709,7 +709,7 @@ class Engine:
             finish_reason=reason,
             logprobs=_list_logprobs(taken),
             **self._describe_prompt(live),
-            **(_describe_hold(live) if reason is FinishReason.PREFILLED else {}),
+            **_describe_hold(live),
         )
         if reason is not None:
             self._forget(live)
@@ -795,6 +795,8 @@ def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
 def _describe_hold(live: _Live) -> _HoldFacts:
     """All that a decode instance must know to go on after a prefill."""
     request = live.request
+    if request.finish_reason is not FinishReason.PREFILLED:
+        return {}
     assert request.prefill_lease_s is not None, f"{request.request_id} has no lease"
     return {
         "kv_handle": KvHandle(
