@@ -206,7 +206,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of a token under the model before penalties and truncation."""
 
     token_id: int
