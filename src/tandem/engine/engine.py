@@ -787,8 +787,9 @@ class Engine:
 
 def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
     """Return the log-probabilities of sampled tokens, which all have one or none."""
-    found = [token.logprob for token in tokens if token.logprob is not None]
-    return found or None
+    if not tokens or tokens[0].logprob is None:
+        return None
+    return [token.logprob for token in tokens if token.logprob is not None]
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:
