@@ -6,6 +6,7 @@ from tandem.bench.harness import run_cases
 from tandem.bench.serving import planned
 
 
+@pytest.mark.slow
 def test_each_phase_is_measured_beside_its_prediction():
     cases = planned.make_cases(quick=True)
     patterns = ["format=int8g128 phase=decode*batch=1", "format=int8g128 phase=prefill*"]

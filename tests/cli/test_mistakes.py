@@ -6,6 +6,9 @@ Status 2: the words of the command line are wrong; 1: they are well-formed, and 
 import re
 
 import pytest
+import typer
+
+from tandem.cli import main
 
 URL = "--url=http://127.0.0.1:1"
 
@@ -40,6 +43,12 @@ WORDS = [
     "eval demo --data d --max-tokens 0", "serve demo --log-level loud",
     "store put k f --replicas 0", "store put k f --soft-pin-s -1", "store ls --limit 0",
     "store drain h --wait-s -1", "store master --log-level x",
+    "store set-floor x", "store set-floor --force", "store host --log-level x",
+    "store host --segment 1", "store host x", "store master x", "store stat x", "doctor x",
+    "version x", "config show x", "verify demo demo", "explain a b", "bench --json x",
+    "bench serve demo", "bench serve --nothing", "bench run nothing",
+    "bench engine --cases", "plan --hardware measured", "plan demo --cost",
+    "plan demo --users many",
     "convert demo", "convert demo --to int8", "convert demo --format int8 --to bf16 --out o",
     "convert demo --out o", "plan demo --device tpu",
 ]  # fmt: skip
@@ -78,6 +87,15 @@ INPUTS = [
     "export nothing --adapter a --out o", "export demo --adapter nothing --out o",
     "bench nothing", "bench engine --with-peers", "bench engine --cases nothing",
     "bench engine --json no/such/folder", "doctor --peer nothing", "doctor --peer h:x",
+    "plan demo --hardware measured --users 0", "plan demo --hardware measured --quality int3",
+    "plan demo --hardware measured --rate -1", "plan demo --hardware measured --context -5",
+    "plan demo --hardware measured --gpu-experts -3",
+    "bench serve --base-url http://127.0.0.1:1", "bench run",
+    "plan nothing --hardware measured", "plan demo --hardware nothing",
+    "generate -f . --url http://127.0.0.1:1", "export demo --adapter . --out o",
+    "store set-floor", "store set-floor --yes", "store host --store.master nonsense",
+    "store host --store.segment-dir /proc/nothing", "store host --store.segment-bytes 1",
+    "store host --store.segment-bytes lots", "store master --store.master nonsense",
     "store get k", "store put k nothing", "store rm k", "store ls", "store stat", "store drain h",
     "store retire h",
 ]  # fmt: skip
@@ -86,7 +104,7 @@ INPUTS = [
 REMEDIES = {
     1: r"--[a-z]|`tandem |\b(give|write|choose|name|set) |there is |"
     r"(run there|one running)\?$|such/folder",
-    2: r": see `tandem [a-z ]*--help`$",
+    2: r": see `tandem [a-z -]*--help`$",
 }
 """By status: a flag, a command, a verb that says what to do, or the question that answers itself;
 or the folder that was named. A colon is none."""
@@ -109,13 +127,32 @@ def list_faults(run, status, cases):
         lines = err.strip().splitlines()
         if found != status:
             yield f"{words}: status {found}: {out[-200:]} {err[-300:]}"
-        elif words in ("config", "store"):
+        elif words in ("bench", "config", "store"):
             if "Usage:" not in out:
                 yield f"{words}: no help"
         elif len(lines) != 1 or not lines[0].startswith("tandem: "):
             yield f"{words}: {err!r}"
         elif not re.search(REMEDIES[status], lines[0]):
             yield f"{words}: no remedy: {err!r}"
+
+
+def list_commands(group, path=()):
+    """Return the words of every command below a group."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from list_commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name))
+
+
+def test_every_command_has_its_mistakes():
+    commands = list(list_commands(typer.main.get_command(main.app)))
+    assert "store set-floor" in commands
+    mistaken = [" ".join(words.split()) + " " for words in (*WORDS, *INPUTS)]
+    without = [
+        name for name in commands if not any(words.startswith(f"{name} ") for words in mistaken)
+    ]
+    assert not without
 
 
 def test_a_wrong_command_line_is_one_line_and_status_2(run, elsewhere):

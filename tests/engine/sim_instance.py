@@ -170,6 +170,7 @@ class SimInstance:
         running = None
         while True:
             while running is None and not engine.wait_for_work(0.0):
+                self.api.deliver(())
                 self.bell.clear()
                 await self._wait_for_bell()
             step = engine.plan_step()

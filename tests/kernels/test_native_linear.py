@@ -27,7 +27,7 @@ from tandem.kernels.weights.formats import WEIGHT_FORMATS, WeightFormat
 ISAS = [*kernel_isas(), "amx_emulated"]
 """The last has AMX's arithmetic in plain code; it is never chosen unless it is named."""
 SLOW_ISAS = ("plain", "amx_emulated")
-FORMATS = list(WEIGHT_FORMATS)
+FORMATS = [name for name, held in WEIGHT_FORMATS.items() if not held.is_stored_only]
 SOME_FORMATS = [
     "f32",
     "bf16",
@@ -39,6 +39,7 @@ SOME_FORMATS = [
     "int8g16min",
     "int4g32",
     "int4g64sym",
+    "int5g32",
 ]
 EXACT_FORMATS = ["f32", *(name for name in FORMATS if WEIGHT_FORMATS[name].is_integer)]
 """One result on all instruction sets."""

@@ -24,7 +24,14 @@ def shape_of(name):
     return read_shape(find_model(name).config, name)
 
 
-@pytest.mark.parametrize("name", list_models())
+QUICK = ("deepseek-v2-lite", "qwen3-30b-a3b", "qwen3.6-35b-a3b")
+"""One of each kind of attention; the others are large even without weights."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in list_models()],
+)
 def test_weights_are_those_of_transformers_modules(name):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -12,6 +12,15 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
+TOOL_TEMPLATE = (
+    "{%- if tools -%}<tools>{{ tools | tojson }}</tools>{%- endif -%}"
+    "{%- for m in messages -%}[{{ m.role }}]{{ m.content }}"
+    "{%- if m.reasoning_content -%}<think>{{ m.reasoning_content }}</think>{%- endif -%}"
+    "{%- for call in m.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{%- endfor -%}{%- if m.role == 'tool' -%}({{ m.name }} {{ m.tool_call_id }}){%- endif -%}"
+    "{%- endfor -%}[assistant]{%- if enable_thinking -%}<think>\n{%- endif -%}"
+)
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern 😀"}}\n</tool_call>'
 TEXTS = (
     "the cat sat on the mat",
     "def main(): return 0",

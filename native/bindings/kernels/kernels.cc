@@ -1,4 +1,5 @@
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -6,6 +7,7 @@
 #include <array>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -33,15 +35,20 @@ Activation make_activation(const std::string& name, float alpha, float limit, fl
          "activation " + name + ": choose one of silu, gelu, gelu_tanh", "activation"});
 }
 
-ExpertBank::Config make_config(int bits, int group_size, bool has_minimum, bool is_float,
-                               int64_t num_experts, int64_t hidden_size,
-                               int64_t intermediate_size) {
+// The fields of a format in their order.
+using FormatFields = std::tuple<int, int, bool, bool, int, bool>;
+
+ExpertBank::Config make_config(const WeightFormat& format,
+                               const std::optional<FormatFields>& down_format, int64_t num_experts,
+                               int64_t hidden_size, int64_t intermediate_size) {
   for (const int64_t size : {num_experts, hidden_size, intermediate_size})
     if (size < 1)
       raise({Code::kConfig, "kernels.create_experts",
              "size " + std::to_string(size) + ": give at least 1", ""});
   ExpertBank::Config config;
-  config.format = {bits, group_size, has_minimum, is_float};
+  config.format = format;
+  if (down_format)
+    config.down_format = std::make_from_tuple<WeightFormat>(*down_format);
   config.num_experts = static_cast<size_t>(num_experts);
   config.hidden_size = static_cast<size_t>(hidden_size);
   config.intermediate_size = static_cast<size_t>(intermediate_size);
@@ -50,11 +57,13 @@ ExpertBank::Config make_config(int bits, int group_size, bool has_minimum, bool 
 
 ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_experts,
                       int64_t hidden_size, int64_t intermediate_size, const std::string& isa,
-                      nb::object storage, bool is_float, const std::string& activation, float alpha,
-                      float limit, float up_offset, bool has_bias, int64_t num_parts,
-                      std::vector<int> part_nodes) {
-  ExpertBank::Config config = make_config(bits, group_size, has_minimum, is_float, num_experts,
-                                          hidden_size, intermediate_size);
+                      nb::object storage, bool is_float, int scale_bits, bool has_table,
+                      const std::string& activation, float alpha, float limit, float up_offset,
+                      bool has_bias, int64_t num_parts, std::vector<int> part_nodes,
+                      const std::optional<FormatFields>& down_format) {
+  ExpertBank::Config config =
+      make_config({bits, group_size, has_minimum, is_float, scale_bits, has_table}, down_format,
+                  num_experts, hidden_size, intermediate_size);
   config.isa = isa;
   config.activation = make_activation(activation, alpha, limit, up_offset);
   config.has_bias = has_bias;
@@ -85,13 +94,15 @@ using Codes = std::tuple<nb::object, nb::object, nb::object>;
 
 void pack_codes(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const Codes& gate,
                 const Codes& up, const Codes& down) {
-  const auto view = [&](const Codes& codes, const char* name, size_t rows, size_t columns) {
-    return view_codes(bank.format(), std::get<0>(codes), std::get<1>(codes), std::get<2>(codes),
+  const auto view = [&](const WeightFormat& format, const Codes& codes, const char* name,
+                        size_t rows, size_t columns) {
+    return view_codes(format, std::get<0>(codes), std::get<1>(codes), std::get<2>(codes),
                       "kernels.pack_codes", name, rows, columns);
   };
-  const MatrixView gate_view = view(gate, "gate", bank.intermediate_size(), bank.hidden_size());
-  const MatrixView up_view = view(up, "up", bank.intermediate_size(), bank.hidden_size());
-  const MatrixView down_view = view(down, "down", bank.hidden_size(), bank.intermediate_size());
+  const size_t inner = bank.intermediate_size(), hidden = bank.hidden_size();
+  const MatrixView gate_view = view(bank.format(), gate, "gate", inner, hidden);
+  const MatrixView up_view = view(bank.format(), up, "up", inner, hidden);
+  const MatrixView down_view = view(bank.down_format(), down, "down", hidden, inner);
   const auto id = static_cast<size_t>(expert_id);
   run_released([&] { return bank.pack(pool, id, gate_view, up_view, down_view); });
 }
@@ -100,10 +111,11 @@ void pack_blocks(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const Bl
                  const BlockParts& up, const BlockParts& down) {
   constexpr const char* kWhere = "kernels.pack_blocks";
   std::vector<BlockRow> rows[3];
-  const auto view = [&](std::vector<BlockRow>& own, const BlockParts& parts, const char* name,
-                        size_t num_rows, size_t columns) {
+  const auto view = [&](const WeightFormat& format, std::vector<BlockRow>& own,
+                        const BlockParts& parts, const char* name, size_t num_rows,
+                        size_t columns) {
     own = list_block_rows(parts, kWhere, name, num_rows, columns);
-    check_block_rows(bank.format(), own, kWhere, name);
+    check_block_rows(format, own, kWhere, name);
     MatrixView matrix;
     matrix.rows = num_rows;
     matrix.columns = columns;
@@ -111,9 +123,9 @@ void pack_blocks(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const Bl
     return matrix;
   };
   const size_t inner = bank.intermediate_size(), hidden = bank.hidden_size();
-  const MatrixView gate_view = view(rows[0], gate, "gate", inner, hidden);
-  const MatrixView up_view = view(rows[1], up, "up", inner, hidden);
-  const MatrixView down_view = view(rows[2], down, "down", hidden, inner);
+  const MatrixView gate_view = view(bank.format(), rows[0], gate, "gate", inner, hidden);
+  const MatrixView up_view = view(bank.format(), rows[1], up, "up", inner, hidden);
+  const MatrixView down_view = view(bank.down_format(), rows[2], down, "down", hidden, inner);
   const auto id = static_cast<size_t>(expert_id);
   run_released([&] { return bank.pack(pool, id, gate_view, up_view, down_view); });
 }
@@ -287,26 +299,30 @@ void bind_kernels(nb::module_& module) {
   module.def(
       "count_expert_bytes",
       [](int bits, int group_size, bool has_minimum, int64_t num_experts, int64_t hidden_size,
-         int64_t intermediate_size, bool is_float) {
-        return take(ExpertBank::count_bytes(make_config(bits, group_size, has_minimum, is_float,
-                                                        num_experts, hidden_size,
-                                                        intermediate_size)));
+         int64_t intermediate_size, bool is_float, int scale_bits, bool has_table,
+         const std::optional<FormatFields>& down_format) {
+        return take(ExpertBank::count_bytes(
+            make_config({bits, group_size, has_minimum, is_float, scale_bits, has_table},
+                        down_format, num_experts, hidden_size, intermediate_size)));
       },
       nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a, "num_experts"_a, "hidden_size"_a,
-      "intermediate_size"_a, "is_float"_a = false,
+      "intermediate_size"_a, "is_float"_a = false, "scale_bits"_a = 0, "has_table"_a = false,
+      "down_format"_a = nb::none(),
       "Bytes that an `ExpertBank` of these sizes takes.\n\nRaises: as `ExpertBank`.");
   nb::class_<ExpertBank>(module, "ExpertBank",
                          "Packed gated experts of one layer; `tandem.kernels.cpu.experts` is "
                          "their face.\n\nCalls release the GIL.")
       .def(nb::new_(&make_bank), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
            "num_experts"_a, "hidden_size"_a, "intermediate_size"_a, "isa"_a = "",
-           "storage"_a = nb::none(), "is_float"_a = false, "activation"_a = "silu",
+           "storage"_a = nb::none(), "is_float"_a = false, "scale_bits"_a = 0,
+           "has_table"_a = false, "activation"_a = "silu",
            "alpha"_a = 1.0f, "limit"_a = std::numeric_limits<float>::infinity(),
            "up_offset"_a = 0.0f, "has_bias"_a = false, "num_parts"_a = 1,
-           "part_nodes"_a = std::vector<int>(),
+           "part_nodes"_a = std::vector<int>(), "down_format"_a = nb::none(),
            "Reserve the memory, where weights are zero until packed, or take `storage`: uint8,\n"
            "`count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n"
-           "`part_nodes` are the NUMA nodes that the parts' own memory should lie on.\n\n"
+           "`part_nodes` are the NUMA nodes that the parts' own memory should lie on.\n"
+           "`down_format` has the fields of another integer format for the down projections.\n\n"
            "Raises: UnsupportedError (format, ISA, storage for several parts); ShapeError (not\n"
            "    whole groups); ConfigError (unknown ISA or activation, a size below 1, more parts\n"
            "    than column blocks, nodes for another number of parts); CapacityError (memory);\n"

@@ -1,10 +1,12 @@
 #include "kernels/linear/linear.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,24 +21,26 @@ using namespace nb::literals;
 namespace tandem::bindings {
 namespace {
 
-PackedMatrix::Config make_matrix_config(int bits, int group_size, bool has_minimum, bool is_float,
-                                        int64_t in_features, int64_t out_features) {
+PackedMatrix::Config make_matrix_config(const WeightFormat& format, int64_t in_features,
+                                        int64_t out_features) {
   for (const int64_t size : {in_features, out_features})
     if (size < 1)
       raise({Code::kConfig, "kernels.create_linear",
              "size " + std::to_string(size) + ": give at least 1", ""});
   PackedMatrix::Config config;
-  config.format = {bits, group_size, has_minimum, is_float};
+  config.format = format;
   config.in_features = static_cast<size_t>(in_features);
   config.out_features = static_cast<size_t>(out_features);
   return config;
 }
 
-PackedMatrix* make_matrix(int bits, int group_size, bool has_minimum, bool is_float,
-                          int64_t in_features, int64_t out_features, const std::string& isa,
-                          nb::object storage, std::vector<int> share_nodes) {
+PackedMatrix* make_matrix(int bits, int group_size, bool has_minimum, bool is_float, int scale_bits,
+                          bool has_table, int64_t in_features, int64_t out_features,
+                          const std::string& isa, nb::object storage,
+                          std::vector<int> share_nodes) {
   PackedMatrix::Config config =
-      make_matrix_config(bits, group_size, has_minimum, is_float, in_features, out_features);
+      make_matrix_config({bits, group_size, has_minimum, is_float, scale_bits, has_table},
+                         in_features, out_features);
   config.isa = isa;
   config.share_nodes = std::move(share_nodes);
   if (!storage.is_none())
@@ -84,31 +88,56 @@ void decode_block_values(ThreadPool* pool, const BlockParts& blocks, const AnyOu
   });
 }
 
-void run_matrix_batch(const PackedMatrix& matrix, ThreadPool& pool, const PackedMatrix::Batch& batch) {
+// Columns of `out`, of `size` items in `num_rows` rows, of which a matrix writes those from
+// `first_column` on; without it, all.
+size_t count_out_columns(const PackedMatrix& matrix, const std::optional<int64_t>& first_column,
+                         size_t size, size_t num_rows) {
+  if (!first_column) return matrix.out_features();
+  const size_t columns = num_rows == 0 ? 0 : size / num_rows;
+  const bool has_room = *first_column >= 0 && columns >= matrix.out_features() &&
+                        static_cast<size_t>(*first_column) <= columns - matrix.out_features();
+  if (has_room || num_rows == 0) return columns;
+  raise({Code::kShape, "kernels.run_linear",
+         "columns from " + std::to_string(*first_column) + " of " + std::to_string(columns) +
+             ": the matrix has " + std::to_string(matrix.out_features()) + " outputs",
+         "first_column"});
+}
+
+void run_matrix_batch(const PackedMatrix& matrix, ThreadPool& pool, PackedMatrix::Batch batch,
+                      const std::optional<int64_t>& first_column, size_t out_columns) {
+  if (first_column) {
+    batch.out_stride = out_columns;
+    batch.out = static_cast<uint8_t*>(batch.out) +
+                static_cast<size_t>(*first_column) * (batch.is_out_bf16 ? 2 : 4);
+  }
   run_released([&] { return matrix.forward(pool, batch); });
 }
 
 void run_matrix_views(const PackedMatrix& matrix, ThreadPool& pool, const TensorView& x,
-               const TensorView& out, bool is_added) {
+                      const TensorView& out, bool is_added,
+                      const std::optional<int64_t>& first_column) {
   constexpr const char* kWhere = "kernels.run_linear";
   constexpr const char* kTypes = "float32 or bfloat16";
   const size_t num_rows = x.num_dims() > 0 ? x.shape(0) : 0;
   check_dense(kWhere, "x", x, num_rows, matrix.in_features(), x.is_float(), kTypes);
-  check_dense(kWhere, "out", out, num_rows, matrix.out_features(), out.is_float(), kTypes);
+  const size_t columns = count_out_columns(matrix, first_column, out.array().size(), num_rows);
+  check_dense(kWhere, "out", out, num_rows, columns, out.is_float(), kTypes);
   run_matrix_batch(matrix, pool,
-            {x.data(), x.is_bfloat16(), num_rows, out.data(), out.is_bfloat16(), is_added});
+                   {x.data(), x.is_bfloat16(), num_rows, out.data(), out.is_bfloat16(), is_added},
+                   first_column, columns);
 }
 
 void run_matrix(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& x,
-                const AnyOutput& out, bool is_added) {
+                const AnyOutput& out, bool is_added, const std::optional<int64_t>& first_column) {
   constexpr const char* kWhere = "kernels.run_linear";
   const size_t num_rows = x.ndim() == 2 ? x.shape(0) : 0;
   const MatrixView rows = view_matrix(x, kWhere, "x", num_rows, matrix.in_features());
   const bool has_dtype = is_float(out.dtype()) || is_bf16(out.dtype());
-  check_matrix(out, kWhere, "out", has_dtype, "float32 or bfloat16", num_rows,
-               matrix.out_features());
+  const size_t columns = count_out_columns(matrix, first_column, out.size(), num_rows);
+  check_matrix(out, kWhere, "out", has_dtype, "float32 or bfloat16", num_rows, columns);
   run_matrix_batch(matrix, pool,
-            {rows.data, rows.is_bf16, num_rows, out.data(), is_bf16(out.dtype()), is_added});
+                   {rows.data, rows.is_bf16, num_rows, out.data(), is_bf16(out.dtype()), is_added},
+                   first_column, columns);
 }
 
 void run_matrix_back(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& d_out,
@@ -164,12 +193,14 @@ void run_heads_views(const PackedMatrix& matrix, ThreadPool& pool, const TensorV
 void bind_linear(nb::module_& module) {
   module.def(
       "count_linear_bytes",
-      [](int bits, int group_size, bool has_minimum, bool is_float, int64_t in_features,
-         int64_t out_features) {
-        return take(PackedMatrix::count_bytes(make_matrix_config(
-            bits, group_size, has_minimum, is_float, in_features, out_features)));
+      [](int bits, int group_size, bool has_minimum, bool is_float, int scale_bits, bool has_table,
+         int64_t in_features, int64_t out_features) {
+        return take(PackedMatrix::count_bytes(
+            make_matrix_config({bits, group_size, has_minimum, is_float, scale_bits, has_table},
+                               in_features, out_features)));
       },
-      nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a, "is_float"_a, "in_features"_a,
+      nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a, "is_float"_a, "scale_bits"_a = 0,
+      "has_table"_a = false, "in_features"_a,
       "out_features"_a, "Bytes that a `PackedMatrix` of these sizes takes.\n\nRaises: as "
                         "`PackedMatrix`.");
   module.def("decode_blocks", &decode_block_values, "pool"_a.none(), "blocks"_a, "out"_a,
@@ -183,7 +214,7 @@ void bind_linear(nb::module_& module) {
                            "One matrix with packed weights; `tandem.kernels.cpu.linear` is its "
                            "face.\n\nCalls release the GIL.")
       .def(nb::new_(&make_matrix), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
-           "is_float"_a, "in_features"_a, "out_features"_a, "isa"_a = "", "storage"_a = nb::none(),
+           "is_float"_a, "scale_bits"_a = 0, "has_table"_a = false, "in_features"_a, "out_features"_a, "isa"_a = "", "storage"_a = nb::none(),
            "share_nodes"_a = std::vector<int>(),
            "Reserve the memory, where weights are zero until packed, or take `storage`: uint8,\n"
            "`count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n"
@@ -226,11 +257,14 @@ void bind_linear(nb::module_& module) {
           "bias"_a, nb::sig("def set_bias(self, bias: object) -> None"),
           "Copy the bias, a float32 vector.\n\nRaises: ShapeError.")
       .def("forward", &run_matrix_views, "pool"_a, "x"_a, "out"_a, "is_added"_a = false,
+           "first_column"_a = nb::none(),
            "As below, with tensors that were viewed before; leading dimensions count as one row.")
       .def("forward", &run_matrix, "pool"_a, "x"_a, "out"_a, "is_added"_a = false,
+           "first_column"_a = nb::none(),
            nb::sig("def forward(self, pool: ThreadPool, x: object, out: object, "
-                   "is_added: bool = False) -> None"),
-           "Write x W^T + bias to `out`, or add it to what `out` holds.\n\n"
+                   "is_added: bool = False, first_column: int | None = None) -> None"),
+           "Write x W^T + bias to `out`, or add it to what `out` holds.\n"
+           "With `first_column` to the columns of a wider `out` from there on.\n\n"
            "Raises: ShapeError (`out` is then untouched).")
       .def("backward", &run_matrix_back, "pool"_a, "d_out"_a, "d_x"_a, "is_added"_a = false,
            nb::sig("def backward(self, pool: ThreadPool, d_out: object, d_x: object, "
@@ -244,6 +278,16 @@ void bind_linear(nb::module_& module) {
            "    x: [rows, heads, in_features]; any strides of rows and heads.\n"
            "    out: [rows, heads, columns], written; a share is `columns` in whole panels of 64.\n"
            "The matrix has no bias. Raises: ShapeError (`out` is then untouched).")
+      .def(
+          "unpack",
+          [](const PackedMatrix& matrix, ThreadPool& pool, const AnyOutput& out) {
+            check_matrix(out, "kernels.unpack", "out", is_float(out.dtype()), "float32",
+                         matrix.out_features(), matrix.in_features());
+            run_released([&] { return matrix.unpack(pool, static_cast<float*>(out.data())); });
+          },
+          "pool"_a, "out"_a, nb::sig("def unpack(self, pool: ThreadPool, out: object) -> None"),
+          "Write the weights as numbers to `out`, float32 [out_features, in_features].\n\n"
+          "Raises: ShapeError.")
       .def(
           "read_weights",
           [](const PackedMatrix& matrix, ThreadPool& pool) {

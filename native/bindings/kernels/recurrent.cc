@@ -9,6 +9,7 @@
 
 #include "bindings/kernels/tensor_view.h"
 #include "bindings/status.h"
+#include "kernels/recurrent/delta_scan.h"
 #include "kernels/recurrent/gated_delta.h"
 #include "kernels/vectors/isa.h"
 
@@ -19,6 +20,10 @@ namespace tandem::bindings {
 namespace {
 
 constexpr const char* kDeltaWhere = "kernels.gated_delta";
+
+const RecurrentKernels& recurrent_kernels(const std::string& isa) {
+  return choose_recurrent_kernels(isa.empty() ? available_isas().back() : take(choose_isa(isa)));
+}
 
 // A layer's gated delta rule: its shape, and its weights, which it keeps.
 class GatedDelta {
@@ -109,8 +114,7 @@ class GatedDelta {
     task.query_start = query_start.data();
     task.slots = slots.data();
     task.num_sequences = slots.size();
-    const RecurrentKernels& kernels =
-        choose_recurrent_kernels(isa.empty() ? available_isas().back() : take(choose_isa(isa)));
+    const RecurrentKernels& kernels = recurrent_kernels(isa);
     run_released([&] { return run_gated_delta(kernels, pool, task); });
   }
 
@@ -158,6 +162,82 @@ class GatedDelta {
   std::vector<TensorView> kept_;
 };
 
+constexpr const char* kScanWhere = "kernels.scan_delta";
+
+const float* check_scanned(const char* name, const TensorView& view, std::vector<size_t> shape) {
+  bool is_right = view.num_dims() == shape.size() && view.is_float32() && view.is_dense_from(0);
+  for (size_t i = 0; is_right && i < shape.size(); ++i) is_right = view.shape(i) == shape[i];
+  if (is_right) return static_cast<const float*>(view.data());
+  std::string text;
+  for (const size_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  refuse_view(kScanWhere, name, view, "give a contiguous float32 [" + text + "]");
+}
+
+float* check_written(const char* name, const TensorView& view, std::vector<size_t> shape) {
+  return const_cast<float*>(check_scanned(name, view, std::move(shape)));
+}
+
+DeltaScanTask start_scan(const TensorView& queries, const TensorView& keys,
+                         const TensorView& values, const TensorView& decay, const TensorView& beta,
+                         const TensorView& state) {
+  if (keys.num_dims() != 3) refuse_view(kScanWhere, "keys", keys, "give [tokens, heads, key_dim]");
+  if (values.num_dims() != 3)
+    refuse_view(kScanWhere, "values", values, "give [tokens, heads, value_dim]");
+  DeltaScanTask task;
+  task.num_tokens = keys.shape(0);
+  task.shape.num_k_heads = keys.shape(1);
+  task.shape.key_dim = keys.shape(2);
+  task.shape.num_v_heads = values.shape(1);
+  task.shape.value_dim = values.shape(2);
+  const GatedDeltaShape& shape = task.shape;
+  if (shape.num_k_heads < 1 || shape.num_v_heads < 1 ||
+      shape.num_v_heads % shape.num_k_heads != 0 || shape.key_dim < 1 || shape.value_dim < 1 ||
+      std::max(shape.key_dim, shape.value_dim) > kMaxStateDim)
+    refuse_view(kScanWhere, "keys", keys,
+                "give heads that divide those of values, and sizes of at most " +
+                    std::to_string(kMaxStateDim));
+  task.keys = check_scanned("keys", keys, {task.num_tokens, shape.num_k_heads, shape.key_dim});
+  task.queries =
+      check_scanned("queries", queries, {task.num_tokens, shape.num_k_heads, shape.key_dim});
+  task.values =
+      check_scanned("values", values, {task.num_tokens, shape.num_v_heads, shape.value_dim});
+  task.decay = check_scanned("decay", decay, {task.num_tokens, shape.num_v_heads});
+  task.beta = check_scanned("beta", beta, {task.num_tokens, shape.num_v_heads});
+  task.state = check_written(
+      "state", state, {shape.num_v_heads, num_panels_of(shape), shape.key_dim, kStatePanel});
+  return task;
+}
+
+void scan_delta(const TensorView& queries, const TensorView& keys, const TensorView& values,
+                const TensorView& decay, const TensorView& beta, const TensorView& state,
+                const TensorView& out, ThreadPool* pool, const std::string& isa) {
+  DeltaScanTask task = start_scan(queries, keys, values, decay, beta, state);
+  task.out = check_written("out", out,
+                           {task.num_tokens, task.shape.num_v_heads, task.shape.value_dim});
+  const RecurrentKernels& kernels = recurrent_kernels(isa);
+  run_released([&] { return run_delta_scan(kernels, pool, task); });
+}
+
+void scan_delta_backward(const TensorView& queries, const TensorView& keys,
+                         const TensorView& values, const TensorView& decay, const TensorView& beta,
+                         const TensorView& state, const TensorView& d_out,
+                         const TensorView& d_queries, const TensorView& d_keys,
+                         const TensorView& d_values, const TensorView& d_decay,
+                         const TensorView& d_beta, ThreadPool* pool, const std::string& isa) {
+  const DeltaScanTask task = start_scan(queries, keys, values, decay, beta, state);
+  const size_t tokens = task.num_tokens, heads = task.shape.num_v_heads;
+  const size_t key_dim = task.shape.key_dim, value_dim = task.shape.value_dim;
+  DeltaScanGradients gradients;
+  gradients.d_out = check_scanned("d_out", d_out, {tokens, heads, value_dim});
+  gradients.d_queries = check_written("d_queries", d_queries, {tokens, heads, key_dim});
+  gradients.d_keys = check_written("d_keys", d_keys, {tokens, heads, key_dim});
+  gradients.d_values = check_written("d_values", d_values, {tokens, heads, value_dim});
+  gradients.d_decay = check_written("d_decay", d_decay, {tokens, heads});
+  gradients.d_beta = check_written("d_beta", d_beta, {tokens, heads});
+  const RecurrentKernels& kernels = recurrent_kernels(isa);
+  run_released([&] { return run_delta_gradients(kernels, pool, task, gradients); });
+}
+
 }  // namespace
 
 void bind_recurrent(nb::module_& module) {
@@ -198,6 +278,30 @@ void bind_recurrent(nb::module_& module) {
            "    query_start: the first row of each sequence, and the number of rows.\n"
            "    slots: of the sequences, no two alike.\n"
            "Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.");
+  module.def("scan_delta", &scan_delta, "queries"_a, "keys"_a, "values"_a, "decay"_a, "beta"_a,
+             "state"_a, "out"_a, "pool"_a.none() = nb::none(), "isa"_a = "",
+             "The recurrence of the gated delta rule alone, over a sequence's tokens; for training.\n\n"
+             "All contiguous float32.\n\n"
+             "Args:\n"
+             "    queries, keys: [tokens, key heads, key_dim], normed; queries scaled.\n"
+             "    values: [tokens, value heads, value_dim].\n"
+             "    decay, beta: [tokens, value heads].\n"
+             "    state: as of `GatedDelta.state_shape`; moved on.\n"
+             "    out: of the shape of `values`, written.\n"
+             "Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.");
+  module.def("scan_delta_backward", &scan_delta_backward, "queries"_a, "keys"_a, "values"_a,
+             "decay"_a, "beta"_a, "state"_a, "d_out"_a, "d_queries"_a, "d_keys"_a, "d_values"_a,
+             "d_decay"_a, "d_beta"_a, "pool"_a.none() = nb::none(), "isa"_a = "",
+             "The gradients of `scan_delta`; no gradient of the last state comes in.\n\n"
+             "Computes the states again, and keeps one in 32 of a head's panel. The same for any\n"
+             "number of threads.\n\n"
+             "Args:\n"
+             "    queries, keys, values, decay, beta: as of `scan_delta`.\n"
+             "    state: that it began with; only read.\n"
+             "    d_out: of the shape of `values`.\n"
+             "    d_queries, d_keys: [tokens, value heads, key_dim], written: each value head's part.\n"
+             "    d_values, d_decay, d_beta: of the shapes of their own, written.\n"
+             "Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.");
 }
 
 }  // namespace tandem::bindings

@@ -35,10 +35,17 @@ Status check_activation(const Activation& activation) {
 }  // namespace
 
 Result<ExpertBank> ExpertBank::plan(const Config& config) {
+  const WeightFormat down_format = config.down_format.value_or(config.format);
   Status status = check_format(config.format);
+  if (status.is_ok()) status = check_format(down_format);
+  if (status.is_ok() && !(down_format == config.format) &&
+      !(has_codes(config.format) && has_codes(down_format)))
+    status = Error{Code::kUnsupported, "kernels.create_experts",
+                   "another format of the down projections: both must be integer formats",
+                   "down_format"};
   if (status.is_ok()) status = check_size(config.format, config.hidden_size, "hidden_size");
   if (status.is_ok())
-    status = check_size(config.format, config.intermediate_size, "intermediate_size");
+    status = check_size(down_format, config.intermediate_size, "intermediate_size");
   if (status.is_ok()) status = check_activation(config.activation);
   if (!status.is_ok()) return status.error();
   if (config.num_experts == 0)
@@ -48,6 +55,7 @@ Result<ExpertBank> ExpertBank::plan(const Config& config) {
   if (!isa.is_ok()) return isa.error();
   ExpertBank bank;
   bank.format_ = config.format;
+  bank.down_format_ = down_format;
   bank.activation_ = config.activation;
   bank.isa_ = isa.value();
   bank.kernels_ = &packed_kernels(bank.isa_);
@@ -57,7 +65,8 @@ Result<ExpertBank> ExpertBank::plan(const Config& config) {
   bank.hidden_panel_bytes_ = panel_bytes(config.format, config.hidden_size);
   bank.num_down_panels_ = count_panels(config.hidden_size);
   bank.whole_ = bank.plan_part(0, config.intermediate_size);
-  const size_t num_blocks = bank.whole_.num_gate_panels / bank.block_panels();
+  const size_t part_size = bank.part_panels() * kPanelColumns;
+  const size_t num_blocks = bank.whole_.num_gate_panels / bank.part_panels();
   if (config.num_parts == 0 || config.num_parts > num_blocks)
     return Error{Code::kConfig, "kernels.create_experts",
                  std::to_string(config.num_parts) + " parts of " + std::to_string(num_blocks) +
@@ -69,8 +78,8 @@ Result<ExpertBank> ExpertBank::plan(const Config& config) {
                      std::to_string(config.num_parts) + " parts: give one for each",
                  "part_nodes"};
   for (size_t p = 0; p < config.num_parts; ++p) {
-    const size_t first = num_blocks * p / config.num_parts * bank.block_size();
-    const size_t last = num_blocks * (p + 1) / config.num_parts * bank.block_size();
+    const size_t first = num_blocks * p / config.num_parts * part_size;
+    const size_t last = num_blocks * (p + 1) / config.num_parts * part_size;
     bank.parts_.push_back(
         bank.plan_part(first, std::min(last, config.intermediate_size) - first));
   }
@@ -82,7 +91,7 @@ ExpertBank::Part ExpertBank::plan_part(size_t first, size_t size) const {
   part.first = first;
   part.size = size;
   part.num_gate_panels = round_up(size, block_size()) / kPanelColumns;
-  part.down_panel_bytes = panel_bytes(format_, size);
+  part.down_panel_bytes = panel_bytes(down_format_, size);
   part.gate_up_bytes = 2 * part.num_gate_panels * hidden_panel_bytes_;
   part.expert_bytes = part.gate_up_bytes + num_down_panels_ * part.down_panel_bytes;
   return part;
@@ -90,7 +99,11 @@ ExpertBank::Part ExpertBank::plan_part(size_t first, size_t size) const {
 
 // A block of gate-up columns holds whole groups of down's input.
 size_t ExpertBank::block_panels() const {
-  return std::max<size_t>(1, unit_size(format_) / kPanelColumns);
+  return std::max<size_t>(1, unit_size(down_format_) / kPanelColumns);
+}
+
+size_t ExpertBank::part_panels() const {
+  return std::max(block_panels(), span_size(down_format_) / kPanelColumns);
 }
 
 size_t ExpertBank::expert_bytes() const {
@@ -215,7 +228,7 @@ Status ExpertBank::pack_part(const Part& part, size_t expert_id, size_t panel,
         {panel % 2 == 0 ? &gate : &up, part.first + panel / 2 * kPanelColumns, 0, hidden_size_},
         expert + panel * hidden_panel_bytes_);
   panel -= num_gate_up;
-  return pack_panel(*kernels_, format_,
+  return pack_panel(*kernels_, down_format_,
                     {&down, panel * kPanelColumns, part.first, part.first + part.size},
                     expert + part.gate_up_bytes + panel * part.down_panel_bytes);
 }
@@ -244,9 +257,9 @@ void ExpertBank::copy_part(const Part& part, size_t expert_id, const uint8_t* pa
               part.gate_up_bytes);
   from += whole_.gate_up_bytes;
   to += part.gate_up_bytes;
-  const size_t body_bytes = group_bytes(format_, padded_size(format_, part.size));
+  const size_t body_bytes = group_bytes(down_format_, padded_size(down_format_, part.size));
   const size_t head_bytes = part.down_panel_bytes - body_bytes;
-  const size_t skipped_bytes = group_bytes(format_, part.first);
+  const size_t skipped_bytes = group_bytes(down_format_, part.first);
   for (size_t i = 0; i < num_down_panels_; ++i) {
     std::memcpy(to, from, head_bytes);
     std::memcpy(to + head_bytes, from + head_bytes + skipped_bytes, body_bytes);
@@ -321,7 +334,7 @@ Status ExpertBank::forward(ThreadPool& pool, const Batch& batch) const {
   const size_t sum_size = parts_.size() > 1 ? batch.num_tokens * hidden_size_ : 0;
   size_t scratch_bytes = operand_bytes(format_, batch.num_tokens, hidden_row) + kPackedAlignment;
   for (const Part& part : parts_)
-    scratch_bytes += operand_bytes(format_, num_pairs, part.num_gate_panels * kPanelColumns) +
+    scratch_bytes += operand_bytes(down_format_, num_pairs, part.num_gate_panels * kPanelColumns) +
                      round_up(sum_size * sizeof(float), kPackedAlignment);
   Status status = arena.reserve(scratch_bytes);
   if (!status.is_ok()) return status;
@@ -331,7 +344,7 @@ Status ExpertBank::forward(ThreadPool& pool, const Batch& batch) const {
   scratch.x = take_operand(arena, format_, batch.num_tokens, hidden_row);
   for (const Part& part : parts_) {
     scratch.h.push_back(
-        take_operand(arena, format_, num_pairs, part.num_gate_panels * kPanelColumns));
+        take_operand(arena, down_format_, num_pairs, part.num_gate_panels * kPanelColumns));
     if (sum_size > 0)
       scratch.sums.push_back(reinterpret_cast<float*>(arena.take(sum_size * sizeof(float))));
   }
@@ -395,7 +408,8 @@ Status ExpertBank::run_gate_up(ThreadPool& pool, const Routing& routing,
                routing.tokens.data() + share.first_pair, share.num_pairs,
                part.data + share.expert_id * part.expert_bytes + block * block_bytes,
                hidden_panel_bytes_, panels, gate_bias_.empty() ? nullptr : &gate_bias_[bias_at],
-               up_bias_.empty() ? nullptr : &up_bias_[bias_at], scratch.h[task.part],
+               up_bias_.empty() ? nullptr : &up_bias_[bias_at], down_format_,
+               scratch.h[task.part],
                share.first_pair, column, delta, kept, inner_columns()});
         }
         return Status();
@@ -425,7 +439,7 @@ Status ExpertBank::run_down(ThreadPool& pool, const Routing& routing, const Scra
                         bias, active.first_pair, active.num_pairs};
         }
         float* out = scratch.sums.empty() ? batch.out : const_cast<float*>(scratch.sums[task.part]);
-        kernels_->down({format_, padded_size(format_, part.size), scratch.h[task.part],
+        kernels_->down({down_format_, padded_size(down_format_, part.size), scratch.h[task.part],
                         experts.data(), experts.size(), part.down_panel_bytes, num_panels,
                         routing.tokens.data(), routing.weights.data(), out + column, hidden_size_,
                         batch.num_tokens,

@@ -18,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -38,6 +39,8 @@ class ExpertBank {
 
   struct Config {
     WeightFormat format;
+    // Of the down projections, both integer formats where it is another one; none: `format`.
+    std::optional<WeightFormat> down_format;
     size_t num_experts = 0;
     size_t hidden_size = 0;
     size_t intermediate_size = 0;
@@ -121,6 +124,7 @@ class ExpertBank {
   Status multiply_registers(ThreadPool& pool, size_t num_macs) const;
 
   const WeightFormat& format() const { return format_; }
+  const WeightFormat& down_format() const { return down_format_; }
   Isa isa() const { return isa_; }
   size_t num_experts() const { return num_experts_; }
   size_t hidden_size() const { return hidden_size_; }
@@ -187,9 +191,12 @@ class ExpertBank {
                    const MatrixView& up, const MatrixView& down) const;
   void copy_part(const Part& part, size_t expert_id, const uint8_t* packed) const;
   size_t block_panels() const;
+  // Panels of gate and up that a part has whole multiples of.
+  size_t part_panels() const;
   size_t block_size() const { return block_panels() * kPanelColumns; }
 
-  WeightFormat format_{};
+  WeightFormat format_{};       // Of gate and up.
+  WeightFormat down_format_{};
   Activation activation_;
   Isa isa_ = Isa::kPlain;
   const PackedKernels* kernels_ = nullptr;

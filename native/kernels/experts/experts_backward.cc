@@ -131,9 +131,9 @@ void ExpertBank::run_inner_task(const Routing& routing, const GradScratch& scrat
   const size_t column = panel * kPanelColumns;
   const uint8_t* down =
       part.data + share.expert_id * part.expert_bytes + part.gate_up_bytes;
-  const size_t size = padded_size(format_, part.size);
+  const size_t size = padded_size(down_format_, part.size);
   const size_t num_k = column < size ? std::min(kPanelColumns, size - column) : 0;
-  multiply_turned(*kernels_, {format_, down, part.down_panel_bytes, num_down_panels_, column, num_k,
+  multiply_turned(*kernels_, {down_format_, down, part.down_panel_bytes, num_down_panels_, column, num_k,
                               scratch.d_out, routing.tokens.data() + share.first_pair,
                               share.num_rows, dh.data(), kPanelColumns, kPanelColumns});
   const size_t columns = inner_columns();

@@ -121,6 +121,7 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
   if (!status.is_ok()) return status;
   const size_t num_pieces = (batch.num_rows + kMaxTaskRows - 1) / kMaxTaskRows;
   const size_t out_bytes = batch.is_out_bf16 ? 2 : 4;
+  const size_t out_stride = batch.out_stride == 0 ? out_features_ : batch.out_stride;
   const auto run = [&](size_t piece, size_t panel) {
     const size_t first = batch.num_rows * piece / num_pieces;
     const size_t last = batch.num_rows * (piece + 1) / num_pieces;
@@ -128,7 +129,7 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
     kernels_->linear({format_, row_size, x, first, last - first, data_ + panel * panel_bytes_,
                       bias_.empty() ? nullptr : bias_.data() + column,
                       static_cast<uint8_t*>(batch.out) + column * out_bytes, batch.is_out_bf16,
-                      batch.is_added, out_features_,
+                      batch.is_added, out_stride,
                       std::min(kPanelColumns, out_features_ - column)});
   };
   // Few rows: neighbouring panels together, which are one stream from memory.
@@ -224,6 +225,25 @@ Status PackedMatrix::forward_heads(ThreadPool& pool, const HeadsBatch& batch) co
                                run(i / (num_pieces * num_panels), i / num_panels % num_pieces,
                                    i % num_panels);
                            });
+}
+
+Status PackedMatrix::unpack(ThreadPool& pool, float* out) const {
+  constexpr size_t kInputs = 32;
+  return pool.parallel_for(count_panels(out_features_), 1, [&](size_t begin, size_t end, int) {
+    float values[kInputs * kPanelColumns];
+    for (size_t panel = begin; panel < end; ++panel) {
+      const size_t row = panel * kPanelColumns;
+      const size_t num_rows = std::min(kPanelColumns, out_features_ - row);
+      const size_t size = padded_size(format_, in_features_);
+      for (size_t k = 0; k < in_features_; k += kInputs) {
+        kernels_->widen({format_, data_ + panel * panel_bytes_, k, std::min(kInputs, size - k), values});
+        const size_t count = std::min(kInputs, in_features_ - k);
+        for (size_t r = 0; r < num_rows; ++r)
+          for (size_t i = 0; i < count; ++i)
+            out[(row + r) * in_features_ + k + i] = values[i * kPanelColumns + r];
+      }
+    }
+  });
 }
 
 Status PackedMatrix::read_weights(ThreadPool& pool) const {

@@ -48,6 +48,7 @@ class PackedMatrix {
     void* out = nullptr;  // [num_rows, out_features], fp32 or bf16.
     bool is_out_bf16 = false;
     bool is_added = false;  // To what `out` holds; otherwise it is overwritten.
+    size_t out_stride = 0;  // Items of a row of `out`; 0: out_features.
   };
 
   // What backward() reads and writes; everything borrowed for the call.
@@ -95,6 +96,10 @@ class PackedMatrix {
   Status backward(ThreadPool& pool, const GradBatch& batch) const;
   // REQUIRES: shares as HeadsBatch says; no bias. Errors: those of ThreadPool.
   Status forward_heads(ThreadPool& pool, const HeadsBatch& batch) const;
+
+  // Writes the weights as numbers, [out_features, in_features], without the bias. Errors: those of
+  // ThreadPool.
+  Status unpack(ThreadPool& pool, float* out) const;
 
   // As of ExpertBank.
   Status read_weights(ThreadPool& pool) const;

@@ -30,6 +30,11 @@ inline size_t code_group_size(const WeightFormat& format) {
   return static_cast<size_t>(format.group_size == 0 ? kRowGroupSize : format.group_size);
 }
 
+// What integer codes count from.
+inline int32_t code_centre(const WeightFormat& format) {
+  return format.has_table ? 128 : 1 << (format.bits - 1);
+}
+
 // One group as int8 codes and a step. A group that holds NaN or infinity gets the step NaN, which
 // makes its own row NaN and no other.
 float code_group(const float* x, size_t size, int8_t* codes, int32_t* sum) {
@@ -81,7 +86,7 @@ void code_row(WeightFormat format, const float* x, size_t size, Operand out, siz
     if (format.has_minimum)
       out.offsets[group_id] = step * static_cast<float>(sum);
     else
-      out.corrections[group_id] = -(1 << (format.bits - 1)) * sum;
+      out.corrections[group_id] = -code_centre(format) * sum;
   }
 }
 

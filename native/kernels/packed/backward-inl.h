@@ -21,37 +21,27 @@ inline void store_bf16(uint16_t* out, const float* values, size_t size) {
 
 inline F32 widen_fp16(const uint8_t* p) { return load_fp16(reinterpret_cast<const uint16_t*>(p)); }
 
-// w = scale * (code - offset) is exact in fp32; with a minimum it is rounded once.
+// The values of whole chunks: w = scale * (code - centre) + minimum, rounded once, as a file's own
+// decoder has it: products of scales and codes are exact in fp32, but for the 25 bits of Q6_K's.
+// REQUIRES: num_k <= kUnpackedInputs.
 void widen_ints(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
                 float* tile) {
-  const bool is_row = format.group_size == 0;
-  const size_t group = static_cast<size_t>(is_row ? kRowGroupSize : format.group_size);
-  const size_t header = is_row ? 0 : kScaleBytes * (format.has_minimum ? 2 : 1);
-  const size_t group_bytes =
-      header + kPanelColumns * group * static_cast<size_t>(format.bits) / 8;
-  const uint8_t* groups = panel + (is_row ? kScaleBytes : 0);
-  const F32 offset = set_f32(format.has_minimum ? 0.0f : static_cast<float>(1 << (format.bits - 1)));
-  const size_t step = format.bits == 8 ? 4 : 8;
-  for (size_t k = 0; k < num_k; k += step) {
-    const uint8_t* p = groups + (first_k + k) / group * group_bytes;
-    const uint8_t* scales = is_row ? panel : p;
-    const uint8_t* codes = p + header + (first_k + k) % group / step * kStepBytes;
+  Unpacked weights;
+  choose_unpacking(format)(format, panel, first_k, num_k, weights);
+  const size_t size = code_group_size(format);
+  const F32 centre =
+      set_f32(format.has_minimum ? 0.0f : static_cast<float>(code_centre(format)));
+  for (size_t k = 0; k < num_k; k += 4) {
+    const size_t group = (first_k + k) / size - first_k / size;
     for (size_t c = 0; c < kPanelColumns; c += kLanes) {
-      const F32 scale = widen_fp16(scales + c * 2);
-      const F32 minimum = format.has_minimum ? widen_fp16(scales + kScaleBytes + c * 2) : zero_f32();
-      const I32 words = load_i32(codes + c * 4);
-      const auto put = [&](size_t i, I32 code) TANDEM_INLINE {
-        store_f32(tile + (k + i) * kPanelColumns + c, fma(scale, to_f32(code) - offset, minimum));
-      };
-      for (int i = 0; i < 4; ++i) {
-        const I32 byte = (words >> (8 * i)) & set_i32(0xff);
-        if (format.bits == 8) {
-          put(static_cast<size_t>(i), byte);
-        } else {
-          put(static_cast<size_t>(i), byte & set_i32(0x0f));
-          put(static_cast<size_t>(i) + 4, byte >> 4);
-        }
-      }
+      const F32 scale = load_f32(weights.scales[group] + c);
+      const F32 minimum = load_f32(weights.minima[group] + c);
+      const I32 words = load_i32(weights.codes + k * kPanelColumns + c * 4);
+      unroll<4>([&](auto i) TANDEM_INLINE {
+        const I32 code = (words >> (8 * i.value)) & set_i32(0xff);
+        store_f32(tile + (k + i.value) * kPanelColumns + c,
+                  fma(scale, to_f32(code) - centre, minimum));
+      });
     }
   }
 }
@@ -117,6 +107,19 @@ void widen_floats(const uint8_t* panel, size_t first_k, size_t num_k, float* til
   }
 }
 
+// [num_k][64 outputs] in fp32, of formats of codes.
+void widen_values(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
+                  float* out) {
+  if (format.is_float && format.bits == 8 && format.group_size == 0)
+    widen_floats<8, FloatScales::kRow>(panel, first_k, num_k, out);
+  else if (format.is_float && format.bits == 8)
+    widen_floats<8, FloatScales::kGroup>(panel, first_k, num_k, out);
+  else if (format.is_float)
+    widen_floats<4, FloatScales::kGroup>(panel, first_k, num_k, out);
+  else
+    widen_ints(format, panel, first_k, num_k, out);
+}
+
 // [kTileInputs][64 outputs] in bf16 of a panel's inputs from first_k on; zero beyond num_k.
 void make_tile(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
                uint16_t* tile) {
@@ -124,15 +127,26 @@ void make_tile(const WeightFormat& format, const uint8_t* panel, size_t first_k,
     __builtin_memset(tile + num_k * kPanelColumns, 0, (kTileInputs - num_k) * kPanelColumns * 2);
   if (format.bits == 16) return split_bf16(panel, first_k, num_k, tile);
   alignas(64) float wide[kTileInputs * kPanelColumns];
-  if (format.is_float && format.bits == 8 && format.group_size == 0)
-    widen_floats<8, FloatScales::kRow>(panel, first_k, num_k, wide);
-  else if (format.is_float && format.bits == 8)
-    widen_floats<8, FloatScales::kGroup>(panel, first_k, num_k, wide);
-  else if (format.is_float)
-    widen_floats<4, FloatScales::kGroup>(panel, first_k, num_k, wide);
-  else
-    widen_ints(format, panel, first_k, num_k, wide);
+  widen_values(format, panel, first_k, num_k, wide);
   store_bf16(tile, wide, num_k * kPanelColumns);
+}
+
+void widen(const WidenTask& task) {
+  const uint8_t* panel = task.panel;
+  if (task.format.bits == 32) {
+    const size_t count = task.num_k * kPanelColumns;
+    __builtin_memcpy(task.out, panel + task.first_k * kStepBytes, count * sizeof(float));
+  } else if (task.format.bits == 16) {
+    for (size_t i = 0; i < task.num_k; i += kTileInputs) {
+      alignas(64) uint16_t tile[kTileInputs * kPanelColumns];
+      const size_t left = task.num_k - i, count = left < kTileInputs ? left : kTileInputs;
+      split_bf16(panel, task.first_k + i, count, tile);
+      for (size_t c = 0; c < count * kPanelColumns; ++c)
+        task.out[i * kPanelColumns + c] = float_of(uint32_t{tile[c]} << 16);
+    }
+  } else {
+    widen_values(task.format, panel, task.first_k, task.num_k, task.out);
+  }
 }
 
 #if TANDEM_BF16

@@ -42,6 +42,8 @@ TANDEM_INLINE inline void prefetch_step(const uint8_t* codes) {
     __builtin_prefetch(codes + kPrefetchBytes + i);
 }
 
+#include "kernels/packed/unpack-inl.h"
+
 template <int kRows, int kVectors>
 TANDEM_INLINE inline void add_step(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
                                    size_t k, const IntWeights (&w)[kVectors]) {
@@ -53,52 +55,32 @@ TANDEM_INLINE inline void add_step(I32 (&acc)[kRows][kVectors], const uint8_t* c
   });
 }
 
-template <int kRows, int kVectors>
-TANDEM_INLINE inline void add_int8(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
-                                   size_t k, size_t group_size, const uint8_t* codes) {
-  for (size_t step = 0; step < group_size / 4; ++step, k += 4, codes += kStepBytes) {
-    prefetch_step<kVectors>(codes);
-    IntWeights w[kVectors];
-    unroll<kVectors>([&](auto v) TANDEM_INLINE {
-      w[v.value] = int_weights(load_i32(codes + v.value * kLanes * 4));
+// Adds the products of a group's codes, the columns of kVectors vectors from `column` on.
+template <class Format, int kRows, int kVectors>
+TANDEM_INLINE inline void add_codes(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
+                                    size_t k, size_t group_size, const uint8_t* codes,
+                                    size_t column) {
+  for (size_t done = 0; done < group_size; done += Format::kChunk, codes += Format::kChunkBytes) {
+    unroll<Format::kChunkBytes / kStepBytes>([&](auto i) TANDEM_INLINE {
+      prefetch_step<kVectors>(codes + i.value * kStepBytes + column * 4);
     });
-    add_step(acc, a, k, w);
+    // Loaded again for each step rather than kept: the registers hold sums.
+    unroll<Format::kChunk / 4>([&](auto i) TANDEM_INLINE {
+      IntWeights w[kVectors];
+      unroll<kVectors>([&](auto v) TANDEM_INLINE {
+        w[v.value] = int_weights(unpack_codes<Format, i.value>(codes, column + v.value * kLanes));
+      });
+      add_step(acc, a, k + done + 4 * i.value, w);
+    });
   }
 }
-
-template <int kRows, int kVectors>
-TANDEM_INLINE inline void add_int4(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
-                                   size_t k, size_t group_size, const uint8_t* codes) {
-  for (size_t step = 0; step < group_size / 8; ++step, k += 8, codes += kStepBytes) {
-    prefetch_step<kVectors>(codes);
-    IntWeights w[kVectors];
-    unroll<kVectors>([&](auto v) TANDEM_INLINE {
-      w[v.value] = int_weights(low_nibbles(load_i32(codes + v.value * kLanes * 4)));
-    });
-    add_step(acc, a, k, w);
-    // Loaded again rather than kept: the registers hold sums.
-    unroll<kVectors>([&](auto v) TANDEM_INLINE {
-      w[v.value] = int_weights(high_nibbles(load_i32(codes + v.value * kLanes * 4)));
-    });
-    add_step(acc, a, k + 4, w);
-  }
-}
-
-// What stands beside the codes of an integer format.
-enum class Scales { kGroup, kGroupMinimum, kRow };
-
-constexpr size_t kScaleBytes = kPanelColumns * 2;
-// Bytes before the codes of each group.
-template <Scales kScales>
-constexpr size_t kHeaderBytes =
-    kScales == Scales::kRow ? 0 : (kScales == Scales::kGroupMinimum ? 2 : 1) * kScaleBytes;
 
 // The sum with a group added: products of codes times both steps, and what the minimum adds.
-template <Scales kScales>
+template <bool kHasMinimum>
 TANDEM_INLINE inline F32 add_group(F32 sum, I32 products, F32 scale, F32 minimum,
                                    const Operand& operand, size_t group_id) {
   sum = fma(to_f32(products), scale * set_f32(operand.scales[group_id]), sum);
-  if constexpr (kScales == Scales::kGroupMinimum)
+  if constexpr (kHasMinimum)
     sum = fma(minimum, set_f32(operand.offsets[group_id]), sum);
   return sum;
 }
@@ -139,12 +121,10 @@ TANDEM_INLINE inline F32 load_float_scale(const uint8_t* header, size_t column) 
 
 // out[kRows, 64 columns]; groups are summed in ascending order. All columns of a group come before
 // the next group, so that a panel is read once, in order, however many columns the registers hold.
-template <int kRows, int kVectors, int kBits, Scales kScales>
+template <int kRows, int kVectors, class Format>
 void tile_int(const Tile& tile, size_t first_row) {
-  constexpr bool kHasMinimum = kScales == Scales::kGroupMinimum;
-  constexpr bool kIsRow = kScales == Scales::kRow;
-  const size_t group_size = static_cast<size_t>(kIsRow ? kRowGroupSize : tile.format.group_size);
-  const size_t code_bytes = kPanelColumns * group_size * kBits / 8;
+  const size_t group_size = Format::group_size(tile.format);
+  const size_t code_bytes = kPanelColumns * group_size * Format::kBits / 8;
   const Operand operand = *tile.a;
   const uint8_t* a[kRows];
   size_t group_id[kRows];
@@ -157,35 +137,33 @@ void tile_int(const Tile& tile, size_t first_row) {
     out[r.value] = tile.out + (first_row + r.value) * tile.out_stride;
     for (size_t c = 0; c < kPanelColumns; c += kLanes) store_f32(out[r.value] + c, zero_f32());
   });
-  const uint8_t* p = tile.panel + (kIsRow ? kScaleBytes : 0);
+  GroupScales<Format> scales;
+  const uint8_t* p = tile.panel + (Format::kIsRow ? kScaleBytes : 0);
   for (size_t k = 0, group = 0; k < tile.size; k += group_size, ++group) {
+    const uint8_t* codes = scales.enter(p, group);
     for (size_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
-      const uint16_t* scales = reinterpret_cast<const uint16_t*>(p) + column;
-      const uint8_t* codes = p + kHeaderBytes<kScales> + column * 4;
       I32 acc[kRows][kVectors];
       unroll<kRows>([&](auto r) TANDEM_INLINE {
         // Starting from the correction undoes the codes' offset at no cost.
-        const I32 start = set_i32(kHasMinimum ? 0 : operand.corrections[group_id[r.value] + group]);
+        const I32 start =
+            set_i32(Format::kHasMinimum ? 0 : operand.corrections[group_id[r.value] + group]);
         unroll<kVectors>([&](auto v) TANDEM_INLINE { acc[r.value][v.value] = start; });
       });
-      if constexpr (kBits == 8)
-        add_int8<kRows, kVectors>(acc, a, k, group_size, codes);
-      else
-        add_int4<kRows, kVectors>(acc, a, k, group_size, codes);
+      add_codes<Format, kRows, kVectors>(acc, a, k, group_size, codes, column);
       unroll<kVectors>([&](auto v) TANDEM_INLINE {
-        F32 scale = set_f32(1.0f), minimum = zero_f32();
-        if constexpr (!kIsRow) scale = load_fp16(scales + v.value * kLanes);
-        if constexpr (kHasMinimum) minimum = load_fp16(scales + kPanelColumns + v.value * kLanes);
+        const size_t at = column + v.value * kLanes;
+        const F32 scale = scales.scale(at), minimum = scales.minimum(at);
         unroll<kRows>([&](auto r) TANDEM_INLINE {
-          float* at = out[r.value] + column + v.value * kLanes;
-          store_f32(at, add_group<kScales>(load_f32(at), acc[r.value][v.value], scale, minimum,
-                                           operand, group_id[r.value] + group));
+          float* sum = out[r.value] + at;
+          store_f32(sum, add_group<Format::kHasMinimum>(load_f32(sum), acc[r.value][v.value],
+                                                        scale, minimum, operand,
+                                                        group_id[r.value] + group));
         });
       });
     }
-    p += kHeaderBytes<kScales> + code_bytes;
+    p = codes + code_bytes;
   }
-  if constexpr (kIsRow)
+  if constexpr (Format::kIsRow)
     unroll<kRows>([&](auto r) TANDEM_INLINE { scale_row(out[r.value], tile.panel); });
 }
 
@@ -294,14 +272,13 @@ void run_block(const Tile& tile, size_t row) {
                                  : tile_float<kRows, kBf16Vectors, 8, FloatScales::kGroup>;
   else if (format.is_float)
     run = tile_float<kRows, kBf16Vectors, 4, FloatScales::kGroup>;
-  else if (format.bits == 8 && format.group_size == 0)
-    run = tile_int<kRows, kVectors, 8, Scales::kRow>;
-  else if (format.bits == 8)
-    run = format.has_minimum ? tile_int<kRows, kVectors, 8, Scales::kGroupMinimum>
-                             : tile_int<kRows, kVectors, 8, Scales::kGroup>;
   else
-    run = format.has_minimum ? tile_int<kRows, kVectors, 4, Scales::kGroupMinimum>
-                             : tile_int<kRows, kVectors, 4, Scales::kGroup>;
+    run = visit_int_format(format, [](auto f) -> void (*)(const Tile&, size_t) {
+      // Of formats that are unpacked first one row alone is multiplied here.
+      if constexpr (kRows == 1 || !decltype(f)::kKeepsUnpacked)
+        return tile_int<kRows, kVectors, decltype(f)>;
+      return nullptr;
+    });
   run(tile, row);
 }
 
@@ -311,8 +288,11 @@ void run_rows(const Tile& tile, size_t row, size_t count) {
   if constexpr (kRows > 1) run_rows<kRows - 1>(tile, row, count);
 }
 
+#include "kernels/packed/multiply_unpacked-inl.h"
+
 // out[num_rows, 64] = rows of a times the panel, with vectors.
 void multiply_vectors(const Tile& tile, size_t num_rows) {
+  if (num_rows > 1 && keeps_unpacked(tile.format)) return multiply_unpacked(tile, num_rows);
   // Blocks of equal height: 8 rows as 4 + 4 rather than 6 + 2.
   const size_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
   size_t row = 0;
@@ -328,7 +308,7 @@ void multiply_vectors(const Tile& tile, size_t num_rows) {
 #if defined(TANDEM_TILE_HEADER)
 #include TANDEM_TILE_HEADER
 
-#include "kernels/packed/multiply_tiles-inl.h"
+#include "kernels/packed/tiles/multiply_tiles-inl.h"
 #else
 inline void multiply(const Tile& tile, size_t num_rows) {
   if (tile.format.bits == 32) return multiply_f32(tile, num_rows);

@@ -20,6 +20,8 @@ namespace {
 
 #include "kernels/row_ops/activation-inl.h"
 
+#include "kernels/weights/place_codes-inl.h"
+
 #include "kernels/weights/pack-inl.h"
 
 #include "kernels/packed/backward-inl.h"
@@ -73,7 +75,7 @@ void gate_up(const GateUpTask& task) {
     if (task.h.data == nullptr) continue;
     activate(task.activation, gate, up, count * width);
     for (size_t i = 0; i < count; ++i)
-      code_row(task.format, gate + i * width, width, task.h, task.first_row + row + i,
+      code_row(task.h_format, gate + i * width, width, task.h, task.first_row + row + i,
                task.first_column);
   }
 }
@@ -206,6 +208,6 @@ int32_t multiply_registers(const WeightFormat& format, size_t num_steps) {
 
 const PackedKernels TANDEM_PACKED_KERNELS = {
     prepare,     gate_up,            down, linear,       pack, add_parts,
-    read_memory, multiply_registers, turn, activate_back};
+    read_memory, multiply_registers, turn, activate_back, widen};
 
 }  // namespace tandem

@@ -22,7 +22,7 @@ struct Operand {
   size_t row_bytes;
   size_t num_groups;     // Groups stored per row; 0 for float formats.
   float* scales;         // [rows][num_groups]
-  int32_t* corrections;  // [rows][num_groups]: -2^(bits-1) * sum of codes; symmetric only.
+  int32_t* corrections;  // [rows][num_groups]: -centre * sum of codes; symmetric only.
   float* offsets;        // [rows][num_groups]: scale * sum of codes; with minimum only.
 };
 
@@ -63,6 +63,7 @@ struct GateUpTask {
   size_t num_panels;       // Covers whole groups of h: at most kMaxBlockPanels.
   const float* gate_bias;  // Of the block's columns; null for none.
   const float* up_bias;
+  WeightFormat h_format;   // Of the down projection.
   Operand h;               // Without data: nothing is coded.
   size_t first_row;        // Of h.
   size_t first_column;     // Of h.
@@ -148,6 +149,15 @@ struct TurnTask {
   uint8_t* out;
 };
 
+// The values of inputs [first_k, first_k + num_k) of a panel, whole steps, or chunks, of the format.
+struct WidenTask {
+  WeightFormat format;
+  const uint8_t* panel;
+  size_t first_k;  // A multiple of 32.
+  size_t num_k;
+  float* out;      // [num_k][64 outputs]
+};
+
 // From the gradient of h = f(gate) * (up + up_offset) to those of gate, up and the router weights,
 // for kPanelColumns columns of some rows.
 struct ActivateBackTask {
@@ -182,6 +192,8 @@ struct PackedKernels {
   // Gradients.
   void (*turn)(const TurnTask& task);
   void (*activate_back)(const ActivateBackTask& task);
+  // Weights as numbers.
+  void (*widen)(const WidenTask& task);
 };
 
 // Multiply-adds per step of multiply_registers.

@@ -10,6 +10,7 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/recurrent/delta_scan.h"
 #include "kernels/recurrent/gated_delta.h"
 #include "kernels/recurrent/tile.h"
 
@@ -267,9 +268,12 @@ void gated_delta(const GatedDeltaTask& task, const GatedDeltaItem& item, float* 
   run_item<uint16_t>(task, item, scratch);
 }
 
+#include "kernels/recurrent/delta_scan-inl.h"
+
 }  // namespace
 
 extern const RecurrentKernels TANDEM_RECURRENT_KERNELS;
-const RecurrentKernels TANDEM_RECURRENT_KERNELS = {gated_delta};
+const RecurrentKernels TANDEM_RECURRENT_KERNELS = {gated_delta, scan_head,
+                                                      scan_gradients};
 
 }  // namespace tandem

@@ -84,9 +84,16 @@ struct GatedDeltaItem {
   size_t sequence, k_head, v_begin, v_end;
 };
 
-// The functions of one ISA. `scratch` is gated_delta_scratch(shape) floats of the thread.
+struct DeltaScanTask;
+struct DeltaScanGradients;
+
+// The functions of one ISA. `scratch` is the thread's: gated_delta_scratch floats of the shape, or
+// delta_gradients_scratch. The last two run one value head.
 struct RecurrentKernels {
   void (*gated_delta)(const GatedDeltaTask& task, const GatedDeltaItem& item, float* scratch);
+  void (*scan)(const DeltaScanTask& task, size_t head, float* scratch);
+  void (*gradients)(const DeltaScanTask& task, const DeltaScanGradients& gradients, size_t head,
+                    float* scratch);
 };
 
 size_t gated_delta_scratch(const GatedDeltaShape& shape);

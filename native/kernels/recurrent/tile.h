@@ -40,4 +40,30 @@ static inline DeltaTile split_scratch(const GatedDeltaShape& shape, float* scrat
           gates + 2 * kDeltaTokens};
 }
 
+// Scratch of a scan's gradients, one panel at a time.
+struct GradientTile {
+  float* starts;  // [tiles][key_dim][32]: the state before each tile.
+  float* states;  // [token + 1][key_dim][32]: those within a tile.
+  float* slope;   // [key_dim][32]: the gradient of the state.
+  float* gaps;    // [token][32]: values less what the state foretold.
+};
+
+static inline size_t panel_floats(const GatedDeltaShape& shape) {
+  return shape.key_dim * kStatePanel;
+}
+static inline size_t num_tiles_of(size_t num_tokens) {
+  return (num_tokens + kDeltaTokens - 1) / kDeltaTokens;
+}
+static inline size_t gradient_floats(const GatedDeltaShape& shape, size_t num_tokens) {
+  return (num_tiles_of(num_tokens) + kDeltaTokens + 2) * panel_floats(shape) +
+         kDeltaTokens * kStatePanel;
+}
+static inline GradientTile split_gradients(const GatedDeltaShape& shape, size_t num_tokens,
+                                           float* scratch) {
+  const size_t panel = panel_floats(shape);
+  float* const states = scratch + num_tiles_of(num_tokens) * panel;
+  float* const slope = states + (kDeltaTokens + 1) * panel;
+  return {scratch, states, slope, slope + panel};
+}
+
 }  // namespace tandem

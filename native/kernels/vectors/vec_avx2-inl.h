@@ -95,6 +95,13 @@ inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   acc += (I32)_mm256_madd_epi16(raw(w.even), raw(a.even));
   return acc + (I32)_mm256_madd_epi16(raw(w.odd), raw(a.odd));
 }
+inline I32 load_u16(const uint8_t* p) {
+  return (I32)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline I32 look_up(const uint8_t (&table)[16], I32 v) {
+  const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+  return (I32)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), raw(v));
+}
 inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
 inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 

@@ -86,6 +86,13 @@ inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   return acc + (I32)_mm512_madd_epi16(raw(w.odd), raw(a.odd));
 }
 #endif
+inline I32 load_u16(const uint8_t* p) {
+  return (I32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline I32 look_up(const uint8_t (&table)[16], I32 v) {
+  const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+  return (I32)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), raw(v));
+}
 inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
 inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 

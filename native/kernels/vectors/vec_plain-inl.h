@@ -113,6 +113,19 @@ inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   }
   return acc;
 }
+// Sixteen bits a lane, zero-extended.
+inline I32 load_u16(const uint8_t* p) {
+  uint16_t halves[kLanes];
+  __builtin_memcpy(halves, p, sizeof halves);
+  return I32{halves[0], halves[1], halves[2], halves[3]};
+}
+// The entry of a table for each byte, which is below 16.
+inline I32 look_up(const uint8_t (&table)[16], I32 v) {
+  uint8_t bytes[sizeof v];
+  __builtin_memcpy(bytes, &v, sizeof v);
+  for (uint8_t& byte : bytes) byte = table[byte];
+  return load_i32(bytes);
+}
 inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
 inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 

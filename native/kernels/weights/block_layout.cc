@@ -16,6 +16,8 @@ constexpr size_t kCacheLineBytes = 64;
 // Of a panel's codes, four or eight inputs of all its outputs.
 constexpr size_t kPieceBytes = kPanelColumns * 4;
 
+#include "kernels/weights/place_codes-inl.h"
+
 // e2m1 codes of half of each number, 0.25 and 0.75 rounded to even.
 constexpr uint8_t kHalvedE2m1[8] = {0, 0, 1, 2, 2, 3, 4, 5};
 
@@ -66,14 +68,17 @@ Error refuse_block(size_t row, const char* what) {
 struct Recoding {
   uint8_t added;        // To each code.
   float centre;         // Where minima are made here: the code of weight 0, else 0.
+  bool is_by_table;     // Indices become what they stand for.
 };
 
 Recoding plan_recoding(const WeightFormat& format, const BlockType& type) {
-  if (type.has_minimum) return {0, 0};
-  const int own_centre = type.format.has_minimum ? type.offset : 1 << (type.format.bits - 1);
+  if (type.has_minimum || format == type.format) return {0, 0, false};
+  const int plain_centre = 1 << (type.plain.bits - 1);
+  const bool is_by_table = type.format.has_table;
   if (format.has_minimum)
-    return {static_cast<uint8_t>(own_centre - type.offset), static_cast<float>(own_centre)};
-  return {static_cast<uint8_t>((1 << (format.bits - 1)) - type.offset), 0};
+    return {static_cast<uint8_t>(plain_centre - type.offset), static_cast<float>(plain_centre),
+            is_by_table};
+  return {static_cast<uint8_t>((1 << (format.bits - 1)) - type.offset), 0, is_by_table};
 }
 
 // Takes `num_weights` of a row, whole blocks, apart. False where a scale is beyond fp16.
@@ -87,8 +92,10 @@ bool take_integers(const WeightFormat& format, const BlockType& type, const uint
   bool is_finite = true;
   for (size_t k = 0; k < num_weights; k += type.weights, blocks += type.bytes) {
     split_block(type.kind, blocks, &block);
-    for (size_t i = 0; i < type.weights; ++i)
-      out->codes[k + i] = static_cast<uint8_t>(block.codes[i] + recoding.added);
+    for (size_t i = 0; i < type.weights; ++i) {
+      const uint8_t code = recoding.is_by_table ? kIq4Codes[block.codes[i]] : block.codes[i];
+      out->codes[k + i] = static_cast<uint8_t>(code + recoding.added);
+    }
     for (size_t g = 0; g < num_groups; ++g) {
       const uint16_t scale = narrow_to_half(block.scales[g]);
       uint16_t minimum = 0;
@@ -122,26 +129,77 @@ bool take_floats(const BlockType& type, const uint8_t* blocks, size_t num_weight
   return is_finite;
 }
 
-void write_codes(const WeightFormat& format, const uint8_t* codes, uint8_t* to) {
+void write_codes(const WeightFormat& format, const uint8_t* codes, size_t column, uint8_t* to) {
   const auto size = static_cast<size_t>(format.group_size);
-  if (format.bits == 8) {
-    for (size_t k = 0; k < size; k += 4, to += kPieceBytes) std::memcpy(to, codes + k, 4);
-    return;
-  }
+  if (!format.is_float) return place_int_codes(format.bits, codes, size, column, to);
+  to += column * 4;
   for (size_t k = 0; k < size; k += 8, to += kPieceBytes) {
-    uint32_t low, high;
-    std::memcpy(&low, codes + k, 4);
-    std::memcpy(&high, codes + k + 4, 4);
-    uint32_t packed = low | high << 4;
-    if (format.is_float) {
-      // Of eight, the even ones are in the lower half: 0 2, 4 6, 1 3, 5 7.
-      const uint8_t* c = codes + k;
-      packed = uint32_t{c[0]} | uint32_t{c[2]} << 4 | uint32_t{c[4]} << 8 | uint32_t{c[6]} << 12 |
-               uint32_t{c[1]} << 16 | uint32_t{c[3]} << 20 | uint32_t{c[5]} << 24 |
-               uint32_t{c[7]} << 28;
-    }
+    // Of eight, the even ones are in the lower half: 0 2, 4 6, 1 3, 5 7.
+    const uint8_t* c = codes + k;
+    const uint32_t packed = uint32_t{c[0]} | uint32_t{c[2]} << 4 | uint32_t{c[4]} << 8 |
+                            uint32_t{c[6]} << 12 | uint32_t{c[1]} << 16 | uint32_t{c[3]} << 20 |
+                            uint32_t{c[5]} << 24 | uint32_t{c[7]} << 28;
     std::memcpy(to, &packed, 4);
   }
+}
+
+// Of one column: the integers of a superblock's scales and minima, as weight_format.h has them.
+void write_levels(const WeightFormat& format, const uint8_t* levels, size_t column, uint8_t* rows) {
+  const size_t count = count_levels(format);
+  const auto row = [&](size_t r) -> uint8_t& { return rows[r * kPanelColumns + column]; };
+  if (format.scale_bits == 8) {
+    for (size_t i = 0; i < count; ++i) row(i) = levels[i];
+    return;
+  }
+  for (size_t r = 0; r < count / 2; ++r)
+    row(r) = static_cast<uint8_t>((levels[r] & 15) | levels[r + count / 2] << 4);
+  if (format.scale_bits == 4) return;
+  const size_t quarter = count / 4;
+  for (size_t r = 0; r < quarter; ++r) {
+    uint32_t bits = 0;
+    for (size_t j = 0; j < 4; ++j) bits |= uint32_t{levels[r + j * quarter]} >> 4 << (2 * j);
+    row(count / 2 + r) = static_cast<uint8_t>(bits);
+  }
+}
+
+// A superblock of one column, as it is. False where its fp16 numbers are not finite.
+bool write_superblock(const WeightFormat& format, const BlockCodes& block, size_t column,
+                      uint8_t* to) {
+  const size_t num_halves = format.has_minimum ? 2 : 1;
+  const auto size = static_cast<size_t>(format.group_size);
+  for (size_t i = 0; i < num_halves; ++i) {
+    if (is_infinite_half(block.halves[i])) return false;
+    std::memcpy(to + (i * kPanelColumns + column) * 2, &block.halves[i], 2);
+  }
+  write_levels(format, block.levels, column, to + num_halves * kPanelColumns * 2);
+  const size_t code_bytes = kPanelColumns * size * static_cast<size_t>(format.bits) / 8;
+  uint8_t* codes = to + group_bytes(format, kSuperblockSize) -
+                   kSuperblockSize / size * code_bytes;
+  for (size_t k = 0; k < kSuperblockSize; k += size, codes += code_bytes)
+    write_codes(format, block.codes + k, column, codes);
+  return true;
+}
+
+// REQUIRES: whole superblocks, all rows of the kind that is the format's own.
+Status lay_out_superblocks(const WeightFormat& format, const PanelSource& source, uint8_t* panel) {
+  const MatrixView& matrix = *source.matrix;
+  const size_t num_columns = std::min(kPanelColumns, matrix.rows - source.first_row);
+  const size_t bytes = group_bytes(format, kSuperblockSize);
+  BlockCodes block;
+  for (size_t k = source.first_k; k < source.last_k; k += kSuperblockSize, panel += bytes) {
+    for (size_t c = 0; c < num_columns; ++c) {
+      const BlockRow& row = matrix.block_rows[source.first_row + c];
+      const BlockType& type = block_type(row.kind);
+      const uint8_t* stored = row.data + k / kSuperblockSize * type.bytes;
+      if (k + kSuperblockSize < source.last_k)
+        for (size_t i = 0; i < type.bytes; i += kCacheLineBytes)
+          __builtin_prefetch(stored + type.bytes + i);
+      split_block(row.kind, stored, &block);
+      if (!write_superblock(format, block, c, panel))
+        return refuse_block(source.first_row + c, "a scale or minimum that is not finite");
+    }
+  }
+  return {};
 }
 
 }  // namespace
@@ -151,6 +209,7 @@ Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uin
   const size_t num_columns = std::min(kPanelColumns, matrix.rows - source.first_row);
   if (num_columns < kPanelColumns)
     std::memset(panel, 0, panel_bytes(format, source.last_k - source.first_k));
+  if (format.scale_bits != 0) return lay_out_superblocks(format, source, panel);
   const auto size = static_cast<size_t>(format.group_size);
   const size_t piece = group_bytes(format, size);
   const size_t code_bytes = kPanelColumns * size * static_cast<size_t>(format.bits) / 8;
@@ -185,7 +244,7 @@ Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uin
           if (format.has_minimum)
             std::memcpy(body + kPanelColumns * 2 + c * 2, &chunk.minima[group], 2);
         }
-        write_codes(format, chunk.codes + (k - first), body + (piece - code_bytes) + c * 4);
+        write_codes(format, chunk.codes + (k - first), c, body + (piece - code_bytes));
       }
     }
   }

@@ -40,8 +40,10 @@ Error refuse(size_t row, const std::string& what) {
                "codes"};
 }
 
+#include "kernels/weights/place_codes-inl.h"
+
 bool is_code(const WeightFormat& format, uint8_t code) {
-  if (format.bits == 4) return code < 16;
+  if (format.bits < 8) return code < 1 << format.bits;
   return !format.is_float || (code & 0x7f) != 0x7f;
 }
 
@@ -49,25 +51,17 @@ bool is_finite_fp16(uint16_t half) { return (half & kFp16Exponent) != kFp16Expon
 
 void place_codes(const WeightFormat& format, const uint8_t* codes, size_t count, size_t column,
                  uint8_t* out) {
+  if (!format.is_float) return place_int_codes(format.bits, codes, count, column, out);
   if (format.bits == 4) {
-    // Integers: k and k + 4 share a byte. Floats: of eight, the even ones are in the lower half.
+    // Of eight, the even ones are in the lower half.
     uint8_t* at = out + column * 4;
     for (size_t k = 0; k < count; k += 8, at += kStepBytes) {
       const uint8_t* c = codes + k;
       for (size_t i = 0; i < 4; ++i) {
-        if (!format.is_float) {
-          at[i] = static_cast<uint8_t>(c[i] | c[i + 4] << 4);
-        } else {
-          const size_t low = i < 2 ? 4 * i : 4 * (i - 2) + 1;
-          at[i] = static_cast<uint8_t>(c[low] | c[low + 2] << 4);
-        }
+        const size_t low = i < 2 ? 4 * i : 4 * (i - 2) + 1;
+        at[i] = static_cast<uint8_t>(c[low] | c[low + 2] << 4);
       }
     }
-    return;
-  }
-  if (!format.is_float) {
-    uint8_t* at = out + column * 4;
-    for (size_t k = 0; k < count; k += 4, at += kStepBytes) std::memcpy(at, codes + k, 4);
     return;
   }
   uint8_t* at = out + column / 4 * 16 + column % 4 * 2;

@@ -104,7 +104,7 @@ inline bool choose_int_scale(const WeightFormat& format, const float* w, size_t 
     // Eight bits have a step to spare and stay even about zero.
     wanted = amax / 127.0f;
   } else {
-    // Four bits have not: the largest weight, the first if there are several, gets the code 0,
+    // Fewer bits have not: the largest weight, the first if there are several, gets the code 0,
     // whatever its sign, which makes the step negative where it is positive.
     const Range range = find_range(w, count);
     float peak = range.high == amax ? amax : -amax;
@@ -113,7 +113,7 @@ inline bool choose_int_scale(const WeightFormat& format, const float* w, size_t 
       while ((bits_of(w[i]) & 0x7fffffff) != amax_bits) ++i;
       peak = w[i];
     }
-    wanted = peak / -8.0f;
+    wanted = peak / static_cast<float>(-levels / 2);
   }
   if (!(__builtin_fabsf(wanted) <= kLargestFp16 && __builtin_fabsf(base) <= kLargestFp16))
     return false;
@@ -140,25 +140,6 @@ inline void code_ints(const IntCoder& coder, const float* w, size_t count, uint8
   }
 }
 
-inline uint32_t load_word(const uint8_t* p) {
-  uint32_t word;
-  __builtin_memcpy(&word, p, 4);
-  return word;
-}
-
-inline void place_ints(int32_t bits, const uint8_t* codes, size_t count, size_t column,
-                       uint8_t* out) {
-  uint8_t* at = out + column * 4;
-  if (bits == 8) {
-    for (size_t k = 0; k < count; k += 4, at += kStepBytes) __builtin_memcpy(at, codes + k, 4);
-    return;
-  }
-  for (size_t k = 0; k < count; k += 8, at += kStepBytes) {
-    const uint32_t word = load_word(codes + k) | load_word(codes + k + 4) << 4;
-    __builtin_memcpy(at, &word, 4);
-  }
-}
-
 // Groups of one column, [first, first + count) of the inputs that the panel holds.
 bool pack_int_groups(const PackTask& task, const float* w, size_t first, size_t count,
                      size_t column) {
@@ -179,7 +160,7 @@ bool pack_int_groups(const PackTask& task, const float* w, size_t first, size_t 
     code_ints(coder, w + k, size, codes);
     __builtin_memcpy(out + column * 2, &scale, 2);
     if (format.has_minimum) __builtin_memcpy(out + scale_bytes + column * 2, &minimum, 2);
-    place_ints(format.bits, codes, size, column, out + header);
+    place_int_codes(format.bits, codes, size, column, out + header);
   }
   return true;
 }
@@ -317,7 +298,7 @@ void pack_row_codes(const PackTask& task, const RowCoders& rows, const float* w,
                     size_t count, size_t column) {
   alignas(64) uint8_t codes[kPackChunk];
   code_ints(rows.coder[column], w, count, codes);
-  place_ints(8, codes, count, column, task.panel + kPanelColumns * 2 + first * kPanelColumns);
+  place_int_codes(8, codes, count, column, task.panel + kPanelColumns * 2 + first * kPanelColumns);
 }
 
 // The scale that e4m3 fills a block of this largest magnitude with; NaN if it cannot be held.

@@ -1,6 +1,7 @@
 #include "kernels/weights/packing.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -16,10 +17,18 @@ constexpr size_t kMaxTaskPieces = 4;
 // An int32 holds the sum of this many products of codes: 2^31 / (255 * 127), in whole groups.
 constexpr size_t kMaxIntSize = 65536;
 
-// Of a group, or of a panel with one scale a row.
+constexpr WeightFormat kStoredFormats[] = {
+    // In superblocks, and by table.
+    {4, 32, true, false, 6, false},  {5, 32, true, false, 6, false}, {6, 16, false, false, 8, false},
+    {2, 16, true, false, 4, false},  {3, 16, false, false, 6, false}, {4, 32, false, false, 6, true},
+    {4, 32, false, false, 0, true},
+};
+
+// Of a group, a superblock, or a panel with one scale a row.
 size_t header_bytes(const WeightFormat& format) {
   if (format.is_float) return format.group_size == 0 ? kRowHeaderBytes : kFloatHeaderBytes;
-  return kPanelColumns * 2 * (format.has_minimum ? 2 : 1);
+  const size_t level_bits = count_levels(format) * static_cast<size_t>(format.scale_bits);
+  return kPanelColumns * (2 * (format.has_minimum ? 2 : 1) + level_bits / 8);
 }
 
 }  // namespace
@@ -31,26 +40,43 @@ size_t unit_size(const WeightFormat& format) {
   return static_cast<size_t>(format.group_size == 0 ? kRowGroupSize : format.group_size);
 }
 
+size_t span_size(const WeightFormat& format) {
+  return format.scale_bits != 0 ? kSuperblockSize : unit_size(format);
+}
+
+size_t count_levels(const WeightFormat& format) {
+  if (format.scale_bits == 0) return 0;
+  return kSuperblockSize / static_cast<size_t>(format.group_size) * (format.has_minimum ? 2 : 1);
+}
+
 Status check_format(const WeightFormat& format) {
+  const auto is_same = [&](const WeightFormat& other) { return other == format; };
+  if (std::any_of(std::begin(kStoredFormats), std::end(kStoredFormats), is_same)) return {};
+  const bool is_stored = format.scale_bits != 0 || format.has_table;
   const int g = format.group_size;
   const bool is_group = g == 32 || g == 64 || g == 128 || (g == 16 && format.bits == 8);
-  if ((format.bits == 32 || format.bits == 16) && g == 0 && !format.has_minimum) return {};
-  if (format.is_float && !format.has_minimum) {
+  const bool is_value = format.bits == 32 || format.bits == 16;
+  if (is_value && g == 0 && !format.has_minimum && !is_stored) return {};
+  if (is_stored) {
+    // None but those above.
+  } else if (format.is_float && !format.has_minimum) {
     if ((format.bits == 8 && (g == 128 || g == 0)) || (format.bits == 4 && g == 32)) return {};
   } else if (!format.is_float) {
     if ((format.bits == 8 || format.bits == 4) && is_group) return {};
+    if (format.bits == 5 && g == 32) return {};
     if (format.bits == 8 && g == 0 && !format.has_minimum) return {};
   }
   return Error{Code::kUnsupported, "kernels.check_format",
                std::to_string(format.bits) + " bits in groups of " + std::to_string(g) +
                    ": there are kernels for fp32, bf16, e4m3 in blocks of 128 or in rows, e2m1 in groups of 32, 8 "
-                   "bits in groups of 16 to 128 or in rows, and 4 bits in groups of 32 to 128",
+                   "bits in groups of 16 to 128 or in rows, 5 bits in groups of 32, 4 bits in groups of 32 "
+                   "to 128, and for GGUF's superblocks and tables",
                "format"};
 }
 
 Status check_size(const WeightFormat& format, size_t size, const char* name) {
   const bool wants_groups = has_codes(format) && format.group_size != 0;
-  const bool is_whole = !wants_groups || size % static_cast<size_t>(format.group_size) == 0;
+  const bool is_whole = !wants_groups || size % span_size(format) == 0;
   if (size > 0 && is_whole && (!has_codes(format) || size <= kMaxIntSize)) return {};
   if (size > kMaxIntSize)
     return Error{Code::kShape, "kernels.check_size",
@@ -59,7 +85,7 @@ Status check_size(const WeightFormat& format, size_t size, const char* name) {
                  name};
   return Error{Code::kShape, "kernels.check_size",
                std::string(name) + " " + std::to_string(size) +
-                   " is not a multiple of the group of " + std::to_string(format.group_size) +
+                   " is not a multiple of the group of " + std::to_string(span_size(format)) +
                    " weights: choose a smaller group, or bf16",
                name};
 }
@@ -80,7 +106,7 @@ size_t padded_size(const WeightFormat& format, size_t size) {
 size_t group_bytes(const WeightFormat& format, size_t num_inputs) {
   const size_t codes = kPanelColumns * num_inputs * static_cast<size_t>(format.bits) / 8;
   if (format.bits >= 16 || format.group_size == 0) return codes;
-  return codes + num_inputs / static_cast<size_t>(format.group_size) * header_bytes(format);
+  return codes + num_inputs / span_size(format) * header_bytes(format);
 }
 
 size_t panel_bytes(const WeightFormat& format, size_t size) {
@@ -108,6 +134,11 @@ Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
   const MatrixView& matrix = *source.matrix;
   if (matrix.block_rows != nullptr) return lay_out_blocks(format, source, panel);
   if (matrix.scales != nullptr) return lay_out_panel(format, source, panel);
+  if (format.scale_bits != 0 || format.has_table)
+    return Error{Code::kUnsupported, "kernels.pack",
+                 "superblocks and tables are laid out from a file's blocks, not coded from values: "
+                 "choose another format",
+                 "format"};
   const int64_t refused = kernels.pack(
       {format, matrix.data, matrix.is_bf16, matrix.rows, matrix.columns, source.first_row,
        source.first_k, source.last_k, padded_size(format, source.last_k - source.first_k), panel});

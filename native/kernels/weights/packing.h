@@ -39,6 +39,11 @@ struct MatrixView {
   const BlockRow* block_rows = nullptr;
 };
 
+constexpr bool operator==(const WeightFormat& a, const WeightFormat& b) {
+  return a.bits == b.bits && a.group_size == b.group_size && a.has_minimum == b.has_minimum &&
+         a.is_float == b.is_float && a.scale_bits == b.scale_bits && a.has_table == b.has_table;
+}
+
 // Errors: kUnsupported (a combination of bits, group size and minimum without a kernel).
 Status check_format(const WeightFormat& format);
 
@@ -51,14 +56,20 @@ bool has_codes(const WeightFormat& format);
 // Inputs that belong together: they share a step, a scale or a dot product.
 size_t unit_size(const WeightFormat& format);
 
+// Inputs that a part of a matrix holds whole: a unit, or the superblock that shares fp16 numbers.
+size_t span_size(const WeightFormat& format);
+
+// Integers of scales and minima of a superblock, each of scale_bits bits; 0 without superblocks.
+size_t count_levels(const WeightFormat& format);
+
 // Errors: kShape (names both sizes).
 Status check_matrix(const MatrixView& matrix, size_t rows, size_t columns, const char* name);
 
 // Inputs in whole groups: what a panel over `size` inputs holds.
 size_t padded_size(const WeightFormat& format, size_t size);
 
-// Bytes of a panel over `size` inputs, and of its first `num_inputs`, whole groups, without what
-// stands before all groups.
+// Bytes of a panel over `size` inputs, and of its first `num_inputs`, whole groups or superblocks,
+// without what stands before all groups.
 size_t panel_bytes(const WeightFormat& format, size_t size);
 size_t group_bytes(const WeightFormat& format, size_t num_inputs);
 

@@ -4,28 +4,37 @@
 #include <iterator>
 #include <string>
 
+#include "kernels/weights/packing.h"
+
 namespace tandem {
 namespace {
 
 // Rows that one task decodes: enough that a task is no overhead, few enough for every thread.
 constexpr size_t kDecodeRows = 16;
 
+constexpr WeightFormat kInt4Sym = {4, 32, false}, kInt4 = {4, 32, true};
+constexpr WeightFormat kInt5Sym = {5, 32, false}, kInt5 = {5, 32, true};
+constexpr WeightFormat kInt8 = {8, 32, false}, kInt8Fine = {8, 16, false};
+constexpr WeightFormat kMxfp4Format = {4, 32, false, true};
+// No format of 4 bits has groups of 16.
+constexpr WeightFormat kInt8FineMinimum = {8, 16, true};
+
 constexpr BlockType kBlockTypes[] = {
-    {BlockKind::kQ4_0, "Q4_0", 32, 18, 32, 8, false, {4, 32, true}},
-    {BlockKind::kQ4_1, "Q4_1", 32, 20, 32, 0, true, {4, 32, true}},
-    {BlockKind::kQ4K, "Q4_K", 256, 144, 32, 0, true, {4, 32, true}},
-    {BlockKind::kQ5_0, "Q5_0", 32, 22, 32, 16, false, {8, 32, false}},
-    {BlockKind::kQ5_1, "Q5_1", 32, 24, 32, 0, true, {8, 32, true}},
-    {BlockKind::kQ5K, "Q5_K", 256, 176, 32, 0, true, {8, 32, true}},
-    {BlockKind::kQ6K, "Q6_K", 256, 210, 16, 32, false, {8, 16, false}},
-    {BlockKind::kQ8_0, "Q8_0", 32, 34, 32, 128, false, {8, 32, false}},
-    {BlockKind::kIq4Nl, "IQ4_NL", 32, 18, 32, 128, false, {8, 32, false}},
-    {BlockKind::kMxfp4, "MXFP4", 32, 17, 32, 0, false, {4, 32, false, true}},
+    {BlockKind::kQ4_0, "Q4_0", 32, 18, 32, 8, false, kInt4Sym, kInt4Sym},
+    {BlockKind::kQ4_1, "Q4_1", 32, 20, 32, 0, true, kInt4, kInt4},
+    {BlockKind::kQ5_0, "Q5_0", 32, 22, 32, 16, false, kInt5Sym, kInt5Sym},
+    {BlockKind::kQ5_1, "Q5_1", 32, 24, 32, 0, true, kInt5, kInt5},
+    {BlockKind::kQ8_0, "Q8_0", 32, 34, 32, 128, false, kInt8, kInt8},
+    {BlockKind::kQ2K, "Q2_K", 256, 84, 16, 0, true, {2, 16, true, false, 4}, kInt8FineMinimum},
+    {BlockKind::kQ3K, "Q3_K", 256, 110, 16, 4, false, {3, 16, false, false, 6}, kInt8Fine},
+    {BlockKind::kQ4K, "Q4_K", 256, 144, 32, 0, true, {4, 32, true, false, 6}, kInt4},
+    {BlockKind::kQ5K, "Q5_K", 256, 176, 32, 0, true, {5, 32, true, false, 6}, kInt5},
+    {BlockKind::kQ6K, "Q6_K", 256, 210, 16, 32, false, {6, 16, false, false, 8}, kInt8Fine},
+    {BlockKind::kIq4Nl, "IQ4_NL", 32, 18, 32, 128, false, {4, 32, false, false, 0, true}, kInt8},
+    {BlockKind::kIq4Xs, "IQ4_XS", 256, 136, 32, 128, false, {4, 32, false, false, 6, true}, kInt8},
+    {BlockKind::kMxfp4, "MXFP4", 32, 17, 32, 0, false, kMxfp4Format, kMxfp4Format},
 };
 
-// What IQ4_NL's codes stand for, plus 128.
-constexpr uint8_t kIq4Codes[16] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                   129, 141, 153, 166, 181, 197, 217, 241};
 // Twice what the codes of e2m1 stand for.
 constexpr float kE2m1Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
@@ -60,17 +69,78 @@ void add_fifth_bits(const uint8_t* from, uint8_t* codes) {
     codes[i] |= static_cast<uint8_t>((from[i / 8] >> (i % 8) & 1) << 4);
 }
 
+uint16_t load_half(const uint8_t* at) {
+  uint16_t half;
+  std::memcpy(&half, at, sizeof half);
+  return half;
+}
+
+// Scales and minima of a superblock as numbers, from its integers.
+void multiply_levels(const BlockType& type, BlockCodes* out) {
+  const size_t groups = type.weights / type.group_size;
+  const float scale = read_half(reinterpret_cast<const uint8_t*>(&out->halves[0]));
+  const int centre = type.has_minimum ? 0 : 1 << (type.format.scale_bits - 1);
+  for (size_t i = 0; i < groups; ++i)
+    out->scales[i] = scale * static_cast<float>(out->levels[i] - centre);
+  if (!type.has_minimum) return;
+  const float minimum = read_half(reinterpret_cast<const uint8_t*>(&out->halves[1]));
+  for (size_t i = 0; i < groups; ++i)
+    out->minima[i] = -(minimum * static_cast<float>(out->levels[groups + i]));
+}
+
 // The first 16 bytes of Q4_K and Q5_K: two fp16 numbers, then 6 bits each of 8 scales and 8 minima.
 // Of the first four these are whole in a byte each, whose upper two bits belong to the last four.
 void split_k_scales(const uint8_t* block, BlockCodes* out) {
-  const float scale = read_half(block), minimum = read_half(block + 2);
+  out->halves[0] = load_half(block);
+  out->halves[1] = load_half(block + 2);
   const uint8_t* s = block + 4;
   for (size_t i = 0; i < 4; ++i) {
-    out->scales[i] = scale * static_cast<float>(s[i] & 63);
-    out->minima[i] = -(minimum * static_cast<float>(s[i + 4] & 63));
-    out->scales[i + 4] = scale * static_cast<float>((s[i + 8] & 15) | (s[i] >> 2 & 48));
-    out->minima[i + 4] = -(minimum * static_cast<float>((s[i + 8] >> 4) | (s[i + 4] >> 2 & 48)));
+    out->levels[i] = s[i] & 63;
+    out->levels[8 + i] = s[i + 4] & 63;
+    out->levels[i + 4] = static_cast<uint8_t>((s[i + 8] & 15) | (s[i] >> 2 & 48));
+    out->levels[8 + i + 4] = static_cast<uint8_t>((s[i + 8] >> 4) | (s[i + 4] >> 2 & 48));
   }
+}
+
+// Two bits of each code: of each 32 bytes those of 32 codes, then of the next 32.
+void split_pairs(const uint8_t* from, uint8_t* codes) {
+  for (size_t half = 0; half < 2; ++half)
+    for (size_t part = 0; part < 4; ++part)
+      for (size_t i = 0; i < 32; ++i)
+        codes[half * 128 + part * 32 + i] = from[half * 32 + i] >> (2 * part) & 3;
+}
+
+void split_q2_k(const uint8_t* block, BlockCodes* out) {
+  for (size_t i = 0; i < 16; ++i) {
+    out->levels[i] = block[i] & 15;
+    out->levels[16 + i] = block[i] >> 4;
+  }
+  split_pairs(block + 16, out->codes);
+  out->halves[0] = load_half(block + 80);
+  out->halves[1] = load_half(block + 82);
+}
+
+// The third bit says that 4 is not taken away.
+void split_q3_k(const uint8_t* block, BlockCodes* out) {
+  split_pairs(block + 32, out->codes);
+  for (size_t i = 0; i < 256; ++i)
+    out->codes[i] |= static_cast<uint8_t>((block[i % 32] >> (i / 32) & 1) << 2);
+  const uint8_t* s = block + 96;
+  for (size_t i = 0; i < 16; ++i) {
+    const int low = i < 8 ? s[i] & 15 : s[i - 8] >> 4;
+    out->levels[i] = static_cast<uint8_t>(low | (s[8 + i % 4] >> (2 * (i / 4)) & 3) << 4);
+  }
+  out->halves[0] = load_half(block + 108);
+}
+
+void split_iq4_xs(const uint8_t* block, BlockCodes* out) {
+  out->halves[0] = load_half(block);
+  const uint32_t high = load_half(block + 2);
+  for (size_t i = 0; i < 8; ++i) {
+    const uint32_t low = block[4 + i / 2] >> (4 * (i % 2)) & 15;
+    out->levels[i] = static_cast<uint8_t>(low | (high >> (2 * i) & 3) << 4);
+  }
+  split_nibbles<16>(block + 8, 128, out->codes);
 }
 
 void split_q5_k(const uint8_t* block, BlockCodes* out) {
@@ -88,9 +158,8 @@ void split_q6_k(const uint8_t* block, BlockCodes* out) {
       for (size_t i = 0; i < 32; ++i)
         out->codes[half * 128 + part * 32 + i] |=
             static_cast<uint8_t>((block[128 + half * 32 + i] >> (2 * part) & 3) << 4);
-  const float scale = read_half(block + 208);
-  for (size_t i = 0; i < 16; ++i)
-    out->scales[i] = scale * static_cast<float>(static_cast<int8_t>(block[192 + i]));
+  out->halves[0] = load_half(block + 208);
+  for (size_t i = 0; i < 16; ++i) out->levels[i] = block[192 + i] ^ 128;
 }
 
 void split_mxfp4(const uint8_t* block, BlockCodes* out) {
@@ -120,8 +189,10 @@ void compute_values(const BlockType& type, const BlockCodes& block, float* out) 
     const uint8_t* codes = block.codes + group * type.group_size;
     float* values = out + group * type.group_size;
     const float scale = block.scales[group];
-    for (size_t i = 0; i < type.group_size; ++i)
-      values[i] = (static_cast<float>(codes[i]) - offset) * scale;
+    for (size_t i = 0; i < type.group_size; ++i) {
+      const uint8_t code = type.format.has_table ? kIq4Codes[codes[i]] : codes[i];
+      values[i] = (static_cast<float>(code) - offset) * scale;
+    }
     if (!type.has_minimum) continue;
     const float minimum = block.minima[group];
     for (size_t i = 0; i < type.group_size; ++i) values[i] += minimum;
@@ -146,6 +217,9 @@ void decode_row(const BlockRow& row, size_t columns, void* out, bool is_bf16) {
 
 }  // namespace
 
+const uint8_t kIq4Codes[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                               129, 141, 153, 166, 181, 197, 217, 241};
+
 const BlockType& block_type(BlockKind kind) { return kBlockTypes[static_cast<size_t>(kind)]; }
 
 Result<BlockKind> find_block_kind(std::string_view name) {
@@ -159,14 +233,18 @@ Result<BlockKind> find_block_kind(std::string_view name) {
 }
 
 bool holds_blocks(const WeightFormat& format, BlockKind kind) {
-  const WeightFormat& own = block_type(kind).format;
-  if (format.is_float || own.is_float)
-    return format.is_float && own.is_float && format.bits == own.bits;
-  return format.bits < 16 && format.bits >= own.bits && format.has_minimum >= own.has_minimum &&
-         format.group_size > 0 && own.group_size % format.group_size == 0;
+  const BlockType& type = block_type(kind);
+  if (format == type.format) return true;
+  if (format.scale_bits != 0 || format.has_table) return false;
+  const WeightFormat& plain = type.plain;
+  return !format.is_float && !plain.is_float && format.bits < 16 && format.bits >= plain.bits &&
+         format.has_minimum >= plain.has_minimum && format.group_size > 0 &&
+         plain.group_size % format.group_size == 0;
 }
 
-void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out) {
+namespace {
+
+void split_codes(BlockKind kind, const uint8_t* block, BlockCodes* out) {
   switch (kind) {
     case BlockKind::kQ4_0:
       split_nibbles<16>(block + 2, 16, out->codes);
@@ -192,6 +270,8 @@ void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out) {
       out->scales[0] = read_half(block);
       out->minima[0] = read_half(block + 2);
       return;
+    case BlockKind::kQ2K: return split_q2_k(block, out);
+    case BlockKind::kQ3K: return split_q3_k(block, out);
     case BlockKind::kQ5K: return split_q5_k(block, out);
     case BlockKind::kQ6K: return split_q6_k(block, out);
     case BlockKind::kQ8_0:
@@ -200,11 +280,19 @@ void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out) {
       return;
     case BlockKind::kIq4Nl:
       split_nibbles<16>(block + 2, 16, out->codes);
-      for (size_t i = 0; i < 32; ++i) out->codes[i] = kIq4Codes[out->codes[i]];
       out->scales[0] = read_half(block);
       return;
+    case BlockKind::kIq4Xs: return split_iq4_xs(block, out);
     case BlockKind::kMxfp4: return split_mxfp4(block, out);
   }
+}
+
+}  // namespace
+
+void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out) {
+  split_codes(kind, block, out);
+  const BlockType& type = block_type(kind);
+  if (type.format.scale_bits != 0) multiply_levels(type, out);
 }
 
 Status decode_blocks(ThreadPool* pool, const BlockRow* rows, size_t num_rows, size_t columns,

@@ -15,7 +15,9 @@
 
 namespace tandem {
 
-enum class BlockKind : uint8_t { kQ4_0, kQ4_1, kQ4K, kQ5_0, kQ5_1, kQ5K, kQ6K, kQ8_0, kIq4Nl, kMxfp4 };
+enum class BlockKind : uint8_t {
+  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kMxfp4
+};
 
 // Weights of the largest block, and its groups.
 inline constexpr size_t kMaxBlockWeights = 256;
@@ -29,7 +31,8 @@ struct BlockType {
   size_t group_size;      // Weights that share a scale.
   int offset;             // Of the codes, where there are no minima; MXFP4 has none.
   bool has_minimum;       // Whether the file has minima.
-  WeightFormat format;    // Ours that holds the codes.
+  WeightFormat format;    // Ours that holds the codes, in as many bytes.
+  WeightFormat plain;     // With fp16 scales for each group and without a table: what joins others.
 };
 
 const BlockType& block_type(BlockKind kind);
@@ -37,8 +40,8 @@ const BlockType& block_type(BlockKind kind);
 // Errors: kUnsupported (names what there is).
 Result<BlockKind> find_block_kind(std::string_view name);
 
-// Whether codes of `kind` can be laid out in `format`: exactly, but for scales of the K types, which
-// are rounded to fp16.
+// Whether codes of `kind` can be laid out in `format`: their own; or one that holds the plain one,
+// exactly but for scales of superblocks, whose products are rounded to fp16.
 bool holds_blocks(const WeightFormat& format, BlockKind kind);
 
 // A row of whole blocks, borrowed.
@@ -49,12 +52,20 @@ struct BlockRow {
 
 // One block taken apart.
 struct BlockCodes {
+  // By table: its indices.
   alignas(64) uint8_t codes[kMaxBlockWeights];
+  // Of superblocks: the fp16 numbers of scales and of minima; the integers that they multiply,
+  // unsigned, scales before minima.
+  uint16_t halves[2];
+  uint8_t levels[2 * kMaxBlockGroups];
   // Of each group. MXFP4: half of the scale, as its codes are of doubled numbers; and e8m0.
   float scales[kMaxBlockGroups];
   float minima[kMaxBlockGroups];
   uint8_t exponent;
 };
+
+// What codes by table stand for, plus BlockType::offset.
+extern const uint8_t kIq4Codes[16];
 
 void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out);
 

@@ -23,10 +23,25 @@ namespace {
 constexpr BlockKind kKinds[] = {BlockKind::kQ4_0, BlockKind::kQ4_1, BlockKind::kQ4K,
                                 BlockKind::kQ5_0, BlockKind::kQ5_1, BlockKind::kQ5K,
                                 BlockKind::kQ6K,  BlockKind::kQ8_0, BlockKind::kIq4Nl,
+                                BlockKind::kQ2K,  BlockKind::kQ3K,  BlockKind::kIq4Xs,
                                 BlockKind::kMxfp4};
-constexpr WeightFormat kFormats[] = {{4, 32, true},       {4, 32, false},  {8, 32, false},
-                                     {8, 32, true},       {8, 16, false},  {8, 16, true},
-                                     {4, 32, false, true}, {8, 128, false}};
+constexpr WeightFormat kFormats[] = {{4, 32, true},
+                                     {4, 32, false},
+                                     {5, 32, true},
+                                     {5, 32, false},
+                                     {8, 32, false},
+                                     {8, 32, true},
+                                     {8, 16, false},
+                                     {8, 16, true},
+                                     {4, 32, false, true},
+                                     {8, 128, false},
+                                     {2, 16, true, false, 4},
+                                     {3, 16, false, false, 6},
+                                     {4, 32, true, false, 6},
+                                     {5, 32, true, false, 6},
+                                     {6, 16, false, false, 8},
+                                     {4, 32, false, false, 0, true},
+                                     {4, 32, false, false, 6, true}};
 
 std::vector<uint8_t> draw_bytes(size_t size, uint32_t seed) {
   std::vector<uint8_t> bytes(size);
@@ -56,8 +71,10 @@ void check_kind(const BlockType& type, uint32_t seed) {
   for (const WeightFormat& format : kFormats) {
     if (!holds_blocks(format, type.kind)) continue;
     ++num_formats;
-    for (const size_t first_k : {size_t{0}, size_t{64}}) {
-      for (const size_t last_k : {size_t{192}, kInputs}) {
+    const size_t span = span_size(format) < 64 ? 64 : span_size(format);
+    for (const size_t first_k : {size_t{0}, span}) {
+      for (const size_t last_k : {2 * span, kInputs}) {
+        if (last_k <= first_k) continue;
         std::vector<uint8_t> panel(panel_bytes(format, last_k - first_k));
         for (const size_t row : {size_t{0}, kPanelColumns})
           // Random scales may be refused, with a reason.
@@ -180,7 +197,7 @@ TEST(names_of_kinds_are_found) {
     CHECK(block_type(kind).kind == kind);
     CHECK(find_block_kind(block_type(kind).name).value() == kind);
   }
-  CHECK(!find_block_kind("Q2_K").is_ok());
+  CHECK(!find_block_kind("IQ2_S").is_ok());
 }
 
 TEST(a_block_of_q8_0_is_its_scale_times_its_codes) {

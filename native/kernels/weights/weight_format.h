@@ -3,7 +3,10 @@
 // Integer formats code groups of `group_size` consecutive weights of one output, unsigned:
 //   symmetric     w = scale * (u - 2^(bits-1))
 //   with minimum  w = scale * u + minimum
-// with scale and minimum in fp16. Unsigned codes are what VNNI's vpdpbusd wants of one operand; the
+//   by table      w = scale * table[u], the table being that of GGUF's IQ4_NL
+// with scale and minimum in fp16, or, in superblocks of kSuperblockSize weights, integers of
+// `scale_bits` bits times an fp16 number of the superblock: scale = d * (s - 2^(scale_bits-1)), with
+// minimum scale = d * s and minimum = -(m * t). Unsigned codes are what VNNI's vpdpbusd wants of one operand; the
 // other one, the activations, stays signed. A group size of 0 is one group a row. Float formats
 // hold the weight, or what a scale multiplies: fp32; bf16; e4m3 (fp8) with an fp32 scale for blocks of
 // 128 x 128, or for one output (a group size of 0); e2m1 (mxfp4) with a power of two, e8m0, for 32 inputs of one output.
@@ -11,9 +14,20 @@
 // A matrix [N outputs, K inputs] is packed as panels of kPanelColumns outputs. A panel is one
 // stream, read front to back:
 //   integer: for each group  { fp16 scale[64]; fp16 minimum[64] if any; codes }
-//     8 bits: codes[group/4][64 columns][4 k]; 4 bits: codes[group/8][64][4], where the byte
-//     [j][column][i] holds k = 8 j + i in its low and k = 8 j + 4 + i in its high nibble.
+//     Codes are chunks of 4 (8 bits), 8 (4 bits), 16 (2, 3, 6 bits) or 32 inputs (5 bits). A word
+//     [64][4] has byte i of a column for the inputs 4 j + i, j = 0, 1, ...:
+//     8 bits: [64][4]; 4 bits: nibbles [64][4], j = 0 in the low and j = 1 in the high nibble;
+//     2 bits: [64][4], j at bit 2 j;
+//     5 bits: the fifth bits [64][4], j at bit j; then nibbles of 8 inputs each, [4][64][4];
+//     6 bits: the upper two bits [64][4], j at bit 2 j; then nibbles [2][64][4];
+//     3 bits: the lower two bits as of 2 bits; then the third ones, u16[64], where input 4 j + i is
+//     bit 8 (i % 2) + 4 (i / 2) + j.
 //     One scale a row: fp16 scale[64], then the codes of all K.
+//   in superblocks: for each { fp16 d[64]; fp16 m[64] if there are minima; levels; the codes of its
+//     groups }. Levels are the V integers of scales, then of minima, in rows of 64 columns: of 8 bits
+//     u8[V][64]; of 4 bits u8[V/2][64], row r with integer r in the low and r + V/2 in the high
+//     nibble; of 6 bits the same of the lower four bits, then u8[V/4][64], row r with the upper two
+//     bits of integer r + j V/4 at bit 2 j.
 //   bf16:    value[ceil(K/2)][64 columns][2 k]
 //   fp32:    value[K][64 columns]
 //   e4m3:    for each 128 inputs { fp32 scale[16], all equal; codes[32][16 x 4 columns][4 k] },
@@ -35,15 +49,19 @@ inline constexpr int kMaxGroupSize = 128;
 inline constexpr int kRowGroupSize = 128;
 // Bytes of scales before each group of e4m3 and of e2m1 codes.
 inline constexpr size_t kFloatHeaderBytes = 64;
+// Weights of an output that share fp16 numbers where the scales of groups are integers.
+inline constexpr size_t kSuperblockSize = 256;
 // Bytes of scales before a panel of e4m3 with one scale a row.
 inline constexpr size_t kRowHeaderBytes = kPanelColumns * 4;
 
 // No member functions: sources compiled for a wide ISA share this header with all others.
 struct WeightFormat {
-  int32_t bits;        // 32 (fp32), 16 (bf16), 8 or 4.
+  int32_t bits;        // 32 (fp32), 16 (bf16), 8, or 2 to 6.
   int32_t group_size;  // Weights that share a scale; 0 for values, and for one scale a row.
   bool has_minimum;
   bool is_float = false;  // 8 bits: e4m3; 4 bits: e2m1. Values are floats either way.
+  int32_t scale_bits = 0;  // Of integers in superblocks, 4, 6 or 8; 0: each group has fp16 numbers.
+  bool has_table = false;  // 4 bits: codes are indices into IQ4_NL's values.
 };
 
 }  // namespace tandem

@@ -868,7 +868,7 @@ def kernel_isas() -> list[str]:
     or the one before `amx`, which has to be named.
     """
 
-def count_expert_bytes(*, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, is_float: bool = False) -> int:
+def count_expert_bytes(*, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, is_float: bool = False, scale_bits: int = 0, has_table: bool = False, down_format: tuple[int, int, bool, bool, int, bool] | None = None) -> int:
     """
     Bytes that an `ExpertBank` of these sizes takes.
 
@@ -882,11 +882,12 @@ class ExpertBank:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1, part_nodes: Sequence[int] = []) -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, scale_bits: int = 0, has_table: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1, part_nodes: Sequence[int] = [], down_format: tuple[int, int, bool, bool, int, bool] | None = None) -> None:
         """
         Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
         `count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
         `part_nodes` are the NUMA nodes that the parts' own memory should lie on.
+        `down_format` has the fields of another integer format for the down projections.
 
         Raises: UnsupportedError (format, ISA, storage for several parts); ShapeError (not
             whole groups); ConfigError (unknown ISA or activation, a size below 1, more parts
@@ -1006,7 +1007,7 @@ class ExpertBank:
         Raises: UnsupportedError (several parts).
         """
 
-def count_linear_bytes(*, bits: int, group_size: int, has_minimum: bool, is_float: bool, in_features: int, out_features: int) -> int:
+def count_linear_bytes(*, bits: int, group_size: int, has_minimum: bool, is_float: bool, scale_bits: int = 0, has_table: bool = False, in_features: int, out_features: int) -> int:
     """
     Bytes that a `PackedMatrix` of these sizes takes.
 
@@ -1029,7 +1030,7 @@ class PackedMatrix:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, is_float: bool, in_features: int, out_features: int, isa: str = '', storage: object | None = None, share_nodes: Sequence[int] = []) -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, is_float: bool, scale_bits: int = 0, has_table: bool = False, in_features: int, out_features: int, isa: str = '', storage: object | None = None, share_nodes: Sequence[int] = []) -> None:
         """
         Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
         `count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
@@ -1090,15 +1091,16 @@ class PackedMatrix:
         """
 
     @overload
-    def forward(self, pool: ThreadPool, x: TensorView, out: TensorView, is_added: bool = False) -> None:
+    def forward(self, pool: ThreadPool, x: TensorView, out: TensorView, is_added: bool = False, first_column: int | None = None) -> None:
         """
         As below, with tensors that were viewed before; leading dimensions count as one row.
         """
 
     @overload
-    def forward(self, pool: ThreadPool, x: object, out: object, is_added: bool = False) -> None:
+    def forward(self, pool: ThreadPool, x: object, out: object, is_added: bool = False, first_column: int | None = None) -> None:
         """
         Write x W^T + bias to `out`, or add it to what `out` holds.
+        With `first_column` to the columns of a wider `out` from there on.
 
         Raises: ShapeError (`out` is then untouched).
         """
@@ -1119,6 +1121,13 @@ class PackedMatrix:
             x: [rows, heads, in_features]; any strides of rows and heads.
             out: [rows, heads, columns], written; a share is `columns` in whole panels of 64.
         The matrix has no bias. Raises: ShapeError (`out` is then untouched).
+        """
+
+    def unpack(self, pool: ThreadPool, out: object) -> None:
+        """
+        Write the weights as numbers to `out`, float32 [out_features, in_features].
+
+        Raises: ShapeError.
         """
 
     def read_weights(self, pool: ThreadPool) -> None:
@@ -1342,6 +1351,37 @@ class GatedDelta:
             slots: of the sequences, no two alike.
         Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
         """
+
+def scan_delta(queries: TensorView, keys: TensorView, values: TensorView, decay: TensorView, beta: TensorView, state: TensorView, out: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    The recurrence of the gated delta rule alone, over a sequence's tokens; for training.
+
+    All contiguous float32.
+
+    Args:
+        queries, keys: [tokens, key heads, key_dim], normed; queries scaled.
+        values: [tokens, value heads, value_dim].
+        decay, beta: [tokens, value heads].
+        state: as of `GatedDelta.state_shape`; moved on.
+        out: of the shape of `values`, written.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
+    """
+
+def scan_delta_backward(queries: TensorView, keys: TensorView, values: TensorView, decay: TensorView, beta: TensorView, state: TensorView, d_out: TensorView, d_queries: TensorView, d_keys: TensorView, d_values: TensorView, d_decay: TensorView, d_beta: TensorView, pool: ThreadPool | None = None, isa: str = '') -> None:
+    """
+    The gradients of `scan_delta`; no gradient of the last state comes in.
+
+    Computes the states again, and keeps one in 32 of a head's panel. The same for any
+    number of threads.
+
+    Args:
+        queries, keys, values, decay, beta: as of `scan_delta`.
+        state: that it began with; only read.
+        d_out: of the shape of `values`.
+        d_queries, d_keys: [tokens, value heads, key_dim], written: each value head's part.
+        d_values, d_decay, d_beta: of the shapes of their own, written.
+    Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
+    """
 
 class LoraRows:
     """Which rows of a step belong to which adapter. One thread."""

@@ -16,6 +16,7 @@ from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout
 
 __all__ = [
+    "GROWTH_BLOCKS",
     "MIN_REPETITION_PENALTY",
     "WIRE_VERSION",
     "AddRequest",
@@ -26,6 +27,7 @@ __all__ = [
     "Empty",
     "FinishReason",
     "InstanceInfo",
+    "InstanceLoad",
     "InstanceStage",
     "KvHandle",
     "KvPeer",
@@ -45,6 +47,8 @@ WIRE_VERSION = 6
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
+GROWTH_BLOCKS = 2
+"""Blocks of KV beyond its known tokens that a request which decodes is said to need."""
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it in float32, where much smaller values are 0 or give infinities."""
 
@@ -158,6 +162,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     awaits_continuation: bool = False
     """With ``PrefillKv``: load the blocks, but do not compute before ``ContinueRequest`` comes or
     the lease has ended."""
+    number: int = 0
+    """Of those that this server sends this instance, from 1; see ``InstanceLoad``. 0: none."""
 
 
 class ContinueRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,7 +206,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of a token under the model before penalties and truncation."""
 
     token_id: int
@@ -235,10 +241,33 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """For the client's eyes: without the name of the operation that failed."""
 
 
+class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The load of an instance at one moment, for whoever chooses among instances."""
+
+    version: int = 0
+    """Of two, the greater one is of the later moment; 0: nothing has been told."""
+    num_received: int = 0
+    """The greatest ``AddRequest.number`` of this server's that has arrived; calls arrive in the
+    order in which they were sent."""
+    pending: tuple[int, ...] = ()
+    """Those up to it that are still being taken in, and not contained in what follows."""
+    queued_tokens: int = 0
+    """Known tokens of requests that it has to compute before they decode."""
+    num_decoding: int = 0
+    """Requests that decode here, or will."""
+    free_blocks: int = 0
+    """Blocks of KV that its requests do not need, ``GROWTH_BLOCKS`` for each that decodes included;
+    may be negative. What requests share is counted for each."""
+    largest_blocks: int = 0
+    """Of the longest request that decodes, at its full length."""
+
+
 class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
-    """Event: all outputs of one engine step."""
+    """Event: the outputs of one engine step, none if an idle instance has only its load to tell."""
 
     outputs: list[RequestOutput]
+    load: InstanceLoad | None = None
+    """None: it was told a moment ago, or has not changed."""
 
 
 class InstanceStage(StrEnum):

@@ -28,6 +28,7 @@ from tandem.core.wire import (
     Continuation,
     ContinueRequest,
     FinishReason,
+    InstanceLoad,
     KvHandle,
     RequestOutput,
     SamplingParams,
@@ -427,6 +428,11 @@ class Engine:
         with self._lock:
             return self._scheduler.get_stats()
 
+    def measure_load(self) -> InstanceLoad:
+        """Return what the live requests need; any thread."""
+        with self._lock:
+            return self._scheduler.measure_load()
+
     def list_timelines(self, request_ids: Sequence[str]) -> list[InstanceTimeline]:
         """Return what is known of requests, live and ended; unknown ids are left out."""
         with self._lock:
@@ -781,8 +787,9 @@ class Engine:
 
 def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
     """Return the log-probabilities of sampled tokens, which all have one or none."""
-    found = [token.logprob for token in tokens if token.logprob is not None]
-    return found or None
+    if not tokens or tokens[0].logprob is None:
+        return None
+    return [token.logprob for token in tokens if token.logprob is not None]
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:

@@ -48,7 +48,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Tokens a second that each user should get; 0 is none in particular."""
     quality: Literal["stored", "int8", "int4"] = "int8"
     """The coarsest format that weights may be rounded to; `stored` rounds nothing."""
-    gpu_experts: int | None = None
+    gpu_experts: Annotated[int, Meta(ge=0)] | None = None
     """Of each layer; None is as many as fit."""
     gpu_expert_format: str = ""
     """Of experts on the GPU; empty: as of those on the CPU."""

@@ -36,7 +36,13 @@ from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
 from tandem.server.edge.auth import ApiKeyGate
 from tandem.server.edge.connection import ClientGoneError
 from tandem.server.edge.hosts import HostGate
-from tandem.server.edge.http_errors import HttpError, describe_error, error_response
+from tandem.server.edge.http_errors import (
+    HttpError,
+    WriteError,
+    describe_error,
+    encode_error,
+    error_response,
+)
 from tandem.server.engine import EngineClient
 from tandem.server.lifecycle import AdmissionGate, Lifecycle
 from tandem.server.outputs.formats import FORMATS, OutputFormat, detect_format
@@ -194,13 +200,13 @@ def _bind(context: ServerContext, handler: Handler) -> Callable[[Request], Await
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
         except HttpError as error:
-            return error_response(error)
+            return error_response(error, _find_form_of_errors(request))
         except TandemError as error:
             return _answer_error(request, error)
         except Exception:
             _logger.exception("event=request_failed path=%s", request.url.path)
             error = InternalError("server.handle", "the server failed; its log says why")
-            return error_response(describe_error(error))
+            return error_response(describe_error(error), _find_form_of_errors(request))
 
     return endpoint
 
@@ -209,7 +215,12 @@ def _answer_error(request: Request, error: TandemError) -> Response:
     answer = describe_error(error)
     if answer.status >= 500 and not error.retryable:
         _logger.error("event=request_failed path=%s error=%s", request.url.path, error)
-    return error_response(answer)
+    return error_response(answer, _find_form_of_errors(request))
+
+
+def _find_form_of_errors(request: Request) -> WriteError:
+    """Return how the API of a request writes its errors; OpenAI's form until it has said."""
+    return getattr(request.state, "write_error", encode_error)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

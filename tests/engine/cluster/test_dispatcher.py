@@ -8,10 +8,17 @@ import asyncio
 import pytest
 
 from tandem.core.errors import CapacityError, ConfigError, ConflictError, PeerLostError
-from tandem.core.wire import AddRequest, FinishReason, RequestOutput, SamplingParams
+from tandem.core.wire import (
+    AddRequest,
+    FinishReason,
+    InstanceLoad,
+    RequestOutput,
+    SamplingParams,
+)
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import InstanceRef, Limits
 from tandem.engine.cluster.selection import LeastLoadedPolicy
+from tandem.engine.process.load_count import LoadCount
 from tandem.engine.process.methods import CONTINUE
 
 TIMEOUT_S = 10.0
@@ -34,6 +41,7 @@ class ToyPort:
         self.name, self.error = name, error
         self.incarnation, self.info = 0, Info()
         self.live, self.requests, self.released = {}, [], []
+        self.load = LoadCount()
 
     @property
     def ref(self):
@@ -69,6 +77,7 @@ class ToyPort:
 
     def restart(self, *identity):
         self.incarnation, self.info = self.incarnation + 1, Info(*identity)
+        self.load = LoadCount()
 
 
 def ask(**fields):
@@ -325,5 +334,66 @@ def test_who_leaves_frees_the_instance_before_and_after_it_accepted():
         await dispatcher.close()
         assert not a.live
         assert [o.finish_reason async for o in left] == [FinishReason.CANCELLED]
+
+    run(work())
+
+
+def ask_as(request_id, prompt_len=32):
+    return AddRequest(
+        request_id=request_id,
+        prompt_ids=[1] * prompt_len,
+        sampling=SamplingParams(max_tokens=9),
+    )
+
+
+def test_requests_of_one_turn_are_spread():
+    """Each is counted when it is placed, not when it is sent or told of."""
+    a, b = ToyPort("a"), ToyPort("b")
+
+    async def work():
+        dispatcher = make(a, b)
+        asking = [asyncio.create_task(dispatcher.submit(ask_as(f"r{n}"))) for n in range(6)]
+        await asyncio.gather(*asking)
+        assert (len(a.live), len(b.live)) == (3, 3)
+        await dispatcher.close()
+
+    run(work())
+
+
+def test_a_view_is_what_an_instance_tells_and_what_it_was_sent_since():
+    a = ToyPort("a")
+
+    async def work():
+        dispatcher = make(a)
+        await dispatcher.submit(ask_as("r1"))
+        await dispatcher.submit(ask_as("r2", 64))
+        a.load.take(InstanceLoad(1, 1, (), 20, 7, 50, 9))
+        [view] = dispatcher.view_instances()
+        assert (view.queued_tokens, view.num_decoding, view.used_blocks) == (84, 8, 50 + 4 + 2)
+        assert view.largest_blocks == 9
+        a.load.take(InstanceLoad(2, 2, (), 30, 8, 44, 9))
+        [view] = dispatcher.view_instances()
+        assert (view.queued_tokens, view.num_decoding, view.used_blocks) == (30, 8, 56)
+        await dispatcher.close()
+
+    run(work())
+
+
+def test_a_request_that_is_over_before_a_push_counts_no_more():
+    """Refused, ended or left: what the instance tells does not have to say so."""
+    full, a = ToyPort("a", CapacityError("toy.add", "full")), ToyPort("b")
+
+    async def work():
+        dispatcher = make(full, a)
+        ended, left = await dispatcher.submit(ask_as("r1")), await dispatcher.submit(ask_as("r2"))
+        assert full.load.num_unanswered == 0
+        assert a.load.num_unanswered == 2
+        a.live.pop(next(iter(a.live)))(
+            RequestOutput(a.requests[0].request_id, [7], FinishReason.LENGTH)
+        )
+        assert a.load.num_unanswered == 1
+        await left.cancel()
+        assert a.load.num_unanswered == 0
+        assert [output.token_ids async for output in ended] == [[7]]
 
     run(work())

@@ -328,8 +328,8 @@ def with_loads(loads_class):
     class Mutant(Scheduler):
         def __init__(self, config, pool, index, tiers):
             super().__init__(config, pool, index, tiers)
-            prefix = self._state.prefix
-            self._state.loads = loads_class(pool, index, prefix, config.block_size)
+            prefix, counters = self._state.prefix, self._state.counters
+            self._state.loads = loads_class(pool, index, prefix, config.block_size, counters)
 
     Mutant.__name__ = loads_class.__name__
     return Mutant

@@ -17,6 +17,7 @@ import pytest
 import torch
 from gguf_writing import write_model
 from loading import load_checkpoint
+from test_gguf_blocks import HALVES
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES
@@ -25,8 +26,6 @@ from tandem.models.planning.planner import plan_model
 from tandem.models.sources.gguf_header import BLOCK_SIZES
 
 FIXTURES = json.loads((Path(__file__).parents[1] / "fixtures" / "gguf_blocks.json").read_text())
-SCALE_AT = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2)}
-"""Where a block has its fp16 numbers; 0 where it is not said."""
 SHRINK = 4
 """Powers of two by which Gaussian weights become those of a row of 256."""
 
@@ -51,18 +50,32 @@ MOE = {"moe_intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 3}
 
 def make_codes(weights: np.ndarray, kind: str) -> np.ndarray:
     """Return blocks of llama.cpp's for a tensor of this shape; its own values do not count."""
+    if kind not in FIXTURES:
+        return draw_codes(weights, kind)
     block, size = BLOCK_SIZES[kind]
     made = np.frombuffer(base64.b64decode(FIXTURES[kind]["blocks"]), np.uint8).reshape(-1, size)
     made = made.copy()
-    for at in SCALE_AT.get(kind, (0,)):
-        if kind == "MXFP4":
-            made[:, 0] -= SHRINK
-        else:
-            halves = np.ascontiguousarray(made[:, at : at + 2]).view(np.float16)
-            made[:, at : at + 2] = (halves / np.float16(2**SHRINK)).view(np.uint8)
+    if kind == "MXFP4":
+        made[:, 0] -= SHRINK
+    for at in HALVES[kind]:
+        halves = np.ascontiguousarray(made[:, at : at + 2]).view(np.float16)
+        made[:, at : at + 2] = (halves / np.float16(2**SHRINK)).view(np.uint8)
     rng = np.random.default_rng(len(weights.ravel()))
     chosen = made[rng.integers(0, len(made), weights.size // block)]
     return chosen.reshape(*weights.shape[:-1], -1)
+
+
+def draw_codes(weights: np.ndarray, kind: str) -> np.ndarray:
+    """Return random codes whose values are about as large as those of ``make_codes``."""
+    block, size = BLOCK_SIZES[kind]
+    raw = np.random.default_rng(1).integers(0, 256, (weights.size // block, size), dtype=np.uint8)
+    if kind == "Q2_K":
+        # As large a minimum as a scale: with 1.5 times the step, values have the mean 0.
+        raw[:, :16] = (raw[:, :16] & 15) * 17
+    step = {"Q2_K": 2.0**-8, "Q3_K": 2.0**-10, "IQ4_XS": 2.0**-14}[kind]
+    for at, factor in zip(HALVES[kind], (1.0, 1.5), strict=False):
+        raw[:, at : at + 2] = np.array([step * factor], np.float16).view(np.uint8)
+    return raw.reshape(*weights.shape[:-1], -1)
 
 
 def write(path: Path, config: Any, kind: str | Callable[[str, tuple[int, ...]], str]) -> None:
@@ -121,29 +134,34 @@ def mix(name: str, shape: tuple[int, ...]) -> str:
 
 
 def test_each_matrix_of_a_mixed_file_has_its_own_format(tmp_path, open_session):
-    """What shares a product shares the smallest format that holds all of it; nothing else does."""
+    """Also parts of one product: q and k are in one, v in another."""
     path = tmp_path / "model.gguf"
     write(path, LlamaConfig(**COMMON), mix)
     plan, distance = compare(path, open_session)
     formats = {(m.module, m.role): m.weight_format for m in plan.matrices}
     layer = "model.layers.1"
-    assert formats[f"{layer}.self_attn", "qkv"] == "int8g16min"
-    assert formats[f"{layer}.self_attn", "attention_out"] == "int4g32"
-    assert formats[f"{layer}.mlp", "gate_up"] == "int4g32"
-    assert formats[f"{layer}.mlp", "down"] == "int8g16"
-    assert formats["lm_head", "head"] == "int8g16"
-    assert formats["model.layers.0.self_attn", "qkv"] == "int4g32"
+    assert formats[f"{layer}.self_attn", "qkv"] == "q4k+q6k"
+    assert formats[f"{layer}.self_attn", "attention_out"] == "q4k"
+    assert formats[f"{layer}.mlp", "gate_up"] == "q4k"
+    assert formats[f"{layer}.mlp", "down"] == "q6k"
+    assert formats["lm_head", "head"] == "q6k"
+    assert formats["model.layers.0.self_attn", "qkv"] == "q4k"
     assert distance < LARGEST_ERROR
+    packed = sum(m.size_bytes for m in plan.matrices if m.role != "embedding")
+    stored = sum(m.stored_bytes for m in plan.matrices if m.role != "embedding")
+    assert packed >= stored
+    # The head's 96 outputs are two panels.
+    assert packed <= 1.02 * stored + 32 * 210
 
 
-def test_experts_of_a_layer_share_a_format(tmp_path, open_session):
+def test_down_projections_of_experts_have_a_format_of_their_own(tmp_path, open_session):
     """Gate and up in Q4_K, down in Q6_K, the codes of all kept."""
     path = tmp_path / "model.gguf"
     write(path, Qwen3MoeConfig(**COMMON, **MOE, norm_topk_prob=True), mix)
     plan, distance = compare(path, open_session)
     formats = {m.module: m.weight_format for m in plan.matrices if m.role == "experts"}
     names = [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
-    assert formats == dict(zip(names, ("int4g32", "int8g16min"), strict=True))
+    assert formats == dict(zip(names, ("q4k", "q4k+q6k"), strict=True))
     assert distance < LARGEST_ERROR
 
 
@@ -151,7 +169,7 @@ def test_a_tied_head_takes_the_codes_of_the_embedding(tmp_path, open_session):
     path = tmp_path / "model.gguf"
     write(path, LlamaConfig(**COMMON, tie_word_embeddings=True), "Q6_K")
     plan, distance = compare(path, open_session)
-    assert {m.weight_format for m in plan.matrices if m.role == "head"} == {"int8g16"}
+    assert {m.weight_format for m in plan.matrices if m.role == "head"} == {"q6k"}
     assert distance < LARGEST_ERROR
 
 
@@ -186,7 +204,7 @@ def test_what_weights_are_kept_as_is_in_the_identity_of_kv(tmp_path):
     write(path, LlamaConfig(**COMMON), mix)
     models = [load_checkpoint(path, dtype="bfloat16", linear_format=f) for f in ("auto", "bf16")]
     kept, plain = (model.kv_identity(model.kv_layout(64)) for model in models)
-    assert kept.formats["model.layers.1.self_attn.qkv_"] == "int8g16min"
-    assert kept.formats["model.layers.1.mlp.down_"] == "int8g16"
+    assert kept.formats["model.layers.1.self_attn.qkv_"] == "q4k+q6k"
+    assert kept.formats["model.layers.1.mlp.down_"] == "q6k"
     assert kept.weights == plain.weights
     assert kept != plain

@@ -1,8 +1,9 @@
 """Goal: blocks that are laid out natively are the codes that numpy takes apart, byte for byte.
 
-Method: random blocks of every kind packed both ways, in the kind's own format and in each wider
-one, as a matrix and as experts, in another order, of several kinds, and within blocks; values
-decoded both ways; what is not a matrix of blocks is refused by name.
+Method: random blocks of every kind packed both ways, in the kind's plain format and in each wider
+one (``test_gguf_stored`` has the kind's own), as a matrix and as experts, in another order, of
+several kinds, and within blocks; values decoded both ways; what is not a matrix of blocks is
+refused by name.
 """
 
 import numpy as np
@@ -28,7 +29,7 @@ from tandem.kernels.weights.formats import (
     select_rows,
     stack,
 )
-from tandem.kernels.weights.recode import can_hold, recode
+from tandem.kernels.weights.recode import can_hold, make_plain, recode
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, dequantize, unpack
 from tandem.models.sources.gguf_header import BLOCK_SIZES
 
@@ -44,7 +45,8 @@ def pool():
 def draw(kind: str, num_rows: int, inputs: int = INPUTS) -> BlockMatrix:
     per_row = inputs // BLOCK_SIZES[kind][0]
     raw = draw_sane(kind, num_rows * per_row).reshape(num_rows, -1)
-    return BlockMatrix(find_format(BLOCK_TYPES[kind].weight_format), inputs, ((kind, raw),))
+    weight_format = make_plain(find_format(BLOCK_TYPES[kind].weight_format))
+    return BlockMatrix(weight_format, inputs, ((kind, raw),))
 
 
 def take_apart(matrix: BlockMatrix) -> QuantizedMatrix:
@@ -132,7 +134,7 @@ def test_scales_that_are_not_finite_are_refused(pool):
     matrix.parts[0][1][65, 0:2] = [0x00, 0x7C]
     with pytest.raises(UnsupportedError, match="output 65"):
         PackedLinear.from_codes(matrix, pool=pool)
-    matrix = draw("Q6_K", 2)
+    matrix = draw("Q6_K", 2)  # In a format of fp16 scales.
     matrix.parts[0][1][1, 192:210] = [100] * 16 + [0xFF, 0x7B]
     with pytest.raises(UnsupportedError, match="output 1 has a scale"):
         PackedLinear.from_codes(matrix, pool=pool)
@@ -155,7 +157,7 @@ def test_what_is_no_matrix_of_blocks_is_refused(pool):
         (([("Q8_0", rows)], np.array([0, 1, 2, 3], np.int32)), ShapeError),
         (([("Q8_0", rows[:, ::2])], None), ShapeError),
         (([("Q5_1", draw("Q5_1", 4).parts[0][1])], None), UnsupportedError),
-        (([("Q2_K", rows)], None), UnsupportedError),
+        (([("IQ2_S", rows)], None), UnsupportedError),
     ]
     for blocks, error in wrong:
         with pytest.raises(error):

@@ -97,6 +97,8 @@ def event_schema_of(document: dict, path: str) -> dict:
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 2}
 POSTS = [
     ("/v1/chat/completions", CHAT),
+    ("/v1/messages", CHAT | {"max_tokens": 3}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]}),
     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 2}),
     ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
     ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 2}),

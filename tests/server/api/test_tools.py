@@ -9,16 +9,8 @@ import openai
 import pytest
 from fake_engine import FakeEngine, make_info
 from serving import LiveServers
-from vocabularies import CHAT_TEMPLATE, make_byte_level_tokenizer
+from vocabularies import CALL, CHAT_TEMPLATE, TOOL_TEMPLATE, make_byte_level_tokenizer
 
-TOOL_TEMPLATE = (
-    "{%- if tools -%}<tools>{{ tools | tojson }}</tools>{%- endif -%}"
-    "{%- for m in messages -%}[{{ m.role }}]{{ m.content }}"
-    "{%- if m.reasoning_content -%}<think>{{ m.reasoning_content }}</think>{%- endif -%}"
-    "{%- for call in m.tool_calls or [] -%}<tool_call>{{ call.function | tojson }}</tool_call>"
-    "{%- endfor -%}{%- if m.role == 'tool' -%}({{ m.name }} {{ m.tool_call_id }}){%- endif -%}"
-    "{%- endfor -%}[assistant]{%- if enable_thinking -%}<think>\n{%- endif -%}"
-)
 TOOLS = [
     {
         "type": "function",
@@ -30,7 +22,6 @@ TOOLS = [
     }
 ]
 ASK = [{"role": "user", "content": "hello"}]
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern 😀"}}\n</tool_call>'
 
 
 def make_engine():

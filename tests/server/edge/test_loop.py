@@ -4,14 +4,18 @@ Method: the lines of Python that the loop's thread executes are counted, for sma
 ones of twenty times as many items; documents that one call encodes are looked at one by one.
 """
 
+import gc
 import sys
 import threading
 
+import msgspec
 import pytest
 from fake_engine import FakeEngine, make_info
 
 from tandem.core.errors import ConfigError
+from tandem.core.wire import TokenLogprob
 from tandem.server.dialects import dialect, openai_answer, sglang
+from tandem.server.dialects.usage import make_chat_logprobs
 from tandem.server.protocol.decode import MAX_CONTAINERS, check_containers
 from tandem.server.text.work_threads import SMALL_COST
 
@@ -176,3 +180,19 @@ def test_too_many_prompts_are_refused_before_they_are_looked_at(serve_text):
         reply = live.post(path, {name: ["a"] * 300})
         assert reply.status_code == 400, reply.text
         assert "300 generations" in reply.json()["error"]["message"]
+
+
+def test_log_probabilities_are_nothing_to_the_garbage_collector(tokenizer):
+    """It stops the loop for as long as it looks at objects, and an answer has a million of them."""
+    top = [(i, -1.0) for i in range(20)]
+    told = msgspec.msgpack.encode([TokenLogprob(5, -0.5, top) for _ in range(MANY)])
+    gc.collect()
+    before = len(gc.get_objects())
+    logprobs = msgspec.msgpack.decode(told, type=list[TokenLogprob])
+    gc.collect()
+    assert len(gc.get_objects()) - before < 1.5 * MANY, "of a token its list of tops"
+    before = len(gc.get_objects())
+    answer = make_chat_logprobs(tokenizer, logprobs)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 1.5 * MANY
+    assert len(answer.content) == MANY

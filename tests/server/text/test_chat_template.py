@@ -10,6 +10,8 @@ import sys
 import threading
 
 import pytest
+from serving import LiveServers
+from vocabularies import make_byte_level_tokenizer
 
 from tandem.core.errors import ConfigError, PeerLostError
 from tandem.server.text.chat_template import ChatTemplate
@@ -192,3 +194,19 @@ def test_conversations_are_rendered_beside_each_other():
         template.close()
         spinning.join(30)
     assert failed
+
+
+def test_over_http_a_worker_that_hangs_is_retryable_and_a_refusal_is_not():
+    tokenizer = make_byte_level_tokenizer(chat_template=HOSTILE)
+    with LiveServers(tokenizer) as servers:
+        # A process that starts on a busy machine counts, too: long enough for that.
+        live = servers.start(template_timeout_s=1.0)
+        for content, status in (("hello", 200), ("spin", 503), ("print" * 9, 200), ("grow", 400)):
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+            reply = live.post("/v1/chat/completions", body)
+            assert reply.status_code == status, (content, reply.text)
+            if status == 503:
+                assert reply.headers["Retry-After"]
+                assert reply.json()["error"]["type"] == "server_error"
+            if status == 400:
+                assert reply.json()["error"]["param"] == "messages"

@@ -93,7 +93,10 @@ class LoadClient:
                 "bench.serve", f"{what}: name the model, or give --api-key"
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            what = f"nobody answers at {self.target.base_url}: {error or type(error).__name__}"
+            what = (
+                f"nobody answers at {self.target.base_url}: {error or type(error).__name__}: "
+                "start a server, or name one by --base-url"
+            )
             raise PeerLostError("bench.serve", what) from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
             what = f"{self.target.base_url}/v1/models lists no model: give --model"

@@ -23,6 +23,7 @@ BENCHES = {
     "families": "tandem.bench.serving.families",
     "finetune": "tandem.bench.finetune",
     "finetune-memory": "tandem.bench.finetune_memory",
+    "gated-delta": "tandem.bench.operators.gated_delta",
     "linear": "tandem.bench.operators.linear",
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",
@@ -57,7 +58,6 @@ app = typer.Typer(
         "Run a benchmark, ours and its rivals interleaved, or measure a server.\n\n"
         f"`tandem bench NAME`, with NAME one of: {', '.join(BENCHES)}."
     ),
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )

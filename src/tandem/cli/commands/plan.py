@@ -90,7 +90,7 @@ def plan(
             users=users,
             rate=rate,
             quality=quality,
-            gpu_experts=None if gpu_experts < 0 else gpu_experts,
+            gpu_experts=None if gpu_experts == -1 else gpu_experts,
         )
         placing.place_model(
             model, hardware, wishes, with_cost=cost, with_rejected=rejected, as_json=json
@@ -122,11 +122,13 @@ def plan(
 def _check_wishes(**fields: Any) -> Any:
     """Return the wishes, checked.
 
-    Raises: ConfigError that names the field.
+    Raises: ConfigError that names the flag.
     """
     from tandem.placement.planner import Wishes
 
     try:
         return msgspec.convert(fields, Wishes)
     except msgspec.ValidationError as error:
-        raise ConfigError("cli.plan", str(error)) from error
+        what, _, field = str(error).partition(" - at `$.")
+        flag = field.rstrip("`").replace("_", "-")
+        raise ConfigError("cli.plan", f"--{flag}: {what}: see `tandem plan --help`") from error

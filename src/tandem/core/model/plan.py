@@ -7,6 +7,7 @@ it, the engine sizes memory by it, ``load_model`` obeys it. No torch here.
 Shapes: E experts, F intermediate, D hidden, N outputs, K inputs.
 """
 
+from math import prod
 from typing import Literal
 
 import msgspec
@@ -21,7 +22,7 @@ from tandem.core.model.layers import (
     RopeSpec,
     RouterSpec,
 )
-from tandem.core.spec import ModelSpec
+from tandem.core.spec import DTYPE_BYTES, ModelSpec
 
 __all__ = [
     "NO_FORMAT",
@@ -193,6 +194,31 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     def expert_bytes(self) -> int:
         """Bytes of the routed experts as they are stored."""
         return sum(matrix.size_bytes for matrix in self.matrices if matrix.role == "experts")
+
+    @property
+    def stored_bytes(self) -> tuple[int, int]:
+        """Bytes here, and in the checkpoint, of the matrices that products read there and here."""
+        other = ("embedding", "router")
+        coded = [m for m in self.matrices if m.stored_bytes and m.role not in other]
+        return sum(m.size_bytes for m in coded), sum(m.stored_bytes for m in coded)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of matrices that one token reads: of routed experts those that are chosen."""
+        top_k = {
+            layer.mlp.num_experts: layer.mlp.top_k
+            for layer in self.layers
+            if isinstance(layer.mlp, MoeSpec)
+        }
+        total = 0
+        for matrix in self.matrices:
+            if matrix.role == "experts":
+                count = matrix.shape[0]
+                total += matrix.size_bytes * top_k.get(count, count) // count
+            elif matrix.role != "embedding":
+                # A head that is the embedding's tensor has no bytes of its own, and reads them.
+                total += matrix.size_bytes or prod(matrix.shape) * DTYPE_BYTES[self.spec.dtype]
+        return total
 
     @property
     def is_native(self) -> bool:

@@ -39,8 +39,9 @@ from tandem.engine.cluster.machine import (
     RequestMachine,
     Submit,
 )
-from tandem.engine.cluster.selection import GROWTH_BLOCKS, InstanceView, Policy
-from tandem.engine.cluster.table import Held, State
+from tandem.engine.cluster.selection import InstanceView, Policy
+from tandem.engine.cluster.table import State
+from tandem.engine.process.load_count import LoadCount
 from tandem.engine.process.methods import CONTINUE, InstanceMethod
 from tandem.engine.process.output_stream import OutputStream
 
@@ -68,6 +69,11 @@ class Port(Protocol):
     @property
     def info(self) -> InstanceInfo | None:
         """What runs; None while it does not serve."""
+        ...
+
+    @property
+    def load(self) -> LoadCount:
+        """The load of its present run; asked for only while it serves."""
         ...
 
     @property
@@ -108,12 +114,15 @@ class _Live:
     stream: OutputStream
     begin_s: float
     accepted: "asyncio.Future[None]"
-    held: dict[Held, Leg] = field(default_factory=dict[Held, Leg])
     state: State | None = None
-    """Of ``held``; None: that has to be read anew."""
+    """As it was logged last."""
     legs: list[LegRecord] = field(default_factory=list[LegRecord])
     tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict[str, "asyncio.Task[None]"])
     """Calls under way that submit a leg, by its id."""
+    counts: dict[str, tuple[LoadCount, int]] = field(
+        default_factory=dict[str, tuple[LoadCount, int]]
+    )
+    """Where each leg was counted when it was sent, and with which number."""
     timer: asyncio.TimerHandle | None = None
     timer_s: float = math.inf
 
@@ -211,42 +220,7 @@ class Dispatcher:
 
     def view_instances(self) -> list[InstanceView]:
         """Return the instances that serve, with their loads."""
-        queued = dict.fromkeys(self._ports, 0)
-        decoding = dict.fromkeys(self._ports, 0)
-        used = dict.fromkeys(self._ports, 0)
-        largest = dict.fromkeys(self._ports, 0)
-        for live in self._live.values():
-            if not live.held:
-                continue  # After an outage all wait, and each that is placed asks for this.
-            request, num_delivered = live.request, live.machine.num_delivered
-            prompt_len = len(request.prompt_ids)
-            for kind, leg in live.held.items():
-                name = leg.instance.name
-                if kind is Held.PREFILL or (live.state is State.SERVING and not num_delivered):
-                    queued[name] += prompt_len
-                info = self._ports[name].info
-                if kind is Held.DECODE and info is not None:
-                    size = info.block_size
-                    total = min(prompt_len + request.sampling.max_tokens, info.max_model_len)
-                    decoding[name] += 1
-                    used[name] += -(-(prompt_len + num_delivered) // size) + GROWTH_BLOCKS
-                    largest[name] = max(largest[name], -(-total // size))
-        return [
-            InstanceView(
-                port.ref,
-                port.role,
-                port.sources,
-                num_blocks=port.info.num_blocks,
-                block_size=port.info.block_size,
-                max_model_len=port.info.max_model_len,
-                queued_tokens=queued[name],
-                num_decoding=decoding[name],
-                used_blocks=used[name],
-                largest_blocks=largest[name],
-            )
-            for name, port in self._ports.items()
-            if port.info is not None
-        ]
+        return [_view(port, port.info) for port in self._ports.values() if port.info is not None]
 
     # ---------------------------------------------------------------- machines
 
@@ -265,7 +239,7 @@ class Dispatcher:
             todo[:1] = self._execute(live, todo[0])
         machine = live.machine
         if machine.state is not live.state:
-            live.state, live.held = machine.state, machine.held
+            live.state = machine.state
             logger.debug("event=request_state request=%s state=%s", live.request.request_id,
                          machine.state)  # fmt: skip
         if machine.is_over:
@@ -293,6 +267,8 @@ class Dispatcher:
         if self._live.pop(request_id, None) is None:
             return
         self._set_timer(live, math.inf)
+        for leg_id in list(live.counts):
+            _uncount(live, leg_id)
         self._unplaced.pop(request_id, None)
         self._history[request_id] = live.legs
         while len(self._history) > self._max_history:
@@ -311,12 +287,17 @@ class Dispatcher:
                 return self._place(live, action)
             case Submit(leg=leg, request=request):
                 sent_s = asyncio.get_running_loop().time() - live.begin_s
-                live.state = None  # The same state may have been entered with another leg.
                 live.legs.append(LegRecord(leg.instance.name, leg.leg_id, sent_s))
+                port = self._find(leg)
+                if port is not None:
+                    # Counted before it is sent: the next request may be placed in this turn.
+                    request = port.load.note_sent(request)
+                    live.counts[leg.leg_id] = (port.load, request.number)
                 live.tasks[leg.leg_id] = self._call(self._submit(live, leg, request))
             case Continue(leg=leg, message=message):
                 self._call(self._continue(live, leg, message))
             case DropLeg(leg=leg):
+                _uncount(live, leg.leg_id)
                 submitting = live.tasks.pop(leg.leg_id, None)
                 if submitting is not None:
                     submitting.cancel()
@@ -412,10 +393,12 @@ class Dispatcher:
         try:
             await self._require(leg).submit(request, put)
         except TandemError as error:
+            _uncount(live, leg.leg_id)
             self._feed(live, LegFailed(leg.leg_id, error))
         except Exception as error:  # The edge of a task: the request must end after any error.
             logger.exception("request %s cannot be sent", leg.leg_id)
             failure = InternalError("engine.submit", f"the request cannot be sent: {error}")
+            _uncount(live, leg.leg_id)
             self._feed(live, LegFailed(leg.leg_id, failure))
         else:
             # One that only waits for a prefill elsewhere says nothing about that prefill.
@@ -433,3 +416,26 @@ class Dispatcher:
         except Exception:  # As above.
             logger.exception("request %s cannot be continued", leg.leg_id)
         self._feed(live, Continued(leg.leg_id, is_taken))
+
+
+def _uncount(live: _Live, leg_id: str) -> None:
+    """Stop to count a leg that was refused or is over, whatever its instance tells."""
+    load, number = live.counts.pop(leg_id, (None, 0))
+    if load is not None:
+        load.note_over(number)
+
+
+def _view(port: Port, info: InstanceInfo) -> InstanceView:
+    load = port.load.estimate(info)
+    return InstanceView(
+        port.ref,
+        port.role,
+        port.sources,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        queued_tokens=load.queued_tokens,
+        num_decoding=load.num_decoding,
+        used_blocks=info.num_blocks - load.free_blocks,
+        largest_blocks=load.largest_blocks,
+    )

@@ -13,6 +13,7 @@ from tandem.engine.cluster.machine import InstanceRef
 from tandem.engine.cluster.stats import StatsHistory
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher
+from tandem.engine.process.load_count import LoadCount
 from tandem.engine.process.methods import OPEN_PEER, InstanceMethod
 from tandem.engine.process.supervisor import InstanceSupervisor
 
@@ -90,6 +91,11 @@ class ClusterMember:
     def info(self) -> InstanceInfo | None:
         """What runs; None while it does not serve."""
         return self.supervisor.info if self.supervisor.is_connected else None
+
+    @property
+    def load(self) -> LoadCount:
+        """The load of its present run."""
+        return self.supervisor.require_session().load
 
     @property
     def stage(self) -> StageChanged:

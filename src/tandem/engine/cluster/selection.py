@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from tandem.core.wire import AddRequest
+from tandem.core.wire import GROWTH_BLOCKS, AddRequest
 from tandem.engine.cluster.machine import Alone, InstanceRef, NoRoute, Pair, Place
 
 __all__ = ["InstanceView", "LeastLoadedPolicy", "Policy", "PrefixAffinity", "Route", "make_policy"]
@@ -23,8 +23,6 @@ AFFINITY_TOKENS = 64
 """Tokens between two remembered points of a prompt."""
 MAX_AFFINITY_KEYS = 1 << 16
 """Remembered points, some 100 bytes each."""
-GROWTH_BLOCKS = 2
-"""Of a request beyond its prompt, when room on a decode instance is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +36,9 @@ class InstanceView:
         num_blocks: of its KV.
         block_size: tokens.
         max_model_len: tokens.
-        queued_tokens: of the prompts that it was sent and has not answered.
-        num_decoding: requests that it was sent to decode.
-        used_blocks: that those requests need now, or will read.
+        queued_tokens: that it has to compute before their requests decode.
+        num_decoding: requests that decode there, or will.
+        used_blocks: that its requests need now, or will read.
         largest_blocks: of the longest of them at its full length.
     """
 

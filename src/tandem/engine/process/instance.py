@@ -354,8 +354,7 @@ class Instance:
     def _run_engine(self) -> None:
         api = self._require_api()
         while not self._stopping.is_set():
-            if api.engine.wait_for_work(IDLE_WAIT_S):
-                api.deliver(api.engine.step())
+            api.deliver(api.engine.step() if api.engine.wait_for_work(IDLE_WAIT_S) else ())
 
 
 def read_spec(line: bytes) -> InstanceSpec:

@@ -9,7 +9,10 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -26,6 +29,7 @@ from tandem.core.wire import (
     ContinueRequest,
     Empty,
     InstanceInfo,
+    InstanceLoad,
     InstanceStage,
     KvPeer,
     ReleaseHold,
@@ -52,6 +56,9 @@ from tandem.engine.process.methods import (
 __all__ = ["Adapters", "InstanceApi", "PeerOpener", "ServerPeer", "StoreLookups"]
 
 logger = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.01
+"""Between two loads that a server is told while requests run: a short step is not to pay for it."""
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -101,6 +108,17 @@ class Adapters(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Arrivals:
+    """The requests of one server, by their numbers."""
+
+    num_received: int = 0
+    pending: set[int] = field(default_factory=set[int])
+    """Arrived, and neither added nor refused."""
+    told: InstanceLoad | None = None
+    """The last load that the server was told, without its version."""
+
+
 class InstanceApi:
     """Calls of servers to one engine.
 
@@ -139,6 +157,13 @@ class InstanceApi:
         self._reader = reader
         self._adapters = adapters
         self._owners: dict[str, ServerPeer] = {}
+        self._counting = threading.Lock()
+        """Held while a request is added and while the load is measured, so that a load contains
+        exactly the requests that it says; taken before the engine's own lock."""
+        self._arrivals: dict[ServerPeer, _Arrivals] = {}
+        self._num_loads = 0
+        self._next_load_s = -math.inf
+        """Before this moment the load is not told again with the outputs of a step."""
         self._handlers: dict[str, Callable[[ServerPeer, Any], Any]] = {
             ADD.name: self.add,
             CONTINUE.name: self.continue_request,
@@ -173,16 +198,30 @@ class InstanceApi:
         engine = self.engine
         # The owner is known before the engine can produce anything for it.
         owner = self._owners.setdefault(request.request_id, peer)
+        arrivals = self._note_arrival(peer, request.number)
         try:
             num_stored_blocks, lookup = await self._look_up(request)
             if owner is peer and self._owners.get(request.request_id) is not peer:
                 return Empty()  # Cancelled while the store was asked.
-            engine.add(request, num_stored_blocks=num_stored_blocks, lookup=lookup)
+            with self._counting:
+                engine.add(request, num_stored_blocks=num_stored_blocks, lookup=lookup)
+                arrivals.pending.discard(request.number)
         except TandemError:
             if owner is peer and not engine.is_live(request.request_id):
                 self._owners.pop(request.request_id, None)
             raise
+        finally:
+            with self._counting:
+                arrivals.pending.discard(request.number)
         return Empty()
+
+    def _note_arrival(self, peer: ServerPeer, number: int) -> _Arrivals:
+        with self._counting:
+            arrivals = self._arrivals.setdefault(peer, _Arrivals())
+            if number:
+                arrivals.num_received = max(arrivals.num_received, number)
+                arrivals.pending.add(number)
+        return arrivals
 
     def continue_request(self, peer: ServerPeer, request: ContinueRequest) -> bool:
         """Give a request its continuation; see ``ContinueRequest``.
@@ -290,12 +329,18 @@ class InstanceApi:
         # The engine's thread removes owners meanwhile: iterate over a copy.
         lost = [request_id for request_id, owner in list(self._owners.items()) if owner is peer]
         logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
+        with self._counting:
+            self._arrivals.pop(peer, None)
         for request_id in lost:
             if not self.engine.cancel(request_id):
                 self._owners.pop(request_id, None)
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Send each server the outputs of its requests; the engine's thread."""
+        """Send each server the outputs of its requests, and the load; the engine's thread.
+
+        An idle instance calls it without outputs from time to time: what changes without a step,
+        such as the end of a hold, is told then.
+        """
         by_peer: dict[ServerPeer, list[RequestOutput]] = {}
         for output in outputs:
             owner = (
@@ -305,7 +350,32 @@ class InstanceApi:
             )
             if owner is not None:
                 by_peer.setdefault(owner, []).append(output)
-        for peer, its_outputs in by_peer.items():
+        loads = self._measure_loads(is_busy=bool(by_peer))
+        for peer in by_peer | loads:
             # A lost peer's requests are being cancelled on the other thread.
             with contextlib.suppress(TandemError):
-                peer.push_threadsafe(StepOutputs(its_outputs))
+                peer.push_threadsafe(StepOutputs(by_peer.get(peer, []), loads.get(peer)))
+
+    def _measure_loads(self, *, is_busy: bool) -> dict[ServerPeer, InstanceLoad]:
+        """Return the load for each server to which it is news; none if it was just told.
+
+        ``is_busy``: there are outputs, so this will soon be called again.
+        """
+        now_s = self._clock.now_s()
+        if is_busy and now_s < self._next_load_s and self.engine.has_requests:
+            return {}
+        self._next_load_s = now_s + LOAD_INTERVAL_S
+        loads: dict[ServerPeer, InstanceLoad] = {}
+        with self._counting:
+            load = self.engine.measure_load()
+            self._num_loads += 1
+            for peer, arrivals in self._arrivals.items():
+                told = msgspec.structs.replace(
+                    load,
+                    num_received=arrivals.num_received,
+                    pending=tuple(sorted(arrivals.pending)),
+                )
+                if told != arrivals.told:
+                    arrivals.told = told
+                    loads[peer] = msgspec.structs.replace(told, version=self._num_loads)
+        return loads

@@ -25,6 +25,7 @@ from tandem.core.wire import (
     StageChanged,
     StepOutputs,
 )
+from tandem.engine.process.load_count import LoadCount
 from tandem.engine.process.methods import ADD, INFO, InstanceMethod
 from tandem.rpc import Peer
 
@@ -90,6 +91,8 @@ class InstanceSession:
         self._on_stage = on_stage
         self._on_ready = on_ready
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
+        self.load = LoadCount()
+        """The load of the instance: what it tells, and what it is sent."""
         self._ready = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._client = client
@@ -167,6 +170,8 @@ class InstanceSession:
 
     def _take_event(self, _: Peer, event: StepOutputs | StageChanged) -> None:
         if isinstance(event, StepOutputs):
+            if event.load is not None:
+                self.load.take(event.load)
             for output in event.outputs:
                 put = self._sinks.get(output.request_id)
                 if put is None:

@@ -172,11 +172,14 @@ class Lifecycle:
             raise ConflictError("engine.settle", "not the oldest plan in flight")
         kept: list[ScheduledSequence] = []
         for sequence in plan.sequences:
+            table = sequence.request.block_table
             if sequence.request.is_finished:
                 plan.num_tokens -= sequence.num_tokens
+            elif sequence.block_table is table:
+                kept.append(sequence)
             else:
                 # A block with the same content may have taken a block's place.
-                kept.append(sequence._replace(block_table=sequence.request.block_table))
+                kept.append(sequence._replace(block_table=table))
         plan.sequences = kept
         if plan.is_empty:
             state.in_flight.popleft()
@@ -203,10 +206,12 @@ class Lifecycle:
         limit = request.queue.max_total_tokens
         if request.queue.is_cancelled:
             return FinishReason.CANCELLED
+        num_known = request.num_tokens
         if token_ids:
             # All but the last of several were computed by this step, as verified drafts.
-            taken = token_ids[: limit - request.num_tokens]
+            taken = token_ids[: limit - num_known]
             request.output_ids += taken
+            num_known += len(taken)
             if len(taken) > 1:
                 request.num_computed_tokens += len(taken) - 1
                 self._state.prefix.index_computed(request, is_prompt_end=False)
@@ -215,9 +220,7 @@ class Lifecycle:
         if reason is not None:
             return reason
         # A prompt that is only scored reaches its length without a token.
-        if request.num_tokens >= limit and (
-            sequence.wants_sample or request.num_remaining_tokens == 0
-        ):
+        if num_known >= limit and (sequence.wants_sample or request.num_remaining_tokens == 0):
             is_prefill = request.prefill_lease_s is not None
             return FinishReason.PREFILLED if is_prefill else FinishReason.LENGTH
         if request.deadline_s is not None and request.deadline_s <= now_s:

@@ -22,16 +22,10 @@ class ScheduledSequence(NamedTuple):
     ``Scheduler.settle`` renews where the plan was made while another step ran."""
     wants_sample: bool
     """The last token is the last known one: its logits choose the next."""
+    phase: Phase
+    """The kind of work: a decode computes the token sampled last, a prefill known tokens."""
     num_drafts: int = 0
     """Of ``num_tokens``, the last ones that are guesses and not known tokens of the request."""
-
-    @property
-    def phase(self) -> Phase:
-        """The kind of work: a decode computes the token sampled last, a prefill known tokens."""
-        if self.num_drafts:
-            return Phase.VERIFY
-        is_decode = self.num_tokens == 1 and self.start >= self.request.prompt_len
-        return Phase.DECODE if is_decode else Phase.PREFILL
 
 
 class BlockLoad(NamedTuple):

@@ -192,6 +192,14 @@ class Request:
         return self.num_tokens + self.queue.num_samples_in_flight
 
     @property
+    def num_unplanned_tokens(self) -> int:
+        """Expected tokens that no plan in flight computes; 1 while decoding."""
+        # Spelled out: it is asked for several times a token.
+        queue, num_known = self.queue, len(self.prompt_ids) + len(self.output_ids)
+        num_to_come = queue.num_samples_in_flight - queue.num_tokens_in_flight
+        return num_known - self.num_computed_tokens + num_to_come
+
+    @property
     def is_scheduled(self) -> bool:
         """True if a plan in flight contains the request."""
         return self.queue.num_plans > 0

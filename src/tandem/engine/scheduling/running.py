@@ -31,9 +31,7 @@ class RunningPlanner:
         while position < len(running):
             request = running[position]
             position += 1
-            if not _is_plannable(request):
-                continue
-            if request.num_expected_tokens - request.num_planned_tokens != 1:
+            if request.num_unplanned_tokens != 1 or not _is_plannable(request):
                 continue
             if self._grow(plan, request, 1):
                 self._state.emit(plan, request, 1)
@@ -50,9 +48,9 @@ class RunningPlanner:
             budget = self._state.config.max_batch_tokens - plan.num_tokens
             if budget == 0:
                 return
-            if not _is_plannable(request):
+            if not request.queue.is_prefilling or not _is_plannable(request):
                 continue
-            remaining = request.num_expected_tokens - request.num_planned_tokens
+            remaining = request.num_unplanned_tokens
             if remaining > 1:
                 num_tokens = self._grow(plan, request, min(remaining, budget))
                 if num_tokens > 0:
@@ -69,9 +67,9 @@ class RunningPlanner:
         state = self._state
         num_held = len(request.block_table)
         end = request.num_planned_tokens + num_tokens
-        num_blocks = state.count_blocks(end) - num_held
-        if num_blocks <= 0:
+        if end <= num_held * state.config.block_size:
             return num_tokens
+        num_blocks = state.count_blocks(end) - num_held
         available = state.count_available(num_blocks)
         if num_blocks > available:
             room = (num_held + available) * state.config.block_size - request.num_planned_tokens

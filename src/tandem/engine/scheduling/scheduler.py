@@ -35,10 +35,11 @@ import msgspec
 
 from tandem.core.errors import ConfigError, ConflictError
 from tandem.core.instance_status import Statistics
-from tandem.core.wire import FinishReason
+from tandem.core.wire import FinishReason, InstanceLoad
 from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.admission import Admission
 from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
+from tandem.engine.scheduling.demand import measure_load
 from tandem.engine.scheduling.lifecycle import NOT_FINISHED, Lifecycle
 from tandem.engine.scheduling.load_planning import LoadPlanning
 from tandem.engine.scheduling.loads import TierPlanner
@@ -229,6 +230,10 @@ class Scheduler:
             num_used_blocks=state.pool.num_used,
             num_cached_blocks=state.pool.num_cached,
         )
+
+    def measure_load(self) -> InstanceLoad:
+        """Return what the live requests need. O(live requests)."""
+        return measure_load(self._state)
 
     # ---------------------------------------------------------------- a step begins
 

@@ -19,6 +19,7 @@ from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.prefix_reuse import PrefixReuse
 from tandem.engine.scheduling.request import Request, RequestState
 from tandem.engine.scheduling.shares import ClientShares
+from tandem.engine.stepping.messages import Phase
 
 __all__ = ["MAX_CANDIDATES", "SchedulerState"]
 
@@ -100,16 +101,18 @@ class SchedulerState:
 
     def emit(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         """Add the next ``num_tokens`` of a request to a plan; its blocks cover them."""
-        start = request.num_planned_tokens
-        is_last = start + num_tokens == request.num_expected_tokens
+        queue, start = request.queue, request.num_planned_tokens
+        is_last = num_tokens == request.num_unplanned_tokens
         wants_sample = is_last and request.sampling.max_tokens > 0
+        is_decode = num_tokens == 1 and start >= len(request.prompt_ids)
+        phase = Phase.DECODE if is_decode else Phase.PREFILL
         plan.sequences.append(
-            ScheduledSequence(request, start, num_tokens, request.block_table, wants_sample)
+            ScheduledSequence(request, start, num_tokens, request.block_table, wants_sample, phase)
         )
         plan.num_tokens += num_tokens
-        request.queue.num_plans += 1
-        request.queue.num_tokens_in_flight += num_tokens
-        request.queue.num_samples_in_flight += wants_sample
+        queue.num_plans += 1
+        queue.num_tokens_in_flight += num_tokens
+        queue.num_samples_in_flight += wants_sample
 
     # ---------------------------------------------------------------- blocks
 

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from tandem import _native
 from tandem.core.model.layers import RoutingRule
+from tandem.kernels.cpu.delta_scan import NativeScan
 from tandem.kernels.cpu.step import CpuStep
 from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import NATIVE_DTYPES, Buffer, is_native, view_tensor
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.torch.execution import TorchExecution
+from tandem.kernels.torch.gated_delta import run_gated_delta
 
 __all__ = ["CpuExecution"]
 
@@ -61,7 +63,7 @@ class CpuExecution(TorchExecution):
         """See ``Execution``."""
         parts = (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV)
         if not all(map(is_native, parts)):
-            return super().gated_delta(rule, rows, slots)
+            return run_gated_delta(rule, rows, slots, NativeScan(self._pool))
         out = torch.empty(rows.z_TVv.shape, dtype=rows.z_TVv.dtype)
         rule.native.run(
             view_tensor(rows.x_TC),

@@ -29,20 +29,24 @@ from tandem.kernels.native import Buffer
 from tandem.kernels.operators.experts import (
     PendingExperts,
     RoutedExperts,
+    is_down,
     list_expert_weights,
     read_biases,
     read_experts,
 )
 from tandem.kernels.operators.operator import allocate_scratch
 from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, convert_codes, select_outputs
-from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat
+from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat, split_pair
 from tandem.kernels.weights.recode import can_hold
 
 __all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
 
 
 def count_bytes(
-    weight_format: WeightFormat, num_experts: int, hidden_size: int, intermediate_size: int
+    weight_format: WeightFormat,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
 ) -> int:
     """Return the packed bytes of a layer's experts, scales and padding included.
 
@@ -53,14 +57,22 @@ def count_bytes(
         num_experts=num_experts,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
+        down_format=_list_fields(weight_format.down),
     )
 
 
+def _list_fields(
+    weight_format: WeightFormat | None,
+) -> tuple[int, int, bool, bool, int, bool] | None:
+    return None if weight_format is None else weight_format.field_tuple
+
+
 class PackedExperts:
-    """Gated experts in one weight format: ``down(activation(gate(x), up(x)))``.
+    """Gated experts in one weight format or two: ``down(activation(gate(x), up(x)))``.
 
     Args:
-        weight_format: how the weights are stored.
+        weight_format: how the weights are stored; of two formats, gate and up in the first, down
+            in ``weight_format.down``.
         num_experts: E.
         hidden_size: D; whole groups of the format.
         intermediate_size: F; whole groups of the format.
@@ -119,6 +131,7 @@ class PackedExperts:
             has_bias=has_bias,
             num_parts=num_parts,
             part_nodes=_list_part_nodes(pool, num_parts) if is_bound else [],
+            down_format=_list_fields(weight_format.down),
         )
         if storage is not None and is_copied:
             self._bank.load(pool, storage)
@@ -490,13 +503,14 @@ class NativeExperts(RoutedExperts):
     def _pack(self, reader: WeightReader, name: str) -> None:
         """Take the codes where the checkpoint has such as this format holds, else code values."""
         names = list_expert_weights(reader, name, self.num_experts)
-        formats = [reader.find_format(weight) for weight in names]
-        wanted = self.weight_format
-        if all(held is not None and can_hold(wanted, held) for held in formats):
+        gate_up, down_format = split_pair(self.weight_format)
+        wanted = {True: down_format, False: gate_up}
+        formats = [(wanted[is_down(weight)], reader.find_format(weight)) for weight in names]
+        if all(held is not None and can_hold(wide, held) for wide, held in formats):
             for i in range(self.num_experts):
-                codes = self._read_codes(reader, name, i)
-                gate, up, down = (convert_codes(matrix, wanted) for matrix in codes)
-                self._experts.pack_codes(i, gate, up, down)
+                gate, up, down = self._read_codes(reader, name, i)
+                gate, up = (convert_codes(matrix, wanted[False]) for matrix in (gate, up))
+                self._experts.pack_codes(i, gate, up, convert_codes(down, wanted[True]))
         else:
             self._code(reader, name)
 

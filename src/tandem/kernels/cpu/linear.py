@@ -195,6 +195,15 @@ class PackedLinear:
         """The packed bytes, no copy; laid out as docs/design/models/weight_formats.md says."""
         return self._matrix.array()
 
+    def unpack(self) -> Tensor:
+        """Return the weights as numbers, float32 [N, K], without the bias.
+
+        Those of codes are what the format says, rounded once.
+        """
+        out_NK = torch.empty(self.out_features, self.in_features)
+        self._matrix.unpack(self._pool, out_NK)
+        return out_NK
+
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``x W^T + b``.
 
@@ -238,9 +247,25 @@ class PackedLinear:
         """Float32, in which sums need no rounding."""
         return torch.float32
 
-    def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
-        """Write ``x W^T + b`` to a buffer, float32 or bfloat16, or add it; as ``forward``."""
-        self._matrix.forward(self._pool, x_TK.view, out_TN.view, is_added)
+    def run(
+        self,
+        x_TK: Buffer,
+        out_TN: Buffer,
+        *,
+        is_added: bool = False,
+        first_column: int | None = None,
+    ) -> None:
+        """Write ``x W^T + b`` to a buffer, float32 or bfloat16, or add it; as ``forward``.
+
+        With ``first_column`` to the columns of a wider buffer from there on.
+        """
+        self._matrix.forward(self._pool, x_TK.view, out_TN.view, is_added, first_column)
+
+    def run_columns(
+        self, x_TK: Tensor, out_TM: Tensor, first_column: int, *, is_added: bool = False
+    ) -> None:
+        """Write ``x W^T + b`` to columns of a wider tensor, or add it; as ``forward``."""
+        self._run(x_TK, out_TM, is_added=is_added, first_column=first_column)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
         """Add ``x W^T + b`` to ``residual_TN``, float32 or bfloat16, in place; as ``forward``."""
@@ -249,12 +274,14 @@ class PackedLinear:
             raise ShapeError("kernels.run_linear", what, field="residual")
         self._run(x_TK, residual_TN, is_added=True)
 
-    def _run(self, x: Tensor, out: Tensor, *, is_added: bool) -> None:
+    def _run(
+        self, x: Tensor, out: Tensor, *, is_added: bool, first_column: int | None = None
+    ) -> None:
         rows, out_rows = x.detach(), out.detach()
         if x.ndim != 2 and x.is_contiguous() and out.is_contiguous() and x.ndim:
             rows, out_rows = rows.view(-1, x.shape[-1]), out_rows.view(-1, out.shape[-1])
         # What is not contiguous is refused there.
-        self._matrix.forward(self._pool, rows, out_rows, is_added)
+        self._matrix.forward(self._pool, rows, out_rows, is_added, first_column)
 
     def run_heads(self, x_THK: Buffer, out_THM: Buffer) -> None:
         """Write ``out[t, h] = x[t, h] W_h^T``, W_h being the h-th of equal shares of the outputs.

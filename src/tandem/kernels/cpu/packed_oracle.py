@@ -19,6 +19,7 @@ from tandem.kernels.weights.formats import (
     dequantize,
     quantize,
     round_to_bf16,
+    split_pair,
 )
 
 __all__ = [
@@ -201,9 +202,10 @@ def run_expert(layer: Layer, expert: int, rows_TD: Array) -> tuple[Array, Array]
     h = f * u
     h_error = f_error * (np.abs(u) + u_error) + np.abs(f) * u_error
     h_error += EPS * np.abs(h) + SMALLEST_AMAX * (1 + np.abs(u))
-    h, h_error = code_nearly(h, h_error, layer.weight_format)
+    _, down_format = split_pair(layer.weight_format)
+    h, h_error = code_nearly(h, h_error, down_format)
     y = h @ down.T
-    y_error = bound_product(h, down, layer.weight_format) + h_error @ np.abs(down).T
+    y_error = bound_product(h, down, down_format) + h_error @ np.abs(down).T
     if layer.biases is not None:
         y = y + layer.biases[2][expert]
         y_error = y_error + EPS * np.abs(y)

@@ -18,6 +18,7 @@ from tandem.kernels.operators.operator import Operator
 __all__ = [
     "PendingExperts",
     "RoutedExperts",
+    "is_down",
     "list_expert_weights",
     "read_biases",
     "read_experts",
@@ -126,6 +127,11 @@ def list_expert_weights(reader: WeightReader, name: str, num_experts: int) -> li
         return [f"{name}.gate_up_proj", f"{name}.down_proj"]
     parts = ("gate_proj", "up_proj", "down_proj")
     return [f"{name}.{i}.{part}.weight" for i in range(num_experts) for part in parts]
+
+
+def is_down(weight: str) -> bool:
+    """Whether a name of ``list_expert_weights`` is of down projections."""
+    return weight.endswith(("down_proj", "down_proj.weight"))
 
 
 def read_biases(

@@ -1,8 +1,10 @@
-"""The gated delta rule in torch, token by token: on any device, and differentiable in its rows.
+"""The gated delta rule in torch: on any device, and differentiable in its rows.
 
 Shapes: T rows, W convolution width, C channels, G key heads, V value heads, v and k sizes of their
-heads.
+heads, P panels of a state.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -10,27 +12,37 @@ from torch import Tensor
 
 from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 
-__all__ = ["run_gated_delta"]
+__all__ = ["Scan", "run_gated_delta", "scan_tokens"]
 
 LENGTH_EPS = 1e-6
 """Under the root of the lengths of queries and keys; the families' own."""
 
+Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Runs the recurrence over a sequence's tokens: see ``scan_tokens``."""
 
-def run_gated_delta(rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
+
+def run_gated_delta(
+    rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots, scan: Scan | None = None
+) -> Tensor:
     """Return [T, V * v], new, of the dtype of ``rows.x_TC``; moves the slots on.
 
-    Gradients flow to the rows, not into the slots.
+    Gradients flow to the rows, not into the slots. ``scan`` None is ``scan_tokens``.
     """
     outs = [rows.z_TVv[:0]]
     for i, slot in enumerate(rows.slot_ids):
         part = slice(rows.query_start[i], rows.query_start[i + 1])
         if part.stop > part.start:
-            outs.append(_run_sequence(rule, rows, slots, part, slot))
+            outs.append(_run_sequence(rule, rows, slots, part, slot, scan or scan_tokens))
     return torch.cat(outs)
 
 
 def _run_sequence(
-    rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots, part: slice, slot: int
+    rule: GatedDeltaRule,
+    rows: GatedDeltaRows,
+    slots: StateSlots,
+    part: slice,
+    slot: int,
+    scan: Scan,
 ) -> Tensor:
     x_TC = rows.x_TC[part]
     carried = slots.carried.tensor[slot]
@@ -38,22 +50,17 @@ def _run_sequence(
     mixed_CT = F.conv1d(seen.float().T, rule.conv_WC.T[:, None], groups=rule.num_channels)
     keys = rule.num_k_heads * rule.key_dim
     parts = F.silu(mixed_CT.T).split([keys, keys, rule.num_v_heads * rule.value_dim], -1)
-    group = rule.num_v_heads // rule.num_k_heads
-    q_TVk, k_TVk = (
-        _scale_to_length(heads.unflatten(-1, (rule.num_k_heads, -1))).repeat_interleave(group, 1)
-        for heads in parts[:2]
+    q_TGk, k_TGk = (
+        _scale_to_length(heads.unflatten(-1, (rule.num_k_heads, -1))) for heads in parts[:2]
     )
     v_TVv = parts[2].unflatten(-1, (rule.num_v_heads, -1))
     rise = F.softplus(rows.a_TV[part].float() + rule.decay_bias_V)
     decay_TV = torch.exp(-rule.decay_rate_V * rise)
     beta_TV = torch.sigmoid(rows.b_TV[part].float()) * rule.beta_scale
-    panels = slots.states.tensor[slot]
-    # [V, panels, k, columns] as [V, k, v], completed by columns of zeros.
-    state = panels.transpose(1, 2).flatten(2)[..., : rule.value_dim]
-    out_TVv, state = _run_tokens(q_TVk * rule.key_dim**-0.5, k_TVk, v_TVv, decay_TV, beta_TV, state)
+    state = slots.states.tensor[slot]
+    out_TVv, last = scan(q_TGk * rule.key_dim**-0.5, k_TGk, v_TVv, decay_TV, beta_TV, state)
     with torch.no_grad():
-        room = panels.shape[1] * panels.shape[3] - rule.value_dim
-        panels.copy_(F.pad(state, (0, room)).unflatten(-1, (panels.shape[1], -1)).transpose(1, 2))
+        state.copy_(last)
         carried.copy_(seen[len(x_TC) :])
     normed = torch.rms_norm(out_TVv, rule.norm_v.shape, rule.norm_v, rule.norm_eps)
     z_TVv = rows.z_TVv[part].float().unflatten(-1, (rule.num_v_heads, -1))
@@ -65,15 +72,27 @@ def _scale_to_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPS)
 
 
-def _run_tokens(
-    q_TVk: Tensor,
-    k_TVk: Tensor,
+def scan_tokens(
+    q_TGk: Tensor,
+    k_TGk: Tensor,
     v_TVv: Tensor,
     decay_TV: Tensor,
     beta_TV: Tensor,
-    state_Vkv: Tensor,
+    state_VPkc: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the tokens read [T, V, v], and the state after them."""
+    """Return what the tokens read [T, V, v], and the state after them, new.
+
+    Args:
+        q_TGk: queries, normed and scaled.
+        k_TGk: keys, normed.
+        v_TVv: values.
+        decay_TV: what is left of a state.
+        beta_TV: how far an update goes.
+        state_VPkc: in panels of value columns; not modified.
+    """
+    group, size = v_TVv.shape[1] // k_TGk.shape[1], v_TVv.shape[2]
+    q_TVk, k_TVk = (heads.repeat_interleave(group, 1) for heads in (q_TGk, k_TGk))
+    state_Vkv = state_VPkc.transpose(1, 2).flatten(2)[..., :size]
     outs: list[Tensor] = []
     for q, k, v, decay, beta in zip(q_TVk, k_TVk, v_TVv, decay_TV, beta_TV, strict=True):
         state_Vkv = state_Vkv * decay[:, None, None]
@@ -81,4 +100,6 @@ def _run_tokens(
         update = beta[:, None] * (v - seen)
         state_Vkv = state_Vkv + k[:, :, None] * update[:, None]
         outs.append((state_Vkv * q[:, :, None]).sum(1))
-    return torch.stack(outs), state_Vkv
+    panels = state_VPkc.shape[1]
+    whole = F.pad(state_Vkv, (0, panels * state_VPkc.shape[3] - size))
+    return torch.stack(outs), whole.unflatten(-1, (panels, -1)).transpose(1, 2)

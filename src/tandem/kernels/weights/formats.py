@@ -7,7 +7,7 @@ measure a format's own error, apart from any kernel's.
 Shapes: N outputs, K inputs, G groups of ``group_size`` inputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import numpy as np
@@ -23,9 +23,11 @@ __all__ = [
     "dequantize",
     "find_format",
     "list_floats",
+    "pair_formats",
     "quantize",
     "round_to_bf16",
     "select_rows",
+    "split_pair",
     "stack",
 ]
 
@@ -38,6 +40,8 @@ ROW_GROUP_SIZE = 128
 """Activations that share a step where weights share one scale a row."""
 BLOCK_ROWS = 128
 """Outputs that share a scale in fp8."""
+SUPERBLOCK_SIZE = 256
+"""Inputs whose scales and minima are integers times the same fp16 numbers."""
 
 
 class FormatFields(TypedDict):
@@ -47,6 +51,8 @@ class FormatFields(TypedDict):
     group_size: int
     has_minimum: bool
     is_float: bool
+    scale_bits: int
+    has_table: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +64,36 @@ class WeightFormat:
     codes are small floats: e4m3 with an fp32 scale for each block of 128 x 128 (``fp8``) or each
     output (``fp8row``), e2m1 with a power of two for each 32 inputs (``mxfp4``); or the weight
     itself in float32 or bf16.
+
+    Formats that hold GGUF's blocks as they are (``is_stored_only``): scales and minima of groups
+    are integers times an fp16 number of 256 weights (``q4k``), or codes are looked up in a table
+    (``iq4nl``). They are laid out from blocks, never coded from values.
     """
 
     name: str
     bits: int
-    """32 (float32) and 16 (bf16), which have no groups, 8 or 4."""
+    """32 (float32) and 16 (bf16), which have no groups, 8, or 2 to 6."""
     group_size: int = 0
     """Inputs that share a scale; 0 for values, and for one scale a row."""
     has_minimum: bool = False
     is_float: bool = False
     """Whether codes of 8 bits are e4m3 and of 4 bits e2m1; values are floats either way."""
+    scale_bits: int = 0
+    """Of the integers that scales and minima are in a superblock; 0: fp16 numbers a group."""
+    has_table: bool = False
+    """Whether codes are indices into the values of IQ4_NL."""
+    down: "WeightFormat | None" = None
+    """Of experts alone: another format of their down projections."""
 
     @property
     def is_integer(self) -> bool:
         """Whether weights are integer codes, multiplied with int8 activations."""
         return self.bits < 16 and not self.is_float
+
+    @property
+    def is_stored_only(self) -> bool:
+        """Whether weights come from blocks of a file alone, as nothing here codes values so."""
+        return self.scale_bits > 0 or self.has_table
 
     @property
     def holds_values(self) -> bool:
@@ -92,7 +113,21 @@ class WeightFormat:
             "group_size": self.group_size,
             "has_minimum": self.has_minimum,
             "is_float": self.is_float,
+            "scale_bits": self.scale_bits,
+            "has_table": self.has_table,
         }
+
+    @property
+    def field_tuple(self) -> tuple[int, int, bool, bool, int, bool]:
+        """The same, where a second format is an argument of its own."""
+        return (
+            self.bits,
+            self.group_size,
+            self.has_minimum,
+            self.is_float,
+            self.scale_bits,
+            self.has_table,
+        )
 
     @property
     def activation_group_size(self) -> int:
@@ -107,7 +142,11 @@ class WeightFormat:
             return self.bits + 8 / self.group_size
         if not self.is_integer or self.group_size == 0:
             return float(self.bits)
-        return self.bits + 16 * (1 + self.has_minimum) / self.group_size
+        numbers = 1 + self.has_minimum
+        if self.scale_bits:
+            shared = 16 * numbers / SUPERBLOCK_SIZE
+            return self.bits + self.scale_bits * numbers / self.group_size + shared
+        return self.bits + 16 * numbers / self.group_size
 
 
 def _list_formats() -> list[WeightFormat]:
@@ -121,11 +160,20 @@ def _list_formats() -> list[WeightFormat]:
     formats += [WeightFormat(f"int8g{size}min", 8, size, True) for size in (16, 32, 64, 128)]
     formats += [WeightFormat(f"int4g{size}", 4, size, True) for size in (32, 64, 128)]
     formats += [WeightFormat(f"int4g{size}sym", 4, size) for size in (32, 64, 128)]
+    formats += [WeightFormat("int5g32", 5, 32, True), WeightFormat("int5g32sym", 5, 32)]
+    formats += [WeightFormat("q2k", 2, 16, True, scale_bits=4)]
+    formats += [WeightFormat("q3k", 3, 16, scale_bits=6)]
+    formats += [WeightFormat("q4k", 4, 32, True, scale_bits=6)]
+    formats += [WeightFormat("q5k", 5, 32, True, scale_bits=6)]
+    formats += [WeightFormat("q6k", 6, 16, scale_bits=8)]
+    formats += [WeightFormat("iq4nl", 4, 32, has_table=True)]
+    formats += [WeightFormat("iq4xs", 4, 32, scale_bits=6, has_table=True)]
     return formats
 
 
 WEIGHT_FORMATS = {weight_format.name: weight_format for weight_format in _list_formats()}
-"""By name. ``int4...`` has a minimum unless it says ``sym``, ``int8...`` if it says ``min``."""
+"""By name. ``int4...`` and ``int5...`` have a minimum unless they say ``sym``, ``int8...`` if it
+says ``min``; ``q...`` and ``iq...`` hold blocks of the GGUF types of these names."""
 
 _ALIASES = {"int8": "int8g128", "int4": "int4g32"}
 
@@ -133,13 +181,40 @@ _ALIASES = {"int8": "int8g128", "int4": "int4g32"}
 def find_format(name: str) -> WeightFormat:
     """Return the format of this name; ``int8`` means int8g128, ``int4`` means int4g32.
 
+    ``q4k+q6k`` is that of experts whose down projections are in the second format.
+
     Raises: NotFoundError.
     """
+    first, plus, second = name.partition("+")
+    if plus:
+        return pair_formats(find_format(first), find_format(second))
     weight_format = WEIGHT_FORMATS.get(_ALIASES.get(name, name))
     if weight_format is None:
         known = ", ".join([*_ALIASES, *WEIGHT_FORMATS])
         raise NotFoundError("kernels.find_format", f"weight format {name!r}: choose one of {known}")
     return weight_format
+
+
+def pair_formats(gate_up: WeightFormat, down: WeightFormat) -> WeightFormat:
+    """Return the format of experts of these two.
+
+    Raises: NotFoundError (two that are no integer formats, or of which one is a pair).
+    """
+    if gate_up == down:
+        return gate_up
+    pair = (gate_up, down)
+    if any(held.down is not None or not held.is_integer for held in pair):
+        what = f"{gate_up.name}+{down.name}: a pair is of two integer formats"
+        raise NotFoundError("kernels.find_format", f"weight format {what}")
+    return replace(gate_up, name=f"{gate_up.name}+{down.name}", down=down)
+
+
+def split_pair(weight_format: WeightFormat) -> tuple[WeightFormat, WeightFormat]:
+    """Return the formats of gate and up, and of down."""
+    if weight_format.down is None:
+        return weight_format, weight_format
+    first, _, _ = weight_format.name.partition("+")
+    return WEIGHT_FORMATS[first], weight_format.down
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +317,9 @@ def quantize(weights: NDArray[np.floating], weight_format: WeightFormat) -> Quan
     if weight_format.holds_values:
         what = f"{weight_format.name} has no codes: use round_to_bf16, or the values themselves"
         raise UnsupportedError("kernels.quantize", what)
+    if weight_format.is_stored_only:
+        what = f"{weight_format.name} holds blocks of files: use another format for values"
+        raise UnsupportedError("kernels.quantize", what)
     size = weight_format.group_size or (weights.shape[-1] if weights.ndim else 1)
     if weights.ndim != 2 or (weight_format.is_integer and weights.shape[1] % size):
         what = f"weights {weights.shape}: give [N, K] with K a multiple of the group, {size}"
@@ -263,7 +341,7 @@ def quantize(weights: NDArray[np.floating], weight_format: WeightFormat) -> Quan
             steps = np.abs(groups).max(-1) / np.float32(127)
         else:
             peak = np.take_along_axis(groups, np.abs(groups).argmax(-1)[..., None], -1)[..., 0]
-            steps = peak / np.float32(-8)
+            steps = peak / -(levels / 2)
     if max(np.abs(steps).max(initial=0), np.abs(low).max(initial=0)) > LARGEST_FP16:
         raise _refuse(weights)
     scales, minima = steps.astype(np.float16), low.astype(np.float16)

@@ -6,7 +6,7 @@ runs in torch, on any device; ``PackedLinear`` runs on the native kernels, in a 
 Shapes: T rows, K inputs, N outputs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,14 @@ from torch.nn import functional
 
 from tandem._native import ThreadPool
 from tandem.core.errors import ShapeError
+from tandem.kernels.cpu.joined_linear import JoinedLinear
 from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.interfaces import Matrix, WeightReader
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.operator import Operator, freeze, read_rows
 from tandem.kernels.weights.blocks import CodedMatrix, convert_codes, select_outputs, stack_outputs
 from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat
-from tandem.kernels.weights.recode import can_hold, join_formats
+from tandem.kernels.weights.recode import can_hold, group_formats
 
 __all__ = ["TENSORS", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]
 
@@ -34,8 +35,8 @@ class MatrixSettings:
     pool: ThreadPool | None = None
     """Runs the kernels of a format; borrowed for the life of the matrices."""
     keeps_codes: bool = False
-    """Whether a matrix that the checkpoint has in codes keeps them, in the smallest format that
-    holds those of all its parts, whatever ``weight_format`` is."""
+    """Whether a matrix that the checkpoint has in codes keeps them, each of its parts in the format
+    of its own, whatever ``weight_format`` is."""
 
 
 TENSORS = MatrixSettings()
@@ -98,7 +99,8 @@ def read_matrix(
         parts: (checkpoint name of the linear module, outputs).
         in_features: K.
         has_bias: of all parts alike.
-        order: int64 [N]: which output of the checkpoint becomes which of the matrix.
+        order: int64 [N]: which output of the checkpoint becomes which of the matrix, within each
+            part.
 
     Raises: what the reader raises; as ``PackedLinear``.
     """
@@ -109,8 +111,12 @@ def read_matrix(
     if codes is not None:
         bias = _read_bias(reader, biases, order) if has_bias else None
         if settings.keeps_codes:
-            owner.code_formats = {**owner.code_formats, name: codes.weight_format.name}
-        return _keep_packed(owner, settings, codes, bias)
+            held = "+".join(matrix.weight_format.name for matrix in codes)
+            owner.code_formats = {**owner.code_formats, name: held}
+        sizes = [matrix.shape[0] for matrix in codes]
+        shares = [None] * len(codes) if bias is None else list(bias.split(sizes))
+        kept = [_keep_packed(owner, settings, *part) for part in zip(codes, shares, strict=True)]
+        return kept[0] if len(kept) == 1 else JoinedLinear(kept)
     weight = read_rows(reader, weights, in_features, is_scratch=is_packed)
     weight = weight if order is None else weight[order]
     bias = _read_bias(reader, biases, order) if has_bias else None
@@ -141,12 +147,30 @@ def _read_codes(
     parts: list[tuple[str, int]],
     in_features: int,
     order: Tensor | None,
-) -> CodedMatrix | None:
-    """Return the stacked codes of parts whose formats the wanted one holds."""
+) -> list[CodedMatrix] | None:
+    """Return the codes of parts whose formats the wanted one holds, stacked; of several formats,
+    where they are kept, stacks of parts that follow each other in one.
+    """
     formats = [reader.find_format(name) for name, _ in parts]
     wanted = settings.weight_format
     if settings.keeps_codes:
-        wanted = join_formats(formats)
+        groups = group_formats(formats)
+        if groups is None:
+            return None
+        stacks: list[CodedMatrix] = []
+        first = 0
+        for held, indexes in groups:
+            some = [parts[i] for i in indexes]
+            size = sum(rows for _, rows in some)
+            # Rows move within a part, never from one to another.
+            own = None if order is None else order[first : first + size] - first
+            one = replace(settings, weight_format=held, keeps_codes=False)
+            stacked = _read_codes(reader, one, some, in_features, own)
+            if stacked is None:
+                return None
+            stacks += stacked
+            first += size
+        return stacks
     if wanted is None or not all(held is not None and can_hold(wanted, held) for held in formats):
         return None
     if wanted.has_blocks and (
@@ -162,7 +186,7 @@ def _read_codes(
                 f"configuration needs {[rows, in_features]}",
             )
     stacked = stack_outputs(matrices)
-    return stacked if order is None else select_outputs(stacked, order.numpy())
+    return [stacked if order is None else select_outputs(stacked, order.numpy())]
 
 
 def _keep_packed(

@@ -1,9 +1,11 @@
 """Codes of one integer format in another that holds the same weights.
 
-What shares a product, such as q, k and v or the experts of a layer, has one format. Where a
-checkpoint stores its parts in several, the parts are kept in the smallest format that holds all of
-them exactly: groups are halved by repeating their scale, codes of four bits are codes of eight, and
-a symmetric group is one whose minimum is its scale times the lowest code.
+What shares a panel, such as the rows of several experts' gates, has one format. Where a checkpoint
+stores its parts in several, the parts are kept in the smallest format that holds all of them
+exactly: groups are halved by repeating their scale, codes of four bits are codes of eight, and a
+symmetric group is one whose minimum is its scale times the lowest code. Formats that hold a file's
+blocks as they are join others as their plain ones: fp16 scales for each group, codes instead of
+indices.
 """
 
 from collections.abc import Sequence
@@ -13,13 +15,34 @@ import numpy as np
 
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, QuantizedMatrix, WeightFormat
 
-__all__ = ["can_hold", "join_formats", "recode"]
+__all__ = ["can_hold", "group_formats", "join_formats", "make_plain", "recode"]
+
+
+PLAIN_FORMATS = {
+    "q2k": "int8g16min",
+    "q3k": "int8g16",
+    "q4k": "int4g32",
+    "q5k": "int5g32",
+    "q6k": "int8g16",
+    "iq4nl": "int8g32",
+    "iq4xs": "int8g32",
+}
+"""By name, what holds the same codes without superblocks and tables; scales of superblocks are
+products, which it has rounded to fp16."""
+
+
+def make_plain(weight_format: WeightFormat) -> WeightFormat:
+    """Return the format itself, or its plain one."""
+    return WEIGHT_FORMATS[PLAIN_FORMATS.get(weight_format.name, weight_format.name)]
 
 
 def can_hold(wide: WeightFormat, narrow: WeightFormat) -> bool:
-    """Whether ``recode`` turns codes of ``narrow`` into ``wide``."""
+    """Whether codes of ``narrow`` can be laid out in ``wide``."""
     if wide == narrow:
         return True
+    if wide.is_stored_only:
+        return False
+    narrow = make_plain(narrow)
     return (
         wide.is_integer
         and narrow.is_integer
@@ -29,6 +52,20 @@ def can_hold(wide: WeightFormat, narrow: WeightFormat) -> bool:
         and narrow.group_size > 0
         and narrow.group_size % wide.group_size == 0
     )
+
+
+def group_formats(
+    formats: Sequence[WeightFormat | None],
+) -> list[tuple[WeightFormat, list[int]]] | None:
+    """Return runs of equal formats with the places of their parts; None if a part has none."""
+    groups: list[tuple[WeightFormat, list[int]]] = []
+    for i, held in enumerate(formats):
+        if held is None:
+            return None
+        if not groups or groups[-1][0] != held:
+            groups.append((held, []))
+        groups[-1][1].append(i)
+    return groups
 
 
 def join_formats(formats: Sequence[WeightFormat | None]) -> WeightFormat | None:
@@ -46,11 +83,13 @@ def _join(a: WeightFormat, b: WeightFormat) -> WeightFormat | None:
         return a
     if not (a.is_integer and b.is_integer and a.group_size and b.group_size):
         return None
+    a, b = make_plain(a), make_plain(b)
     size, has_minimum = gcd(a.group_size, b.group_size), a.has_minimum or b.has_minimum
     candidates = [
         wide
         for wide in WEIGHT_FORMATS.values()
         if wide.is_integer
+        and not wide.is_stored_only
         and wide.group_size == size
         and wide.has_minimum == has_minimum
         and wide.bits >= max(a.bits, b.bits)
@@ -63,7 +102,7 @@ def recode(matrix: QuantizedMatrix, wide: WeightFormat) -> QuantizedMatrix:
 
     A minimum beyond fp16 becomes infinite, which packing refuses.
 
-    REQUIRES: ``can_hold(wide, matrix.weight_format)``.
+    REQUIRES: ``can_hold(wide, matrix.weight_format)``; neither holds blocks alone.
     """
     narrow = matrix.weight_format
     assert can_hold(wide, narrow), f"{wide.name} does not hold {narrow.name}"

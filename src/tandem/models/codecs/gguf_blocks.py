@@ -4,8 +4,9 @@ A row of a tensor is whole blocks of 32 or 256 consecutive weights. Files are re
 core (``tandem.kernels.weights.blocks``); ``dequantize`` and ``unpack`` are its oracle: numpy, no
 code shared. ``dequantize`` does llama.cpp's float32 arithmetic operation by operation, so values
 are bitwise those of the ``gguf`` package.
-``unpack`` keeps the codes: exactly, but for scales of the K types, products of an fp16 number and
-an integer that our formats hold rounded to fp16.
+Matrices keep their blocks as they are, rearranged. ``unpack`` gives codes in a type's plain
+format, in which it joins others (``tandem.kernels.weights.recode``): exactly, but for scales of
+superblocks, products of an fp16 number and an integer that it has rounded to fp16.
 
 docs/design/models/gguf.md lists the types, the formats and what they cost.
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from tandem.core.errors import UnsupportedError
 from tandem.kernels.weights.formats import QuantizedMatrix, find_format
+from tandem.kernels.weights.recode import make_plain
 
 __all__ = ["BLOCK_TYPES", "FLOAT_TYPES", "BlockType", "dequantize", "unpack"]
 
@@ -51,7 +53,7 @@ class BlockType:
 
     name: str
     weight_format: str
-    """Ours that holds it."""
+    """Ours that holds it, in as many bytes."""
     split: Callable[[Bytes], Blocks] | None
     """Takes blocks [B, bytes] apart; None for mxfp4, whose codes are floats."""
 
@@ -98,9 +100,42 @@ def _split_q8_0(raw: Bytes) -> Blocks:
     return Blocks(raw[:, 2:] ^ np.uint8(128), 128, _half(raw[:, :2]), None)
 
 
+IQ4_NL_CODES = (np.array(IQ4_NL_VALUES) + 128).astype(np.uint8)
+
+
 def _split_iq4_nl(raw: Bytes) -> Blocks:
-    values = (np.array(IQ4_NL_VALUES) + 128).astype(np.uint8)
-    return Blocks(values[_nibbles(raw[:, 2:], 16)], 128, _half(raw[:, :2]), None)
+    return Blocks(IQ4_NL_CODES[_nibbles(raw[:, 2:], 16)], 128, _half(raw[:, :2]), None)
+
+
+def _split_iq4_xs(raw: Bytes) -> Blocks:
+    high = np.ascontiguousarray(raw[:, 2:4]).view(np.uint16)
+    low = np.stack([raw[:, 4:8] & 15, raw[:, 4:8] >> 4], -1).reshape(len(raw), 8)
+    levels = low | ((high >> (2 * np.arange(8))) & 3) << 4
+    scales = _half(raw[:, :2]) * (levels.astype(np.float32) - 32)
+    return Blocks(IQ4_NL_CODES[_nibbles(raw[:, 8:], 16)], 128, scales, None)
+
+
+def _pairs(raw: Bytes) -> Bytes:
+    """Return codes of 2 bits: of each 32 bytes the lowest bits of all, then the next ones."""
+    parts = raw.reshape(len(raw), -1, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return np.asarray((parts & 3).reshape(len(raw), -1), np.uint8)
+
+
+def _split_q2_k(raw: Bytes) -> Blocks:
+    scales = _half(raw[:, 80:82]) * (raw[:, :16] & 15).astype(np.float32)
+    minima = -(_half(raw[:, 82:84]) * (raw[:, :16] >> 4).astype(np.float32))
+    return Blocks(_pairs(raw[:, 16:80]), 0, scales, minima)
+
+
+def _split_q3_k(raw: Bytes) -> Blocks:
+    third = (raw[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    codes = _pairs(raw[:, 32:96]) | third.reshape(len(raw), 256) << 2
+    low = np.concatenate([raw[:, 96:104] & 15, raw[:, 96:104] >> 4], axis=-1)
+    high = raw[:, None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    levels = low | (high & 3).reshape(len(raw), 16) << 4
+    return Blocks(
+        np.asarray(codes, np.uint8), 4, _half(raw[:, 108:]) * (levels.astype(np.float32) - 32), None
+    )
 
 
 def _split_k_scales(raw: Bytes) -> tuple[Floats, Floats]:
@@ -139,15 +174,18 @@ def _split_q6_k(raw: Bytes) -> Blocks:
 BLOCK_TYPES = {
     kind.name: kind
     for kind in (
-        BlockType("Q4_0", "int4g32", _split_q4_0),
+        BlockType("Q4_0", "int4g32sym", _split_q4_0),
         BlockType("Q4_1", "int4g32", _split_q4_1),
-        BlockType("Q4_K", "int4g32", _split_q4_k),
-        BlockType("Q5_0", "int8g32", _split_q5_0),
-        BlockType("Q5_1", "int8g32min", _split_q5_1),
-        BlockType("Q5_K", "int8g32min", _split_q5_k),
-        BlockType("Q6_K", "int8g16", _split_q6_k),
+        BlockType("Q5_0", "int5g32sym", _split_q5_0),
+        BlockType("Q5_1", "int5g32", _split_q5_1),
         BlockType("Q8_0", "int8g32", _split_q8_0),
-        BlockType("IQ4_NL", "int8g32", _split_iq4_nl),
+        BlockType("Q2_K", "q2k", _split_q2_k),
+        BlockType("Q3_K", "q3k", _split_q3_k),
+        BlockType("Q4_K", "q4k", _split_q4_k),
+        BlockType("Q5_K", "q5k", _split_q5_k),
+        BlockType("Q6_K", "q6k", _split_q6_k),
+        BlockType("IQ4_NL", "iq4nl", _split_iq4_nl),
+        BlockType("IQ4_XS", "iq4xs", _split_iq4_xs),
         BlockType("MXFP4", "mxfp4", None),
     )
 }
@@ -191,12 +229,12 @@ def _half_powers(exponents: Bytes) -> Floats:
 
 
 def unpack(name: str, raw: Bytes) -> QuantizedMatrix:
-    """Return the codes of rows [N, blocks, bytes] in the type's format, [N, K].
+    """Return the codes of rows [N, blocks, bytes] in the type's plain format, [N, K].
 
     A scale or minimum beyond fp16 becomes infinite, which packing refuses.
     """
     kind = find_block_type(name)
-    weight_format = find_format(kind.weight_format)
+    weight_format = make_plain(find_format(kind.weight_format))
     num_rows = len(raw)
     blocks = raw.reshape(-1, raw.shape[-1])
     if kind.split is None:

@@ -55,6 +55,9 @@ def make_encoder(weight_format: WeightFormat) -> Encoder | None:
     if weight_format.holds_values:
         what = f"{weight_format.name}: values are written in bfloat16: use bf16"
         raise UnsupportedError("models.export", what)
+    if weight_format.is_stored_only or weight_format.bits == 5:
+        what = f"{weight_format.name} is a layout of GGUF files alone: use another format"
+        raise UnsupportedError("models.export", what)
     if weight_format.name == "fp8":
         return Fp8Encoder(weight_format)
     if weight_format.name == "fp8row":

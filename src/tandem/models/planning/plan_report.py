@@ -99,8 +99,14 @@ def _tell_rules(plan: ModelPlan) -> list[str]:
     replaced = sum(module.operator != DEFAULT for module in plan.modules)
     lines = [
         f"{replaced} of {len(plan.modules)} modules are operators of ours; all weights take "
-        f"{plan.weight_bytes / MIB:.1f} MiB."
+        f"{plan.weight_bytes / MIB:.1f} MiB, of which a token reads {plan.token_bytes / MIB:.1f}."
     ]
+    packed, stored = plan.stored_bytes
+    if stored:
+        lines.append(
+            f"matrices without the embedding and routers: {packed / MIB:.1f} MiB packed, "
+            f"{stored / MIB:.1f} in the checkpoint, {packed / stored:.3f} of it."
+        )
     unused = [place for place in plan.unused_rules if not place.startswith(BUILT_IN)]
     lines += [f"not used: {note}" for note in plan.notes]
     lines += [f"unused: {place} matched no module" for place in unused]

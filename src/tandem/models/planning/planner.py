@@ -25,9 +25,9 @@ from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.cpu import experts as native_experts
 from tandem.kernels.cpu import linear as native_linear
 from tandem.kernels.devices import has_native_kernels
-from tandem.kernels.weights.formats import find_format
+from tandem.kernels.weights.formats import WeightFormat, find_format
 from tandem.kernels.weights.head_matrix import choose_head_format, count_head_bytes
-from tandem.kernels.weights.recode import join_formats
+from tandem.kernels.weights.recode import group_formats
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
 from tandem.models.loading.skeleton import build_skeleton
@@ -195,7 +195,8 @@ def _plan_matrices(
     for holder, group in _group_by_holder(raw, by_name):
         module, role = by_name[holder], group[0].role
         plain = sum(prod(m.shape) for m in group) * DTYPE_BYTES[spec.dtype]
-        weight_format = _choose_group_format(module, group, kept)
+        runs = _choose_group_formats(module, group, kept)
+        weight_format = "+".join(name for name, _ in runs)
         is_view = group[0].is_shared and weight_format == NO_FORMAT
         shape = (sum(m.shape[0] for m in group), *group[0].shape[1:])
         yield MatrixPlan(
@@ -204,7 +205,7 @@ def _plan_matrices(
             shape=shape,
             weight_format=_find_format(role, shape, weight_format),
             device=device,
-            size_bytes=0 if is_view else _count_bytes(role, shape, weight_format, plain),
+            size_bytes=0 if is_view else _count_bytes(role, shape, runs, plain),
             plain_bytes=0 if group[0].is_shared else plain,
             reason=_tell_stored(
                 [stored.matrices[m.module] for m in group if m.module in stored.matrices],
@@ -217,14 +218,21 @@ def _plan_matrices(
         )
 
 
-def _choose_group_format(module: ModulePlan, group: list[RawMatrix], kept: StoredModel) -> str:
-    """Return the format of matrices that become one; ``read_matrix`` chooses the same."""
+def _choose_group_formats(
+    module: ModulePlan, group: list[RawMatrix], kept: StoredModel
+) -> list[tuple[str, int]]:
+    """Return formats, with their outputs, of matrices that become one; as ``read_matrix`` does."""
     if module.keeps_codes:
-        stored = [kept.matrices[m.module] for m in group if m.module in kept.matrices]
-        held = join_formats([matrix.weight_format for matrix in stored])
-        if held is not None and len(stored) == len(group):
-            return held.name
-    return module.weight_format
+        runs = _group_stored([kept.matrices.get(m.module) for m in group])
+        if runs is not None:
+            return [(held.name, sum(group[i].shape[0] for i in own)) for held, own in runs]
+    return [(module.weight_format, sum(m.shape[0] for m in group))]
+
+
+def _group_stored(
+    stored: list[StoredMatrix | None],
+) -> list[tuple[WeightFormat, list[int]]] | None:
+    return group_formats([None if one is None else one.weight_format for one in stored])
 
 
 def _find_format(role: MatrixRole, shape: tuple[int, ...], weight_format: str) -> str:
@@ -262,7 +270,15 @@ def _group_by_role(run: list[RawMatrix]) -> list[list[RawMatrix]]:
     return list(groups.values())
 
 
-def _count_bytes(role: MatrixRole, shape: tuple[int, ...], weight_format: str, plain: int) -> int:
+def _count_bytes(
+    role: MatrixRole, shape: tuple[int, ...], runs: list[tuple[str, int]], plain: int
+) -> int:
+    """Return the bytes of matrices that become one, in one format or, run by run, in several."""
+    if len(runs) > 1:
+        return sum(
+            native_linear.count_bytes(find_format(name), shape[1], rows) for name, rows in runs
+        )
+    weight_format = runs[0][0]
     if weight_format == NO_FORMAT:
         return plain
     packed = find_format(weight_format)
@@ -281,8 +297,8 @@ def _tell_stored(
     storage = " and ".join(sorted({matrix.storage for matrix in matrices if matrix.storage}))
     if not storage:
         return reason
-    held = join_formats([m.weight_format for m in matrices])
-    if held is not None and held.name == weight_format:
+    runs = _group_stored(list(matrices))
+    if runs is not None and "+".join(held.name for held, _ in runs) == weight_format:
         return f"as the checkpoint stores it: {storage}" if is_kept else f"{reason}: stored so"
     why = "".join(f", {why}" for why in sorted({m.why for m in matrices if m.why}))
     return f"{reason}; decoded from {storage}{why}"

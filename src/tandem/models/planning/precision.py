@@ -99,7 +99,8 @@ def choose_formats(
 
     Raises:
         ConfigError: an unknown format.
-        UnsupportedError: a format that has no kernels on this device.
+        UnsupportedError: a format that has no kernels on this device, or that values are not coded
+            into.
     """
     experts = _choose(spec, expert_format, device, "expert_format")
     if expert_format == "auto" and spec.expert_format and has_native_kernels(device):
@@ -141,6 +142,13 @@ def _choose_name(spec: ModelSpec, wish: str, device: str, field: str) -> tuple[s
                 f"{field}: {error.what}, auto or none",
                 field=f"model.{field}",
             ) from error
+        if weight_format.is_stored_only:
+            raise UnsupportedError(
+                "models.choose_formats",
+                f"{field} {wish}: it holds blocks of GGUF files as they are, and values are not "
+                "coded so: use auto, which keeps a file's codes, or another format",
+                field=f"model.{field}",
+            )
         if not has_native_kernels(device):
             raise UnsupportedError(
                 "models.choose_formats",

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from tandem.core.errors import NotFoundError
 from tandem.kernels.interfaces import WeightReader
-from tandem.kernels.operators.experts import list_expert_weights
-from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat
+from tandem.kernels.operators.experts import is_down, list_expert_weights
+from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat, pair_formats
 from tandem.kernels.weights.recode import join_formats
 from tandem.models.families import Checkpoint
 from tandem.models.families.names import rename_reader
@@ -89,9 +89,23 @@ def _look_up(reader: WeightReader, matrix: RawMatrix) -> StoredMatrix:
     storage = {reader.find_storage(name) for name in names} - {""}
     if not storage:
         return StoredMatrix()
-    held = join_formats([reader.find_format(name) for name in names])
+    if matrix.role == "experts":
+        formats = {name: reader.find_format(name) for name in names}
+        gate_up = [held for name, held in formats.items() if not is_down(name)]
+        down = [held for name, held in formats.items() if is_down(name)]
+        held = _pair_down(join_formats(gate_up), join_formats(down))
+    else:
+        held = join_formats([reader.find_format(name) for name in names])
     words = " and ".join(sorted(storage))
     return _judge(matrix, words, held)
+
+
+def _pair_down(held: WeightFormat | None, down: WeightFormat | None) -> WeightFormat | None:
+    """Return the format of experts; None where a float format stands beside another."""
+    if held is None or down is None:
+        return None
+    is_pair = held == down or (held.is_integer and down.is_integer)
+    return pair_formats(held, down) if is_pair else None
 
 
 def _judge(matrix: RawMatrix, storage: str, held: WeightFormat | None) -> StoredMatrix:

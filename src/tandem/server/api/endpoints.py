@@ -12,13 +12,14 @@ from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
+from tandem.server.dialects.anthropic import answer_messages, count_message_tokens
 from tandem.server.dialects.chat import answer_chat
 from tandem.server.dialects.completions import answer_completion
 from tandem.server.dialects.sglang import answer_generate
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
+from tandem.server.protocol import anthropic, rules, sglang
 from tandem.server.protocol import openai as oai
-from tandem.server.protocol import rules, sglang
 from tandem.server.protocol import status as replies
 from tandem.server.protocol.adapters import (
     AdapterReply,
@@ -69,6 +70,23 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             oai.CompletionRequest,
             oai.Completion,
             rule=rules.COMPLETION,
+        ),
+        Endpoint(
+            "/v1/messages",
+            _POST,
+            answer_messages,
+            anthropic.MessagesReply,
+            anthropic.MessagesRequest,
+            dict,
+            rule=rules.MESSAGES,
+        ),
+        Endpoint(
+            "/v1/messages/count_tokens",
+            _POST,
+            count_message_tokens,
+            anthropic.CountReply,
+            anthropic.CountRequest,
+            rule=rules.MESSAGES,
         ),
         Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
         Endpoint("/v1/models/{name:path}", _GET, status.get_model, oai.ModelCard),

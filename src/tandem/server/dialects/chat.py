@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -9,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.server.context import ServerContext
+from tandem.server.context import ChoicePlan, ServedModel, ServerContext
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.openai_answer import OpenAIAnswer
 from tandem.server.dialects.options import (
@@ -48,7 +49,7 @@ from tandem.server.protocol.openai import (
     ToolCallDelta,
 )
 
-__all__ = ["answer_chat", "plan_chat"]
+__all__ = ["answer_chat", "encode_conversation", "plan_chat", "plan_conversation"]
 
 
 @dataclass(slots=True)
@@ -169,16 +170,52 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
 
 def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
     """Return the generations that a request asks for."""
-    _check(request)
-    model = context.find_model(request.model)
-    info = context.ready_info()
-    context.check_choices(request.n if request.n is not None else 1)
+    model, plans = plan_conversation(context, request)
+    options = read_options(request, "chatcmpl", model.adapter)
+    answer = _Answer(
+        context,
+        request,
+        options.name,
+        model,
+        [ChatChoice(index, ChatMessage(""), None) for index in range(len(plans))],
+        [False for _ in plans],
+        [0 for _ in plans],
+    )
+    return Task(plans, options, answer, request.stream is True)
+
+
+class Conversation(NamedTuple):
+    """A conversation as the model gets it."""
+
+    prompt: str
+    prompt_ids: list[int]
+    tools: Sequence[Tool]
+    """Those that the answer may call."""
+
+
+def encode_conversation(context: ServerContext, request: ChatRequest) -> Conversation:
+    """Render and encode the messages of a request."""
     tools = list_active_tools(request.tools, request.tool_choice)
     prompt = _render(context, request, tools)
     # The template writes the special tokens itself.
     prompt_ids = context.encoder.encode(
-        [prompt], add_special_tokens=False, max_model_len=info.max_model_len, field="messages"
+        [prompt],
+        add_special_tokens=False,
+        max_model_len=context.ready_info().max_model_len,
+        field="messages",
     )[0]
+    return Conversation(prompt, prompt_ids, tools)
+
+
+def plan_conversation(
+    context: ServerContext, request: ChatRequest
+) -> tuple[ServedModel, list[ChoicePlan]]:
+    """Return the model that a request asks for and its generations, for the APIs of chat."""
+    _check(request)
+    model = context.find_model(request.model)
+    context.ready_info()
+    context.check_choices(request.n if request.n is not None else 1)
+    prompt, prompt_ids, tools = encode_conversation(context, request)
     plans = plan_choices(
         context,
         request,
@@ -194,12 +231,7 @@ def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
         ),
         grammar=plan_grammar(context, request, prompt, tools),
     )
-    options = read_options(request, "chatcmpl", model.adapter)
-    choices = [ChatChoice(index, ChatMessage(""), None) for index in range(len(plans))]
-    answer = _Answer(
-        context, request, options.name, model, choices, [False for _ in plans], [0 for _ in plans]
-    )
-    return Task(plans, options, answer, request.stream is True)
+    return model, plans
 
 
 def _check(request: ChatRequest) -> None:

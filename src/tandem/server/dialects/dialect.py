@@ -17,7 +17,8 @@ from starlette.responses import Response
 
 from tandem.server.context import ChoicePlan, RequestOptions, ServerContext
 from tandem.server.edge.connection import limit_time, run_while_connected
-from tandem.server.edge.sse import EventStream
+from tandem.server.edge.http_errors import WriteError, encode_error
+from tandem.server.edge.sse import EventStream, frame_error
 from tandem.server.generation import Generation, GenerationGroup, Piece
 
 __all__ = ["Body", "Dialect", "Renderer", "Task"]
@@ -86,21 +87,26 @@ class Dialect(Generic[R]):
         decoder: of the body.
         plan: checks the body and makes the task of it; blocks, runs on the threads.
         refused: fields that are not supported, or what refuses them; see ``read_request``.
+        write_error: encodes the document of an error, given its status.
+        frame_error: the same as an event of a stream that has begun.
     """
 
     decoder: msgspec.json.Decoder[R]
     plan: Callable[[ServerContext, R], Task]
     refused: Mapping[str, str] | Callable[[bytes], None]
+    write_error: WriteError = encode_error
+    frame_error: WriteError = frame_error
 
     async def answer(self, context: ServerContext, http: Request) -> Response:
         """Answer a request, whole or as a stream."""
+        http.state.write_error = self.write_error
         origin = context.note_arrival(http)
         request = await context.read_request(http, self.decoder, self.refused)
         task = await context.prepare(http, origin, request.timeout, self.plan, context, request)
         group = await context.start(task.plans, task.options, origin, http.receive)
         if task.is_stream:
             events = _make_events(context, group, task.renderer)
-            return EventStream(group, events, context.config.send_timeout_s)
+            return EventStream(group, events, context.config.send_timeout_s, self.frame_error)
         try:
             document = await run_while_connected(
                 http.receive, _collect(context, group, task.renderer)

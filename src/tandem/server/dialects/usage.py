@@ -38,7 +38,7 @@ def make_chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -
 
     def top(token_id: int, logprob: float) -> TopLogprob:
         raw = tokenizer.token_bytes(token_id)
-        return TopLogprob(raw.decode("utf-8", "replace"), logprob, list(raw))
+        return TopLogprob(raw.decode("utf-8", "replace"), logprob, tuple(raw))
 
     content: list[ChatLogprob] = []
     for entry in logprobs:

@@ -105,8 +105,9 @@ def _digest(key: bytes) -> bytes:
 
 
 def _bearer_token(headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
-    for name, value in headers:
-        if name == b"authorization":
-            scheme, _, token = value.partition(b" ")
-            return token.strip() if scheme.lower() == b"bearer" else None
-    return None
+    """Return the key of OpenAI's header, or of Anthropic's."""
+    given = dict(headers)
+    if b"authorization" in given:
+        scheme, _, token = given[b"authorization"].partition(b" ")
+        return token.strip() if scheme.lower() == b"bearer" else None
+    return given.get(b"x-api-key")

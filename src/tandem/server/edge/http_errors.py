@@ -4,7 +4,7 @@ Owns the table from error codes to statuses. ``HttpError`` exists for what only 
 too large, a wrong method); everything else is a class of ``tandem.core.errors``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from starlette.responses import Response
@@ -15,6 +15,7 @@ __all__ = [
     "ErrorBody",
     "ErrorReply",
     "HttpError",
+    "WriteError",
     "describe_error",
     "encode_error",
     "error_response",
@@ -91,15 +92,19 @@ def describe_error(error: TandemError) -> HttpError:
     return HttpError(status, error.what, param=error.field, code=error.code, headers=headers)
 
 
-def encode_error(body: ErrorBody) -> bytes:
-    """Encode the JSON document of an error."""
+WriteError = Callable[[ErrorBody, int], bytes]
+"""Encodes an error of a status in the form of an API."""
+
+
+def encode_error(body: ErrorBody, status: int = 500) -> bytes:
+    """Encode the JSON document of an error, in OpenAI's form."""
     return msgspec.json.encode(ErrorReply(body))
 
 
-def error_response(error: HttpError) -> Response:
-    """Make the response for an error."""
+def error_response(error: HttpError, write: WriteError = encode_error) -> Response:
+    """Make the response for an error, in the form of the API that ``write`` belongs to."""
     return Response(
-        encode_error(error.body),
+        write(error.body, error.status),
         status_code=error.status,
         headers=error.headers,
         media_type="application/json",

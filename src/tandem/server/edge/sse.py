@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.core.errors import InternalError, TandemError
 from tandem.server.edge.connection import ClientGoneError, limit_time, run_while_connected
-from tandem.server.edge.http_errors import describe_error, encode_error
+from tandem.server.edge.http_errors import ErrorBody, WriteError, describe_error, encode_error
 from tandem.server.generation import GenerationGroup
 
-__all__ = ["DONE", "EventStream", "encode_event"]
+__all__ = ["DONE", "EventStream", "encode_event", "frame_error"]
 
 _logger = logging.getLogger(__name__)
 
@@ -29,6 +29,11 @@ def encode_event(document: bytes) -> bytes:
     return b"data: " + document + b"\n\n"
 
 
+def frame_error(body: ErrorBody, status: int) -> bytes:
+    """Frame an error in OpenAI's form."""
+    return encode_event(encode_error(body, status))
+
+
 class EventStream(Response):
     """Sends events until they end, the client leaves or stops reading.
 
@@ -36,10 +41,15 @@ class EventStream(Response):
         group: owned from now on.
         events: framed events over the pieces of ``group``, the final one included.
         send_timeout_s: how long the client may leave what was sent unread.
+        frame_error: makes the event of an error.
     """
 
     def __init__(
-        self, group: GenerationGroup, events: AsyncGenerator[bytes, None], send_timeout_s: float
+        self,
+        group: GenerationGroup,
+        events: AsyncGenerator[bytes, None],
+        send_timeout_s: float,
+        frame_error: WriteError = frame_error,
     ) -> None:
         super().__init__(
             media_type="text/event-stream",
@@ -50,6 +60,7 @@ class EventStream(Response):
         self._group = group
         self._events = events
         self._send_timeout_s = send_timeout_s
+        self._frame_error = frame_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the stream; returns when everything it held is free."""
@@ -67,14 +78,18 @@ class EventStream(Response):
                 async for event in events:
                     await self._send_event(send, event)
         except TandemError as error:
-            await self._send_event(send, _error_event(error))
+            await self._send_event(send, self._describe(error))
         except ClientGoneError:
             raise
         except Exception:
             _logger.exception("event=stream_failed name=%s", self._group.name)
             failure = InternalError("server.stream", "the server failed; its log says why")
-            await self._send_event(send, _error_event(failure))
+            await self._send_event(send, self._describe(failure))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _describe(self, error: TandemError) -> bytes:
+        described = describe_error(error)
+        return self._frame_error(described.body, described.status)
 
     async def _send_event(self, send: Send, event: bytes) -> None:
         # Returns at once while the socket takes it; waits while the client reads too slowly.
@@ -86,7 +101,3 @@ class EventStream(Response):
         # A failed send is reported in the loop's next turn. Without one between events that
         # are ready together, all of them would go to a socket that is gone.
         await asyncio.sleep(0)
-
-
-def _error_event(error: TandemError) -> bytes:
-    return encode_event(encode_error(describe_error(error).body))

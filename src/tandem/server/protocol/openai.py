@@ -34,6 +34,7 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "NamedChoice",
+    "NamedFunction",
     "PromptTokensDetails",
     "ResponseFormat",
     "SamplingFields",
@@ -251,15 +252,19 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-class TopLogprob(msgspec.Struct):
-    """One of the likeliest tokens at a position."""
+class TopLogprob(msgspec.Struct, gc=False):
+    """One of the likeliest tokens at a position.
+
+    An answer may have a million of them: the garbage collector, which stops the event loop, is to
+    pass them over.
+    """
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: tuple[int, ...]
 
 
-class ChatLogprob(TopLogprob):
+class ChatLogprob(TopLogprob, gc=False):
     """A generated token and the likeliest at its position."""
 
     top_logprobs: list[TopLogprob]

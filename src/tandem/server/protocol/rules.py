@@ -7,7 +7,7 @@ programs that make requests by it. What depends on the model's context is not he
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ABORT", "CHAT", "COMPLETION", "DETOKENIZE", "GENERATE", "TOKENIZE", "Rule"]
+__all__ = ["ABORT", "CHAT", "COMPLETION", "DETOKENIZE", "GENERATE", "MESSAGES", "TOKENIZE", "Rule"]
 
 Rule = Mapping[str, Any]
 
@@ -99,6 +99,8 @@ CHAT: Rule = {
         _HAS_LOGPROBS,
     ]
 }
+_BLOCKS = {"anyOf": [{"type": "string"}, _list_of({"properties": {"type": {"const": "text"}}})]}
+MESSAGES: Rule = _given("messages", _list_of({"properties": {"content": _BLOCKS}}))
 COMPLETION: Rule = {
     "allOf": [
         _given("prompt", {"anyOf": [_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS)]}),

@@ -55,9 +55,14 @@ def default_folder() -> Path:
 
 
 def find_endpoints(config: StoreConfig) -> list[str]:
-    """Return where masters may be; the data path's secret is beside the first."""
+    """Return where masters may be; the data path's secret is beside the first.
+
+    Raises: ConfigError (an address is none).
+    """
     listed = [url.strip() for url in config.master.split(",") if url.strip()]
     listed = [url if "://" in url else f"tcp://{url}" for url in listed]
+    for url in listed:
+        parse_endpoint(url)  # Before anything is opened.
     return listed or [f"ipc://{make_runtime_dir(default_folder())}/master.sock"]
 
 

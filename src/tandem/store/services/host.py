@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from tandem.core.clock import MonotonicClock
-from tandem.core.errors import CapacityError, InternalError
+from tandem.core.errors import CapacityError, ConfigError, InternalError, TandemError
 from tandem.rpc import LaneRouter, MethodTable, RpcConfig
 from tandem.store.config import StoreConfig
 from tandem.store.election import LeaderClient
@@ -80,7 +80,13 @@ class HostService:
         """Open one after the other; what is open is closed in the opposite order."""
         config, to_thread = self._config, asyncio.to_thread
         path = find_segment_folder(config) / f"{make_file_name(self._name)}.segment"
-        segment = await to_thread(Segment.open_file, path, config.segment_bytes)
+        try:
+            segment = await to_thread(Segment.open_file, path, config.segment_bytes)
+        except OSError as error:
+            if isinstance(error, TandemError):
+                raise
+            what = f"cannot make {path}: {error.strerror or error}: give another folder"
+            raise ConfigError("store.host", what, field="store.segment_dir") from error
         opening.push_async_callback(to_thread, segment.close, remove=not self._is_kept)
         engine = make_engine(config, self._urls[0], self._name, config.listen)
         opening.push_async_callback(to_thread, engine.close, deadline_s=2.0)

@@ -12,7 +12,7 @@ constexpr size_t kMaxVectorRows = 4;
 
 struct TileScratch {
   alignas(64) uint8_t rows[kTileRows * kMaxStepBytes];
-  // A group of weights, widened: 128 inputs of 64 columns in bf16, or in int8.
+  // A group of weights, widened: 128 inputs of 64 columns in bf16.
   alignas(64) uint8_t weights[kMaxGroupSize * kPanelColumns * 2];
   alignas(64) int32_t sums[kTileRows][kPanelColumns];
 };
@@ -57,34 +57,42 @@ inline void clear_out(const TileRows& rows) {
     for (size_t c = 0; c < kPanelColumns; c += kLanes) store_f32(find_out(rows, i) + c, zero_f32());
 }
 
-inline void widen_int4(const uint8_t* codes, size_t group_size, uint8_t* out) {
-  for (size_t k = 0; k < group_size; k += 8, codes += kStepBytes, out += 2 * kStepBytes) {
-    for (size_t i = 0; i < kStepBytes; i += kLanes * 4) {
-      const I32 packed = load_i32(codes + i);
-      store_i32(out + i, low_nibbles(packed));
-      store_i32(out + kStepBytes + i, high_nibbles(packed));
-    }
+// The scales and minima of a group of 8 bits, whose codes are read as they lie; returns those.
+inline const uint8_t* enter_int8(const Tile& tile, size_t group, size_t group_size, Unpacked& out) {
+  const bool is_row = tile.format.group_size == 0;
+  const size_t header = is_row ? 0 : (tile.format.has_minimum ? 2 : 1) * kScaleBytes;
+  const uint8_t* p = tile.panel + (is_row ? kScaleBytes : 0) +
+                     group * (header + kPanelColumns * group_size);
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(p);
+  for (size_t c = 0; !is_row && c < kPanelColumns; c += kLanes) {
+    store_f32(out.scales[0] + c, load_fp16(halves + c));
+    if (tile.format.has_minimum)
+      store_f32(out.minima[0] + c, load_fp16(halves + kPanelColumns + c));
   }
+  return p + header;
 }
 
-template <int kBits, Scales kScales>
+// Integer formats; those of less than 8 bits unpacked some inputs at a time, once for 16 rows.
 void tiles_int(const TileRows& rows) {
-  constexpr bool kIsRow = kScales == Scales::kRow;
   const Tile& tile = *rows.tile;
   const Operand& operand = *tile.a;
-  const size_t group_size = static_cast<size_t>(kIsRow ? kRowGroupSize : tile.format.group_size);
+  const WeightFormat& format = tile.format;
+  const bool is_row = format.group_size == 0;
+  const size_t group_size = static_cast<size_t>(is_row ? kRowGroupSize : format.group_size);
   const size_t step = group_size < kMaxStepBytes ? group_size : kMaxStepBytes;
+  const UnpackSpan unpack = choose_unpacking(format);
+  Unpacked weights;
   TileScratch scratch;
   Tiles tiles(rows.count, step);
   clear_out(rows);
-  const uint8_t* p = tile.panel + (kIsRow ? kScaleBytes : 0);
   for (size_t k = 0, group = 0; k < tile.size; k += group_size, ++group) {
-    const uint16_t* scales = reinterpret_cast<const uint16_t*>(p);
-    const uint8_t* codes = p + kHeaderBytes<kScales>;
-    p = codes + kPanelColumns * group_size * kBits / 8;
-    if constexpr (kBits == 4) {
-      widen_int4(codes, group_size, scratch.weights);
-      codes = scratch.weights;
+    const size_t in_span = format.bits == 8 ? 0 : k % kUnpackedInputs;
+    const uint8_t* codes = weights.codes + in_span * kPanelColumns;
+    if (format.bits == 8) {
+      codes = enter_int8(tile, group, group_size, weights);
+    } else if (in_span == 0) {
+      const size_t left = tile.size - k;
+      unpack(format, tile.panel, k, left < kUnpackedInputs ? left : kUnpackedInputs, weights);
     }
     tiles.clear();
     for (size_t i = 0; i < group_size; i += step, codes += step / 4 * kStepBytes) {
@@ -96,24 +104,28 @@ void tiles_int(const TileRows& rows) {
       tiles.add_int8<3>(a, stride, codes + 192, kStepBytes);
     }
     store_tiles(tiles, scratch);
+    const float* scales = weights.scales[in_span / group_size];
+    const float* minima = weights.minima[in_span / group_size];
     for (size_t i = 0; i < rows.count; ++i) {
       const size_t row = row_at(tile.rows, rows.first_row + i);
       const size_t id = row * operand.num_groups + group;
-      I32 start = set_i32(0);
-      if constexpr (kScales != Scales::kGroupMinimum) start = set_i32(operand.corrections[id]);
       float* out = find_out(rows, i);
       for (size_t c = 0; c < kPanelColumns; c += kLanes) {
-        F32 scale = set_f32(1.0f), minimum = zero_f32();
-        if constexpr (!kIsRow) scale = load_fp16(scales + c);
-        if constexpr (kScales == Scales::kGroupMinimum)
-          minimum = load_fp16(scales + kPanelColumns + c);
-        const I32 products = load_i32(&scratch.sums[i][c]) + start;
-        store_f32(out + c,
-                  add_group<kScales>(load_f32(out + c), products, scale, minimum, operand, id));
+        const I32 products = load_i32(&scratch.sums[i][c]);
+        const F32 sum = load_f32(out + c);
+        if (format.has_minimum) {
+          store_f32(out + c, add_group<true>(sum, products, load_f32(scales + c),
+                                             load_f32(minima + c), operand, id));
+        } else {
+          // The scale of a row comes last, as with vectors.
+          const F32 scale = is_row ? set_f32(1.0f) : load_f32(scales + c);
+          store_f32(out + c, add_group<false>(sum, products + set_i32(operand.corrections[id]),
+                                              scale, zero_f32(), operand, id));
+        }
       }
     }
   }
-  if constexpr (kIsRow)
+  if (is_row)
     for (size_t i = 0; i < rows.count; ++i) scale_row(find_out(rows, i), tile.panel);
 }
 
@@ -212,12 +224,7 @@ void run_tiles(const TileRows& rows) {
   if (format.is_float)
     return format.group_size == 0 ? tiles_float<8, FloatScales::kRow>(rows)
                                   : tiles_float<8, FloatScales::kGroup>(rows);
-  if (format.bits == 8 && format.group_size == 0) return tiles_int<8, Scales::kRow>(rows);
-  if (format.bits == 8)
-    return format.has_minimum ? tiles_int<8, Scales::kGroupMinimum>(rows)
-                              : tiles_int<8, Scales::kGroup>(rows);
-  return format.has_minimum ? tiles_int<4, Scales::kGroupMinimum>(rows)
-                            : tiles_int<4, Scales::kGroup>(rows);
+  tiles_int(rows);
 }
 
 void multiply(const Tile& tile, size_t num_rows) {

@@ -1,0 +1,44 @@
+// The recurrence of the gated delta rule by itself, and its gradients, over the tokens of one sequence; for training.
+// Everything is contiguous float32. Sums have one order, so results do not depend on the number of threads.
+#pragma once
+
+#include <cstddef>
+
+#include "base/status.h"
+#include "base/threads/thread_pool.h"
+#include "kernels/recurrent/gated_delta.h"
+
+namespace tandem {
+
+struct DeltaScanTask {
+  GatedDeltaShape shape;  // The convolution's width is not read.
+  size_t num_tokens = 0;
+  const float* queries = nullptr;  // [tokens][num_k_heads][key_dim], normed and scaled.
+  const float* keys = nullptr;     // The same, normed.
+  const float* values = nullptr;   // [tokens][num_v_heads][value_dim].
+  const float* decay = nullptr;    // [tokens][num_v_heads].
+  const float* beta = nullptr;     // [tokens][num_v_heads].
+  // As GatedDeltaTask has a slot's. A scan moves it on; its gradients' scan reads the state it began with.
+  float* state = nullptr;
+  float* out = nullptr;  // [tokens][num_v_heads][value_dim], of a scan.
+};
+
+// Written, but for d_out. Gradients of queries and keys are those of each value head: [tokens][num_v_heads][key_dim].
+struct DeltaScanGradients {
+  const float* d_out = nullptr;
+  float* d_queries = nullptr;
+  float* d_keys = nullptr;
+  float* d_values = nullptr;
+  float* d_decay = nullptr;
+  float* d_beta = nullptr;
+};
+
+// Floats of a thread's scratch for a scan's gradients.
+size_t delta_gradients_scratch(const DeltaScanTask& task);
+
+// On `pool` if it is given. REQUIRES: what the structs say. Errors: kCapacity (no memory for scratch).
+Status run_delta_scan(const RecurrentKernels& kernels, ThreadPool* pool, const DeltaScanTask& task);
+Status run_delta_gradients(const RecurrentKernels& kernels, ThreadPool* pool,
+                           const DeltaScanTask& task, const DeltaScanGradients& gradients);
+
+}  // namespace tandem

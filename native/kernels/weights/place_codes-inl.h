@@ -1,0 +1,55 @@
+// Writes integer codes of one output to its column of a panel; weight_format.h says where what lies.
+// Scalar code, included inside an anonymous namespace: of a variant, or of a layout's source; once
+// where several sources are compiled as one.
+#pragma once
+
+// `count` codes, whole chunks of `bits` bits each; `to` is the first chunk of the panel.
+inline void place_int_codes(int32_t bits, const uint8_t* codes, size_t count, size_t column,
+                            uint8_t* to) {
+  constexpr size_t kWordRow = kPanelColumns * 4;
+  uint8_t* at = to + column * 4;
+  const auto put = [&](uint32_t word) {
+    __builtin_memcpy(at, &word, 4);
+    at += kWordRow;
+  };
+  // Field `shift` of `width` bits of 4 * fields codes, byte i for the codes 4 j + i.
+  const auto gather = [](const uint8_t* c, size_t fields, int shift, int width) {
+    uint32_t word = 0;
+    for (size_t k = 0; k < 4 * fields; ++k) {
+      const uint32_t field = (uint32_t{c[k]} >> shift) & ((1u << width) - 1);
+      word |= field << (8 * (k % 4) + k / 4 * static_cast<size_t>(width));
+    }
+    return word;
+  };
+  const auto put_nibbles = [&](const uint8_t* c) {
+    uint32_t low, high;
+    __builtin_memcpy(&low, c, 4);
+    __builtin_memcpy(&high, c + 4, 4);
+    put((low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4);
+  };
+  if (bits == 8) {
+    for (size_t k = 0; k < count; k += 4, at += kWordRow) __builtin_memcpy(at, codes + k, 4);
+  } else if (bits == 4) {
+    for (size_t k = 0; k < count; k += 8) put_nibbles(codes + k);
+  } else if (bits == 5 || bits == 6) {
+    const size_t chunk = bits == 5 ? 32 : 16;
+    for (size_t k = 0; k < count; k += chunk) {
+      put(gather(codes + k, chunk / 4, 4, bits - 4));
+      for (size_t i = 0; i < chunk; i += 8) put_nibbles(codes + k + i);
+    }
+  } else if (bits == 2) {
+    for (size_t k = 0; k < count; k += 16) put(gather(codes + k, 4, 0, 2));
+  } else {
+    constexpr size_t kHalfRow = kPanelColumns * 2;
+    for (size_t k = 0; k < count; k += 16, to += kWordRow + kHalfRow) {
+      at = to + column * 4;
+      put(gather(codes + k, 4, 0, 2));
+      uint16_t third = 0;
+      for (size_t i = 0; i < 16; ++i) {
+        const size_t bit = 8 * (i % 2) + 4 * (i % 4 / 2) + i / 4;
+        third = static_cast<uint16_t>(third | (codes[k + i] >> 2) << bit);
+      }
+      __builtin_memcpy(to + kWordRow + column * 2, &third, 2);
+    }
+  }
+}

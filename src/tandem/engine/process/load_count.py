@@ -1,0 +1,97 @@
+"""The load of an instance between the moments at which it tells it. Pure; one event loop.
+
+An instance pushes its load with its outputs, and by itself when there are none. Requests are sent
+meanwhile: they are numbered, and each push says up to which number it contains them, but for those
+that are still being taken in. What is added here is what the latest push does not contain, so each
+request counts once, whether a push overtakes the answer to it or comes after a later one.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from tandem.core.wire import (
+    GROWTH_BLOCKS,
+    AddRequest,
+    InstanceInfo,
+    InstanceLoad,
+    PrefillKv,
+)
+
+__all__ = ["LoadCount"]
+
+
+class _Sent(NamedTuple):
+    """The numbers of a request that count."""
+
+    num_tokens: int
+    """Known tokens: prompt, and output of another instance."""
+    full_tokens: int
+    """Of prompt and output at most."""
+    is_computed: bool
+    """Its known tokens are not read from a prefill instance."""
+    is_decoded: bool
+
+
+class LoadCount:
+    """The load of one run of an instance: what it told last, and what it was sent since."""
+
+    def __init__(self) -> None:
+        self._told = InstanceLoad()
+        self._sent: dict[int, _Sent] = {}
+        self._num_numbered = 0
+
+    @property
+    def num_unanswered(self) -> int:
+        """Requests that the latest push does not contain."""
+        return len(self._sent)
+
+    def note_sent(self, request: AddRequest) -> AddRequest:
+        """Count a request from now on; return it with the number that it is to be sent with."""
+        self._num_numbered += 1
+        num_tokens = prompt_len = len(request.prompt_ids)
+        if request.continuation is not None:
+            num_tokens += len(request.continuation.token_ids)
+        self._sent[self._num_numbered] = _Sent(
+            num_tokens,
+            prompt_len + request.sampling.max_tokens,
+            not isinstance(request.kv_source, PrefillKv),
+            request.prefill_lease_s is None,
+        )
+        return msgspec.structs.replace(request, number=self._num_numbered)
+
+    def note_over(self, number: int) -> None:
+        """Stop to count a request that was refused or has ended, whatever the pushes say of it."""
+        self._sent.pop(number, None)
+
+    def take(self, load: InstanceLoad) -> None:
+        """Take in what the instance told; something older than the latest changes nothing."""
+        if load.version <= self._told.version:
+            return
+        self._told = load
+        # In the order of their numbers.
+        arrived = [number for number in self._sent if number <= load.num_received]
+        for number in arrived:
+            if number not in load.pending:
+                del self._sent[number]
+
+    def estimate(self, info: InstanceInfo) -> InstanceLoad:
+        """Return the load with all that was sent; before the first push, that alone."""
+        told, size = self._told, info.block_size
+        queued_tokens, num_decoding = told.queued_tokens, told.num_decoding
+        free_blocks = told.free_blocks if told.version else info.num_blocks
+        largest_blocks = told.largest_blocks
+        for sent in self._sent.values():
+            queued_tokens += sent.num_tokens if sent.is_computed else 0
+            free_blocks -= -(-sent.num_tokens // size)
+            if sent.is_decoded:
+                num_decoding += 1
+                free_blocks -= GROWTH_BLOCKS
+                full_blocks = -(-min(sent.full_tokens, info.max_model_len) // size)
+                largest_blocks = max(largest_blocks, full_blocks)
+        return InstanceLoad(
+            queued_tokens=queued_tokens,
+            num_decoding=num_decoding,
+            free_blocks=free_blocks,
+            largest_blocks=largest_blocks,
+        )

@@ -1,0 +1,91 @@
+"""The recurrence of the gated delta rule in torch's graph: its forward and backward are native.
+
+One node for a sequence's tokens in a layer. It keeps its inputs and the state it began with; the
+backward pass computes the states again. What stands around it (convolution, gates, norms) is
+torch's own. A gradient of the last state is not taken: none flows from one call to the next.
+
+Shapes: T tokens, G key heads, V value heads, v and k sizes of their heads, P panels of a state.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem import _native
+from tandem.kernels.native import view_tensor
+
+__all__ = ["NativeScan"]
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        pool: _native.ThreadPool | None,
+        q_TGk: Tensor,
+        k_TGk: Tensor,
+        v_TVv: Tensor,
+        decay_TV: Tensor,
+        beta_TV: Tensor,
+        state_VPkc: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        parts = [part.contiguous() for part in (q_TGk, k_TGk, v_TVv, decay_TV, beta_TV)]
+        last = state_VPkc.clone(memory_format=torch.contiguous_format)
+        out = torch.empty_like(parts[2])
+        ctx.pool = pool
+        ctx.save_for_backward(*parts, last.clone())
+        q, k, v, decay, beta = map(view_tensor, parts)
+        _native.scan_delta(q, k, v, decay, beta, view_tensor(last), view_tensor(out), pool)
+        ctx.mark_non_differentiable(last)
+        return out, last
+
+    # The decorator hides the name of ctx.
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        _, k_TGk, v_TVv, decay_TV, *_ = saved
+        d_q, d_k = (k_TGk.new_empty(*v_TVv.shape[:2], k_TGk.shape[2]) for _ in range(2))
+        d_v, d_decay, d_beta = (torch.empty_like(part) for part in (v_TVv, decay_TV, decay_TV))
+        q, k, v, decay, beta, state = map(view_tensor, saved)
+        _native.scan_delta_backward(
+            q,
+            k,
+            v,
+            decay,
+            beta,
+            state,
+            view_tensor(grads[0].contiguous()),
+            view_tensor(d_q),
+            view_tensor(d_k),
+            view_tensor(d_v),
+            view_tensor(d_decay),
+            view_tensor(d_beta),
+            ctx.pool,
+        )
+        # Each key head has the sum of its value heads' parts.
+        d_q, d_k = (d.unflatten(1, (k_TGk.shape[1], -1)).sum(2) for d in (d_q, d_k))
+        return None, d_q, d_k, d_v, d_decay, d_beta, None
+
+
+class NativeScan:
+    """A ``Scan`` of ``kernels.torch.gated_delta``; heads are shared among the threads of a pool."""
+
+    def __init__(self, pool: _native.ThreadPool | None) -> None:
+        self._pool = pool
+
+    def __call__(
+        self,
+        q_TGk: Tensor,
+        k_TGk: Tensor,
+        v_TVv: Tensor,
+        decay_TV: Tensor,
+        beta_TV: Tensor,
+        state_VPkc: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the tokens read [T, V, v], and the state after them, new."""
+        out, last = _Scan.apply(self._pool, q_TGk, k_TGk, v_TVv, decay_TV, beta_TV, state_VPkc)
+        return out, last

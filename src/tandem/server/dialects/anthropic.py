@@ -1,0 +1,352 @@
+"""POST /v1/messages and /v1/messages/count_tokens, Anthropic's API.
+
+A request becomes one of chat completions, whose planning it shares; only the answer's form differs.
+``cache_control`` is accepted and not needed: prefixes are cached by themselves.
+"""
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.server.context import ServedModel, ServerContext
+from tandem.server.dialects.chat import encode_conversation, plan_conversation
+from tandem.server.dialects.dialect import Dialect, Task
+from tandem.server.dialects.options import read_options
+from tandem.server.edge.http_errors import ErrorBody
+from tandem.server.generation import Generation, Piece
+from tandem.server.outputs.deltas import (
+    ArgumentsDelta,
+    CallStart,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+)
+from tandem.server.protocol import openai as oai
+from tandem.server.protocol.anthropic import (
+    AnthropicBlock,
+    AnthropicMessage,
+    AnthropicUsage,
+    CountReply,
+    CountRequest,
+    MessagesReply,
+    MessagesRequest,
+    ReplyBlock,
+)
+
+__all__ = ["answer_messages", "count_message_tokens"]
+
+_encode = msgspec.json.Encoder().encode
+_BILLING = "x-anthropic-billing-header"
+"""Begins a block of Claude Code's system prompt that differs from call to call, so that no prefix
+would be found again; it says nothing to a model."""
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+@dataclass(slots=True)
+class _Answer:
+    """Renders messages."""
+
+    id: str
+    model: ServedModel
+    blocks: list[ReplyBlock] = field(default_factory=list[ReplyBlock])
+    arguments: list[str] = field(default_factory=list[str])
+    """By tool call, as text."""
+    stop_reason: str | None = None
+    has_begun: bool = False
+    kind: str = ""
+    """Of the block that a stream has open; empty for none."""
+    num_blocks: int = 0
+    num_calls: int = 0
+    is_cumulative: bool = field(init=False, default=False)
+
+    def measure(self, generation: Generation, piece: Piece) -> int:
+        """See ``Renderer``."""
+        return piece.size_bytes
+
+    def add(self, generation: Generation, piece: Piece) -> None:
+        """See ``Renderer``."""
+        for delta in piece.deltas:
+            last = self.blocks[-1] if self.blocks else None
+            match delta:
+                case TextDelta(text) if last is not None and last.type == "text":
+                    last.text = f"{last.text}{text}"
+                case TextDelta(text):
+                    self.blocks.append(ReplyBlock(type="text", text=text))
+                case ReasoningDelta(text) if last is not None and last.type == "thinking":
+                    last.thinking = f"{last.thinking}{text}"
+                case ReasoningDelta(text):
+                    block = ReplyBlock(type="thinking", thinking=text, signature="")
+                    self.blocks.append(block)
+                case CallStart(_, name, call_id):
+                    self.blocks.append(
+                        ReplyBlock(type="tool_use", id=call_id or _make_id(), name=name, input={})
+                    )
+                    self.arguments.append("")
+                    self.num_calls += 1
+                case ArgumentsDelta(call, text):
+                    self.arguments[call] += text
+
+    def make_document(self, generations: Sequence[Generation]) -> MessagesReply:
+        """See ``Renderer``."""
+        (generation,) = generations
+        calls = [block for block in self.blocks if block.type == "tool_use"]
+        for block, text in zip(calls, self.arguments, strict=True):
+            block.input = _read_arguments(text)
+        return self._make_message(generation, self.blocks, generation.num_tokens)
+
+    def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
+        """See ``Renderer``."""
+        events: list[bytes] = []
+        if not self.has_begun:
+            self.has_begun = True
+            begin = self._make_message(generation, [], 0)
+            begin.stop_reason = begin.stop_sequence = None
+            events.append(_frame("message_start", message=begin))
+        for delta in piece.deltas:
+            events += self._make_delta(delta)
+        if piece.finish_reason is not None:
+            events += self._close_block()
+            reason, sequence = self._find_reason(generation)
+            events.append(
+                _frame(
+                    "message_delta",
+                    delta={"stop_reason": reason, "stop_sequence": sequence},
+                    usage=_count_usage(generation, piece.num_tokens),
+                )
+            )
+        return events
+
+    def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
+        """See ``Renderer``."""
+        return [_frame("message_stop")]
+
+    def _make_delta(self, delta: Delta) -> list[bytes]:
+        match delta:
+            case TextDelta(text):
+                events = self._open_block("text", ReplyBlock(type="text", text=""))
+                change = {"type": "text_delta", "text": text}
+            case ReasoningDelta(text):
+                block = ReplyBlock(type="thinking", thinking="", signature="")
+                events = self._open_block("thinking", block)
+                change = {"type": "thinking_delta", "thinking": text}
+            case CallStart(call, name, call_id):
+                self.num_calls += 1
+                block = ReplyBlock(type="tool_use", id=call_id or _make_id(), name=name, input={})
+                return self._open_block(f"tool_use {call}", block)
+            case ArgumentsDelta(_, text):
+                events = []
+                change = {"type": "input_json_delta", "partial_json": text}
+        index = self.num_blocks - 1
+        return [*events, _frame("content_block_delta", index=index, delta=change)]
+
+    def _open_block(self, kind: str, block: ReplyBlock) -> list[bytes]:
+        if self.kind == kind:
+            return []
+        events = self._close_block()
+        self.kind = kind
+        self.num_blocks += 1
+        start = _frame("content_block_start", index=self.num_blocks - 1, content_block=block)
+        return [*events, start]
+
+    def _close_block(self) -> list[bytes]:
+        if not self.kind:
+            return []
+        kind, self.kind = self.kind, ""
+        events: list[bytes] = []
+        index = self.num_blocks - 1
+        if kind == "thinking":
+            # Clients send it back; nothing here needs a signature.
+            change = {"type": "signature_delta", "signature": ""}
+            events.append(_frame("content_block_delta", index=index, delta=change))
+        return [*events, _frame("content_block_stop", index=index)]
+
+    def _find_reason(self, generation: Generation) -> tuple[str, str | None]:
+        """Return Anthropic's reason, and the stop sequence that was found."""
+        reason = generation.finish_reason or "stop"
+        if reason == "stop" and isinstance(generation.stop_reason, str):
+            return "stop_sequence", generation.stop_reason
+        if reason == "stop" and self.num_calls:
+            return "tool_use", None
+        return _STOP_REASONS[reason], None
+
+    def _make_message(
+        self, generation: Generation, blocks: list[ReplyBlock], num_tokens: int
+    ) -> MessagesReply:
+        reason, sequence = self._find_reason(generation)
+        return MessagesReply(
+            id=self.id,
+            model=self.model.name,
+            content=blocks,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=_count_usage(generation, num_tokens),
+        )
+
+
+def _count_usage(generation: Generation, num_tokens: int) -> AnthropicUsage:
+    return AnthropicUsage(
+        input_tokens=generation.prompt_len - generation.cached_len,
+        output_tokens=num_tokens,
+        cache_read_input_tokens=generation.cached_len,
+    )
+
+
+def _frame(kind: str, **values: object) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + _encode({"type": kind, **values}) + b"\n\n"
+
+
+def _make_id() -> str:
+    return f"toolu_{uuid.uuid4().hex[:24]}"
+
+
+def _read_arguments(text: str) -> dict[str, Any]:
+    """Return the input of a call; of one that broke off, what came, under "partial_json"."""
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"partial_json": text}
+
+
+async def answer_messages(context: ServerContext, http: Request) -> Response:
+    """Answer a conversation in Anthropic's form, whole or as a stream."""
+    return await _DIALECT.answer(context, http)
+
+
+async def count_message_tokens(context: ServerContext, http: Request) -> Response:
+    """Count the tokens of a conversation in Anthropic's form."""
+    http.state.write_error = _write_error
+    origin = context.note_arrival(http)
+    request = await context.read_request(http, _count_decoder)
+
+    def count() -> CountReply:
+        return CountReply(len(encode_conversation(context, _translate(request)).prompt_ids))
+
+    reply = await context.prepare(http, origin, request.timeout, count)
+    return Response(_encode(reply), media_type="application/json")
+
+
+def _plan(context: ServerContext, request: MessagesRequest) -> Task:
+    chat = _translate(request)
+    chat.max_tokens, chat.temperature = request.max_tokens, request.temperature
+    chat.top_p, chat.top_k, chat.stop = request.top_p, request.top_k, request.stop_sequences
+    chat.timeout = request.timeout
+    model, plans = plan_conversation(context, chat)
+    options = read_options(chat, "msg", model.adapter)
+    answer = _Answer(options.name.replace("-", "_"), model)
+    return Task(plans, options, answer, request.stream is True)
+
+
+def _translate(request: CountRequest) -> oai.ChatRequest:
+    """Return the request of chat completions that means the same."""
+    messages: list[oai.InputMessage] = []
+    system = _read_system(request.system)
+    if system:
+        messages.append(oai.InputMessage("system", system))
+    for index, message in enumerate(request.messages):
+        messages += _translate_message(message, f"messages[{index}]")
+    tools = [
+        oai.Tool(
+            oai.Function(
+                tool.name, tool.description, tool.input_schema or {"type": "object"}, tool.strict
+            )
+        )
+        for tool in request.tools or ()
+        if tool.type in (None, "custom")
+    ]
+    chat = oai.ChatRequest(model=request.model, messages=messages, tools=tools or None)
+    choice = request.tool_choice
+    if choice is not None:
+        if choice.type == "tool":
+            chat.tool_choice = oai.NamedChoice(oai.NamedFunction(choice.name or ""))
+        else:
+            chat.tool_choice = "required" if choice.type == "any" else choice.type
+        chat.parallel_tool_calls = choice.disable_parallel_tool_use is not True
+    if request.thinking is not None:
+        is_on = request.thinking.type != "disabled"
+        # The names that templates have for it.
+        chat.chat_template_kwargs = {"enable_thinking": is_on, "thinking": is_on}
+    return chat
+
+
+def _read_system(system: str | list[AnthropicBlock] | None) -> str:
+    texts = [system] if isinstance(system, str) else [block.text or "" for block in system or ()]
+    return "\n".join(text for text in texts if text and not text.startswith(_BILLING))
+
+
+def _translate_message(message: AnthropicMessage, place: str) -> list[oai.InputMessage]:
+    """Return the messages of a turn: results of tools stand before what the user says."""
+    if isinstance(message.content, str):
+        return [oai.InputMessage(message.role, message.content)]
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[oai.InputCall] = []
+    results: list[oai.InputMessage] = []
+    for index, block in enumerate(message.content):
+        field = f"{place}.content[{index}]"
+        match block.type:
+            case "text":
+                texts.append(block.text or "")
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                arguments = json.dumps(block.input or {}, ensure_ascii=False)
+                function = oai.InputFunction(block.name or "", arguments)
+                calls.append(oai.InputCall(function, block.id))
+            case "tool_result":
+                text = _read_result(block, field)
+                results.append(oai.InputMessage("tool", text, tool_call_id=block.tool_use_id))
+            case kind:
+                what = f"{field}.type is {kind!r}: text and tools alone are supported"
+                raise UnsupportedError("server.messages", what, field=f"{field}.type")
+    if not (texts or calls or results or thoughts):
+        raise ConfigError("server.messages", f"{place}.content is empty", field=f"{place}.content")
+    if not (texts or calls) and not thoughts:
+        return results
+    spoken = oai.InputMessage(message.role, "\n".join(texts))
+    spoken.reasoning_content = "\n".join(thoughts) if thoughts else None
+    spoken.tool_calls = calls or None
+    return [*results, spoken]
+
+
+def _read_result(block: AnthropicBlock, field: str) -> str:
+    if isinstance(block.content, str):
+        return block.content
+    texts: list[str] = []
+    for index, part in enumerate(block.content or ()):
+        if part.type != "text":
+            place = f"{field}.content[{index}].type"
+            what = f"{place} is {part.type!r}: text alone is supported"
+            raise UnsupportedError("server.messages", what, field=place)
+        texts.append(part.text or "")
+    return "\n".join(texts)
+
+
+def _write_error(body: ErrorBody, status: int) -> bytes:
+    kind = _ERROR_TYPES.get(status, "api_error")
+    return _encode({"type": "error", "error": {"type": kind, "message": body.message}})
+
+
+def _frame_error(body: ErrorBody, status: int) -> bytes:
+    return b"event: error\ndata: " + _write_error(body, status) + b"\n\n"
+
+
+_count_decoder = msgspec.json.Decoder(CountRequest)
+_DIALECT = Dialect(msgspec.json.Decoder(MessagesRequest), _plan, {}, _write_error, _frame_error)

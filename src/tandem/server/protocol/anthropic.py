@@ -1,0 +1,131 @@
+"""Requests and responses of Anthropic's Messages API. Field names are the wire names."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from tandem.server.protocol import fields
+
+__all__ = [
+    "AnthropicBlock",
+    "AnthropicMessage",
+    "AnthropicTool",
+    "AnthropicUsage",
+    "CountReply",
+    "CountRequest",
+    "MessagesReply",
+    "MessagesRequest",
+    "ReplyBlock",
+]
+
+
+class AnthropicBlock(msgspec.Struct, kw_only=True):
+    """A block of a message, of any type; fields of other types are ignored."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    text: str | None = None
+    thinking: str | None = None
+    id: fields.Name | None = None
+    name: fields.Name | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: fields.Name | None = None
+    content: "str | list[AnthropicBlock] | None" = None
+    is_error: bool | None = None
+
+
+class AnthropicMessage(msgspec.Struct):
+    """A turn of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[AnthropicBlock]
+
+
+class AnthropicTool(msgspec.Struct):
+    """A tool; those with a ``type`` of their own run at Anthropic and are left out."""
+
+    name: fields.Name
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+
+class AnthropicChoice(msgspec.Struct):
+    """Which tools are to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: fields.Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model is to reason before it answers."""
+
+    type: str
+    budget_tokens: fields.Count | None = None
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+    model: fields.Name | None = None
+    messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=2**16)]
+    system: str | list[AnthropicBlock] | None = None
+    tools: Annotated[list[AnthropicTool], Meta(max_length=1024)] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    timeout: fields.Timeout | None = None
+    """Seconds; an extension."""
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=fields.MAX_COUNT)]
+    stream: bool | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.TopP | None = None
+    top_k: fields.TopK | None = None
+    stop_sequences: fields.Stop | None = None
+
+
+class AnthropicUsage(msgspec.Struct, kw_only=True):
+    """Tokens of a request."""
+
+    input_tokens: int
+    """Those of the prompt that were computed."""
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class ReplyBlock(msgspec.Struct, kw_only=True):
+    """A block of an answer: text, thinking or tool_use."""
+
+    type: str
+    text: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    signature: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: dict[str, Any] | UnsetType = UNSET
+
+
+class MessagesReply(msgspec.Struct, kw_only=True):
+    """An answer; in ``message_start`` without blocks."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[ReplyBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: AnthropicUsage
+
+
+class CountReply(msgspec.Struct):
+    """The answer of count_tokens."""
+
+    input_tokens: int

@@ -1,0 +1,175 @@
+"""The official Anthropic client gets what it expects.
+
+Method: a real server over the fake engine, which answers with texts as models write them.
+"""
+
+import anthropic
+import pytest
+import requests
+from fake_engine import FakeEngine, make_info
+from serving import LiveServers
+from vocabularies import CALL, TOOL_TEMPLATE, make_byte_level_tokenizer
+
+TOOLS = [
+    {
+        "name": "get_weather",
+        "description": "Tell the weather.",
+        "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+    {"type": "web_search_20250305", "name": "web_search"},
+]
+ASK = [{"role": "user", "content": "hello"}]
+KEY = "secret"
+
+
+@pytest.fixture(scope="module")
+def live():
+    with LiveServers(make_byte_level_tokenizer(TOOL_TEMPLATE)) as servers:
+        engine = FakeEngine(info=make_info(320, max_model_len=4096))
+        yield servers.start(engine, api_key=(KEY,))
+
+
+@pytest.fixture
+def client(live):
+    live.engine.reset()
+    live.engine.stop_token_id = 0
+    live.engine.cached_len = 3
+    with anthropic.Anthropic(base_url=live.url, api_key=KEY, max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture
+def say(live):
+    """Have the model say a text."""
+    tokenizer = make_byte_level_tokenizer(TOOL_TEMPLATE)
+
+    def say(text):
+        live.engine.answer = tokenizer.encode(text)
+
+    say.prompt = lambda: tokenizer.decode(live.engine.requests[-1].prompt_ids)
+    return say
+
+
+def test_message(client, say, live):
+    say("Hello you")
+    reply = client.messages.create(model="tiny", max_tokens=100, messages=ASK, system="Be brief.")
+    assert [block.type for block in reply.content] == ["text"]
+    assert reply.content[0].text == "Hello you"
+    assert (reply.stop_reason, reply.stop_sequence) == ("end_turn", None)
+    assert reply.usage.cache_read_input_tokens == 3
+    prompt_len = len(live.engine.requests[-1].prompt_ids)
+    assert reply.usage.input_tokens + 3 == prompt_len
+    assert reply.usage.output_tokens == len(live.engine.answer) + 1
+    assert say.prompt().startswith("[system]Be brief.[user]hello")
+    counted = client.messages.count_tokens(model="tiny", messages=ASK, system="Be brief.")
+    assert counted.input_tokens == prompt_len
+
+
+def test_reasons(client, say):
+    say("one two three")
+    create = client.messages.create
+    cut = create(model="tiny", max_tokens=2, messages=ASK)
+    assert cut.stop_reason == "max_tokens"
+    stopped = create(model="tiny", max_tokens=100, messages=ASK, stop_sequences=[" three"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " three")
+    assert stopped.content[0].text == "one two"
+
+
+def test_thinking_and_tools_whole_and_streamed(client, say):
+    say(f"<think>Hm.</think>I look.\n{CALL}")
+    options = {"model": "tiny", "max_tokens": 200, "messages": ASK, "tools": TOOLS}
+    whole = client.messages.create(**options)
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"]
+    assert whole.content[0].thinking == "Hm."
+    assert whole.content[2].input == {"city": "Bern 😀"}
+    assert whole.content[2].id.startswith("toolu_")
+    assert whole.stop_reason == "tool_use"
+    assert "web_search" not in say.prompt()
+    kinds = []
+    with client.messages.stream(**options) as stream:
+        for event in stream:
+            kinds.append(event.type)
+        final = stream.get_final_message()
+    assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+    assert final.content[0].thinking == "Hm."
+    assert final.content[1].text == "I look."
+    assert final.content[2].input == {"city": "Bern 😀"}
+    assert final.stop_reason == "tool_use"
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+def test_conversation_with_tools_goes_to_the_template(client, say):
+    say("It rains.")
+    client.messages.create(
+        model="tiny",
+        max_tokens=100,
+        tools=TOOLS,
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=a1b2c;"},
+            {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+        ],
+        messages=[
+            {"role": "user", "content": "weather?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "I must look.", "signature": ""},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "B"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "t1",
+                        "content": [{"type": "text", "text": "rain"}],
+                    },
+                    {"type": "text", "text": "And tomorrow?"},
+                ],
+            },
+        ],
+    )
+    prompt = say.prompt()
+    assert "billing" not in prompt
+    assert "[system]Be brief." in prompt
+    assert '<tool_call>{"name": "get_weather", "arguments": {"city": "B"}}</tool_call>' in prompt
+    assert "[tool]rain(get_weather t1)" in prompt
+    assert prompt.index("[tool]rain") < prompt.index("[user]And tomorrow?")
+    assert "<think>I must look.</think>" in prompt
+
+
+def test_choice_becomes_a_grammar(client, say, live):
+    say(CALL)
+    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        client.messages.create(
+            model="tiny", max_tokens=100, messages=ASK, tools=TOOLS, tool_choice=choice
+        )
+        assert "get_weather" in live.engine.requests[-1].sampling.grammar
+    client.messages.create(
+        model="tiny", max_tokens=100, messages=ASK, tools=TOOLS, tool_choice={"type": "none"}
+    )
+    assert live.engine.requests[-1].sampling.grammar == ""
+
+
+def test_errors_have_the_form_of_the_api(client, live):
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.messages.create(model="other", max_tokens=5, messages=ASK)
+    assert missing.value.body["error"]["type"] == "not_found_error"
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(
+            model="tiny", max_tokens=5, messages=[{"role": "user", "content": [image]}]
+        )
+    assert refused.value.body["type"] == "error"
+    assert "messages[0].content[0].type" in refused.value.body["error"]["message"]
+    without = requests.post(f"{live.url}/v1/messages", json={}, timeout=10)
+    assert without.status_code == 401
+    live.engine.die_after = 1
+    live.engine.answer = [5, 6, 7, 8]
+    with pytest.raises(anthropic.APIStatusError) as lost:
+        list(client.messages.create(model="tiny", max_tokens=5, messages=ASK, stream=True))
+    assert lost.value.body["type"] == "error"
