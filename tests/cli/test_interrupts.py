@@ -242,7 +242,13 @@ def test_an_interrupt_within_an_import_ends_the_process_there(tmp_path):
     """Native code that an import runs calls Python where it takes no exceptions: it would abort."""
     (tmp_path / "imported.py").write_text(IMPORTED)
     run = subprocess.run(
-        [sys.executable, "-c", IMPORTING], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IMPORTING],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        # A suite that runs in the background of a shell has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "tandem: interrupted\n")
 

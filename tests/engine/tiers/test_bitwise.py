@@ -20,6 +20,7 @@ from tandem.core.wire import AddRequest, FinishReason, RequestOutput, SamplingPa
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import InstanceRef, Limits
 from tandem.engine.cluster.selection import LeastLoadedPolicy
+from tandem.engine.process.load_count import LoadCount
 from tandem.engine.process.methods import CONTINUE
 
 BLOCK = 16
@@ -67,6 +68,7 @@ class NodePort:
     def __init__(self, name, role, node) -> None:
         self.name, self.role, self.node = name, role, node
         self.sources = frozenset()
+        self.load = LoadCount()
         self.is_alive = True
         self._sinks = {}
         self._loop = asyncio.get_running_loop()

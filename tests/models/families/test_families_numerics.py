@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from tandem.kernels import paged, tolerance
 from tandem.kernels.paged import PagedBatch
+from tandem.models.proof.tiny import name_cache
 
 ROPE = {"rope_theta": 10000.0}
 LATENT_YARN = {
@@ -224,7 +225,9 @@ def test_greedy_tokens_are_identical(name, pairs, open_session):
     theirs, cache, ids = [], DynamicCache(config=pair.reference.config), pair.ids[:20]
     with torch.no_grad():
         while len(theirs) < 64:
-            output = pair.reference(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+            output = pair.reference(
+                torch.tensor([ids]), use_cache=True, **name_cache(pair.reference, cache)
+            )
             theirs.append(int(output.logits[0, -1].argmax()))
             ids = theirs[-1:]
     assert ours == theirs
@@ -245,7 +248,8 @@ def test_dynamic_rope_beyond_the_trained_length_is_transformers_token_by_token(
     cache, rows = DynamicCache(config=config), []
     with torch.no_grad():
         for token in ids:
-            rows.append(reference(token.view(1, 1), past_key_values=cache).logits[0, 0])
+            output = reference(token.view(1, 1), **name_cache(reference, cache))
+            rows.append(output.logits[0, 0])
     torch.testing.assert_close(at_once, torch.stack(rows), rtol=1e-4, atol=1e-4)
 
 

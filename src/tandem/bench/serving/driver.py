@@ -20,6 +20,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.config import ModelConfig
+from tandem.models.proof.tiny import name_cache
 
 __all__ = ["DECODE_STEPS", "Dtype", "EngineDriver", "Phase", "TransformersDriver"]
 
@@ -168,7 +169,10 @@ class TransformersDriver:
         """Return the first token of each prompt, and the cache."""
         cache = DynamicCache(config=self._model.config)
         output = self._model(
-            torch.tensor(prompts), past_key_values=cache, use_cache=True, logits_to_keep=1
+            torch.tensor(prompts),
+            use_cache=True,
+            logits_to_keep=1,
+            **name_cache(self._model, cache),
         )
         return output.logits[:, -1].argmax(-1), cache
 
@@ -177,7 +181,7 @@ class TransformersDriver:
         """Return the tokens of each step."""
         out: list[torch.Tensor] = []
         for _ in range(steps):
-            output = self._model(tokens[:, None], past_key_values=cache, use_cache=True)
+            output = self._model(tokens[:, None], use_cache=True, **name_cache(self._model, cache))
             tokens = output.logits[:, -1].argmax(-1)
             out.append(tokens)
         return out

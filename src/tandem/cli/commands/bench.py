@@ -58,6 +58,7 @@ app = typer.Typer(
         "Run a benchmark, ours and its rivals interleaved, or measure a server.\n\n"
         f"`tandem bench NAME`, with NAME one of: {', '.join(BENCHES)}."
     ),
+    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )

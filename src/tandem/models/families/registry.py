@@ -65,7 +65,7 @@ FAMILIES = {
 }
 """The families that CI proves, by ``model_type``."""
 
-PROVED_WITH = "5.23"
+PROVED_WITH = "5.24"
 """The version of transformers whose eager code CI compares with."""
 
 

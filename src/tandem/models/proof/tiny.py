@@ -1,5 +1,6 @@
 """The tiny model of a proof: transformers' eager code with random weights, and its checkpoint."""
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,9 +134,15 @@ def run_eager(model: Any, tokens: Tensor, *, is_stepwise: bool = False) -> Tenso
 
     cache, rows = DynamicCache(config=model.config), []
     for token in tokens:
-        output = model(token.view(1, 1), past_key_values=cache, use_cache=True)
+        output = model(token.view(1, 1), use_cache=True, **name_cache(model, cache))
         rows.append(output.logits[0, 0])
     return torch.stack(rows)
+
+
+def name_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the argument that gives a transformers model its cache; 5.24 renamed it."""
+    names = inspect.signature(type(model).forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache}
 
 
 def make_reference(model: Any, tokens: Tensor, *, is_stepwise: bool) -> Reference:
