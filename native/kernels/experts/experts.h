@@ -39,7 +39,7 @@ class ExpertBank {
 
   struct Config {
     WeightFormat format;
-    // Of the down projections, both integer formats where it is another one; none: `format`.
+    // Format of the down projections; none is `format`. If they differ, both are integers.
     std::optional<WeightFormat> down_format;
     size_t num_experts = 0;
     size_t hidden_size = 0;
@@ -195,7 +195,7 @@ class ExpertBank {
   size_t part_panels() const;
   size_t block_size() const { return block_panels() * kPanelColumns; }
 
-  WeightFormat format_{};       // Of gate and up.
+  WeightFormat format_{};       // Format of gate and up.
   WeightFormat down_format_{};
   Activation activation_;
   Isa isa_ = Isa::kPlain;

@@ -30,7 +30,7 @@ inline size_t code_group_size(const WeightFormat& format) {
   return static_cast<size_t>(format.group_size == 0 ? kRowGroupSize : format.group_size);
 }
 
-// What integer codes count from.
+// Returns the code that stands for zero.
 inline int32_t code_centre(const WeightFormat& format) {
   return format.has_table ? 128 : 1 << (format.bits - 1);
 }

@@ -274,7 +274,7 @@ void run_block(const Tile& tile, size_t row) {
     run = tile_float<kRows, kBf16Vectors, 4, FloatScales::kGroup>;
   else
     run = visit_int_format(format, [](auto f) -> void (*)(const Tile&, size_t) {
-      // Of formats that are unpacked first one row alone is multiplied here.
+      // Several rows of a format that is unpacked first are multiplied elsewhere.
       if constexpr (kRows == 1 || !decltype(f)::kKeepsUnpacked)
         return tile_int<kRows, kVectors, decltype(f)>;
       return nullptr;

@@ -13,7 +13,7 @@ struct Unpacked {
   alignas(64) float minima[kUnpackedGroups][kPanelColumns];
 };
 
-// Whether products of several rows unpack first.
+// Returns true if products of several rows unpack the weights first.
 inline bool keeps_unpacked(const WeightFormat& format) {
   if (format.bits >= 16 || format.is_float) return false;
   return visit_int_format(format, [](auto f) { return decltype(f)::kKeepsUnpacked; });
@@ -24,7 +24,7 @@ template <class Format>
 void unpack_span(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
                  Unpacked& out) {
   const size_t group_size = Format::group_size(format);
-  // What is entered together: a superblock, or a group.
+  // Inputs whose scales are read at once: a superblock, or a group.
   const size_t span = Format::kIsSuper ? kSuperblockSize : group_size;
   GroupScales<Format> scales;
   const uint8_t* codes = nullptr;

@@ -17,9 +17,9 @@ struct IntFormat {
   static constexpr bool kHasMinimum = kKind == Scales::kGroupMinimum;
   static constexpr bool kIsRow = kKind == Scales::kRow;
   static constexpr bool kIsSuper = kLevelBits != 0;
-  // Whether products of several rows unpack first, into memory.
+  // True if products of several rows unpack the weights first, into memory.
   static constexpr bool kKeepsUnpacked = kIsSuper || kTable || kCodeBits == 5;
-  // What a code of 0 stands for, before the scale.
+  // The value of code 0, before the scale.
   static constexpr int32_t kCentre = kHasMinimum ? 0 : kTable ? 128 : 1 << (kCodeBits - 1);
   // Inputs that are unpacked together.
   static constexpr size_t kChunk = kBits == 8 ? 4 : kBits == 4 ? 8 : kBits == 5 ? 32 : 16;
