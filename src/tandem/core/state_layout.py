@@ -1,4 +1,4 @@
-"""The one layout of a sequence's state in every tier: what layers keep beside KV or instead of it."""
+"""The one layout of a sequence's state in every tier: what layers keep in place of KV."""
 
 from math import prod
 from typing import Annotated, NamedTuple

@@ -50,10 +50,9 @@ def test_views_are_those_that_the_rule_takes() -> None:
 
 def test_a_copy_and_a_clear_touch_their_slot_alone() -> None:
     """Copying gives all layers' bytes; what is neither source nor target stays."""
-    memory = np.random.default_rng(0).integers(0, 256, 4 * LAYOUT.bytes_per_state, np.uint8)
-    aligned = np.frombuffer(torch.from_numpy(memory).clone().numpy(), np.uint8)
     cache = StateCache(LAYOUT, 4)
-    cache.view_bytes()[:] = aligned
+    size = 4 * LAYOUT.bytes_per_state
+    cache.view_bytes()[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
     before = cache.tensor.clone()
     cache.copy(2, 0)
     cache.clear(3)
@@ -67,7 +66,7 @@ def test_a_copy_and_a_clear_touch_their_slot_alone() -> None:
 
 
 def test_a_batch_tells_slots_and_which_begin() -> None:
-    """Slots are in the order of sequences; those of first chunks are fresh, unless there is none."""
+    """Slots are in the order of sequences; those of first chunks are fresh."""
     chunks = [
         SequenceChunk([1, 2], 0, [0], state_slot=5),
         SequenceChunk([3], 7, [1], state_slot=2),

@@ -225,9 +225,7 @@ class CausalModel:
         on_layer: Callable[[int], None] | None,
         states: StateCache | None,
     ) -> Tensor:
-        step = self._execution.begin_step(
-            batch, kv_cache, self.ropes, self.dtype, on_layer, states
-        )
+        step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer, states)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
