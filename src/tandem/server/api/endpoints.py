@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 import tandem
 from tandem.core.timeline import RequestTimeline
-from tandem.server.api import adapters, status, tokens
+from tandem.server.api import adapters, ollama, status, tokens
 from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
 from tandem.server.config import ServerConfig
@@ -15,10 +15,12 @@ from tandem.server.context import ServerContext
 from tandem.server.dialects.anthropic import answer_messages, count_message_tokens
 from tandem.server.dialects.chat import answer_chat
 from tandem.server.dialects.completions import answer_completion
+from tandem.server.dialects.ollama import answer_ollama_chat, answer_ollama_generate
 from tandem.server.dialects.sglang import answer_generate
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
 from tandem.server.protocol import anthropic, rules, sglang
+from tandem.server.protocol import ollama as own
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol import status as replies
 from tandem.server.protocol.adapters import (
@@ -88,6 +90,28 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             anthropic.CountRequest,
             rule=rules.MESSAGES,
         ),
+        Endpoint(
+            "/api/chat",
+            _POST,
+            answer_ollama_chat,
+            own.ChatReply,
+            own.OllamaChatRequest,
+            own.ChatReply,
+            is_lines=True,
+        ),
+        Endpoint(
+            "/api/generate",
+            _POST,
+            answer_ollama_generate,
+            own.GenerateReply,
+            own.OllamaGenerateRequest,
+            own.GenerateReply,
+            is_lines=True,
+        ),
+        Endpoint("/api/show", _POST, ollama.show_model, own.ShowReply, own.ShowRequest),
+        Endpoint("/api/tags", _GET, ollama.list_tags, own.TagList),
+        Endpoint("/api/ps", _GET, ollama.list_running, own.ProcessList),
+        Endpoint("/api/version", _GET, ollama.get_ollama_version, own.OllamaVersion),
         Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
         Endpoint("/v1/models/{name:path}", _GET, status.get_model, oai.ModelCard),
         Endpoint(

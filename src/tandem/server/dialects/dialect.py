@@ -85,17 +85,20 @@ class Dialect(Generic[R]):
 
     Args:
         decoder: of the body.
-        plan: checks the body and makes the task of it; blocks, runs on the threads.
+        plan: checks the body and makes the task of it, or a document that answers it without a
+            generation; blocks, runs on the threads.
         refused: fields that are not supported, or what refuses them; see ``read_request``.
         write_error: encodes the document of an error, given its status.
         frame_error: the same as an event of a stream that has begun.
+        stream_type: media type of a stream.
     """
 
     decoder: msgspec.json.Decoder[R]
-    plan: Callable[[ServerContext, R], Task]
+    plan: Callable[[ServerContext, R], Task | msgspec.Struct]
     refused: Mapping[str, str] | Callable[[bytes], None]
     write_error: WriteError = encode_error
     frame_error: WriteError = frame_error
+    stream_type: str = "text/event-stream"
 
     async def answer(self, context: ServerContext, http: Request) -> Response:
         """Answer a request, whole or as a stream."""
@@ -103,10 +106,13 @@ class Dialect(Generic[R]):
         origin = context.note_arrival(http)
         request = await context.read_request(http, self.decoder, self.refused)
         task = await context.prepare(http, origin, request.timeout, self.plan, context, request)
+        if not isinstance(task, Task):
+            return Response(_encode(task), media_type="application/json")
         group = await context.start(task.plans, task.options, origin, http.receive)
         if task.is_stream:
             events = _make_events(context, group, task.renderer)
-            return EventStream(group, events, context.config.send_timeout_s, self.frame_error)
+            limit_s = context.config.send_timeout_s
+            return EventStream(group, events, limit_s, self.frame_error, self.stream_type)
         try:
             document = await run_while_connected(
                 http.receive, _collect(context, group, task.renderer)
