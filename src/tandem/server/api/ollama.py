@@ -1,6 +1,7 @@
 """Ollama's endpoints about models: tags, show, ps and version."""
 
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -85,7 +86,7 @@ async def show_model(context: ServerContext, http: Request) -> Response:
     return _answer(reply)
 
 
-def _describe_all(context: ServerContext) -> list[dict[str, object]]:
+def _describe_all(context: ServerContext) -> list[dict[str, Any]]:
     info = context.engine.last_info
     served = [ServedModel(name) for name in context.models.served]
     served += [ServedModel(name, adapter) for name, adapter in context.engine.adapters.items()]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 import msgspec
 from msgspec import structs
@@ -159,7 +160,7 @@ class _Answer:
         return make_chat_logprobs(self.context.encoder.tokenizer, piece.logprobs).content
 
     def _make(self, parts: _Parts, logprobs: list[oai.ChatLogprob]) -> ChatReply | GenerateReply:
-        told = {
+        told: dict[str, Any] = {
             "model": self.model.name,
             "created_at": format_time(datetime.now(UTC)),
             "done": False,
@@ -293,7 +294,7 @@ def _fit_context(plan: ChoicePlan, num_ctx: int) -> ChoicePlan:
     return ChoicePlan(plan.prompt_ids, sampling, plan.text)
 
 
-def _describe_load(request: OllamaRequest, model: ServedModel) -> dict[str, object]:
+def _describe_load(request: OllamaRequest, model: ServedModel) -> dict[str, Any]:
     is_unload = request.keep_alive in (0, "0", "0s")
     return {
         "model": model.name,
