@@ -33,15 +33,15 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def make_byte_level_tokenizer(
-    chat_template: str | None = CHAT_TEMPLATE, special: Sequence[str] = ()
+    chat_template: str | None = CHAT_TEMPLATE, more: Sequence[str] = ()
 ) -> Tokenizer:
-    """As GPT-2, Qwen, Llama 3: tokens are byte strings; ``special`` are more of a kind."""
+    """As GPT-2, Qwen, Llama 3: tokens are byte strings; ``more`` are special ones."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320 + len(special),
-        special_tokens=[*SPECIAL, *special],
+        vocab_size=320 + len(more),
+        special_tokens=[*SPECIAL, *more],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

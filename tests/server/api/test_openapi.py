@@ -159,7 +159,7 @@ def test_kept_responses_fit(server, document):
         assert reply.status_code == 200, reply.text
         schema = schema_of(document, f"/v1/responses/{{id}}{end}", method, "application/json")
         assert find_fault(reply.json(), schema, document) is None
-    assert requests.get(url, timeout=10).status_code == 404
+    assert server.get(f"/v1/responses/{made['id']}").status_code == 404
 
 
 @pytest.mark.parametrize(("path", "body"), POSTS)

@@ -26,6 +26,7 @@ __all__ = [
     "ResponseTool",
     "ResponseUsage",
     "ResponsesRequest",
+    "Status",
     "TextConfig",
     "TextFormat",
     "TextPart",

@@ -36,6 +36,7 @@ from tandem.server.protocol.responses import (
     ResponseDocument,
     ResponseFailure,
     ResponseUsage,
+    Status,
     TextPart,
 )
 
@@ -217,7 +218,7 @@ class ResponseAnswer:
             place["content_index"] = 0
         return kind, place | values
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: Status) -> list[Event]:
         """Close the open item, if there is one."""
         item = self._open
         events: list[Event] = []
