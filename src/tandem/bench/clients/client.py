@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.bench.clients.workloads import Conversation, Turn
 from tandem.core.errors import ConfigError, PeerLostError
-from tandem.core.load_records import RequestRecord
+from tandem.core.loads.records import RequestRecord
 
 __all__ = ["Endpoint", "LoadClient", "Target"]
 
