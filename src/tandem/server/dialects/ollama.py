@@ -103,6 +103,12 @@ class _Answer:
 
     def make_document(self, generations: Sequence[Generation]) -> msgspec.Struct:
         """See ``Renderer``."""
+        if not generations:
+            # Clients have the model loaded, or given up, by a request for nothing.
+            reply = self._make(_Parts(), [])
+            reply.done = True
+            reply.done_reason = "unload" if self.request.keep_alive in (0, "0", "0s") else "load"
+            return reply
         (generation,) = generations
         reason = generation.finish_reason or "stop"
         return self._end(self._make(self.parts, self.logprobs), generation, reason)
@@ -214,27 +220,26 @@ def format_time(at: datetime) -> str:
     return at.isoformat().replace("+00:00", "Z")
 
 
-def _plan_chat(context: ServerContext, request: OllamaChatRequest) -> Task | ChatReply:
+def _plan_chat(context: ServerContext, request: OllamaChatRequest) -> Task:
     model = find_ollama_model(context, request.model)
-    if not request.messages:
-        message = OllamaMessage(role="assistant", content="")
-        return ChatReply(message=message, **_describe_load(request, model))
     messages = [
         _translate_message(each, f"messages[{i}]") for i, each in enumerate(request.messages)
     ]
     chat = _translate(request, model, messages)
     chat.tools = request.tools
+    if not messages:
+        return _make_task(context, request, chat, model, [], is_chat=True)
     return _plan(context, request, chat, model, is_chat=True)
 
 
-def _plan_generate(context: ServerContext, request: OllamaGenerateRequest) -> Task | GenerateReply:
+def _plan_generate(context: ServerContext, request: OllamaGenerateRequest) -> Task:
     model = find_ollama_model(context, request.model)
-    if not request.prompt:
-        return GenerateReply(response="", **_describe_load(request, model))
     messages = [oai.InputMessage("user", request.prompt)]
     if request.system:
         messages.insert(0, oai.InputMessage("system", request.system))
     chat = _translate(request, model, messages)
+    if not request.prompt:
+        return _make_task(context, request, chat, model, [], is_chat=False)
     if request.raw is not True and context.encoder.template_source is not None:
         return _plan(context, request, chat, model, is_chat=False)
     info = context.ready_info()
@@ -292,16 +297,6 @@ def _fit_context(plan: ChoicePlan, num_ctx: int) -> ChoicePlan:
     room = max(num_ctx - len(plan.prompt_ids), 1)
     sampling = structs.replace(plan.sampling, max_tokens=min(plan.sampling.max_tokens, room))
     return ChoicePlan(plan.prompt_ids, sampling, plan.text)
-
-
-def _describe_load(request: OllamaRequest, model: ServedModel) -> dict[str, Any]:
-    is_unload = request.keep_alive in (0, "0", "0s")
-    return {
-        "model": model.name,
-        "created_at": format_time(datetime.now(UTC)),
-        "done": True,
-        "done_reason": "unload" if is_unload else "load",
-    }
 
 
 def _read_limit(request: OllamaRequest) -> TokenLimit:
