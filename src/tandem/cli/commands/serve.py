@@ -148,8 +148,10 @@ async def _serve_with(
                     # It has served nobody: the command was broken off.
                     raise KeyboardInterrupt
             finally:
-                announcing.cancel()
-                await asyncio.gather(announcing, return_exceptions=True)
+                # Ctrl-C before ``run_server`` takes the signals cancels this task alone.
+                for task in (announcing, serving):
+                    task.cancel()
+                await asyncio.gather(announcing, serving, return_exceptions=True)
 
 
 async def _announce(cluster: Any, started: Any, *, json: bool) -> None:
