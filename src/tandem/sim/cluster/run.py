@@ -24,8 +24,17 @@ from tandem.sim.cluster.placing import Placing
 from tandem.sim.cluster.requests import repeat_rows, scale_rows
 from tandem.sim.cluster.scenario import Group, LinkSpec, Load, Scenario
 from tandem.sim.cluster.steps import LearntSteps, PlannedSteps, StepModel
+from tandem.sim.cluster.store import SimStore
 
-__all__ = ["InstanceFigures", "Run", "SimReport", "make_setups", "open_load", "run_scenario"]
+__all__ = [
+    "InstanceFigures",
+    "Run",
+    "SimReport",
+    "build_cluster",
+    "make_setups",
+    "open_load",
+    "run_scenario",
+]
 
 
 class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +51,9 @@ class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts that it looked up in its prefix index."""
     prompt_tokens: int
     hit_tokens: int
+    """Found in the prefix index, what the store brought in time included."""
+    store_hit_tokens: int
+    """Those that the store brought."""
     preemptions: int
     received_bytes: float
     sent_bytes: float
@@ -58,6 +70,8 @@ class SimReport(LoadReport, frozen=True, kw_only=True):
     """Of all instances, for prompts."""
     hit_ratio: float
     """Share of prompt tokens that were found in a prefix index."""
+    store_hit_ratio: float
+    """Share of prompt tokens that the store brought."""
     fallbacks: dict[str, int]
     instances: list[InstanceFigures]
 
@@ -76,6 +90,7 @@ def make_setups(scenario: Scenario) -> list[InstanceSetup]:
     Raises: NotFoundError (a machine, a model); ConfigError; CapacityError (weights do not fit).
     """
     setups: list[InstanceSetup] = []
+    bus = 1e11 if scenario.store is None else scenario.store.bus_gb_per_s * 1e9
     for group in scenario.instances:
         steps, kv_bytes, num_layers, kv_tokens = _resolve(group)
         size = group.engine.block_size
@@ -96,6 +111,7 @@ def make_setups(scenario: Scenario) -> list[InstanceSetup]:
                     nic_bytes_per_s=_find_port(group, scenario.links),
                     is_layerwise=scenario.links.is_layerwise,
                     num_layers=num_layers,
+                    bus_bytes_per_s=bus,
                 )
             )
     if len({setup.engine.block_size for setup in setups}) > 1:
@@ -166,6 +182,36 @@ def open_load(load: Load) -> Iterator[TraceRow]:
     return itertools.islice(rows, load.limit or None)
 
 
+def build_cluster(
+    scenario: Scenario, *, on_done: Callable[[RequestRecord], None] | None = None
+) -> SimCluster:
+    """Return the cluster of a scenario, which has served nothing.
+
+    Args:
+        scenario: of the run.
+        on_done: told of each request that has ended.
+
+    Raises: as ``make_setups``.
+    """
+    events = Events()
+    links = Links(events, scenario.links.latency_us / 1e6)
+    instances: dict[str, SimInstance] = {}
+    store = None
+    for setup in make_setups(scenario):
+        if scenario.store is not None and store is None:
+            store = SimStore(scenario.store, links, setup.block_bytes, lambda: events.now_s)
+        instances[setup.name] = SimInstance(setup, events, links, instances.__getitem__, store)
+    return SimCluster(
+        instances,
+        Placing(scenario.policy, instances.values()),
+        events,
+        Limits(lease_s=scenario.lease_s),
+        timeout_s=scenario.timeout_s,
+        store=store,
+        on_done=on_done,
+    )
+
+
 def run_scenario(
     scenario: Scenario,
     rows: Iterable[TraceRow],
@@ -181,21 +227,9 @@ def run_scenario(
 
     Raises: as ``make_setups``.
     """
-    events = Events()
-    links = Links(events, scenario.links.latency_us / 1e6)
-    instances: dict[str, SimInstance] = {}
-    for setup in make_setups(scenario):
-        instances[setup.name] = SimInstance(setup, events, links, instances.__getitem__)
-    cluster = SimCluster(
-        instances,
-        Placing(scenario.policy, instances.values()),
-        events,
-        Limits(lease_s=scenario.lease_s),
-        timeout_s=scenario.timeout_s,
-        on_done=on_done,
-    )
+    cluster = build_cluster(scenario, on_done=on_done)
     cluster.run(rows)
-    figures = [_sum_up(instance) for instance in instances.values()]
+    figures = [_sum_up(instance) for instance in cluster.instances.values()]
     report = summarise(
         cluster.records,
         backend="tandem-sim",
@@ -209,9 +243,10 @@ def run_scenario(
             **fields,
             scenario=scenario.name,
             virtual_s=report.duration,
-            events=events.num_run,
+            events=cluster.events.num_run,
             prefill_s=sum(each.prefill_s for each in figures),
             hit_ratio=sum(each.hit_tokens for each in figures) / max(prompt_tokens, 1),
+            store_hit_ratio=sum(each.store_hit_tokens for each in figures) / max(prompt_tokens, 1),
             fallbacks=cluster.fallbacks,
             instances=figures,
         ),
@@ -231,6 +266,7 @@ def _sum_up(instance: SimInstance) -> InstanceFigures:
         requests=stats.num_prefix_queries,
         prompt_tokens=stats.prefix_query_tokens,
         hit_tokens=stats.prefix_hit_tokens,
+        store_hit_tokens=stats.store_hit_tokens,
         preemptions=stats.num_preemptions,
         received_bytes=instance.ingress.moved_bytes,
         sent_bytes=instance.egress.moved_bytes,

@@ -17,6 +17,7 @@ from tandem.core.instance_status import InstanceRole
 from tandem.core.loads.figures import Objectives
 from tandem.engine.config import EngineConfig
 from tandem.sim.cluster.steps import Calibration
+from tandem.sim.cluster.store import StoreSpec
 
 __all__ = ["Group", "LinkSpec", "Load", "Scenario", "change_scenario", "parse_scenario",
            "read_scenario"]  # fmt: skip
@@ -105,6 +106,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int = 1
     instances: Annotated[tuple[Group, ...], Meta(min_length=1)]
     links: LinkSpec = LinkSpec()
+    store: StoreSpec | None = None
     policy: str = "prefix"
     """As ``cluster.policy``."""
     lease_s: Positive = 30.0
