@@ -15,6 +15,7 @@ from tandem.core.model.layers import RoutingRule
 from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 
@@ -217,6 +218,7 @@ class Execution(Protocol):
         ropes: tuple[Angles, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
+        routing: StepRouting | None = None,
     ) -> Step:
         """Plan a step, once for all its layers.
 
@@ -226,6 +228,7 @@ class Execution(Protocol):
             ropes: give the angles; layers choose by ``Attention.rope_idx``.
             dtype: the model's.
             on_layer: called with each layer's index once its KV of this step is in the blocks.
+            routing: takes the choices of fused layers' routers, and defers experts; None: neither.
         """
         ...
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tandem._native import KvPool
 from tandem.core.errors import ShapeError, UnsupportedError
-from tandem.core.spec import KVLayout, MlaLayout
+from tandem.core.spec import NO_OUTPUT, KVLayout, MlaLayout
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.device import Device
 from tandem.kernels.native import is_native, view_tensor
@@ -60,6 +60,8 @@ class SequenceChunk(msgspec.Struct, frozen=True):
     """Rows whose logits are wanted: ``none``, ``last`` or ``all``."""
     adapter: str = ""
     """Digest of the LoRA adapter that computes them; empty is the model alone."""
+    prompt_len: int = NO_OUTPUT
+    """Position from which tokens are output, whether they are decoded or computed once more."""
 
 
 class PagedBatch(msgspec.Struct, frozen=True):
@@ -92,6 +94,8 @@ class PagedBatch(msgspec.Struct, frozen=True):
     """The same slots as runs of rows within a block, (block, offset, first row, end row); None
     where runs are short, as in a decode, and writing by slot is cheaper."""
     block_size: int
+    prompt_lens: tuple[int, ...] = ()
+    """By sequence; empty where no token is output."""
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +106,15 @@ class PagedBatch(msgspec.Struct, frozen=True):
     def num_sequences(self) -> int:
         """S."""
         return len(self.context_lens)
+
+    def find_output_rows(self) -> NDArray[np.bool_]:
+        """Return which tokens are output and not of a prompt, [T]."""
+        is_output = np.zeros(self.num_tokens, np.bool_)
+        for s, prompt_len in enumerate(self.prompt_lens):
+            first, end = self.query_start[s], self.query_start[s + 1]
+            num_output = min(max(self.context_lens[s] - prompt_len, 0), end - first)
+            is_output[end - num_output : end] = True
+        return is_output
 
     @classmethod
     def build(
@@ -167,6 +180,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
             adapter_rows=adapter_rows,
             slot_runs=tuple(runs) if len(runs) * MIN_RUN_TOKENS <= len(ids) else None,
             block_size=block_size,
+            prompt_lens=tuple(chunk.prompt_len for chunk in sequences),
         )
 
 

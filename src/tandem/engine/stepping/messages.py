@@ -13,6 +13,7 @@ from enum import IntEnum
 
 import msgspec
 
+from tandem.core.spec import NO_OUTPUT
 from tandem.core.wire import SamplingParams, TokenLogprob
 from tandem.engine.scheduling.blocks import BlockCopy
 
@@ -76,6 +77,8 @@ class StepSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of the prompt whose log-probability the first rows give, one a row."""
     num_top: int = 0
     """Likeliest tokens reported beside each of ``scored_ids``."""
+    prompt_len: int = NO_OUTPUT
+    """Position from which tokens are output; those may defer experts."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
