@@ -59,27 +59,33 @@ class StepRouting:
         self._moe = moe
         self.choices, self._by_layer = found
         """int64 [M, T, K]: the experts that each layer's router chose; complete after the step."""
+        self.layer_idx = -1
+        """Of the layer that runs."""
         self._late: Tensor | None = None
         self._output_T: Tensor | None = None
         if moe.num_deferred:
             output_T = batch.find_output_rows()
             self._output_T = torch.from_numpy(output_T) if output_T.any() else None
 
-    def find_choices(self, layer_idx: int) -> Buffer:
-        """Return where a layer's choices go, [T, K]."""
-        return self._by_layer[self._moe.places[layer_idx]]
+    def enter_layer(self) -> None:
+        """Go on to the next layer of the model, whatever its kind."""
+        self.layer_idx += 1
+
+    def find_choices(self) -> Buffer:
+        """Return where the layer's choices go, [T, K]."""
+        return self._by_layer[self._moe.places[self.layer_idx]]
 
     @property
     def defers(self) -> bool:
         """Whether any token of the step defers experts."""
         return self._output_T is not None
 
-    def split(self, layer_idx: int, ids_TK: Tensor, w_TK: Tensor) -> tuple[Tensor, Tensor | None]:
+    def split(self, ids_TK: Tensor, w_TK: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the layer's immediate and deferred choices, -1 in the others' places.
 
         The second is None where nothing is deferred: in the last layer, and in a step of prompts.
         """
-        if self._output_T is None or layer_idx == self._moe.num_layers - 1:
+        if self._output_T is None or self.layer_idx == self._moe.num_layers - 1:
             return ids_TK, None
         rows_T = self._output_T.to(ids_TK.device)
         return split_deferred(ids_TK, w_TK, self._moe.num_deferred, rows_T)

@@ -26,6 +26,7 @@ from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
+from tandem.kernels.states import StateCache
 
 __all__ = ["CpuStep"]
 
@@ -39,7 +40,8 @@ class CpuStep:
         ropes: give the angles.
         dtype: the model's.
         pool: shares the work; None: the caller's thread.
-        on_layer: called with each layer's index once its KV of this step is in the blocks.
+        on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+        states: the slots that the sequences go on with; None where no layer has a state.
         routing: takes the routers' choices, and defers experts; None: neither.
     """
 
@@ -51,6 +53,7 @@ class CpuStep:
         dtype: torch.dtype,
         pool: ThreadPool | None = None,
         on_layer: Callable[[int], None] | None = None,
+        states: StateCache | None = None,
         routing: StepRouting | None = None,
     ) -> None:
         assert cache.native is not None, "the cache is not native"
@@ -63,6 +66,8 @@ class CpuStep:
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
         self._dtype = dtype
         self._on_layer = on_layer
+        self._states = states
+        self._state_rows = (batch.query_start, batch.state_slots.tolist())
         self._routing = routing
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None
@@ -82,13 +87,15 @@ class CpuStep:
             attention.output_matrix.run(mixed, branch)
             self._norm_branch(attention_out_norm, branch)
         h = self._norm(second_norm, x)
+        if self._routing is not None:
+            self._routing.enter_layer()
         if isinstance(mlp, Mlp):
             late = None if self._routing is None else self._routing.take_carried()
             if late is not None:
                 x.tensor.add_(late)
             self._run_mlp(mlp, x, h, mlp_out_norm)
         else:
-            self._add_moe(mlp, x, h, attention.layer_idx)
+            self._add_moe(mlp, x, h)
 
     def complete_(self, x_TD: Tensor) -> None:
         """See ``Step``."""
@@ -269,7 +276,7 @@ class CpuStep:
             down_matrix.run(hidden, branch)
             self._norm_branch(out_norm, branch)
 
-    def _add_moe(self, block: MoeBlock, residual_TD: Buffer, x_TD: Buffer, layer_idx: int) -> None:
+    def _add_moe(self, block: MoeBlock, residual_TD: Buffer, x_TD: Buffer) -> None:
         router, experts = block.operators
         if block.shared is not None:
             self._add_shared(block, block.shared, residual_TD, x_TD)
@@ -280,7 +287,7 @@ class CpuStep:
         if routing is None:
             ids = self._buffer("router_ids", router.top_k, torch.int64)
         else:
-            ids = routing.find_choices(layer_idx)
+            ids = routing.find_choices()
         router.matrix.run(x_TD, logits)
         rule, bias = router.rule, router.choice_bias
         _native.route(
@@ -296,7 +303,7 @@ class CpuStep:
             num_group_choices=rule.num_group_choices,
         )
         if routing is not None and routing.defers:
-            self._add_deferring(routing, layer_idx, experts, residual_TD, x_TD, ids, weights)
+            self._add_deferring(routing, experts, residual_TD, x_TD, ids, weights)
         elif isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
             assert self._pending is None, "two addends without a norm between them"
             self._pending = self._buffer("experts_out", experts.hidden_size, torch.float32)
@@ -307,7 +314,6 @@ class CpuStep:
     def _add_deferring(
         self,
         routing: StepRouting,
-        layer_idx: int,
         experts: RoutedExperts,
         residual_TD: Buffer,
         x_TD: Buffer,
@@ -316,7 +322,7 @@ class CpuStep:
     ) -> None:
         """Add immediate experts and what the layer before deferred; carry this layer's on."""
         weights = w_TK.tensor.float()
-        immediate, late = routing.split(layer_idx, ids_TK.tensor, weights)
+        immediate, late = routing.split(ids_TK.tensor, weights)
         if not isinstance(experts, NativeExperts):
             residual, x = residual_TD.tensor, x_TD.tensor
             routing.add_into_(residual, experts, x, immediate, late, w_TK.tensor)
@@ -330,7 +336,7 @@ class CpuStep:
             out.tensor.add_(carried)
         if late is not None:
             # Two buffers by turns: the next layer reads one while it fills the other.
-            name = f"experts_late_{layer_idx % 2}"
+            name = f"experts_late_{routing.layer_idx % 2}"
             kept = self._buffer(name, experts.hidden_size, torch.float32)
             experts.run(x_TD, Buffer(late), held, kept)
             routing.carry(kept.tensor)

@@ -123,11 +123,7 @@ class MoeBlock(Operator):
         return self._shared_gate
 
     def add_into_(
-        self,
-        residual_TD: Tensor,
-        x_TD: Tensor,
-        routing: StepRouting | None = None,
-        layer_idx: int = 0,
+        self, residual_TD: Tensor, x_TD: Tensor, routing: StepRouting | None = None
     ) -> None:
         """Add the block's output for ``x_TD`` to ``residual_TD``, in place.
 
@@ -135,14 +131,13 @@ class MoeBlock(Operator):
             residual_TD: the residual stream.
             x_TD: normed.
             routing: takes the choices, and defers experts; None: neither.
-            layer_idx: of the block's layer.
         """
         router, experts = self.operators
         _, weights, ids = router.route(x_TD)
         if routing is not None:
-            routing.find_choices(layer_idx).tensor.copy_(ids)
+            routing.find_choices().tensor.copy_(ids)
         if routing is not None and routing.defers:
-            immediate, late = routing.split(layer_idx, ids, weights)
+            immediate, late = routing.split(ids, weights)
             routing.add_into_(residual_TD, experts, x_TD, immediate, late, weights)
         else:
             experts.add_into_(residual_TD, x_TD, ids, weights)
