@@ -118,6 +118,7 @@ class Request:
         output_ids: of a generation that another instance began.
         num_stored_blocks: leading full blocks of the prompt that lower tiers or the device held
             when it arrived.
+        expected_len: tokens of the prompt that need not be computed, as its sender believes.
     """
 
     request_id: str
@@ -133,6 +134,7 @@ class Request:
     prefill_lease_s: float | None = None
     awaits_continuation: bool = False
     num_stored_blocks: int = 0
+    expected_len: int = 0
 
     sequence_id: int = 0
     """Order of arrival, from 1; names the request in a ``StepInput``."""
