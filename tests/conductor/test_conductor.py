@@ -197,10 +197,11 @@ def test_a_role_changes_which_questions_an_instance_is_asked():
 def test_a_hot_prefix_is_fetched_where_the_queue_is_shorter():
     """Algorithm 1: what is fetched from the store counts as its transfer, beyond the threshold."""
 
-    def decide(threshold, queued):
+    def decide(threshold, queued, held=0):
         conductor = make(U0, U1, policy="mooncake", u0=Load(queued_tokens=queued))
         conductor.policy.threshold = threshold
         conductor.note_blocks("u0", range(100))
+        conductor.note_blocks("u1", range(held))
         conductor.note_in_store(range(100))
         return conductor.place(place(), ask(prompt_len=1616))
 
@@ -211,4 +212,6 @@ def test_a_hot_prefix_is_fetched_where_the_queue_is_shorter():
     assert fetched.chosen.prefix_len == 1600
     assert fetched.chosen.transfer_s > 0
     assert [each.instance for each in fetched.considered] == ["u1", "u0"]
-    assert decide(1e9, queued=1000).route == Alone(U0)
+    # 1600 tokens are 1.11 times what it holds itself.
+    assert decide(1.25, queued=1000, held=90).chosen.prefix_len == 1440
+    assert decide(1.05, queued=1000, held=90).chosen.prefix_len == 1600

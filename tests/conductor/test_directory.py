@@ -1,4 +1,4 @@
-"""Goal: the directory tells how much of a prompt each row holds; wrong entries cost a miss alone."""
+"""Goal: the directory tells how much of a prompt each row holds, and is bounded."""
 
 import random
 
