@@ -16,8 +16,8 @@ from tandem.conductor.routes import InstanceRef, Place
 from tandem.core.instance_status import InstanceRole
 from tandem.core.spec import make_root_key
 from tandem.core.wire import AddRequest, BlockChanges, InstanceInfo, StepRecord
+from tandem.engine.groups.chain import TOKEN_BYTES, hash_block, pack_tokens
 from tandem.engine.process.inventory import cut_key
-from tandem.engine.scheduling.prefix_index import hash_block
 
 __all__ = ["Placing", "PlacingPort"]
 
@@ -188,8 +188,10 @@ def _make_chain(request: AddRequest, identity: str, block_size: int) -> Chain:
         digest = hashlib.sha256(digest + request.adapter.encode()).digest()
     parent = make_root_key(digest, request.cache_salt)
     keys: list[int] = []
-    tokens = request.prompt_ids
-    for start in range(0, (len(tokens) - 1) // block_size * block_size, block_size):
-        parent = hash_block(parent, tokens[start : start + block_size])
+    # A block that ends with the last token is left out: that token is always computed.
+    num_blocks = (len(request.prompt_ids) - 1) // block_size
+    tokens, size = pack_tokens(request.prompt_ids), block_size * TOKEN_BYTES
+    for start in range(0, num_blocks * size, size):
+        parent = hash_block(parent, tokens[start : start + size])
         keys.append(cut_key(parent))
     return Chain(keys, block_size)

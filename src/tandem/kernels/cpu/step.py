@@ -24,6 +24,7 @@ from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.states import StateCache
 
 __all__ = ["CpuStep"]
 
@@ -37,7 +38,8 @@ class CpuStep:
         ropes: give the angles.
         dtype: the model's.
         pool: shares the work; None: the caller's thread.
-        on_layer: called with each layer's index once its KV of this step is in the blocks.
+        on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+        states: the slots that the sequences go on with; None where no layer has a state.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class CpuStep:
         dtype: torch.dtype,
         pool: ThreadPool | None = None,
         on_layer: Callable[[int], None] | None = None,
+        states: StateCache | None = None,
     ) -> None:
         assert cache.native is not None, "the cache is not native"
         self._num_tokens = batch.num_tokens
@@ -59,6 +62,8 @@ class CpuStep:
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
         self._dtype = dtype
         self._on_layer = on_layer
+        self._states = states
+        self._state_rows = (batch.query_start, batch.state_slots.tolist())
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None
         """What the next norm adds to the residual; keeps its contents until then."""

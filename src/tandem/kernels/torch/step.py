@@ -14,6 +14,7 @@ from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.rope import apply_rope_
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.states import StateCache
 from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
 from tandem.kernels.torch.latents import project_latents
 
@@ -54,7 +55,8 @@ class TorchStep:
         cache: the block pool.
         ropes: give the angles.
         dtype: the model's.
-        on_layer: called with each layer's index once its KV of this step is in the blocks.
+        on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+        states: the slots that the sequences go on with; None where no layer has a state.
     """
 
     def __init__(
@@ -64,9 +66,12 @@ class TorchStep:
         ropes: tuple[Angles, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
+        states: StateCache | None = None,
     ) -> None:
         self._cache = cache
         self._on_layer = on_layer
+        self._states = states
+        self._state_rows = (batch.query_start, batch.state_slots.tolist())
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._slots = (batch.slot_blocks, batch.slot_offsets)
         self._runs = batch.slot_runs

@@ -28,7 +28,8 @@ from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.operator import Operator, freeze
 from tandem.kernels.operators.rope import LayeredRope, Rope
-from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.kernels.paged import NO_SLOT, TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.kernels.states import StateCache
 from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import rename_reader
@@ -154,25 +155,33 @@ class CausalModel:
         layout = self.kv_layout(block_size, kv_dtype)
         return self.context.make_kv_cache(layout, num_blocks)
 
+    def allocate_states(self, num_slots: int) -> StateCache | None:
+        """Allocate slots of states on the model's device; None where no layer has a state."""
+        layout = self.spec.state_layout
+        return None if layout is None else self.context.make_state_cache(layout, num_slots)
+
     @torch.inference_mode()
     def forward(
         self,
         batch: PagedBatch,
         kv_cache: PagedKvCache,
         on_layer: Callable[[int], None] | None = None,
+        states: StateCache | None = None,
     ) -> Tensor:
         """Run one step: write the KV of the batch's tokens and return the wanted logits.
 
         Args:
             batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
             kv_cache: written at the batch's slots, read at its block tables.
-            on_layer: called with each layer's index once its KV of this step is in the blocks.
+            on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+            states: the slots that the batch's sequences go on with, for a model that has
+                ``spec.state_layout``.
 
         Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
 
         Raises:
             ShapeError: batch and cache have different block sizes, or the cache another model's
-                layout.
+                layout; or sequences have no slots of states where layers have one.
         """
         layout = kv_cache.layout
         if layout != self.kv_layout(batch.block_size, layout.dtype):
@@ -183,24 +192,40 @@ class CausalModel:
             )
         if batch.num_tokens == 0:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
+        if self.spec.state_layout is not None:
+            states = self._check_states(batch, states)
+            for slot in batch.fresh_slots:
+                states.clear(slot)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
         if self.adapters is None:
             assert not batch.adapter_rows, "adapters are not enabled"
-            return self._compute(batch, kv_cache, on_layer)
+            return self._compute(batch, kv_cache, on_layer, states)
         self.adapters.begin_step(batch.num_tokens, batch.adapter_rows)
         try:
-            return self._compute(batch, kv_cache, on_layer)
+            return self._compute(batch, kv_cache, on_layer, states)
         finally:
             self.adapters.end_step()
+
+    def _check_states(self, batch: PagedBatch, states: StateCache | None) -> StateCache:
+        layout, slots = self.spec.state_layout, batch.state_slots.tolist()
+        held = None if states is None else states.layout
+        if states is None or held != layout or NO_SLOT in slots or len({*slots}) < len(slots):
+            raise ShapeError(
+                "models.forward",
+                f"slots {slots} of states {held}, where the model has {layout}: give each sequence "
+                "a slot of its own, of this model's allocate_states",
+            )
+        return states
 
     def _compute(
         self,
         batch: PagedBatch,
         kv_cache: PagedKvCache,
         on_layer: Callable[[int], None] | None,
+        states: StateCache | None,
     ) -> Tensor:
-        step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer)
+        step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer, states)
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
@@ -379,14 +404,14 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
         )
     if spec.kv_lora_rank:
         return MlaLayout(
-            num_layers=spec.num_layers,
+            num_layers=spec.num_kv_layers,
             kv_lora_rank=spec.kv_lora_rank,
             rope_dim=spec.rope_dim,
             block_size=block_size,
             dtype=dtype,
         )
     return GqaLayout(
-        num_layers=spec.num_layers,
+        num_layers=spec.num_kv_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=block_size,

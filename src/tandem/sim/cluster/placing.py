@@ -1,0 +1,104 @@
+"""Where a request goes: the product's conductor, told of the simulated instances.
+
+The one module that knows the shape of the conductor. Blocks and steps are told as they happen, and
+loads at the moment of a decision: as if every instance had just told its own.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from tandem.conductor.conductor import Conductor
+from tandem.conductor.directory import Chain
+from tandem.conductor.fleet import InstanceFacts, Load
+from tandem.conductor.policies.policy import Question
+from tandem.conductor.policies.table import make_policy
+from tandem.conductor.routes import InstanceRef, Place, Route
+from tandem.core.wire import AddRequest, StepRecord
+from tandem.engine.process.inventory import cut_key
+from tandem.engine.scheduling.prefix_index import PrefixNode
+from tandem.sim.cluster.instance import SimInstance
+
+__all__ = ["Placing"]
+
+IDENTITY = "simulated"
+
+
+class _Teller:
+    """Tells the conductor of one instance at once; an ``IndexObserver``."""
+
+    def __init__(self, conductor: Conductor, name: str) -> None:
+        self._conductor, self._name = conductor, name
+
+    def note_stored(self, node: PrefixNode) -> None:
+        """See ``IndexObserver``."""
+        assert node.key is not None, "a partial block has no key"
+        self._conductor.note_blocks(self._name, [cut_key(node.key)])
+
+    def note_removed(self, key: bytes) -> None:
+        """See ``IndexObserver``."""
+        self._conductor.note_blocks(self._name, removed=[cut_key(key)])
+
+    def note_cleared(self) -> None:
+        """See ``IndexObserver``."""
+        self._conductor.note_flushed(self._name)
+
+    def note_step(self, step: StepRecord) -> None:
+        """Take in a step."""
+        self._conductor.note_steps(self._name, [step])
+
+
+class Placing:
+    """Asks a conductor.
+
+    Args:
+        name: of its policy, as ``cluster.policy``.
+        instances: of the run.
+    """
+
+    def __init__(self, name: str, instances: Iterable[SimInstance]) -> None:
+        self.conductor = Conductor(make_policy(name))
+        self._instances = list(instances)
+        for each in self._instances:
+            config = each.setup.engine
+            facts = InstanceFacts(
+                config.num_kv_blocks,
+                config.block_size,
+                config.max_model_len,
+                config.max_batch_tokens,
+            )
+            self.conductor.join(each.name, each.role)
+            self.conductor.serve(InstanceRef(each.name, 0, IDENTITY), facts)
+            teller = _Teller(self.conductor, each.name)
+            each.index.observers.append(teller)
+            each.on_step = teller.note_step
+        prefills = [each.name for each in self._instances if each.role == "prefill"]
+        for each in self._instances:
+            if each.role == "decode":
+                self.conductor.set_sources(each.name, prefills)
+
+    def choose(self, place: Place, request: AddRequest, keys: Sequence[bytes]) -> Route | None:
+        """Return where a request goes; ``keys`` are those of its prompt's full blocks."""
+        size = self._instances[0].setup.engine.block_size
+        for each in self._instances:
+            self._tell_load(each)
+        question = Question(
+            request.request_id,
+            len(request.prompt_ids),
+            request.sampling.max_tokens,
+            [Chain([cut_key(key) for key in keys], size)],
+        )
+        return self.conductor.place(place, question).route
+
+    def _tell_load(self, instance: SimInstance) -> None:
+        load = instance.measure_load()
+        self.conductor.set_load(
+            instance.name,
+            Load(
+                queued_tokens=load.queued_tokens,
+                queued_context=load.queued_context,
+                num_decoding=load.num_decoding,
+                decode_tokens=load.decode_tokens,
+                num_requests=load.num_requests,
+                used_blocks=instance.setup.engine.num_kv_blocks - load.free_blocks,
+                largest_blocks=load.largest_blocks,
+            ),
+        )
