@@ -60,6 +60,7 @@ FAMILIES = {
             is_moe=True,
             find_problem=deepseek.find_problem,
         ),
+        Family(model_type="qwen3_next", is_moe=True),
         Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
     )
 }

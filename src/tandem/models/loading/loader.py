@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ConflictError, ShapeError, UnsupportedError
+from tandem.core.model.layers import GatedDeltaSpec
 from tandem.core.model.plan import NO_FORMAT, MatrixPlan, ModelPlan
 from tandem.core.spec import (
     DTYPE_BYTES,
@@ -380,7 +381,11 @@ def _find_ropes(module: nn.Module, plan: ModelPlan, device: torch.device) -> tup
     if isinstance(module, Rope | LayeredRope):
         ropes = module.ropes
     else:
-        specs = {layer.mixer.rope_idx: layer.rope for layer in plan.layers}
+        specs = {
+            layer.mixer.rope_idx: layer.rope
+            for layer in plan.layers
+            if not isinstance(layer.mixer, GatedDeltaSpec)
+        }
         known = [specs[i] for i in sorted(specs)]
         ropes = tuple(Rope(spec) for spec in known if spec is not None)
         if len(ropes) < len(known):

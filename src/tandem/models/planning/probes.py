@@ -31,6 +31,7 @@ __all__ = [
     "find_norm_offset",
     "find_routing",
     "gives_whole_angles",
+    "key_module",
     "observe_attention",
     "read_frequencies",
 ]
@@ -250,6 +251,17 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
     width = cos.shape[-1]
     is_interleaved = gives_whole_angles(rotary) and _has_interleaved_rope(module, width)
     return replace(recorder.call, interleaved_size=width if is_interleaved else 0)
+
+
+def key_module(module: nn.Module) -> object:
+    """Return what mixers of one model differ by: their plain attributes and their parts."""
+    values = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str, type(None))) and name != "layer_idx"
+    }
+    parts = [(name, type(part)) for name, part in module.named_children()]
+    return (type(module), *sorted(values.items(), key=str), *parts)
 
 
 def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> Any:
