@@ -15,10 +15,16 @@ from tandem.server.context import ServerContext
 from tandem.server.dialects.anthropic import answer_messages, count_message_tokens
 from tandem.server.dialects.chat import answer_chat
 from tandem.server.dialects.completions import answer_completion
+from tandem.server.dialects.responses.endpoints import (
+    cancel_response,
+    create_response,
+    delete_response,
+    get_response,
+)
 from tandem.server.dialects.sglang import answer_generate
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
-from tandem.server.protocol import anthropic, rules, sglang
+from tandem.server.protocol import anthropic, responses, rules, sglang
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol import status as replies
 from tandem.server.protocol.adapters import (
@@ -88,6 +94,18 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             anthropic.CountRequest,
             rule=rules.MESSAGES,
         ),
+        Endpoint(
+            "/v1/responses",
+            _POST,
+            create_response,
+            responses.ResponseDocument,
+            responses.ResponsesRequest,
+            dict,
+            rule=rules.RESPONSES,
+        ),
+        Endpoint("/v1/responses/{id}", _GET, get_response, responses.ResponseDocument),
+        Endpoint("/v1/responses/{id}", ("DELETE",), delete_response, responses.DeletedResponse),
+        Endpoint("/v1/responses/{id}/cancel", _POST, cancel_response, responses.ResponseDocument),
         Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
         Endpoint("/v1/models/{name:path}", _GET, status.get_model, oai.ModelCard),
         Endpoint(

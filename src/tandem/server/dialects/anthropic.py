@@ -20,6 +20,7 @@ from tandem.server.dialects.chat import encode_conversation, plan_conversation
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.options import read_options
 from tandem.server.edge.http_errors import ErrorBody
+from tandem.server.edge.sse import encode_named_event
 from tandem.server.generation import Generation, Piece
 from tandem.server.outputs.deltas import (
     ArgumentsDelta,
@@ -207,7 +208,7 @@ def _count_usage(generation: Generation, num_tokens: int) -> AnthropicUsage:
 
 
 def _frame(kind: str, **values: object) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + _encode({"type": kind, **values}) + b"\n\n"
+    return encode_named_event(kind, _encode({"type": kind, **values}))
 
 
 def _make_id() -> str:
@@ -345,7 +346,7 @@ def _write_error(body: ErrorBody, status: int) -> bytes:
 
 
 def _frame_error(body: ErrorBody, status: int) -> bytes:
-    return b"event: error\ndata: " + _write_error(body, status) + b"\n\n"
+    return encode_named_event("error", _write_error(body, status))
 
 
 _count_decoder = msgspec.json.Decoder(CountRequest)

@@ -17,7 +17,7 @@ from tandem.server.edge.connection import ClientGoneError, limit_time, run_while
 from tandem.server.edge.http_errors import ErrorBody, WriteError, describe_error, encode_error
 from tandem.server.generation import GenerationGroup
 
-__all__ = ["DONE", "EventStream", "encode_event", "frame_error"]
+__all__ = ["DONE", "EventStream", "encode_event", "encode_named_event", "frame_error"]
 
 _logger = logging.getLogger(__name__)
 
@@ -27,6 +27,11 @@ DONE = b"data: [DONE]\n\n"
 def encode_event(document: bytes) -> bytes:
     """Frame one JSON document; JSON holds no line break of its own."""
     return b"data: " + document + b"\n\n"
+
+
+def encode_named_event(kind: str, document: bytes) -> bytes:
+    """Frame one JSON document as an event that has a name."""
+    return f"event: {kind}\n".encode() + encode_event(document)
 
 
 def frame_error(body: ErrorBody, status: int) -> bytes:

@@ -137,7 +137,7 @@ class InputCall(msgspec.Struct):
 class Function(msgspec.Struct, omit_defaults=True):
     """What a model may call."""
 
-    name: Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
+    name: fields.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON Schema of the arguments."""
