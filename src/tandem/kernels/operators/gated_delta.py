@@ -45,36 +45,45 @@ class GatedDelta(Operator):
         self.gate_settings = gate_settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the projections, and in float32 the convolution, the gates' and the norm's."""
+        """Read the projections, and in float32 the convolution, the gates' and the norm's.
+
+        The convolution is one tensor, or three, of queries, keys and values.
+        """
         spec = self.spec
         orders = list_rows(spec)
-        sizes = _list_sizes(spec)
+        rows = _list_sizes(spec)
         self.qkvz_matrix, self.ba_matrix = (
             read_matrix(
                 self,
                 prefix,
                 reader,
                 settings,
-                [(f"{name}.{part}", rows) for part, rows in zip(names, own, strict=True)],
+                [(f"{name}.{part}", size) for part, size in zip(names, own, strict=True)],
                 spec.hidden_size,
                 order=order,
             )
             for prefix, settings, names, own, order in (
-                ("qkvz_", self.settings, spec.qkvz_names, sizes[0], orders[0]),
-                ("ba_", self.gate_settings, spec.ba_names, sizes[1], orders[1]),
+                ("qkvz_", self.settings, spec.qkvz_names, rows[0], orders[0]),
+                ("ba_", self.gate_settings, spec.ba_names, rows[1], orders[1]),
             )
         )
         output = [(f"{name}.{spec.out_name}", spec.hidden_size)]
         self.output_matrix: Matrix = read_matrix(
             self, "out_", reader, self.settings, output, spec.all_values
         )
+        conv = torch.empty(spec.num_channels, 1, spec.conv_width, device=reader.device)
+        if reader.has(f"{name}.conv1d.weight"):
+            reader.read_into(f"{name}.conv1d.weight", conv)
+        else:
+            sizes = (spec.all_keys, spec.all_keys, spec.all_values)
+            for part, own in zip("qkv", conv.split(sizes), strict=True):
+                reader.read_into(f"{name}.{part}_conv1d.weight", own)
         parts = {
-            "conv1d.weight": (spec.num_channels, 1, spec.conv_width),
             "A_log": (spec.num_v_heads,),
             "dt_bias": (spec.num_v_heads,),
             f"{spec.norm_name}.weight": (spec.value_dim,),
         }
-        read: list[Tensor] = []
+        read = [conv]
         for part, shape in parts.items():
             tensor = torch.empty(shape, dtype=torch.float32, device=reader.device)
             reader.read_into(f"{name}.{part}", tensor)

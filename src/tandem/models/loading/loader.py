@@ -24,11 +24,11 @@ from tandem.core.spec import (
     ModelSpec,
 )
 from tandem.kernels.devices import DeviceContext, open_device
-from tandem.kernels.interfaces import WeightReader
+from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.operator import Operator, freeze
-from tandem.kernels.operators.rope import LayeredRope, Rope
+from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
 from tandem.kernels.paged import NO_SLOT, TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.states import StateCache
 from tandem.models.adapters import ModelAdapters
@@ -54,6 +54,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+IMAGE_PARTS = ("model.visual.", "visual.")
+"""Prefixes of tensors of models that also take images."""
 
 
 class CausalModel:
@@ -372,12 +375,17 @@ def _choose_packed_root(plan: ModelPlan) -> Path | None:
     return choose_root(plan.packed_cache, Path(plan.folder), plan.expert_bytes)
 
 
-def _find_ropes(module: nn.Module, plan: ModelPlan, device: torch.device) -> tuple[Rope, ...]:
+def _find_ropes(
+    module: nn.Module | None, plan: ModelPlan, device: torch.device
+) -> tuple[Angles, ...]:
     """Return the RoPEs of a model, by ``rope_idx`` of its layers.
 
     Those of the operator, or, where a rule keeps transformers' module, new ones with its angles:
     attentions that are replaced take theirs from the step.
     """
+    if module is None:
+        # A model without positions.
+        return (Unrotated(),)
     if isinstance(module, Rope | LayeredRope):
         ropes = module.ropes
     else:
@@ -432,7 +440,9 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     first = checkpoint.config.num_hidden_layers
     prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
     why = "of a layer that predicts tokens further ahead"
-    return harmless | {name: why for name in source.entries if name.startswith(prefixes)}
+    harmless |= {name: why for name in source.entries if name.startswith((*prefixes, "mtp."))}
+    why = "of the part that sees images, which text does not need"
+    return harmless | {name: why for name in source.entries if name.startswith(IMAGE_PARTS)}
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
