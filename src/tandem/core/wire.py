@@ -159,6 +159,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     request anyway, and hold the blocks for so many seconds or until ``ReleaseHold``."""
     continuation: Continuation | None = None
     """Go on after these tokens instead of sampling the first one."""
+    message_end: int = 0
+    """Tokens of the prompt up to the end of its last message, without what asks for an answer; a
+    model with states keeps one there. 0: unknown."""
     awaits_continuation: bool = False
     """With ``PrefillKv``: load the blocks, but do not compute before ``ContinueRequest`` comes or
     the lease has ended."""
@@ -346,5 +349,9 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Those of ``InstanceSpec.adapters`` that were loaded at the start."""
     adapter_failures: dict[str, str] = {}
     """Why the others were not, by name."""
+    num_state_slots: int = 0
+    """Slots for states of sequences and snapshots of them; 0: the model has no state."""
+    state_bytes: int = 0
+    """Of one state."""
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""

@@ -93,6 +93,8 @@ class ChoicePlan:
     prompt_ids: list[int]
     sampling: SamplingParams
     text: TextOptions
+    message_end: int = 0
+    """See ``AddRequest``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +419,7 @@ class ServerContext:
             client=current_client.get(),
             cache_salt=options.cache_salt,
             adapter="" if options.adapter is None else options.adapter.digest,
+            message_end=plan.message_end,
         )
         text = plan.text
         matcher = None

@@ -201,7 +201,7 @@ def _rename_field(error: TandemError) -> TandemError:
     if error.field not in _FIELDS:
         return error
     name = _FIELDS[error.field]
-    return type(error)(error.where, error.what.replace(error.field, name), field=name)
+    return type(error)(error.where, f"{name}: {error.what}", field=name)
 
 
 def _make_document(
