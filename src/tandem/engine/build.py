@@ -15,7 +15,7 @@ import msgspec
 
 from tandem import _native
 from tandem.core.clock import Clock
-from tandem.core.errors import CapacityError
+from tandem.core.errors import CapacityError, UnsupportedError
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
@@ -145,6 +145,9 @@ def plan_engine(
         num_nodes=min(len(topology.numa_nodes), threads),
     )
     spec = model.spec
+    if spec.state_layout is not None:
+        what = f"{spec.model_type} keeps a state beside KV, for which requests have no slots yet"
+        raise UnsupportedError("engine.plan", what, field="model.path")
     own = spec.max_position_embeddings
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
