@@ -62,8 +62,8 @@ def list_layers(describer: Describer) -> tuple[LayerSpec, ...]:
     found: list[LayerSpec] = []
     for index, layer in enumerate(layers):
         mixer = _read_mixer(layer, index, describer)
-        has_rope = bool(ropes) and not isinstance(mixer, GatedDeltaSpec)
-        rope = ropes[mixer.rope_idx] if has_rope else None
+        has_state = isinstance(mixer, GatedDeltaSpec)
+        rope = None if has_state or not ropes else ropes[mixer.rope_idx]
         mlp = _read_mlp(layer, index, describer)
         found.append(LayerSpec(index=index, mixer=mixer, rope=rope, mlp=mlp))
     return tuple(found)
