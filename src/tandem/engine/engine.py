@@ -30,6 +30,7 @@ from tandem.core.wire import (
     FinishReason,
     InstanceLoad,
     KvHandle,
+    PromptLogprobs,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
@@ -114,7 +115,7 @@ class _PromptFacts(TypedDict, total=False):
     prompt_len: int
     cached_len: int
     queue_s: float | None
-    prompt_logprobs: list[TokenLogprob | None] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class MissingBlocks(NamedTuple):
@@ -787,9 +788,10 @@ class Engine:
         request = live.request
         if live.has_reported and not request.is_finished:
             return {}
-        logprobs: list[TokenLogprob | None] | None = None
-        if request.sampling.prompt_logprobs is not None and not live.has_reported:
-            logprobs = [None, *live.prompt_logprobs]
+        logprobs: PromptLogprobs | None = None
+        num_top = request.sampling.prompt_logprobs
+        if num_top is not None and not live.has_reported:
+            logprobs = PromptLogprobs.pack([None, *live.prompt_logprobs], num_top)
         live.has_reported = True
         begun_s = request.report.first_scheduled_s
         return {
