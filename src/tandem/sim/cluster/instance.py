@@ -354,11 +354,12 @@ def _sum_up(plan: StepPlan) -> StepWork:
     """Return the work of a plan."""
     prefill_tokens = num_decodes = decode_tokens = 0
     prefill_context = 0.0
-    for _, start, num_tokens, _, _, phase, _ in plan.sequences:
-        if phase is Phase.DECODE:
+    for sequence in plan.sequences:
+        if sequence.phase is Phase.DECODE:
             num_decodes += 1
-            decode_tokens += start
+            decode_tokens += sequence.start
         else:
+            num_tokens = sequence.num_tokens
             prefill_tokens += num_tokens
-            prefill_context += num_tokens * (start + num_tokens / 2)
+            prefill_context += num_tokens * (sequence.start + num_tokens / 2)
     return StepWork(prefill_tokens, prefill_context, num_decodes, decode_tokens)
