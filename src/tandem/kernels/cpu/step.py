@@ -19,8 +19,8 @@ from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
-from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.experts import RoutedExperts
+from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
