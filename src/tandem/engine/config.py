@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.core.config import SIZE_PATTERN, parse_size
 from tandem.core.errors import ConfigError
-from tandem.core.sizes import SIZE_PATTERN, parse_size
 from tandem.core.spec import KvSharing
 
 __all__ = ["EngineConfig", "KvDtype", "SchedulingOrder"]

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.core.config import check_bounds, check_text
+from tandem.core.config import SIZE_PATTERN, check_bounds, check_text, parse_size
 from tandem.core.errors import ConfigError
-from tandem.core.sizes import SIZE_PATTERN, parse_size
 
 __all__ = ["StoreConfig", "StoreElectionConfig"]
 
