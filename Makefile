@@ -57,9 +57,10 @@ test-isa: $(STAMPS)/dev
 test-slow: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "not long and not download" $(ARGS)
 
-# One minute of killed and stopped processes under load; a server killed.
+# One minute of killed and stopped processes under load; a server killed; the README's demo, and
+# Ctrl-C in a terminal.
 test-chaos: $(STAMPS)/dev
-	$(BIN)/python -m pytest -m slow tests/e2e/test_chaos.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/e2e/test_chaos.py tests/e2e/test_terminal.py $(ARGS)
 
 # Twenty minutes of killed and stopped processes, ten of 200 streams.
 test-long: $(STAMPS)/dev

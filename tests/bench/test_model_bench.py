@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tandem.bench.harness import BenchRecord
 from tandem.bench.serving import model as model_bench
 
 
@@ -32,6 +33,7 @@ def test_quick_cases_check_and_compare():
         "format=int4g32 phase=prefill tokens=128",
     ]
     for record in records:
+        assert set(record) == set(BenchRecord.__struct_fields__)
         assert record["check"] == "ok"
         assert record["ratio"] > 0
         assert (record["ceiling"] is None) == ("prefill" in record["case"])

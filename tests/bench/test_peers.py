@@ -78,6 +78,11 @@ def test_a_peer_that_hangs_does_not_hang_the_bench(peer, monkeypatch):
 
 def test_a_failed_installation_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "ROOT", tmp_path)
+    # Only pip's answer is wanted: to put a pip of its own into a venv takes seconds.
+    create = peers.venv.create
+    monkeypatch.setattr(
+        peers.venv, "create", lambda folder, **_: create(folder, system_site_packages=True)
+    )
     with pytest.raises(UnsupportedError, match="cannot be installed"):
         peers.install_peer("nothing", ["./no-such-folder-here"])
     assert not list(Path(tmp_path).glob("*/installed"))

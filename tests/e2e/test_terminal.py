@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from terminal import Terminal
 
 
@@ -68,6 +70,7 @@ def test_generate_starts_its_own_server_behind_a_key():
     assert answer["text"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_only_the_end_of_the_chat_ends_its_server(tmp_path):
     """Ctrl-C signals every process of the terminal's foreground group, as ``killpg`` does here."""
     arguments = ("chat", "demo", "--max-tokens", "1000")
@@ -89,6 +92,7 @@ def test_ctrl_c_stops_an_answer_and_only_the_end_of_the_chat_ends_its_server(tmp
             os.close(server_end)
 
 
+@pytest.mark.slow
 def test_the_readmes_demo_answers_two_prompts_and_the_second_finds_a_cache():
     demo = Path(__file__).parents[2] / "examples" / "demo.py"
     result = subprocess.run([sys.executable, demo], capture_output=True, text=True, timeout=180)

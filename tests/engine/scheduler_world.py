@@ -15,6 +15,7 @@ from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.spec import make_root_key
 from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams, TierKv
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.loads import LoadDecision
 from tandem.engine.scheduling.plan import BlockLoad
@@ -36,17 +37,26 @@ class WrongKvError(AssertionError):
 class ToyRunner:
     """Executes plans on blocks whose KV is a fingerprint of everything before it."""
 
-    def __init__(self, num_blocks: int, rng: random.Random) -> None:
+    def __init__(self, num_blocks: int, rng: random.Random, num_slots: int = 0) -> None:
         self.kv = [[POISON] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.states = [POISON] * num_slots
         self.rng = rng
         self.num_computed = 0
 
     def execute(self, plan: StepPlan, failed=frozenset()) -> dict[str, int]:
         """Copy, write, check what is read, and sample; for ``failed`` ones, write nonsense."""
         self.copy(plan)
+        for source, target in plan.state_loads:
+            self.states[target] = self.states[source]
         expected = {s.request.request_id: fingerprint(s.request) for s in plan.sequences}
         # The order within a step is the runner's own business, so any must do.
         sequences = self.rng.sample(plan.sequences, len(plan.sequences))
+        for s in sequences if self.states else ():
+            self.advance_state(s, expected[s.request.request_id], failed)
+        for request, position, slot in plan.state_saves:
+            self.states[slot] = self.states[request.state_notes.slot]
+            last = next(s for s in sequences if s.request is request)
+            assert position == last.start + last.num_tokens
         for s in sequences:
             for position in range(s.start, s.start + s.num_tokens):
                 block_id = s.block_table[position // BLOCK_SIZE]
@@ -68,6 +78,14 @@ class ToyRunner:
             for s in sequences
             if s.wants_sample
         }
+
+    def advance_state(self, s, expected: list[int], failed) -> None:
+        """A state is that of all tokens before the next: nothing else goes on from it."""
+        slot = s.request.state_notes.slot
+        if s.start and self.states[slot] != expected[s.start - 1]:
+            raise WrongKvError(f"{s.request.request_id} goes on at {s.start} from another state")
+        is_failed = s.request.request_id in failed
+        self.states[slot] = POISON if is_failed else expected[s.start + s.num_tokens - 1]
 
     def copy(self, plan: StepPlan) -> None:
         for source, target, num_tokens in self.rng.sample(plan.copies, len(plan.copies)):
@@ -168,6 +186,9 @@ class World:
     scheduler_class: type[Scheduler] = Scheduler
     runner_class: type[ToyRunner] = ToyRunner
     tier: ToyTier | None = None
+    num_slots: int = 0
+    """Of states; 0: a model without."""
+    every: int = 0
     handover_chance: float = 0.0
     checks: bool = True
     now_s: float = 0.0
@@ -192,8 +213,11 @@ class World:
         )
         self.pool = self.pool_class(self.num_blocks)
         self.index = self.index_class(self.pool, BLOCK_SIZE, b"toy")
-        self.scheduler = self.scheduler_class(self.config, self.pool, self.index, self.tier)
-        self.runner = self.runner_class(self.num_blocks, self.rng)
+        parts = [self.config, self.pool, self.index, self.tier]
+        if self.num_slots:
+            parts.append(StatePolicy(self.num_slots, self.every, min_gain=1))
+        self.scheduler = self.scheduler_class(*parts)
+        self.runner = self.runner_class(self.num_blocks, self.rng, self.num_slots)
 
     def add(
         self, prompt_ids, max_tokens=8, priority=0, salt="", timeout_s=None, lease_s=None, peer=None
@@ -208,6 +232,8 @@ class World:
             cache_salt=salt,
             prefill_lease_s=lease_s,
         )
+        if self.num_slots:
+            request.message_end = self.rng.choice([0, self.rng.randrange(len(prompt_ids) + 1)])
         if peer is not None and self.tier is not None:
             handle = KvHandle(request_id="p", num_tokens=len(request.prompt_ids), lease_s=peer)
             request.kv_source = PrefillKv(instance="prefill", handle=handle)
@@ -430,13 +456,19 @@ class World:
             return
         tokens = request.get_tokens(0, request.num_tokens - 1)
         root = make_root_key(b"toy", request.cache_salt)
-        best = max(
-            (count_shared(tokens, path) for key, path in list_paths(self.index) if key == root),
-            default=0,
-        )
+        if self.num_slots:
+            paths = self.list_snapshots(root)
+            found = [len(path) for path in paths if tokens[: len(path)] == path]
+        else:
+            paths = [path for key, path in list_paths(self.index) if key == root]
+            found = [count_shared(tokens, path) for path in paths]
+        best = max(found, default=0)
         if start < best:
             # Only a copy may be forgone, and only where its source could not be pinned as well.
-            assert start == best - best % BLOCK_SIZE, f"{start} tokens reused, {best} were there"
+            whole = [p for p in found if p % BLOCK_SIZE == 0] if self.num_slots else [best]
+            expected = max(whole, default=0)
+            expected -= expected % BLOCK_SIZE
+            assert start == expected, f"{start} tokens reused, {best} were there"
             outstanding = map(
                 self.scheduler._state.count_outstanding, self.scheduler._state.running
             )
@@ -445,6 +477,18 @@ class World:
         assert copied.get(request.block_table[start // BLOCK_SIZE], 0) == start % BLOCK_SIZE or (
             start % BLOCK_SIZE == 0
         )
+
+    def list_snapshots(self, root):
+        """The tokens of all snapshots of a salt whose KV is there."""
+        nodes = {node.key: path for node, path in walk_paths(self.index)}
+        for snapshot in self.scheduler._state.states._table:
+            if not self.index.has_prefix(snapshot.parent_key, snapshot.tail):
+                continue
+            key, path = nodes.get(snapshot.parent_key, (snapshot.parent_key, []))
+            if key == root:
+                tail = snapshot.tail
+                own = [int.from_bytes(tail[i : i + 4], "little") for i in range(0, len(tail), 4)]
+                yield path + own
 
     def drain(self) -> None:
         """Step until nothing lives, in a bounded number of steps, and all blocks are back."""
@@ -469,17 +513,20 @@ class World:
 
 
 def list_paths(index: PrefixIndex):
-    """All token paths of the index, each with the key of its root, by walking the parents."""
-    for node in index._by_block.values():
-        parts = []
+    """All token paths of the index, each with the key of its root."""
+    return [path for _, path in walk_paths(index)]
+
+
+def walk_paths(index: PrefixIndex):
+    """All nodes of the index with the key of their root and their tokens."""
+    for last in index._by_block.values():
+        node, parts = last, []
         while node.parent is not None:
             parts.append(node.tokens)
             node = node.parent
         packed = b"".join(reversed(parts))
-        yield (
-            node.key,
-            [int.from_bytes(packed[i : i + 4], "little") for i in range(0, len(packed), 4)],
-        )
+        numbers = [int.from_bytes(packed[i : i + 4], "little") for i in range(0, len(packed), 4)]
+        yield last, (node.key, numbers)
 
 
 def count_shared(a, b) -> int:

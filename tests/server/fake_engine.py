@@ -20,6 +20,7 @@ from tandem.core.wire import (
     FinishReason,
     InstanceInfo,
     InstanceStage,
+    PromptLogprobs,
     RequestOutput,
     StageChanged,
     TokenLogprob,
@@ -63,6 +64,7 @@ class FakeEngine:
         num_waiting: requests that wait in ``submit``.
         timeline: makes the instance's part of a timeline; None: it remembers nothing.
         stop_token_id: ends an answer that is shorter than max_tokens.
+        play: makes the answer to each request, in place of ``answer``.
     """
 
     info: InstanceInfo | None = field(default_factory=make_info)
@@ -86,6 +88,7 @@ class FakeEngine:
     timeline: "Callable[[str], InstanceTimeline] | None" = None
     asked_timelines: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    play: "Callable[[AddRequest], list[int]] | None" = None
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     loaded: list[AdapterSource] = field(default_factory=list)
 
@@ -222,8 +225,9 @@ class FakeStream:
 
     def _plan(self) -> tuple[list[int], FinishReason, int | None]:
         engine, sampling = self._engine, self._request.sampling
-        source = self._request.prompt_ids if engine.answer is None else engine.answer
-        if engine.answer is not None and len(source) < sampling.max_tokens:
+        answer = engine.answer if engine.play is None else engine.play(self._request)
+        source = self._request.prompt_ids if answer is None else answer
+        if answer is not None and len(source) < sampling.max_tokens:
             return list(source), FinishReason.STOP, engine.stop_token_id
         repeats = sampling.max_tokens // max(1, len(source)) + 1
         return (source * repeats)[: sampling.max_tokens], FinishReason.LENGTH, None
@@ -240,7 +244,7 @@ class FakeStream:
         if number == 0 and request.sampling.prompt_logprobs is not None:
             num_top = request.sampling.prompt_logprobs
             rest = [_logprob(i, num_top) for i in request.prompt_ids[1:]]
-            prompt_logprobs = [None, *rest]
+            prompt_logprobs = PromptLogprobs.pack([None, *rest], num_top)
         tells = number == 0 or reason is not None
         return RequestOutput(
             request.request_id,

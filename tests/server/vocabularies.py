@@ -1,5 +1,7 @@
 """Tiny tokenizers of the kinds that real checkpoints have."""
 
+from collections.abc import Sequence
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -30,14 +32,16 @@ TEXTS = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def make_byte_level_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """As GPT-2, Qwen, Llama 3: tokens are byte strings."""
+def make_byte_level_tokenizer(
+    chat_template: str | None = CHAT_TEMPLATE, more: Sequence[str] = ()
+) -> Tokenizer:
+    """As GPT-2, Qwen, Llama 3: tokens are byte strings; ``more`` are special ones."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=SPECIAL,
+        vocab_size=320 + len(more),
+        special_tokens=[*SPECIAL, *more],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

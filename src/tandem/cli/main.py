@@ -30,6 +30,7 @@ COMMANDS = {
     "explain": "tandem.cli.commands.explain:explain",
     "doctor": "tandem.cli.commands.doctor:doctor",
     "bench": "tandem.cli.commands.bench:app",
+    "sim": "tandem.cli.simulating.app:app",
     "version": "tandem.cli.commands.version:version",
     "config": "tandem.cli.commands.config_show:app",
     "store": "tandem.cli.commands.store:app",

@@ -28,7 +28,9 @@ __all__ = [
 ]
 
 InstanceRole = Literal["unified", "prefill", "decode"]
-StatUnit = Literal["requests", "lookups", "blocks", "tokens", "bytes", "seconds", "steps", "links"]
+StatUnit = Literal[
+    "requests", "lookups", "blocks", "tokens", "bytes", "seconds", "states", "steps", "links"
+]
 
 
 class StatSpec(NamedTuple):
@@ -93,6 +95,29 @@ class Statistics(msgspec.Struct, kw_only=True):
     num_cached_blocks: Annotated[
         int,
         _gauge("kv_cache_cached_blocks", "blocks", "KV blocks kept for reuse without an owner."),
+    ] = 0
+    num_state_slots: Annotated[
+        int, _gauge("state_slots", "states", "Slots for states of sequences and for snapshots.")
+    ] = 0
+    num_used_state_slots: Annotated[
+        int, _gauge("state_used_slots", "states", "Slots that live requests own.")
+    ] = 0
+    num_snapshots: Annotated[
+        int, _gauge("state_snapshots", "states", "States kept for reuse without an owner.")
+    ] = 0
+    num_snapshots_taken: Annotated[
+        int, _counter("state_snapshots_total", "states", "States that were kept for reuse.")
+    ] = 0
+    num_evicted_snapshots: Annotated[
+        int, _counter("state_evictions_total", "states", "Kept states given up for others.")
+    ] = 0
+    stateless_tokens: Annotated[
+        int,
+        _counter(
+            "prefix_cache_stateless_tokens_total",
+            "tokens",
+            "Prompt tokens whose KV was found and computed again, for want of a state.",
+        ),
     ] = 0
     num_steps: Annotated[int, _counter("engine_steps_total", "steps", "Steps of the instance.")] = 0
     step_seconds: Annotated[

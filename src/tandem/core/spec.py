@@ -29,11 +29,13 @@ from tandem.core.kv_layout import (
     LayerSlice,
     MlaLayout,
 )
+from tandem.core.state_layout import StateLayout
 
 __all__ = [
     "DTYPE_BYTES",
     "IDENTITY_VERSION",
     "KV_CODE_BYTES",
+    "NO_OUTPUT",
     "NUMERICS_VERSION",
     "ROUNDING_VERSION",
     "BlockLayout",
@@ -46,10 +48,14 @@ __all__ = [
     "MlaLayout",
     "ModelSpec",
     "RoundingClass",
+    "StateLayout",
     "make_root_key",
 ]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+
+NO_OUTPUT = 1 << 62
+"""The length of a prompt that has no end: all of a sequence's tokens belong to it."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +66,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model_type: str
     architecture: str
     num_layers: PositiveInt
+    num_state_layers: Annotated[int, Meta(ge=0)] = 0
+    """Layers that keep a state instead of KV."""
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
@@ -81,6 +89,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     moe_intermediate_size: Annotated[int, Meta(ge=0)] = 0
     num_moe_layers: Annotated[int, Meta(ge=0)] = 0
     tie_word_embeddings: bool = False
+    state_heads: Annotated[int, Meta(ge=0)] = 0
+    """Of layers with a state: their value heads; 0 where there is no such layer."""
+    state_key_dim: Annotated[int, Meta(ge=0)] = 0
+    state_value_dim: Annotated[int, Meta(ge=0)] = 0
+    conv_channels: Annotated[int, Meta(ge=0)] = 0
+    """Of the same: channels of their short convolution."""
+    conv_width: Annotated[int, Meta(ge=0)] = 0
+    """Inputs that an output of it sees."""
     has_qk_norm: bool = False
     sliding_window: Annotated[int, Meta(ge=0)] = 0
     """Tokens that a token sees in layers with a window, itself included; 0 is no such layer."""
@@ -108,6 +124,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def weight_bytes(self) -> int:
         """Bytes of the weights in ``dtype``."""
         return self.num_parameters * DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep KV."""
+        return self.num_layers - self.num_state_layers
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """The layout of a sequence's state; None where no layer has one."""
+        if not self.num_state_layers:
+            return None
+        return StateLayout(
+            num_layers=self.num_state_layers,
+            num_value_heads=self.state_heads,
+            key_dim=self.state_key_dim,
+            value_dim=self.state_value_dim,
+            num_channels=self.conv_channels,
+            conv_width=self.conv_width,
+            dtype=self.dtype,
+        )
 
     @property
     def is_moe(self) -> bool:

@@ -36,6 +36,7 @@ class MissReason(StrEnum):
     LOAD_FAILED = "load_failed"
     NOT_LOADED = "not_loaded"
     NO_ANSWER = "no_answer"
+    NO_STATE = "no_state"
 
 
 _WORDS = {
@@ -55,6 +56,8 @@ _WORDS = {
     MissReason.NOT_LOADED: "the store has KV from token {position} on, but computing it was "
     "estimated to be faster, or no block was free for it",
     MissReason.NO_ANSWER: "the store did not answer the lookup in time",
+    MissReason.NO_STATE: "KV is there up to token {detail}, but the layers with a state have none "
+    "after token {position}",
 }
 
 

@@ -30,6 +30,8 @@ from tandem.core.wire import (
     FinishReason,
     InstanceLoad,
     KvHandle,
+    PrefillKv,
+    PromptLogprobs,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
@@ -49,16 +51,21 @@ from tandem.engine.stepping.describe import (
     describe_start,
 )
 from tandem.engine.stepping.messages import (
+    NO_SLOT,
+    Logits,
     Phase,
     SampledToken,
     SequenceResult,
+    StateCopy,
     StepInput,
     StepResult,
+    StepSequence,
     select_sequences,
 )
-from tandem.engine.stepping.runner import BlockTransfers, PrefillListener, Runner, StepHandle
+from tandem.engine.stepping.runner import PrefillListener, Runner, StepHandle
 from tandem.engine.stepping.sampler_state import BROKEN_ROW
 from tandem.engine.timelines import TimelineLog
+from tandem.engine.transfers import BlockTransfers
 
 __all__ = [
     "Engine",
@@ -71,6 +78,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 NOTHING = StepInput([])
+
+RESTORED_TOKENS = 512
+"""Computed at a time where a failed step has spoilt a state: rare, so a small step will do."""
 NO_FAILURES: Mapping[int, TandemError] = MappingProxyType({})
 DEFAULT_TIMELINES = 256
 MAX_ENDED_PREFILLS = 4096
@@ -107,7 +117,7 @@ class _PromptFacts(TypedDict, total=False):
     prompt_len: int
     cached_len: int
     queue_s: float | None
-    prompt_logprobs: list[TokenLogprob | None] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class MissingBlocks(NamedTuple):
@@ -323,7 +333,7 @@ class Engine:
             CapacityError: the queue is full.
         """
         transfers = self._transfers
-        can_read = transfers is not None and transfers.can_read_instances
+        can_read = transfers is not None and PrefillKv in transfers.sources
         self._checks.check(message, can_read_instances=can_read)
         now_s = self._clock.now_s()
         params = message.sampling
@@ -339,6 +349,7 @@ class Engine:
             adapter=message.adapter,
             kv_source=message.kv_source,
             prefill_lease_s=message.prefill_lease_s,
+            message_end=message.message_end,
             awaits_continuation=message.awaits_continuation,
             num_stored_blocks=num_stored_blocks,
         )
@@ -498,19 +509,20 @@ class Engine:
             result = self._runner.finish(handle)
         except Exception as error:  # A process edge: requests must end.
             logger.exception("event=step_failed requests=%d", len(step.plan.sequences))
-            results, failures = self._run_apart(step.message, error)
+            requests = {s.request.sequence_id: s.request for s in step.plan.sequences}
+            results, failures = self._run_apart(step.message, requests, error)
             result = StepResult([results[s.sequence_id] for s in step.message.sequences])
             return self.end_step(step, result, failures)
         return self.end_step(step, result)
 
     def _run_apart(
-        self, message: StepInput, error: Exception
+        self, message: StepInput, requests: Mapping[int, Request], error: Exception
     ) -> tuple[dict[int, SequenceResult], dict[int, TandemError]]:
         """Run the sequences of a step that failed again, in halves.
 
         A step may be repeated: it writes the same KV to the same places, and what it sampled is
         counted when it succeeds. With one culprit among n sequences that costs less than two more
-        steps of their size.
+        steps of their size. States it may have moved on: they are computed anew before.
 
         Returns: results by sequence id, empty ones of those that fail alone; the failures of those.
         """
@@ -524,14 +536,35 @@ class Engine:
         for half in (sequences[:middle], sequences[middle:]):
             part = select_sequences(message, half)
             try:
+                self._restore_states(part, requests)
                 result = self._runner.finish(self._runner.begin(part))
             except Exception as cause:  # noqa: BLE001 - logged with the first; the request tells.
-                found, failed = self._run_apart(part, cause)
+                found, failed = self._run_apart(part, requests, cause)
                 results |= found
                 failures |= failed
             else:
                 results |= {given.sequence_id: given for given in result.sequences}
         return results, failures
+
+    def _restore_states(self, message: StepInput, requests: Mapping[int, Request]) -> None:
+        """Compute the states again that a step begins with, but for those that it loads."""
+        loaded = {copy.target for copy in message.state_loads}
+        for sequence in message.sequences:
+            if sequence.state_slot == NO_SLOT or sequence.state_slot in loaded:
+                continue
+            known = requests[sequence.sequence_id].get_tokens(0, sequence.start)
+            for start in range(0, sequence.start, RESTORED_TOKENS):
+                again = StepSequence(
+                    sequence_id=sequence.sequence_id,
+                    phase=Phase.PREFILL,
+                    start=start,
+                    token_ids=known[start : start + RESTORED_TOKENS],
+                    block_table=sequence.block_table,
+                    logits=Logits.NONE,
+                    adapter=sequence.adapter,
+                    state_slot=sequence.state_slot,
+                )
+                self._runner.finish(self._runner.begin(StepInput([again])))
 
     def plan_step(self) -> EngineStep:
         """Plan a step and begin its transfers.
@@ -574,7 +607,9 @@ class Engine:
             for live in starting:
                 live.is_started = True
             ends, self._ended = self._ended, []
-            step.message = StepInput(sequences, step.plan.copies, starts, ends)
+            plan = step.plan
+            saves = [StateCopy(s.request.state_notes.slot, s.slot) for s in plan.state_saves]
+            step.message = StepInput(sequences, plan.copies, starts, ends, plan.state_loads, saves)
             return step.message
 
     def end_step(
@@ -755,9 +790,10 @@ class Engine:
         request = live.request
         if live.has_reported and not request.is_finished:
             return {}
-        logprobs: list[TokenLogprob | None] | None = None
-        if request.sampling.prompt_logprobs is not None and not live.has_reported:
-            logprobs = [None, *live.prompt_logprobs]
+        logprobs: PromptLogprobs | None = None
+        num_top = request.sampling.prompt_logprobs
+        if num_top is not None and not live.has_reported:
+            logprobs = PromptLogprobs.pack([None, *live.prompt_logprobs], num_top)
         live.has_reported = True
         begun_s = request.report.first_scheduled_s
         return {

@@ -24,7 +24,8 @@ import zmq
 
 from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.engine.config import KvEventConfig
-from tandem.engine.scheduling.prefix_index import TOKEN_BYTES, PrefixNode
+from tandem.engine.groups.chain import TOKEN_BYTES
+from tandem.engine.scheduling.prefix_index import PrefixNode
 from tandem.rpc import Auth
 from tandem.rpc.trust.gate import CurveGate
 from tandem.rpc.wire.endpoint import Endpoint, parse_endpoint

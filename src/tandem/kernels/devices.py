@@ -12,12 +12,14 @@ from numpy.typing import NDArray
 from tandem._native import ThreadPool
 from tandem.core.errors import UnsupportedError
 from tandem.core.kv_layout import KVLayout
+from tandem.core.state_layout import StateLayout
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.cpu.execution import CpuExecution
 from tandem.kernels.device import Device
 from tandem.kernels.interfaces import Execution
 from tandem.kernels.native import NATIVE_DTYPES
 from tandem.kernels.paged import PagedKvCache
+from tandem.kernels.states import StateCache
 from tandem.kernels.torch.execution import TorchExecution
 
 __all__ = [
@@ -103,6 +105,15 @@ class DeviceContext:
     ) -> PagedKvCache:
         """Return a pool of KV blocks on the device; see ``PagedKvCache``."""
         return PagedKvCache(layout, num_blocks, device=self.device, memory=memory)
+
+    def make_state_cache(
+        self,
+        layout: StateLayout,
+        num_slots: int,
+        memory: torch.Tensor | memoryview | NDArray[np.uint8] | None = None,
+    ) -> StateCache:
+        """Return slots of states on the device; see ``StateCache``."""
+        return StateCache(layout, num_slots, device=self.device, memory=memory)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor's values in host memory: itself where the host reads the device's.

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
+from tandem.core.state_layout import STATE_PANEL
 from tandem.kernels.native import Buffer, view_tensor
 
-__all__ = ["STATE_PANEL", "GatedDeltaRows", "GatedDeltaRule", "StateSlots"]
-
-STATE_PANEL = 32
-"""Value columns of a panel; the native kernels' own."""
+__all__ = ["GatedDeltaRows", "GatedDeltaRule", "StateSlots"]
 
 GATES = ("silu", "sigmoid")
 

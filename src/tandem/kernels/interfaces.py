@@ -15,6 +15,8 @@ from tandem.core.model.layers import RoutingRule
 from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
+from tandem.kernels.states import StateCache
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 
@@ -217,6 +219,8 @@ class Execution(Protocol):
         ropes: tuple[Angles, ...],
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
+        states: StateCache | None = None,
+        routing: StepRouting | None = None,
     ) -> Step:
         """Plan a step, once for all its layers.
 
@@ -225,7 +229,9 @@ class Execution(Protocol):
             cache: the block pool; the layers write this step's KV to it.
             ropes: give the angles; layers choose by ``Attention.rope_idx``.
             dtype: the model's.
-            on_layer: called with each layer's index once its KV of this step is in the blocks.
+            on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+            states: the slots that the sequences go on with; None where no layer has a state.
+            routing: takes the choices of fused layers' routers, and defers experts; None: neither.
         """
         ...
 

@@ -22,16 +22,18 @@ from torch import Tensor
 
 from tandem._native import KvPool
 from tandem.core.errors import ShapeError, UnsupportedError
-from tandem.core.spec import KVLayout, MlaLayout
+from tandem.core.spec import NO_OUTPUT, KVLayout, MlaLayout
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.device import Device
 from tandem.kernels.native import is_native, view_tensor
 
 __all__ = [
+    "NO_SLOT",
     "TORCH_DTYPES",
     "PagedBatch",
     "PagedKvCache",
     "SequenceChunk",
+    "wrap_memory",
 ]
 
 TORCH_DTYPES = {
@@ -43,6 +45,9 @@ TORCH_DTYPES = {
 
 POOL_ALIGNMENT = 64
 """Bytes: a cache line, the widest vector load, and what direct I/O and devices are content with."""
+
+NO_SLOT = -1
+"""The state's slot of a sequence that has none."""
 
 MIN_RUN_TOKENS = 8
 """Mean length from which copying runs beats scattering tokens: a copy costs as much as 8 do."""
@@ -60,6 +65,11 @@ class SequenceChunk(msgspec.Struct, frozen=True):
     """Rows whose logits are wanted: ``none``, ``last`` or ``all``."""
     adapter: str = ""
     """Digest of the LoRA adapter that computes them; empty is the model alone."""
+    state_slot: int = NO_SLOT
+    """Slot of the sequence's state, which is that before the first of ``token_ids``, and whatever
+    it is where ``start`` is 0; read by models whose layers have one."""
+    prompt_len: int = NO_OUTPUT
+    """Position from which tokens are output, whether they are decoded or computed once more."""
 
 
 class PagedBatch(msgspec.Struct, frozen=True):
@@ -92,6 +102,12 @@ class PagedBatch(msgspec.Struct, frozen=True):
     """The same slots as runs of rows within a block, (block, offset, first row, end row); None
     where runs are short, as in a decode, and writing by slot is cheaper."""
     block_size: int
+    state_slots: Tensor
+    """int32 [S]: slot of each sequence's state; ``NO_SLOT`` where it has none."""
+    fresh_slots: tuple[int, ...]
+    """Those of sequences that begin with this step; they hold whatever they held last."""
+    prompt_lens: tuple[int, ...] = ()
+    """By sequence; empty where no token is output."""
 
     @property
     def num_tokens(self) -> int:
@@ -102,6 +118,15 @@ class PagedBatch(msgspec.Struct, frozen=True):
     def num_sequences(self) -> int:
         """S."""
         return len(self.context_lens)
+
+    def find_output_rows(self) -> NDArray[np.bool_]:
+        """Return which tokens are output and not of a prompt, [T]."""
+        is_output = np.zeros(self.num_tokens, np.bool_)
+        for s, prompt_len in enumerate(self.prompt_lens):
+            first, end = self.query_start[s], self.query_start[s + 1]
+            num_output = min(max(self.context_lens[s] - prompt_len, 0), end - first)
+            is_output[end - num_output : end] = True
+        return is_output
 
     @classmethod
     def build(
@@ -167,6 +192,11 @@ class PagedBatch(msgspec.Struct, frozen=True):
             adapter_rows=adapter_rows,
             slot_runs=tuple(runs) if len(runs) * MIN_RUN_TOKENS <= len(ids) else None,
             block_size=block_size,
+            state_slots=torch.tensor([c.state_slot for c in sequences], dtype=torch.int32),
+            fresh_slots=tuple(
+                c.state_slot for c in sequences if c.start == 0 and c.state_slot != NO_SLOT
+            ),
+            prompt_lens=tuple(chunk.prompt_len for chunk in sequences),
         )
 
 
@@ -232,7 +262,7 @@ class PagedKvCache:
         elif isinstance(memory, Tensor):
             tensor = memory[:size_bytes]
         else:
-            tensor = _wrap_memory(memory, size_bytes, device)
+            tensor = wrap_memory(memory, size_bytes, device)
         tensor = tensor.view(dtype).view(shape)
         self.layout = layout
         self.device = device
@@ -326,7 +356,7 @@ class PagedKvCache:
         return (block_ids[None, :, None] * self.rows_per_block + kind_ids + head_ids).flatten()
 
 
-def _wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device: Device) -> Tensor:
+def wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device: Device) -> Tensor:
     """View the first ``size_bytes`` of somebody's memory as uint8; the tensor keeps it alive."""
     where, field = "kernels.wrap_kv_cache", "memory"
     exporter: Any = memory  # numpy's stubs do not say that arrays have the buffer protocol.

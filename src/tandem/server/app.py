@@ -122,6 +122,10 @@ def build_app(
         if load_log is not None:
             load_log.cancel()
             await asyncio.gather(load_log, return_exceptions=True)
+        jobs = [*context.background_jobs.values()]
+        for job in jobs:
+            job.cancel()
+        await asyncio.gather(*jobs, return_exceptions=True)
         await warm_up
         if context.tracer is not None:
             await context.tracer.close()
@@ -153,7 +157,7 @@ def _make_gates(
             Middleware(
                 CORSMiddleware,
                 allow_origins=config.cors_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=("x-request-id", "retry-after"),
                 max_age=_CORS_MAX_AGE_S,

@@ -103,6 +103,24 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     template_timeout_s: Annotated[
         float, Meta(gt=0, le=60, description="Seconds a chat template may take to render.")
     ] = 5.0
+    response_memory_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**40,
+            description="Memory for the responses that one key's requests to /v1/responses may go "
+            "on from; whole conversations are forgotten for new ones. 0 keeps none.",
+        ),
+    ] = 64 * 2**20
+    response_idle_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=365 * 86400,
+            description="Seconds after which a conversation of kept responses that nobody uses is "
+            "forgotten.",
+        ),
+    ] = 86400.0
     output_format: Annotated[
         str,
         Meta(

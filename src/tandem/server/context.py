@@ -28,6 +28,7 @@ from tandem.core.wire import (
     SamplingParams,
 )
 from tandem.server.api.grammars import GrammarChecks
+from tandem.server.api.kept_responses import KeptResponses
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
@@ -92,6 +93,8 @@ class ChoicePlan:
     prompt_ids: list[int]
     sampling: SamplingParams
     text: TextOptions
+    message_end: int = 0
+    """See ``AddRequest``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +142,14 @@ class ServerContext:
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 
+    kept_responses: KeptResponses = field(init=False)
+    background_jobs: dict[str, asyncio.Task[None]] = field(init=False, default_factory=dict)
+    """Responses whose clients do not wait, by their ids."""
+
     def __post_init__(self) -> None:
         self.grammars = GrammarChecks(self.encoder.tokenizer)
+        config = self.config
+        self.kept_responses = KeptResponses(config.response_memory_bytes, config.response_idle_s)
 
     @property
     def block_size(self) -> int:
@@ -410,6 +419,7 @@ class ServerContext:
             client=current_client.get(),
             cache_salt=options.cache_salt,
             adapter="" if options.adapter is None else options.adapter.digest,
+            message_end=plan.message_end,
         )
         text = plan.text
         matcher = None

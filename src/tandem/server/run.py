@@ -191,6 +191,8 @@ async def run_server(
 ) -> None:
     """Serve until SIGTERM or SIGINT, or until ``RunningServer.stop``; returns when drained.
 
+    Cancelled, it closes the port and shuts the application down without waiting for requests.
+
     Args:
         config: of ``build_app``.
         app: from ``build_app``.
@@ -230,7 +232,7 @@ async def run_server(
     watcher = asyncio.create_task(_announce(server, running, on_started))
     try:
         with _signals(running):
-            await server.serve(sockets=[listener])
+            await _serve_to_the_end(server, listener)
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
@@ -240,6 +242,18 @@ async def run_server(
         await asyncio.sleep(0)
         listener.close()
         app.state.context.encoder.close()
+
+
+async def _serve_to_the_end(server: uvicorn.Server, listener: socket.socket) -> None:
+    # A cancelled uvicorn leaves the task of its lifespan behind, which the end of the loop cancels
+    # with a traceback in the log: let it shut down instead, then pass the cancellation on.
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        await serving
+        raise
 
 
 async def _announce(

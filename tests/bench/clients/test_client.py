@@ -161,7 +161,7 @@ def test_nobody_there_is_an_error():
 @pytest.mark.slow
 def test_figures_beside_a_script_of_fixed_times():
     """Shown once on a quiet machine: TTFT and TPOT within 1 % of the script's."""
-    from tandem.bench.clients.figures import summarise
+    from tandem.core.loads.figures import summarise
 
     with Script(tokens=40, first_s=0.5, gap_s=0.05) as script:
         records = run(script, plain(8))

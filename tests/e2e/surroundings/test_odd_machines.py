@@ -89,18 +89,32 @@ MAX_LINES = 1000
 """In the seconds of the test; 49,000 before they were throttled."""
 
 
+def limit_descriptors(monkeypatch, soft: int, hard: int) -> None:
+    """Give processes started from here on these limits of descriptors."""
+    popen = subprocess.Popen
+
+    def start(*arguments, **options):
+        def limit() -> None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+        return popen(*arguments, **options, preexec_fn=limit)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+
+
+@pytest.mark.slow
+def test_the_limit_of_descriptors_is_raised_as_far_as_it_may(serve_demo, monkeypatch):
+    """A shell's limit of 1,024 is fewer than the streams that a server may have."""
+    limit_descriptors(monkeypatch, 64, 4096)
+    with serve_demo() as server:
+        metrics = server.client.get("/metrics").text
+    assert "process_max_fds 4096.0" in metrics
+
+
 @pytest.mark.slow
 def test_64_descriptors_and_80_connections_are_few_log_lines(serve_demo, monkeypatch):
     """Clients beyond the descriptors wait; when others leave, the server answers again."""
-    popen = subprocess.Popen
-
-    def limit_descriptors() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-
-    def start(*arguments, **options):
-        return popen(*arguments, **options, preexec_fn=limit_descriptors)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
+    limit_descriptors(monkeypatch, 64, 64)
     with serve_demo() as server:
         host, port = server.url.removeprefix("http://").split(":")
         with contextlib.ExitStack() as clients:

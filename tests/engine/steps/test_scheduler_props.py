@@ -46,6 +46,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         is_impatient=st.booleans(),
         has_tier=st.booleans(),
+        num_slots=st.sampled_from([0, 0, 1, 3, 12]),
+        every=st.sampled_from([0, 3, 8]),
         seed=st.integers(0, 1000),
     )
     def start(self, is_impatient, has_tier, seed, **kwargs):

@@ -36,7 +36,10 @@ def run_seed(seed, num_requests=16, **changes):
     return run_virtual(run)
 
 
-@pytest.mark.parametrize("first", range(0, 100, GROUP))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n >= 2 * GROUP)) for n in range(0, 100, GROUP)],
+)
 def test_seeds(first):
     worlds = {seed: run_seed(seed) for seed in range(first, first + GROUP)}
     bad = {seed: world.violations[:3] for seed, world in worlds.items() if world.violations}

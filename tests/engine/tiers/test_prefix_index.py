@@ -5,8 +5,9 @@ import hashlib
 import pytest
 
 from tandem.core.spec import make_root_key
+from tandem.engine.groups.chain import hash_block, pack_tokens
 from tandem.engine.scheduling.blocks import BlockPool
-from tandem.engine.scheduling.prefix_index import PrefixIndex, hash_block
+from tandem.engine.scheduling.prefix_index import PrefixIndex
 
 SIZE = 4
 
@@ -69,14 +70,14 @@ def tokens_of(text):
 
 def test_keys_are_a_sha256_chain_over_little_endian_int32():
     root = make_root_key(b"weights", "salt")
-    first = hash_block(root, [1, 2])
+    first = hash_block(root, pack_tokens([1, 2]))
     assert first == hashlib.sha256(root + bytes([1, 0, 0, 0, 2, 0, 0, 0])).digest()
     keys = []
     index = PrefixIndex(BlockPool(1), 2, b"weights")
     index.extend_keys(root, keys, [1, 2, 3, 4, 5])
-    assert keys == [first, hash_block(first, [3, 4])]
+    assert keys == [first, hash_block(first, pack_tokens([3, 4]))]
     index.extend_keys(root, keys, [5, 6])
-    assert keys[2:] == [hash_block(keys[1], [5, 6])]
+    assert keys[2:] == [hash_block(keys[1], pack_tokens([5, 6]))]
 
 
 def test_root_depends_on_identity_and_salt_without_ambiguity():
@@ -168,7 +169,7 @@ def test_tail_that_grows_replaces_itself():
     index.insert_tail(root, [1, 2, 3], block)
     index.check()
     assert shelf.find([1, 2, 3, 4]).num_tokens == 3
-    index.insert(root, hash_block(root.key, [1, 2, 3, 4]), [1, 2, 3, 4], block)
+    index.insert(root, hash_block(root.key, pack_tokens([1, 2, 3, 4])), [1, 2, 3, 4], block)
     index.check()
     assert [node.block_id for node in shelf.find([1, 2, 3, 4]).nodes] == [block]
 

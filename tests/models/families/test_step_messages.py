@@ -23,10 +23,12 @@ from tandem.engine.stepping.messages import (
     SamplingRow,
     SequenceResult,
     SequenceStart,
+    StateCopy,
     StepInput,
     StepResult,
     StepSequence,
     pack_block_ids,
+    select_sequences,
 )
 from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.models.tokenizing.grammars import write_grammar
@@ -45,7 +47,19 @@ def make_decode(sequence_id: int, num_tokens: int) -> StepSequence:
         block_table=pack_block_ids(range(-(-num_tokens // 64))),
         logits=Logits.LAST,
         sampling=SamplingRow(7),
+        state_slot=sequence_id,
     )
+
+
+def test_a_part_of_a_step_copies_its_own_states():
+    step = StepInput(
+        [make_decode(number, 10) for number in (1, 2)],
+        state_loads=[StateCopy(7, 1), StateCopy(8, 2)],
+        state_saves=[StateCopy(1, 9), StateCopy(2, 5)],
+    )
+    part = select_sequences(step, step.sequences[1:])
+    assert part.state_loads == [StateCopy(8, 2)]
+    assert part.state_saves == [StateCopy(2, 5)]
 
 
 def test_messages_are_the_same_after_a_journey():
@@ -55,6 +69,8 @@ def test_messages_are_the_same_after_a_journey():
         [BlockCopy(1, 2, 3)],
         [SequenceStart(5, params, 11, (4, 9), [1, 2], [3])],
         [4],
+        [StateCopy(9, 0)],
+        [StateCopy(0, 8)],
     )
     encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
     assert decode(encode(step), type=StepInput) == step

@@ -40,7 +40,7 @@ print(peak - before, model.weight_bytes)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_anonymous_memory(dtype, tmp_path, make_config, checkpoint):
     changes = {
         "vocab_size": 4096,

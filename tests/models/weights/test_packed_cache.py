@@ -378,7 +378,10 @@ convert_model(sys.argv[1], "int8g32", packed_cache=sys.argv[2], progress=stop_re
 """
 
 
-@pytest.mark.parametrize(("done", "when"), [(0, "read"), (2, "read"), (1, "write")])
+@pytest.mark.parametrize(
+    ("done", "when"),
+    [pytest.param(0, "read", marks=pytest.mark.slow), (2, "read"), (1, "write")],
+)
 def test_a_killed_conversion_goes_on(done, when, folder, cache_root, open_session, tmp_path):
     """Of the layer that the kill falls in nothing is left that looks whole."""
     if when == "read":

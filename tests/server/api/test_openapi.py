@@ -99,6 +99,10 @@ POSTS = [
     ("/v1/chat/completions", CHAT),
     ("/v1/messages", CHAT | {"max_tokens": 3}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]}),
+    ("/api/chat", {"messages": CHAT["messages"], "stream": False, "logprobs": True}),
+    ("/api/generate", {"prompt": "hello", "stream": False}),
+    ("/api/show", {"model": "tiny"}),
+    ("/v1/responses", {"input": "hello", "top_logprobs": 1}),
     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 2}),
     ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
     ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 2}),
@@ -114,8 +118,12 @@ POSTS = [
 GETS = [
     "/v1/models", "/v1/models/tiny", "/get_model_info", "/model_info", "/get_server_info",
     "/server_info", "/flush_cache", "/health", "/ping", "/live", "/ready", "/version",
-    "/openapi.json",
+    "/openapi.json", "/api/tags", "/api/ps", "/api/version",
 ]  # fmt: skip
+
+
+RESPONSE_CALLS = (("/cancel", "post"), ("", "get"), ("", "delete"))
+"""Of a response that is kept."""
 
 
 def test_paths_are_those_of_the_table(server, document):
@@ -130,6 +138,7 @@ def test_paths_are_those_of_the_table(server, document):
         {(path, "post") for path, _ in POSTS} | {(p, "get") for p in GETS} | {("/metrics", "get")}
     )
     tried.add(("/requests/{id}/timeline", "get"))
+    tried |= {(f"/v1/responses/{{id}}{end}", m) for end, m in RESPONSE_CALLS}
     # In test_adapters.py, where there is an admin key.
     tried |= {(path, "post") for path in ADMIN_PATHS}
     assert {(p.replace("/tiny", "/{name}"), m) for p, m in tried} == served, "every one is tried"
@@ -143,6 +152,17 @@ def test_timelines_fit(server, document):
     answer = document["paths"]["/requests/{id}/timeline"]["get"]["responses"]["200"]
     schema = answer["content"]["application/json"]["schema"]
     assert find_fault(told.json(), schema, document) is None
+
+
+def test_kept_responses_fit(server, document):
+    made = server.post("/v1/responses", {"input": "a", "background": True}).json()
+    for end, method in RESPONSE_CALLS:
+        url = f"{server.url}/v1/responses/{made['id']}{end}"
+        reply = requests.request(method, url, timeout=10)
+        assert reply.status_code == 200, reply.text
+        schema = schema_of(document, f"/v1/responses/{{id}}{end}", method, "application/json")
+        assert find_fault(reply.json(), schema, document) is None
+    assert server.get(f"/v1/responses/{made['id']}").status_code == 404
 
 
 @pytest.mark.parametrize(("path", "body"), POSTS)

@@ -3,7 +3,9 @@
 Method: a request in mid-stream while the server drains; and a real process that gets the signal.
 """
 
+import asyncio
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -11,9 +13,14 @@ from pathlib import Path
 
 import pytest
 import requests
+from fake_engine import FakeEngine, make_info
 from serving import WAIT_S, wait_until
+from vocabularies import make_byte_level_tokenizer
 
 from tandem.core.instance_status import StoreStatus
+from tandem.server.app import build_app
+from tandem.server.config import ServerConfig
+from tandem.server.run import run_server
 
 BODY = {"prompt": "hello", "max_tokens": 30, "stream": True}
 
@@ -107,6 +114,26 @@ def test_a_signalled_process_answers_and_exits_with_0(number):
             assert process.stdout.read() == "held 0\n"
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 4, 8, 16, 200])
+def test_cancelled_at_any_turn_of_its_start_it_ends_without_a_traceback(turns, caplog):
+    """As Ctrl-C does it before the server takes the signals: the lifespan is ended, not left."""
+    tokenizer = make_byte_level_tokenizer()
+    config = ServerConfig(port=0)
+    app = build_app(config, FakeEngine(info=make_info(tokenizer.vocab_size)), tokenizer, "tiny")
+
+    async def cancel() -> None:
+        serving = asyncio.create_task(run_server(config, app))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(serving, WAIT_S)
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(cancel())
+    assert not caplog.records
 
 
 def test_it_stops_at_once_when_nothing_runs(serve_text):

@@ -362,8 +362,6 @@ def test_what_a_grammar_of_calls_writes_its_parser_reads(form, is_free):
     begin = written.begin + written.head
     known = (*FORMATS[form].skipped, *(FORMATS[form].calls or ()))
     trigger = next((mark for mark in known if begin.startswith(mark)), "") if is_free else ""
-    if is_free and not trigger:
-        pytest.skip("calls of this form have no mark")
     schemas = {
         "add": {
             "type": "object",
@@ -384,6 +382,7 @@ def test_what_a_grammar_of_calls_writes_its_parser_reads(form, is_free):
         schemas,
         is_parallel=not is_free,
         trigger=trigger,
+        is_forced=not is_free,
     )
     table = make_token_table(tokenizer, tokenizer.vocab_size, [0])
     assert find_fault(table, grammar) == ""
@@ -391,7 +390,8 @@ def test_what_a_grammar_of_calls_writes_its_parser_reads(form, is_free):
     for _ in range(6):
         matcher, ids = make_matcher(table, grammar), []
         if is_free:
-            ids = tokenizer.encode(f"Well, {trigger}")
+            head = begin.partition("{name}")[0]
+            ids = tokenizer.encode(f"Well, {trigger}" if trigger else head)
             assert matcher.consume_tokens(ids)
         while not matcher.is_stopped() and len(ids) < 400:
             mask = np.unpackbits(
@@ -414,3 +414,43 @@ def test_what_a_grammar_of_calls_writes_its_parser_reads(form, is_free):
                 jsonschema.validate(json.loads(arguments), schemas[name])
             num_calls += len(calls)
     assert num_calls > 0
+
+
+@pytest.mark.parametrize("form", ["llama3", "harmony"])
+def test_strict_calls_stand_beside_free_answers(form):
+    """Where no mark tells a call at once, an answer may be text, and a call must fit."""
+    tokenizer = make_byte_level_tokenizer(more=("<|python_tag|>", *FORMATS["harmony"].inner))
+    schemas = {"add": {"properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+    grammar = write_calls(
+        WRITTEN_CALLS[form],
+        lambda text: write_literal(tokenizer, text),
+        schemas,
+        is_parallel=True,
+        is_forced=False,
+    )
+    table = make_token_table(tokenizer, tokenizer.vocab_size, [0])
+    assert find_fault(table, grammar) == ""
+    head = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    end = "<|end|><|start|>assistant"
+    texts = {
+        "llama3": [
+            ("Plain {text}.", True),
+            ("", True),
+            ('{"name": "add", "parameters": {"a": 1}}', True),
+            ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', True),
+            ('{"name": "add", "parameters": {"a": "x"}}', False),
+            (' {"name": "add", "parameters": {"a": "x"}}', False),
+            ('<|python_tag|>{"name": "other", "parameters": {}}', False),
+        ],
+        "harmony": [
+            ("<|channel|>final<|message|>Plain {text}.", True),
+            (f"<|channel|>analysis<|message|>Hm.{end}<|channel|>final<|message|>Yes.", True),
+            (f'<|channel|>commentary<|message|>I look.{end}{head}{{"a": 1}}', True),
+            (f'{head}{{"a": "x"}}', False),
+            (f'<|channel|>analysis<|message|>Hm.{end}{head}{{"b": 1}}', False),
+        ],
+    }
+    for text, is_allowed in texts[form]:
+        matcher = make_matcher(table, grammar)
+        fits = matcher.try_consume_tokens(tokenizer.encode(text)) == len(tokenizer.encode(text))
+        assert (fits and matcher.is_accepting()) == is_allowed, text

@@ -1,6 +1,7 @@
 """Sends a load to a server of OpenAI's API, and notes when each event came."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -11,13 +12,16 @@ import msgspec
 
 from tandem.bench.clients.workloads import Conversation, Turn
 from tandem.core.errors import ConfigError, PeerLostError
-from tandem.core.load_records import RequestRecord
+from tandem.core.loads.records import RequestRecord
 
 __all__ = ["Endpoint", "LoadClient", "Target"]
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_ERROR_CHARS = 200
+_MAX_OPENED = 512
+"""Connections that are opened before a run; a load of more opens the others as it needs them."""
+_OPEN_TIMEOUT_S = 10.0
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +58,7 @@ class LoadClient:
         on_done: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.target = target
+        self._most = max_concurrency
         self._slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._on_done = on_done
         headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
@@ -63,7 +68,9 @@ class LoadClient:
                 base_url=base,
                 headers=headers,
                 timeout=httpx.Timeout(target.timeout_s, connect=10.0),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=None
+                ),
                 # A measurement takes no way round.
                 trust_env=False,
             )
@@ -115,6 +122,8 @@ class LoadClient:
         Raises: as ``find_model``. What one request does wrong is in its record.
         """
         await self.find_model()
+        await self._open_connections(len(conversations))
+        firsts = [self._make_request(each.turns[0], each.history) for each in conversations]
         self._start = time.perf_counter()
         first = 0
         tasks: list[asyncio.Task[list[RequestRecord]]] = []
@@ -123,7 +132,7 @@ class LoadClient:
                 zip(conversations, arrivals, strict=True)
             ):
                 due = arrival if conversation.arrival_s is None else conversation.arrival_s
-                talk = self._talk(conversation, number, first, due)
+                talk = self._talk(conversation, firsts[number], number, first, due)
                 tasks.append(group.create_task(talk))
                 first += len(conversation.turns)
         return [record for task in tasks for record in task.result()]
@@ -132,12 +141,46 @@ class LoadClient:
         """Return the seconds since the run began."""
         return time.perf_counter() - self._start
 
+    async def _open_connections(self, count: int) -> None:
+        """Open as many connections as a run may need at once, so that no request waits for one."""
+        if self._most is not None:
+            count = min(count, self._most)
+        count = min(count, _MAX_OPENED)
+        if count == 0:
+            return
+        all_open = asyncio.Barrier(count)
+
+        async def hold_one() -> None:
+            # A connection is free again when its answer has been read: none serves two of them.
+            try:
+                async with self._http.stream("GET", "/v1/models") as answer:
+                    await all_open.wait()
+                    await answer.aread()
+            except httpx.HTTPError:
+                # The run will tell what is wrong with the server.
+                await all_open.abort()
+            except asyncio.BrokenBarrierError:
+                pass
+
+        with contextlib.suppress(TimeoutError):
+            # A server that takes fewer at a time makes requests wait, which the run will tell.
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                await asyncio.gather(*(hold_one() for _ in range(count)))
+
     async def _talk(
-        self, conversation: Conversation, number: int, first: int, due_s: float
+        self,
+        conversation: Conversation,
+        opening: httpx.Request,
+        number: int,
+        first: int,
+        due_s: float,
     ) -> list[RequestRecord]:
         await asyncio.sleep(max(due_s - self.now(), 0.0))
         records: list[RequestRecord] = []
+        request = opening
         for i, turn in enumerate(conversation.turns):
+            if i:
+                request = self._make_request(turn, conversation.history)
             record = RequestRecord(
                 index=first + i,
                 conversation=number if len(conversation.turns) > 1 else -1,
@@ -147,16 +190,21 @@ class LoadClient:
             )
             records.append(record)
             if self._slots is None:
-                await self._send(turn, conversation.history, record)
+                await self._send(request, turn, conversation.history, record)
             else:
                 async with self._slots:
-                    await self._send(turn, conversation.history, record)
+                    await self._send(request, turn, conversation.history, record)
             if self._on_done is not None:
                 self._on_done(record)
             if record.error:
                 # What follows would ask about an answer that there is not.
                 break
         return records
+
+    def _make_request(self, turn: Turn, history: list[dict[str, str]]) -> httpx.Request:
+        """Return a request that is encoded already, which takes time where prompts are long."""
+        body = self._make_body(turn, history)
+        return self._http.build_request("POST", PATHS[self.target.endpoint], json=body)
 
     def _make_body(self, turn: Turn, history: list[dict[str, str]]) -> dict[str, Any]:
         target = self.target
@@ -181,16 +229,24 @@ class LoadClient:
             body["ignore_eos"] = True
         return body | target.extra_body
 
-    async def _send(self, turn: Turn, history: list[dict[str, str]], record: RequestRecord) -> None:
-        body = self._make_body(turn, history)
+    async def _send(
+        self,
+        request: httpx.Request,
+        turn: Turn,
+        history: list[dict[str, str]],
+        record: RequestRecord,
+    ) -> None:
         record.sent_s = self.now()
         try:
-            async with self._http.stream("POST", PATHS[self.target.endpoint], json=body) as answer:
+            answer = await self._http.send(request, stream=True)
+            try:
                 if answer.status_code != 200:
                     text = (await answer.aread()).decode(errors="replace")
                     record.error = f"{answer.status_code}: {text[:MAX_ERROR_CHARS]}"
                 else:
                     await self._read(answer, record)
+            finally:
+                await answer.aclose()
         except httpx.HTTPError as error:
             record.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
         record.done_s = self.now()

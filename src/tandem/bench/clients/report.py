@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tandem.core.load_records import Distribution, LoadReport, RequestRecord
+from tandem.core.loads.records import Distribution, LoadReport, RequestRecord
 
 __all__ = ["draw_run", "render_report"]
 

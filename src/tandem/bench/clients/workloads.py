@@ -5,19 +5,16 @@ the length has to be exact, text where a file gives it. Everything follows from 
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
 from tandem.core.errors import ConfigError, NotFoundError
+from tandem.core.loads.traces import BLOCK_TOKENS, read_rows
 
 __all__ = [
-    "BLOCK_TOKENS",
     "Conversation",
     "IdRange",
     "Turn",
@@ -29,8 +26,6 @@ __all__ = [
     "read_trace",
 ]
 
-BLOCK_TOKENS = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
 WORDS = ("time", "way", "year", "work", "day", "life", "world", "house", "place", "group", "point")
 
 
@@ -52,23 +47,6 @@ class Conversation:
     """Seconds from the start at which the first is due; None is by the rate."""
     history: list[dict[str, str]] = field(default_factory=list)
     """Messages so far, of conversations in text."""
-
-
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-
-
-class _TraceRow(msgspec.Struct):
-    """A request of a Mooncake trace."""
-
-    timestamp: Annotated[float, Meta(ge=0)]
-    """Milliseconds from the start."""
-    input_length: Annotated[int, Meta(ge=1)]
-    output_length: NonNegativeInt
-    hash_ids: Annotated[list[NonNegativeInt], Meta(min_length=1)]
-    """One for each 512 tokens of the prompt, equal where all tokens up to there are."""
-
-
-_DECODER = msgspec.json.Decoder(_TraceRow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +196,7 @@ def read_trace(
         raise ConfigError("bench.read_load", what, field="length_divisor")
     block = BLOCK_TOKENS // length_divisor
     made: list[Conversation] = []
-    for row in _read_rows(path):
+    for row in read_rows(path):
         if count is not None and len(made) == count:
             break
         prompt = [
@@ -229,19 +207,6 @@ def read_trace(
         turn = Turn(prompt, max(row.output_length // length_divisor, 1))
         made.append(Conversation([turn], row.timestamp / 1000 * slowdown))
     return made
-
-
-def _read_rows(path: Path) -> Iterator[_TraceRow]:
-    try:
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    yield _DECODER.decode(line)
-                except msgspec.DecodeError as error:
-                    what = f"{path}, line {number}: no row of a trace: {error}"
-                    raise ConfigError("bench.read_load", what) from error
-    except OSError as error:
-        raise NotFoundError("bench.read_load", f"cannot read {path}: {error}") from error
 
 
 def draw_arrivals(count: int, rate: float | None, seed: int) -> list[float]:

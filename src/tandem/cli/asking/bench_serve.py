@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tandem.bench.clients.figures import Objectives, find_percentile, summarise
 from tandem.bench.clients.report import draw_run, render_report
 from tandem.bench.clients.workloads import (
     Conversation,
@@ -25,7 +24,8 @@ from tandem.bench.clients.workloads import (
 )
 from tandem.cli.output import print_json
 from tandem.core.errors import ConfigError
-from tandem.core.load_records import RequestRecord
+from tandem.core.loads.figures import Objectives, find_percentile, summarise
+from tandem.core.loads.records import RequestRecord
 
 __all__ = ["serve"]
 

@@ -23,6 +23,7 @@ from tandem.cli.config import (
 from tandem.cli.extras import require_serve
 from tandem.cli.launch_flags import make_launch_parameters, translate
 from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
@@ -72,6 +73,7 @@ def serve(
     # One line a request, whatever the level of all else.
     is_logged = settings.server.access_log
     logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
+    raise_limit()  # A stream of an answer is a descriptor; children inherit the limit.
     asyncio.run(_serve(settings, log_level, log_format, json=json))
 
 
@@ -146,8 +148,10 @@ async def _serve_with(
                     # It has served nobody: the command was broken off.
                     raise KeyboardInterrupt
             finally:
-                announcing.cancel()
-                await asyncio.gather(announcing, return_exceptions=True)
+                # Ctrl-C before ``run_server`` takes the signals cancels this task alone.
+                for task in (announcing, serving):
+                    task.cancel()
+                await asyncio.gather(announcing, serving, return_exceptions=True)
 
 
 async def _announce(cluster: Any, started: Any, *, json: bool) -> None:

@@ -204,6 +204,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The place of packed experts: a folder, ``off`` or ``auto``."""
     tier: ExpertTierPlan | None = None
     """The routed experts lie on disk, and this is what memory holds of them; None: all of them."""
+    num_deferred_experts: NonNegativeInt = 0
+    """Experts of an output token that are added one layer later, the least weighted."""
     notes: tuple[str, ...] = ()
     """Parts of the checkpoint that are not used, and why."""
     unused_rules: tuple[str, ...] = ()

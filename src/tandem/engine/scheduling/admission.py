@@ -117,7 +117,7 @@ class Admission:
             self._start(plan, request, match, budget, now_s)
             return True
         # A copy pins its source beside the destination; computing those tokens does not.
-        match = match.without_copy()
+        match = self._state.prefix.find(request, at_blocks=True)
         if self._fits(request, match, budget, reserved):
             self._start(plan, request, match, budget, now_s)
             return True
@@ -125,6 +125,8 @@ class Admission:
 
     def _fits(self, request: Request, match: PrefixMatch, budget: int, reserved: int) -> bool:
         state = self._state
+        if state.states is not None and not state.states.can_start():
+            return False
         # No preemption frees committed blocks: running requests must reach full length without it.
         committed = state.count_committed() - state.loads.count_releasable(request)
         if request.prefill_lease_s is not None:
@@ -150,7 +152,10 @@ class Admission:
         if request.report.first_scheduled_s is None:
             self._note_overtaken(request)
             self._report_start(request, match, now_s)
+        if state.states is not None:
+            state.states.start(plan, request, match)
         shared = state.prefix.attach(request, match)
+        num_tokens = state.limit_chunk(request, num_tokens)
         # Loads still in progress come too late.
         state.loads.give_up(request)
         fresh = state.allocate(state.count_blocks(start + num_tokens) - len(shared))
@@ -175,6 +180,7 @@ class Admission:
             counters.num_prefix_queries += 1
             counters.prefix_query_tokens += request.prompt_len
             counters.prefix_hit_tokens += match.num_tokens
+            counters.stateless_tokens += max(match.num_kv_tokens - match.num_tokens, 0)
             counters.store_hit_tokens += report.num_loaded_tokens
 
 

@@ -7,6 +7,7 @@ is released or its lease has ended. Pure and single-threaded; time is an argumen
 import math
 from collections.abc import Sequence
 
+from tandem.engine.groups.reuse import StateReuse
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.request import Request
@@ -20,11 +21,15 @@ class BlockHolds:
     Args:
         pool: of the blocks.
         index: over that pool; learns when held blocks become evictable.
+        states: whose slots held requests keep; None: the model has no state.
     """
 
-    def __init__(self, pool: BlockPool, index: PrefixIndex) -> None:
+    def __init__(
+        self, pool: BlockPool, index: PrefixIndex, states: StateReuse | None = None
+    ) -> None:
         self._pool = pool
         self._index = index
+        self._states = states
         self._holds: dict[str, tuple[Request, float]] = {}
         self.num_pinned = 0
         """References of holds: no preemption gets these blocks back."""
@@ -59,8 +64,11 @@ class BlockHolds:
         hold = self._holds.pop(request_id, None)
         if hold is None:
             return False
-        block_ids = hold[0].held_blocks
+        request = hold[0]
+        block_ids = request.held_blocks
         self._index.release(block_ids)
+        if self._states is not None:
+            self._states.release(request, request.prompt_len, is_sound=True)
         self.num_pinned -= len(block_ids)
         return True
 
@@ -69,6 +77,10 @@ class BlockHolds:
         ended = [name for name, (_, until_s) in self._holds.items() if until_s <= now_s]
         for request_id in ended:
             self.release(request_id)
+
+    def list_slots(self) -> Sequence[int]:
+        """Return the slots of states held here; for checks."""
+        return [request.state_notes.slot for request, _ in self._holds.values()]
 
     def list_references(self) -> Sequence[int]:
         """Return the block ids referenced here, one entry for each reference; for checks."""

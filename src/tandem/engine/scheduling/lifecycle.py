@@ -163,6 +163,12 @@ class Lifecycle:
             if reason is not None:
                 self.finish(request, reason, now_s)
                 ended.append(request)
+        if state.states is not None:
+            for save in plan.state_saves:
+                # A snapshot is of use where the KV before it can be found.
+                state.prefix.index_tail(save.request)
+            failed = {name for name, reason in finished.items() if reason is FinishReason.ERROR}
+            state.states.end_saves(plan, failed)
         return ended
 
     def settle(self, plan: StepPlan) -> bool:
@@ -181,8 +187,12 @@ class Lifecycle:
                 # A block with the same content may have taken a block's place.
                 kept.append(sequence._replace(block_table=table))
         plan.sequences = kept
+        if state.states is not None:
+            state.states.drop_saves(plan)
         if plan.is_empty:
             state.in_flight.popleft()
+            if state.states is not None:
+                state.states.end_saves(plan, ())
         return not plan.is_empty
 
     def _advance(self, sequence: ScheduledSequence) -> None:
@@ -236,7 +246,7 @@ class Lifecycle:
             request.held_blocks = request.block_table
             state.holds.hold(request, now_s + request.prefill_lease_s)
         if request.state is RequestState.RUNNING:
-            state.leave_running(request)
+            state.leave_running(request, is_sound=reason is not FinishReason.ERROR)
         elif request.state is RequestState.LOADING:
             state.loading.remove(request)
         else:

@@ -45,7 +45,7 @@ class LoadPlanning:
         reserved = sum(map(state.count_outstanding, state.running))
         largest = state.count_largest()
         for request in self._admission.order_waiting(now_s):
-            match = state.prefix.find(request).without_copy()
+            match = state.prefix.find(request, at_blocks=True)
             # What is matched gets pinned, so that what is loaded can be inserted behind it.
             room = min(
                 state.count_available() - state.index.count_evictable(match) - reserved,

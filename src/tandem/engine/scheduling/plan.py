@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem.core.wire import KvSource
+from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.scheduling.blocks import BlockCopy, KeyedBlock
 from tandem.engine.scheduling.request import Request
-from tandem.engine.stepping.messages import Phase
+from tandem.engine.stepping.messages import Phase, StateCopy
 
-__all__ = ["BlockLoad", "ScheduledSequence", "StepPlan"]
+__all__ = ["BlockLoad", "ScheduledSequence", "StateSave", "StepPlan"]
 
 
 class ScheduledSequence(NamedTuple):
@@ -44,6 +45,14 @@ class BlockLoad(NamedTuple):
     source: KvSource
 
 
+class StateSave(NamedTuple):
+    """Copy the state of a request, which the step brings to ``position``, to a slot."""
+
+    request: Request
+    position: int
+    slot: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """One step. Do the copies, then the forward pass, then sample, then ``complete``.
@@ -55,6 +64,12 @@ class StepPlan:
 
     sequences: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    state_loads: list[StateCopy] = field(default_factory=list[StateCopy])
+    """Snapshots to the slots of requests that take a prefix up, before the step."""
+    state_saves: list[StateSave] = field(default_factory=list[StateSave])
+    """States to keep, after the step."""
+    pinned: list[Snapshot] = field(default_factory=list[Snapshot])
+    """The sources of ``state_loads``."""
     preempted: list[Request] = field(default_factory=list[Request])
     """Back in the queue without blocks; what they generated is kept."""
     expired: list[Request] = field(default_factory=list[Request])

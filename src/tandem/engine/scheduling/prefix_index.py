@@ -16,8 +16,6 @@ Pure and single-threaded. Lower tiers are asked with the same keys from where ``
 not built.
 """
 
-import hashlib
-import struct
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -27,31 +25,19 @@ from weakref import WeakValueDictionary
 
 from tandem.core.spec import make_root_key
 from tandem.core.timeline import MissReason
+from tandem.engine.groups.chain import TOKEN_BYTES, hash_block, pack_tokens
+from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
 
 __all__ = [
-    "TOKEN_BYTES",
     "IndexObserver",
     "PrefixIndex",
     "PrefixMatch",
     "PrefixNode",
-    "hash_block",
-    "pack_tokens",
 ]
 
-TOKEN_BYTES = 4
 MAX_FORGOTTEN = 65_536
 """Keys remembered of blocks that were given up, to say why a prefix missed; some 10 MiB."""
-
-
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32, the form that keys are computed from."""
-    return struct.pack(f"<{len(token_ids)}i", *token_ids)
-
-
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Key of the full block that holds ``token_ids`` after the block (or root) ``parent``."""
-    return hashlib.sha256(parent + pack_tokens(token_ids)).digest()
 
 
 class PrefixNode:
@@ -102,6 +88,10 @@ class PrefixMatch:
     source: PrefixNode | None = None
     """A block whose first ``num_source_tokens`` tokens match after ``nodes``, to be copied."""
     num_source_tokens: int = 0
+    snapshot: Snapshot | None = None
+    """The state at ``num_tokens``, of a model that has states."""
+    num_kv_tokens: int = 0
+    """Tokens whose KV is there; more than ``num_tokens`` where there is no state at the last."""
 
     def without_copy(self) -> "PrefixMatch":
         """The same match, full blocks only."""
@@ -110,6 +100,17 @@ class PrefixMatch:
             num_tokens=self.num_tokens - self.num_source_tokens,
             source=None,
             num_source_tokens=0,
+        )
+
+    def cut(self, snapshot: Snapshot | None, block_size: int) -> "PrefixMatch":
+        """The part of the match that ends at a snapshot; nothing without one."""
+        position = 0 if snapshot is None else snapshot.position
+        depth, num_copied = divmod(position, block_size)
+        source = None
+        if num_copied:
+            source = self.nodes[depth] if depth < len(self.nodes) else self.source
+        return PrefixMatch(
+            self.nodes[:depth], position, source, num_copied, snapshot, self.num_tokens
         )
 
 
@@ -167,7 +168,7 @@ class PrefixIndex:
         size = self._block_size
         parent = keys[-1] if keys else root_key
         for start in range(0, len(token_ids) - size + 1, size):
-            parent = hash_block(parent, token_ids[start : start + size])
+            parent = hash_block(parent, pack_tokens(token_ids[start : start + size]))
             keys.append(parent)
 
     def get_root(self, root_key: bytes, adapter: str = "") -> PrefixNode:
@@ -226,6 +227,20 @@ class PrefixIndex:
         has_others = parent is not None and parent.children
         return MissReason.DIFFERS if has_others else MissReason.NOT_STORED
 
+    def has_prefix(self, parent_key: bytes, tail: bytes) -> bool:
+        """Say whether the KV of a chain and of packed tokens after it is here.
+
+        Args:
+            parent_key: of the chain's last full block, or its root.
+            tail: fewer tokens than a block has.
+        """
+        parent = self._by_key.get(parent_key) or self._roots.get(parent_key)
+        if parent is None or not tail:
+            return parent is not None
+        siblings = parent.sorted_tokens
+        position = bisect_left(siblings, tail)
+        return position < len(siblings) and siblings[position].startswith(tail)
+
     def count_evictable(self, match: PrefixMatch) -> int:
         """Return how many blocks of a match are unreferenced: acquiring it pins them."""
         pool = self._pool
@@ -269,7 +284,7 @@ class PrefixIndex:
         Args:
             parent: node of the block before it, which the caller references, or the root. Still
                 linked: what builds on forgotten blocks must not be found.
-            key: ``hash_block(parent.key, token_ids)``.
+            key: ``hash_block`` of the parent's key and the tokens.
             token_ids: its ``block_size`` tokens.
             block_id: referenced by the caller.
 

@@ -8,6 +8,7 @@ is admitted and when; this decides which blocks are shared. Pure, single-threade
 from collections.abc import Sequence
 
 from tandem.core.timeline import MissReason, PrefixMiss
+from tandem.engine.groups.reuse import StateReuse
 from tandem.engine.scheduling.blocks import KeyedBlock
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
 from tandem.engine.scheduling.request import Request, RequestState
@@ -26,10 +27,19 @@ class PrefixReuse:
         index: where blocks are found and released.
         block_size: tokens per block.
         is_enabled: False: nothing is looked up or indexed, blocks are only released.
+        states: finds the states that a prefix is taken up with; None: the model has none.
     """
 
-    def __init__(self, index: PrefixIndex, block_size: int, *, is_enabled: bool) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        block_size: int,
+        *,
+        is_enabled: bool,
+        states: StateReuse | None = None,
+    ) -> None:
         self.is_enabled = is_enabled
+        self._states = states
         self._index = index
         self._block_size = block_size
         self._expected: dict[bytes, Request] = {}
@@ -52,19 +62,25 @@ class PrefixReuse:
         self._index.extend_keys(root_key, keys, prompt_ids[:num_tokens])
         return keys
 
-    def find(self, request: Request) -> PrefixMatch:
-        """Return what the index holds of a request's tokens, all but the last one.
+    def find(self, request: Request, *, at_blocks: bool = False) -> PrefixMatch:
+        """Return what is there of a request's tokens, all but the last one.
 
         The last token is computed in any case: its logits choose the next.
+
+        Args:
+            request: not in the running set.
+            at_blocks: only what needs no copy.
         """
         if not self.is_enabled or not request.can_reuse_prefix:
             return PrefixMatch([], 0)
         self._extend_keys(request)
         num_tokens = request.num_tokens
         token_ids = request.get_tokens(0, num_tokens) if request.output_ids else request.prompt_ids
-        return self._index.match(
-            request.prefix.root_key, request.prefix.block_keys, token_ids, num_tokens - 1
-        )
+        notes = request.prefix
+        match = self._index.match(notes.root_key, notes.block_keys, token_ids, num_tokens - 1)
+        if self._states is not None:
+            return self._states.cut(notes, token_ids, match, at_blocks=at_blocks)
+        return match.without_copy() if at_blocks else match
 
     def explain_miss(self, request: Request) -> PrefixMiss | None:
         """Return where and why the reuse of a request's tokens ends; None if all are there."""
@@ -75,6 +91,9 @@ class PrefixReuse:
         match = self.find(request)
         if match.num_tokens >= request.num_tokens - 1:
             return None
+        if match.num_kv_tokens > match.num_tokens:
+            detail = str(match.num_kv_tokens)
+            return PrefixMiss(reason=MissReason.NO_STATE, position=match.num_tokens, detail=detail)
         num_full = len(match.nodes)
         next_key = (
             request.prefix.block_keys[num_full]
@@ -199,13 +218,13 @@ class PrefixReuse:
             request.prefix.num_indexed_blocks = position
         if is_prompt_end:
             self.forget_expected(request, request.prefix.block_keys)
-            self._index_tail(request)
+            self.index_tail(request)
 
     def detach(self, request: Request) -> None:
         """Take all blocks from a request; what it has computed stays matchable."""
         if request.queue.is_prefilling:
             self.forget_expected(request, request.prefix.block_keys)
-        self._index_tail(request)
+        self.index_tail(request)
         self._index.release(request.block_table)
         request.set_blocks(())
         request.num_computed_tokens = 0
@@ -227,7 +246,8 @@ class PrefixReuse:
             tokens = request.get_tokens(len(keys) * size, num_full * size)
             self._index.extend_keys(request.prefix.root_key, keys, tokens)
 
-    def _index_tail(self, request: Request) -> None:
+    def index_tail(self, request: Request) -> None:
+        """Make the computed tokens of a block that is not full matchable."""
         node = request.prefix.node
         if node is None or not node.is_linked:
             return

@@ -2,9 +2,9 @@
 
 A ``Request`` is mutable. Its own fields are set by whoever adds it (the first group) and by the
 scheduler's lifecycle (the second); each further group is a record with one writer: the queue's
-notes (admission and planning), the prefix's (``PrefixReuse``), the load's (load planning and
-``BlockLoads``) and the report's (times and counts, for outputs and ``tandem explain``). Token ids
-alone: text is the server's business.
+notes (admission and planning), the prefix's (``PrefixReuse``), the state's (``StateReuse``), the
+load's (load planning and ``BlockLoads``) and the report's (times and counts, for outputs and
+``tandem explain``). Token ids alone: text is the server's business.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from tandem.core.timeline import PrefixMiss
 from tandem.core.wire import FinishReason, KvSource, PrefillKv, SamplingParams, TierKv
-from tandem.engine.stepping.messages import pack_block_ids
+from tandem.engine.stepping.messages import NO_SLOT, pack_block_ids
 
 if TYPE_CHECKING:
+    from tandem.engine.groups.snapshots import Snapshot
     from tandem.engine.scheduling.prefix_index import PrefixNode
 
-__all__ = ["FinishReason", "Request", "RequestState"]
+__all__ = ["FinishReason", "PrefixNotes", "Request", "RequestState", "StateNotes"]
 
 
 class RequestState(StrEnum):
@@ -70,6 +71,18 @@ class PrefixNotes:
 
 
 @dataclass(slots=True)
+class StateNotes:
+    """The state of a request, for a model whose layers have one."""
+
+    slot: int = NO_SLOT
+    """Holds its state while it runs."""
+    points: list[int] = field(default_factory=list[int])
+    """Tokens at which its prefill ends a chunk to keep a state, ascending."""
+    last: "Snapshot | None" = None
+    """The longest snapshot of its tokens that was kept when it passed by."""
+
+
+@dataclass(slots=True)
 class LoadNotes:
     """State of a request's load from a lower tier or another instance."""
 
@@ -116,6 +129,8 @@ class Request:
         awaits_continuation: it does not compute before ``Scheduler.continue_request``, or the end
             of the lease of its source.
         output_ids: of a generation that another instance began.
+        message_end: tokens of the prompt up to the end of its last message, where a later prompt
+            may go on differently; 0: unknown.
         num_stored_blocks: leading full blocks of the prompt that lower tiers or the device held
             when it arrived.
     """
@@ -132,6 +147,7 @@ class Request:
     kv_source: KvSource = field(default_factory=TierKv)
     prefill_lease_s: float | None = None
     awaits_continuation: bool = False
+    message_end: int = 0
     num_stored_blocks: int = 0
 
     sequence_id: int = 0
@@ -153,6 +169,7 @@ class Request:
 
     queue: QueueNotes = field(default_factory=QueueNotes)
     prefix: PrefixNotes = field(default_factory=PrefixNotes)
+    state_notes: StateNotes = field(default_factory=StateNotes)
     load: LoadNotes = field(default_factory=LoadNotes)
     report: ReportNotes = field(default_factory=ReportNotes)
 

@@ -52,7 +52,8 @@ class RunningPlanner:
                 continue
             remaining = request.num_unplanned_tokens
             if remaining > 1:
-                num_tokens = self._grow(plan, request, min(remaining, budget))
+                wanted = self._state.limit_chunk(request, min(remaining, budget))
+                num_tokens = self._grow(plan, request, wanted)
                 if num_tokens > 0:
                     self._state.emit(plan, request, num_tokens)
 

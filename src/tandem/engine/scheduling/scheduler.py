@@ -37,6 +37,7 @@ from tandem.core.errors import ConfigError, ConflictError
 from tandem.core.instance_status import Statistics
 from tandem.core.wire import FinishReason, InstanceLoad
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.scheduling.admission import Admission
 from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
 from tandem.engine.scheduling.demand import measure_load
@@ -66,6 +67,7 @@ class Scheduler:
         pool: of the same number of blocks as the runner's memory.
         index: over that pool.
         tiers: decides what is loaded from lower tiers; None: nothing is.
+        states: slots of the runner's memory, and what is kept; None: the model has no state.
 
     Raises: ConfigError (``max_model_len`` is 0).
     """
@@ -76,6 +78,7 @@ class Scheduler:
         pool: BlockPool,
         index: PrefixIndex,
         tiers: TierPlanner | None = None,
+        states: StatePolicy | None = None,
     ) -> None:
         if config.max_model_len < 1:
             raise ConfigError(
@@ -84,7 +87,7 @@ class Scheduler:
                 field="engine.max_model_len",
             )
         self._config = config
-        self._state = SchedulerState(config, pool, index, tiers)
+        self._state = SchedulerState(config, pool, index, tiers, states)
         self._lifecycle = Lifecycle(self._state)
         self._running = RunningPlanner(self._state)
         self._admission = Admission(self._state)
@@ -147,6 +150,8 @@ class Scheduler:
         for request in self._state.loads.give_up_all():
             self._state.end_loading(request)
         self._state.wake_s = -math.inf
+        if self._state.states is not None:
+            self._state.states.clear()
         return self._state.prefix.clear()
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
@@ -220,8 +225,12 @@ class Scheduler:
     def get_stats(self) -> Statistics:
         """Return gauges and counters for the metrics. O(1)."""
         state = self._state
+        states = state.states
         return msgspec.structs.replace(
             state.counters,
+            num_state_slots=states.num_slots if states else 0,
+            num_used_state_slots=states.num_used if states else 0,
+            num_snapshots=states.num_snapshots if states else 0,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             num_loading=len(state.loading),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from tandem.core.instance_status import Statistics
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.reuse import StatePolicy, StateReuse
 from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
 from tandem.engine.scheduling.holds import BlockHolds
 from tandem.engine.scheduling.loads import BlockLoads, TierPlanner
@@ -36,6 +37,7 @@ class SchedulerState:
         pool: of the same number of blocks as the runner's memory.
         index: over that pool.
         tiers: decides what is loaded from lower tiers; None: nothing is.
+        states: slots of the runner's memory, and what is kept; None: the model has no state.
     """
 
     def __init__(
@@ -44,15 +46,24 @@ class SchedulerState:
         pool: BlockPool,
         index: PrefixIndex,
         tiers: TierPlanner | None,
+        states: StatePolicy | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
         self.index = index
-        self.prefix = PrefixReuse(index, config.block_size, is_enabled=config.prefix_cache)
-        self.tiers = tiers if config.prefix_cache else None
-        counters = Statistics()
+        counters, is_enabled = Statistics(), config.prefix_cache
+        self.states = (
+            None
+            if states is None
+            else StateReuse(states, index, config.block_size, counters, is_enabled=is_enabled)
+        )
+        """Slots of the states of requests; None: the model has none."""
+        self.prefix = PrefixReuse(
+            index, config.block_size, is_enabled=is_enabled, states=self.states
+        )
+        self.tiers = tiers if is_enabled else None
         self.loads = BlockLoads(pool, index, self.prefix, config.block_size, counters)
-        self.holds = BlockHolds(pool, index)
+        self.holds = BlockHolds(pool, index, self.states)
         # The last token of a request needs no KV, but a prompt that is only scored does.
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.requests: dict[str, Request] = {}
@@ -87,11 +98,23 @@ class SchedulerState:
         request.queue.is_prefilling = True
         insort(self.running, request, key=_urgency)
 
-    def leave_running(self, request: Request) -> None:
-        """Take a request out of the running set; what it computed stays matchable."""
+    def leave_running(self, request: Request, *, is_sound: bool = True) -> None:
+        """Take a request out of the running set; what it computed stays matchable.
+
+        Args:
+            request: in no plan in flight.
+            is_sound: False: its last step has failed, so its state may be anything.
+        """
         _remove_sorted(self.running, request, _urgency)
+        num_computed = request.num_computed_tokens
         self.prefix.detach(request)
+        if self.states is not None and request.request_id not in self.holds:
+            self.states.release(request, num_computed, is_sound=is_sound)
         request.queue.is_prefilling = False
+
+    def limit_chunk(self, request: Request, num_tokens: int) -> int:
+        """Return how many of its next tokens a step computes: it ends where a state is kept."""
+        return num_tokens if self.states is None else self.states.limit(request, num_tokens)
 
     def end_loading(self, request: Request) -> None:
         """Put a request that has nothing more to wait for back into the waiting queue."""
@@ -109,6 +132,8 @@ class SchedulerState:
         plan.sequences.append(
             ScheduledSequence(request, start, num_tokens, request.block_table, wants_sample, phase)
         )
+        if self.states is not None:
+            self.states.plan_save(plan, request, start + num_tokens)
         plan.num_tokens += num_tokens
         queue.num_plans += 1
         queue.num_tokens_in_flight += num_tokens
@@ -184,6 +209,10 @@ class SchedulerState:
             assert owners[block_id] == num_refs, (
                 f"block {block_id}: {num_refs} references, {owners[block_id]} owners"
             )
+        if self.states is not None:
+            in_use = [r.state_notes.slot for r in self.running]
+            in_use += [save.slot for plan in self.in_flight for save in plan.state_saves]
+            self.states.check([*in_use, *self.holds.list_slots()])
         num_listed = len(self.running) + len(self.loading) + len(self.waiting)
         assert num_listed == len(self.requests), (
             f"{len(self.running)} running, {len(self.loading)} loading and "

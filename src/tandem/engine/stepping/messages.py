@@ -10,25 +10,33 @@ runner keeps what must survive between the steps of a sequence, its sampling sta
 from array import array
 from collections.abc import Iterable
 from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
 
+from tandem.core.spec import NO_OUTPUT
 from tandem.core.wire import SamplingParams, TokenLogprob
 from tandem.engine.scheduling.blocks import BlockCopy
 
 __all__ = [
+    "NO_SLOT",
     "Logits",
     "Phase",
     "SampledToken",
     "SamplingRow",
     "SequenceResult",
     "SequenceStart",
+    "StateCopy",
     "StepInput",
     "StepResult",
     "StepSequence",
     "pack_block_ids",
     "select_sequences",
 ]
+
+
+NO_SLOT = -1
+"""The slot of a sequence of a model without a state."""
 
 
 class Phase(IntEnum):
@@ -57,6 +65,13 @@ class SamplingRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Index of the first drawn token in the output; selects the place in the random stream."""
 
 
+class StateCopy(NamedTuple):
+    """Copy the state in a slot to another slot."""
+
+    source: int
+    target: int
+
+
 class StepSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of one sequence that a step computes."""
 
@@ -76,6 +91,11 @@ class StepSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of the prompt whose log-probability the first rows give, one a row."""
     num_top: int = 0
     """Likeliest tokens reported beside each of ``scored_ids``."""
+    state_slot: int = NO_SLOT
+    """Holds the state before ``start`` and, after the step, that after the last token. A sequence
+    that starts at 0 begins with zeros, whatever the slot holds."""
+    prompt_len: int = NO_OUTPUT
+    """Position from which tokens are output; those may defer experts."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
@@ -100,6 +120,10 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True):
     starts: list[SequenceStart] = []
     ends: list[int] = []
     """Sequences that have ended since the last step; their sampling state is dropped."""
+    state_loads: list[StateCopy] = []
+    """Snapshots to slots of sequences, before anything is computed, in this order."""
+    state_saves: list[StateCopy] = []
+    """Slots of sequences to snapshots, after all is computed, in this order."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
@@ -137,4 +161,7 @@ def select_sequences(step: StepInput, sequences: list[StepSequence]) -> StepInpu
     # A copy clears the rest of its block: it must not be repeated after others have computed.
     copies = [copy for copy in step.copies if copy.dst_block_id in blocks]
     starts = [start for start in step.starts if start.sequence_id in ids]
-    return StepInput(sequences, copies, starts, step.ends)
+    slots = {sequence.state_slot for sequence in sequences}
+    loads = [copy for copy in step.state_loads if copy.target in slots]
+    saves = [copy for copy in step.state_saves if copy.source in slots]
+    return StepInput(sequences, copies, starts, step.ends, loads, saves)

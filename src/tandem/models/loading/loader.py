@@ -28,7 +28,9 @@ from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.operator import Operator, freeze
 from tandem.kernels.operators.rope import LayeredRope, Rope
-from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.kernels.paged import NO_SLOT, TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
+from tandem.kernels.states import StateCache
 from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import rename_reader
@@ -45,6 +47,7 @@ from tandem.models.loading.packed_cache import (
 from tandem.models.loading.packed_writer import PackedWriter
 from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.loading.weight_digest import DigestCache, WeightHasher, name_packed_source
+from tandem.models.planning.deferral import find_moe_layers
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress, WeightSource
 
@@ -98,6 +101,10 @@ class CausalModel:
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
         layers = list(base.layers)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
+        self._moe = find_moe_layers(plan) if self.is_fused else None
+        self.choices: Tensor | None = None
+        """Of the last step, int64 [layers with experts, tokens, top_k]; the next one overwrites it.
+        None where layers are not fused or have no experts."""
         self.adapters: ModelAdapters | None = None
         self.packed_writer: PackedWriter | None = None
         """Writes packed weights behind; None where there is nothing to write."""
@@ -138,6 +145,7 @@ class CausalModel:
             spec=self.spec,
             layout=layout,
             sharing=sharing,
+            num_deferred_experts=self.plan.num_deferred_experts,
         )
 
     def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
@@ -160,25 +168,33 @@ class CausalModel:
         layout = self.kv_layout(block_size, kv_dtype)
         return self.context.make_kv_cache(layout, num_blocks)
 
+    def allocate_states(self, num_slots: int) -> StateCache | None:
+        """Allocate slots of states on the model's device; None where no layer has a state."""
+        layout = self.spec.state_layout
+        return None if layout is None else self.context.make_state_cache(layout, num_slots)
+
     @torch.inference_mode()
     def forward(
         self,
         batch: PagedBatch,
         kv_cache: PagedKvCache,
         on_layer: Callable[[int], None] | None = None,
+        states: StateCache | None = None,
     ) -> Tensor:
         """Run one step: write the KV of the batch's tokens and return the wanted logits.
 
         Args:
             batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
             kv_cache: written at the batch's slots, read at its block tables.
-            on_layer: called with each layer's index once its KV of this step is in the blocks.
+            on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+            states: the slots that the batch's sequences go on with, for a model that has
+                ``spec.state_layout``.
 
         Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
 
         Raises:
             ShapeError: batch and cache have different block sizes, or the cache another model's
-                layout.
+                layout; or sequences have no slots of states where layers have one.
         """
         layout = kv_cache.layout
         if layout != self.kv_layout(batch.block_size, layout.dtype):
@@ -189,24 +205,46 @@ class CausalModel:
             )
         if batch.num_tokens == 0:
             return torch.empty(0, self.spec.vocab_size, device=self.device)
+        if self.spec.state_layout is not None:
+            states = self._check_states(batch, states)
+            for slot in batch.fresh_slots:
+                states.clear(slot)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
         if self.adapters is None:
             assert not batch.adapter_rows, "adapters are not enabled"
-            return self._compute(batch, kv_cache, on_layer)
+            return self._compute(batch, kv_cache, on_layer, states)
         self.adapters.begin_step(batch.num_tokens, batch.adapter_rows)
         try:
-            return self._compute(batch, kv_cache, on_layer)
+            return self._compute(batch, kv_cache, on_layer, states)
         finally:
             self.adapters.end_step()
+
+    def _check_states(self, batch: PagedBatch, states: StateCache | None) -> StateCache:
+        layout, slots = self.spec.state_layout, batch.state_slots.tolist()
+        held = None if states is None else states.layout
+        if states is None or held != layout or NO_SLOT in slots or len({*slots}) < len(slots):
+            raise ShapeError(
+                "models.forward",
+                f"slots {slots} of states {held}, where the model has {layout}: give each sequence "
+                "a slot of its own, of this model's allocate_states",
+            )
+        return states
 
     def _compute(
         self,
         batch: PagedBatch,
         kv_cache: PagedKvCache,
         on_layer: Callable[[int], None] | None,
+        states: StateCache | None,
     ) -> Tensor:
-        step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer)
+        routing = None
+        if self._moe is not None:
+            routing = StepRouting(self._moe, batch, kv_cache, self.dtype)
+            self.choices = routing.choices
+        step = self._execution.begin_step(
+            batch, kv_cache, self.ropes, self.dtype, on_layer, states, routing
+        )
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],
@@ -392,14 +430,14 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
         )
     if spec.kv_lora_rank:
         return MlaLayout(
-            num_layers=spec.num_layers,
+            num_layers=spec.num_kv_layers,
             kv_lora_rank=spec.kv_lora_rank,
             rope_dim=spec.rope_dim,
             block_size=block_size,
             dtype=dtype,
         )
     return GqaLayout(
-        num_layers=spec.num_layers,
+        num_layers=spec.num_kv_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         block_size=block_size,

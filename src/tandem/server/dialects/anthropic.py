@@ -8,7 +8,6 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -20,6 +19,7 @@ from tandem.server.dialects.chat import encode_conversation, plan_conversation
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.options import read_options
 from tandem.server.edge.http_errors import ErrorBody
+from tandem.server.edge.sse import encode_named_event
 from tandem.server.generation import Generation, Piece
 from tandem.server.outputs.deltas import (
     ArgumentsDelta,
@@ -27,6 +27,7 @@ from tandem.server.outputs.deltas import (
     Delta,
     ReasoningDelta,
     TextDelta,
+    read_arguments,
 )
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol.anthropic import (
@@ -106,7 +107,7 @@ class _Answer:
         (generation,) = generations
         calls = [block for block in self.blocks if block.type == "tool_use"]
         for block, text in zip(calls, self.arguments, strict=True):
-            block.input = _read_arguments(text)
+            block.input = read_arguments(text)
         return self._make_message(generation, self.blocks, generation.num_tokens)
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
@@ -207,20 +208,11 @@ def _count_usage(generation: Generation, num_tokens: int) -> AnthropicUsage:
 
 
 def _frame(kind: str, **values: object) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + _encode({"type": kind, **values}) + b"\n\n"
+    return encode_named_event(kind, _encode({"type": kind, **values}))
 
 
 def _make_id() -> str:
     return f"toolu_{uuid.uuid4().hex[:24]}"
-
-
-def _read_arguments(text: str) -> dict[str, Any]:
-    """Return the input of a call; of one that broke off, what came, under "partial_json"."""
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"partial_json": text}
 
 
 async def answer_messages(context: ServerContext, http: Request) -> Response:
@@ -345,7 +337,7 @@ def _write_error(body: ErrorBody, status: int) -> bytes:
 
 
 def _frame_error(body: ErrorBody, status: int) -> bytes:
-    return b"event: error\ndata: " + _write_error(body, status) + b"\n\n"
+    return encode_named_event("error", _write_error(body, status))
 
 
 _count_decoder = msgspec.json.Decoder(CountRequest)

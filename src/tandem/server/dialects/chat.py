@@ -1,7 +1,7 @@
 """POST /v1/chat/completions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -25,7 +25,12 @@ from tandem.server.dialects.parsing import (
     plan_grammar,
     plan_parsing,
 )
-from tandem.server.dialects.usage import count_usage, make_chat_logprobs
+from tandem.server.dialects.usage import (
+    check_prompt_logprobs,
+    count_usage,
+    make_chat_logprobs,
+    make_prompt_logprobs,
+)
 from tandem.server.generation import Generation, Piece
 from tandem.server.outputs.deltas import (
     ArgumentsDelta,
@@ -79,7 +84,13 @@ class _Answer(OpenAIAnswer[ChatRequest]):
 
     def make_document(self, generations: Sequence[Generation]) -> ChatCompletion:
         """See ``Renderer``."""
-        return self.make(ChatCompletion, self.choices, usage=count_usage(generations, self.n))
+        answer = self.make(ChatCompletion, self.choices, usage=count_usage(generations, self.n))
+        packed = generations[0].prompt_logprobs
+        if packed is not None:
+            answer.prompt_logprobs = make_prompt_logprobs(
+                self.context.encoder.tokenizer, packed, packed.num_top
+            )
+        return answer
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
         """See ``Renderer``."""
@@ -207,22 +218,49 @@ def encode_conversation(context: ServerContext, request: ChatRequest) -> Convers
     return Conversation(prompt, prompt_ids, tools)
 
 
+def _find_message_end(
+    context: ServerContext, request: ChatRequest, conversation: Conversation
+) -> int:
+    """Return how many tokens of a prompt are its messages; 0 where none or all of it asks.
+
+    A later prompt of the conversation has these tokens: not those that open the answer, which a
+    template may write otherwise when the answer is there.
+    """
+    if request.continue_final_message is True or request.add_generation_prompt is False:
+        return 0
+    prompt, prompt_ids, tools = conversation
+    messages = _render(context, request, tools, asks=False)
+    if not prompt.startswith(messages):
+        return 0
+    opening = context.encoder.tokenizer.encode(prompt[len(messages) :], add_special_tokens=False)
+    end = len(prompt_ids) - len(opening)
+    return end if prompt_ids[end:] == opening else 0
+
+
 def plan_conversation(
-    context: ServerContext, request: ChatRequest
+    context: ServerContext, request: ChatRequest, limit: TokenLimit | None = None
 ) -> tuple[ServedModel, list[ChoicePlan]]:
-    """Return the model that a request asks for and its generations, for the APIs of chat."""
+    """Return the model that a request asks for and its generations, for the APIs of chat.
+
+    Args:
+        context: of the server.
+        request: in the form of chat completions.
+        limit: of the answer; None: the request's own.
+    """
     _check(request)
     model = context.find_model(request.model)
     context.ready_info()
     context.check_choices(request.n if request.n is not None else 1)
-    prompt, prompt_ids, tools = encode_conversation(context, request)
+    conversation = encode_conversation(context, request)
+    prompt, prompt_ids, tools = conversation
     plans = plan_choices(
         context,
         request,
         [prompt_ids],
-        limit=_read_limit(context, request),
+        limit=_read_limit(context, request) if limit is None else limit,
         prompt_field="messages",
         logprobs=_num_logprobs(request),
+        prompt_logprobs=request.prompt_logprobs,
         parsing=plan_parsing(
             context.encoder,
             prompt,
@@ -231,10 +269,14 @@ def plan_conversation(
         ),
         grammar=plan_grammar(context, request, prompt, tools),
     )
+    if context.ready_info().num_state_slots:
+        message_end = _find_message_end(context, request, conversation)
+        plans = [replace(plan, message_end=message_end) for plan in plans]
     return model, plans
 
 
 def _check(request: ChatRequest) -> None:
+    check_prompt_logprobs(request.prompt_logprobs, is_stream=request.stream is True)
     if request.modalities is not None and any(kind != "text" for kind in request.modalities):
         raise UnsupportedError(
             "server.chat", "modalities: only 'text' is supported", field="modalities"
@@ -260,13 +302,16 @@ def _read_limit(context: ServerContext, request: ChatRequest) -> TokenLimit:
     return TokenLimit(field, asked, context.config.default_max_tokens)
 
 
-def _render(context: ServerContext, request: ChatRequest, tools: Sequence[Tool]) -> str:
+def _render(
+    context: ServerContext, request: ChatRequest, tools: Sequence[Tool], *, asks: bool | None = None
+) -> str:
+    """Render the messages; ``asks``: with what opens the answer, None is as the request says."""
     arguments = request.chat_template_kwargs
     if request.reasoning_effort is not None:
         arguments = {"reasoning_effort": request.reasoning_effort} | (arguments or {})
     return context.encoder.render(
         request.messages,
-        add_generation_prompt=request.add_generation_prompt,
+        add_generation_prompt=request.add_generation_prompt if asks is None else asks,
         continue_final_message=request.continue_final_message,
         arguments=arguments,
         tools=tools,

@@ -20,8 +20,9 @@ from tandem.server.edge.connection import limit_time, run_while_connected
 from tandem.server.edge.http_errors import WriteError, encode_error
 from tandem.server.edge.sse import EventStream, frame_error
 from tandem.server.generation import Generation, GenerationGroup, Piece
+from tandem.server.telemetry.timelines import Origin
 
-__all__ = ["Body", "Dialect", "Renderer", "Task"]
+__all__ = ["Body", "Dialect", "Renderer", "Task", "collect_answer"]
 
 _encode = msgspec.json.Encoder().encode
 _CHOICE_BYTES = 128
@@ -74,9 +75,12 @@ class Task:
     """The generations that a request asks for, and the form of its answer."""
 
     plans: list[ChoicePlan]
+    """None where the renderer's document of no generations is the answer."""
     options: RequestOptions
     renderer: Renderer
     is_stream: bool
+    frame_error: WriteError | None = None
+    """An error as an event of this very stream; None: as the dialect frames it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class Dialect(Generic[R]):
         refused: fields that are not supported, or what refuses them; see ``read_request``.
         write_error: encodes the document of an error, given its status.
         frame_error: the same as an event of a stream that has begun.
+        stream_type: media type of a stream.
     """
 
     decoder: msgspec.json.Decoder[R]
@@ -96,27 +101,46 @@ class Dialect(Generic[R]):
     refused: Mapping[str, str] | Callable[[bytes], None]
     write_error: WriteError = encode_error
     frame_error: WriteError = frame_error
+    stream_type: str = "text/event-stream"
 
     async def answer(self, context: ServerContext, http: Request) -> Response:
         """Answer a request, whole or as a stream."""
+        task, origin = await self.prepare(context, http)
+        return await self.run(context, http, task, origin)
+
+    async def prepare(self, context: ServerContext, http: Request) -> tuple[Task, Origin]:
+        """Read a request and plan it; nothing runs yet."""
         http.state.write_error = self.write_error
         origin = context.note_arrival(http)
         request = await context.read_request(http, self.decoder, self.refused)
         task = await context.prepare(http, origin, request.timeout, self.plan, context, request)
+        return task, origin
+
+    async def run(
+        self, context: ServerContext, http: Request, task: Task, origin: Origin
+    ) -> Response:
+        """Run what was planned while its client waits."""
+        if not task.plans:
+            return Response(_encode(task.renderer.make_document([])), media_type="application/json")
         group = await context.start(task.plans, task.options, origin, http.receive)
         if task.is_stream:
             events = _make_events(context, group, task.renderer)
-            return EventStream(group, events, context.config.send_timeout_s, self.frame_error)
+            frame = self.frame_error if task.frame_error is None else task.frame_error
+            limit_s = context.config.send_timeout_s
+            return EventStream(group, events, limit_s, frame, self.stream_type)
         try:
             document = await run_while_connected(
-                http.receive, _collect(context, group, task.renderer)
+                http.receive, collect_answer(context, group, task.renderer)
             )
         finally:
             await group.close()
         return Response(document, media_type="application/json")
 
 
-async def _collect(context: ServerContext, group: GenerationGroup, renderer: Renderer) -> bytes:
+async def collect_answer(
+    context: ServerContext, group: GenerationGroup, renderer: Renderer
+) -> bytes:
+    """Run all generations of a group to their ends; return the answer, encoded."""
     total = _CHOICE_BYTES * len(group.generations)
     async with limit_time(group.time_limit_s), aclosing(group.pieces()) as pieces:
         async for generation, piece in pieces:

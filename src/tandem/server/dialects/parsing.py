@@ -126,11 +126,11 @@ def _write_tool_grammar(
     written, form = WRITTEN_CALLS[encoder.call_form_name], encoder.call_form
     trigger = ""
     if not is_forced:
+        if not any(tool.function.strict is True for tool in called):
+            return ""
         begin = written.begin + written.head
         marks = [mark for mark in (*form.skipped, *(form.calls or ())) if begin.startswith(mark)]
-        if not marks or not any(tool.function.strict is True for tool in called):
-            return ""
-        trigger = marks[0]
+        trigger = marks[0] if marks else ""
     schemas = {
         tool.function.name: (tool.function.parameters or {})
         if is_forced or tool.function.strict is True
@@ -144,6 +144,7 @@ def _write_tool_grammar(
         schemas,
         is_parallel=request.parallel_tool_calls is not False and not is_named,
         trigger=trigger,
+        is_forced=is_forced,
     )
 
 

@@ -17,7 +17,7 @@ from tandem.server.edge.connection import ClientGoneError, limit_time, run_while
 from tandem.server.edge.http_errors import ErrorBody, WriteError, describe_error, encode_error
 from tandem.server.generation import GenerationGroup
 
-__all__ = ["DONE", "EventStream", "encode_event", "frame_error"]
+__all__ = ["DONE", "EventStream", "encode_event", "encode_named_event", "frame_error"]
 
 _logger = logging.getLogger(__name__)
 
@@ -27,6 +27,11 @@ DONE = b"data: [DONE]\n\n"
 def encode_event(document: bytes) -> bytes:
     """Frame one JSON document; JSON holds no line break of its own."""
     return b"data: " + document + b"\n\n"
+
+
+def encode_named_event(kind: str, document: bytes) -> bytes:
+    """Frame one JSON document as an event that has a name."""
+    return f"event: {kind}\n".encode() + encode_event(document)
 
 
 def frame_error(body: ErrorBody, status: int) -> bytes:
@@ -42,6 +47,7 @@ class EventStream(Response):
         events: framed events over the pieces of ``group``, the final one included.
         send_timeout_s: how long the client may leave what was sent unread.
         frame_error: makes the event of an error.
+        media_type: of the stream.
     """
 
     def __init__(
@@ -50,9 +56,10 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         send_timeout_s: float,
         frame_error: WriteError = frame_error,
+        media_type: str = "text/event-stream",
     ) -> None:
         super().__init__(
-            media_type="text/event-stream",
+            media_type=media_type,
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         # Response computes a length of zero for its empty body.

@@ -31,6 +31,8 @@ class WrittenCalls:
         value_end: after an argument.
         text_end: after one that is text; None: as ``value_end``.
         comma: between arguments.
+        answer: an answer that may call, where no mark tells a call from its first letter on: Lark
+            around the rule ``calls``, with texts between « and ».
     """
 
     head: str
@@ -43,6 +45,7 @@ class WrittenCalls:
     value_end: str = ""
     text_end: str | None = None
     comma: str = ""
+    answer: str = ""
 
 
 _DSML_KEY = '<｜DSML｜parameter name="{key}" string="'
@@ -112,9 +115,22 @@ WRITTEN_CALLS: Mapping[str, WrittenCalls] = {
     "mistral": WrittenCalls(
         '{"name": "{name}", "arguments": ', "}", begin="[TOOL_CALLS] [", between=", ", end="]"
     ),
-    "llama3": WrittenCalls('{"name": "{name}", "parameters": ', "}", between="; "),
+    "llama3": WrittenCalls(
+        '{"name": "{name}", "parameters": ',
+        "}",
+        between="; ",
+        # An answer that begins as an object does is a call.
+        answer="start: «<|python_tag|>»? calls | text?\ntext: /[ \\n]*[^{ \\n](.|\\n)*/",
+    ),
     "harmony": WrittenCalls(
-        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "", between=None
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        "",
+        between=None,
+        answer="start: note* (calls | final)\n"
+        "note: (analysis | preamble) /(.|\\n)*/ «<|end|><|start|>assistant»\n"
+        "analysis: «<|channel|>analysis<|message|>»\n"
+        "preamble: «<|channel|>commentary<|message|>»\n"
+        "final: «<|channel|>final<|message|>» /(.|\\n)*/",
     ),
 }
 """By the names of ``FORMATS``."""
@@ -127,6 +143,7 @@ def write_calls(
     *,
     is_parallel: bool,
     trigger: str = "",
+    is_forced: bool = True,
 ) -> str:
     """Return a grammar of Lark whose texts are calls.
 
@@ -136,7 +153,8 @@ def write_calls(
         tools: JSON Schema of the parameters by the name of each tool that may be called.
         is_parallel: whether there may be more than one call.
         trigger: the mark with which calls begin, for a grammar that allows text beside calls and
-            instead of them; empty: calls alone.
+            instead of them; empty: there is none.
+        is_forced: without a trigger: calls alone, else what the form's ``answer`` says.
     """
     rules = _Rules(written, literal, trigger)
     calls = [rules.add_call(name, schema) for name, schema in tools.items()]
@@ -149,8 +167,12 @@ def write_calls(
     block = " ".join(
         [*filter(None, [rules.open(written.begin)]), *parts, *filter(None, [literal(written.end)])]
     )
-    if not trigger:
+    if not trigger and is_forced:
         return "\n".join([f"start: {block}", *rules.lines])
+    if not trigger:
+        assert written.answer, "this form has a mark"
+        around = re.sub("«(.*?)»", lambda found: literal(found[1]), written.answer)
+        return "\n".join([around, f"calls: {block}", *rules.lines])
     rules.lines.append("FREE: /(.|\\n)*/")
     return "\n".join([f"start: (free {block})* FREE", *rules.lines])
 

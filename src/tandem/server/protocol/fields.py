@@ -14,6 +14,7 @@ __all__ = [
     "Choices",
     "Count",
     "FrequencyPenalty",
+    "FunctionName",
     "LogitBias",
     "LogprobCount",
     "MinP",
@@ -57,6 +58,8 @@ Timeout = Annotated[float, Meta(ge=0.001, le=7 * 86400.0)]
 """Seconds. Less than a millisecond is a mistake, often of a number that was rounded to 0."""
 Name = Annotated[str, Meta(max_length=1024)]
 """Model names, request ids, salts: text that is kept, compared or logged."""
+
+FunctionName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 
 _StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Stop = _StopText | Annotated[list[_StopText], Meta(max_length=64)]

@@ -7,7 +7,17 @@ programs that make requests by it. What depends on the model's context is not he
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ABORT", "CHAT", "COMPLETION", "DETOKENIZE", "GENERATE", "MESSAGES", "TOKENIZE", "Rule"]
+__all__ = [
+    "ABORT",
+    "CHAT",
+    "COMPLETION",
+    "DETOKENIZE",
+    "GENERATE",
+    "MESSAGES",
+    "RESPONSES",
+    "TOKENIZE",
+    "Rule",
+]
 
 Rule = Mapping[str, Any]
 
@@ -101,6 +111,25 @@ CHAT: Rule = {
 }
 _BLOCKS = {"anyOf": [{"type": "string"}, _list_of({"properties": {"type": {"const": "text"}}})]}
 MESSAGES: Rule = _given("messages", _list_of({"properties": {"content": _BLOCKS}}))
+_ITEMS = _list_of(
+    {
+        "required": ["role", "content"],
+        "properties": {
+            "type": {"enum": ["message", None]},
+            "role": {"type": "string"},
+            "content": {"type": "string"},
+        },
+    }
+)
+RESPONSES: Rule = {
+    "allOf": [
+        _given("input", {"anyOf": [{"type": "string"}, _ITEMS]}),
+        _absent("previous_response_id"),
+        _absent("background"),
+        {"properties": {"tools": {"type": ["array", "null"], "maxItems": 0}}},
+        {"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}},
+    ]
+}
 COMPLETION: Rule = {
     "allOf": [
         _given("prompt", {"anyOf": [_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS)]}),

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from tandem.bench.clients.figures import Objectives, describe, summarise
 from tandem.bench.clients.report import render_report
 from tandem.bench.clients.search import find_users
-from tandem.core.load_records import LoadReport, RequestRecord
+from tandem.core.loads.figures import Objectives, describe, summarise
+from tandem.core.loads.records import LoadReport, RequestRecord
 
 
 def make_record(index, sent, first, gap, tokens, **changes):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tandem.core.load_records import Distribution, LoadReport, RequestRecord
+from tandem.core.loads.records import Distribution, LoadReport, RequestRecord
 
 __all__ = ["Objectives", "describe", "find_percentile", "summarise"]
 

@@ -1,0 +1,23 @@
+"""``tandem sim``: its commands."""
+
+import typer
+
+from tandem.cli.simulating.hits import hits
+from tandem.cli.simulating.run import run
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="sim",
+    help="Simulate clusters in virtual time, with the scheduler that also serves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("hits")(hits)
+app.command("run")(run)
+
+
+@app.callback()
+def _root() -> None:
+    """Typer makes a group of an application with a callback."""

@@ -1,0 +1,52 @@
+"""Mooncake's format of traces: JSON lines of arrivals, lengths and hashes of blocks, without text.
+
+One reader for the load of ``tandem bench serve`` and for the simulator. Lines are read as they are
+asked for, so that a trace of any length takes no memory.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.core.errors import ConfigError, NotFoundError
+
+__all__ = ["BLOCK_TOKENS", "TraceRow", "read_rows"]
+
+BLOCK_TOKENS = 512
+"""Tokens that one hash id of a published trace stands for."""
+
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+
+
+class TraceRow(msgspec.Struct, frozen=True, gc=False):
+    """A request of a trace."""
+
+    timestamp: Annotated[float, Meta(ge=0)]
+    """Milliseconds from the start."""
+    input_length: Annotated[int, Meta(ge=1)]
+    output_length: NonNegativeInt
+    hash_ids: Annotated[list[NonNegativeInt], Meta(min_length=1)]
+    """One for each ``BLOCK_TOKENS`` of the prompt, equal where all tokens up to there are."""
+
+
+_DECODER = msgspec.json.Decoder(TraceRow)
+
+
+def read_rows(path: Path) -> Iterator[TraceRow]:
+    """Yield the requests of a trace, in the order of the file.
+
+    Raises: NotFoundError; ConfigError (a line is no row of a trace).
+    """
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield _DECODER.decode(line)
+                except msgspec.DecodeError as error:
+                    what = f"{path}, line {number}: no row of a trace: {error}"
+                    raise ConfigError("loads.read_trace", what) from error
+    except OSError as error:
+        raise NotFoundError("loads.read_trace", f"cannot read {path}: {error}") from error

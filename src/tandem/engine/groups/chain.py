@@ -1,0 +1,19 @@
+"""Keys of token prefixes: a SHA-256 chain over blocks of tokens, the same in every tier."""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+__all__ = ["TOKEN_BYTES", "hash_block", "pack_tokens"]
+
+TOKEN_BYTES = 4
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32, the form that keys are computed from."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def hash_block(parent: bytes, tokens: bytes) -> bytes:
+    """Key of the block that holds packed ``tokens`` after the block (or root) ``parent``."""
+    return hashlib.sha256(parent + tokens).digest()

@@ -1,0 +1,262 @@
+"""The states of requests: their slots, the snapshots kept, and where one is taken up. Pure.
+
+A slot holds the state of a running request, or a snapshot, or nothing. A request gets one when it
+is admitted and gives it up when it ends or is preempted: what the slot holds then is a snapshot
+already, without a copy. On the way snapshots are copied out where a chunk of the prefill ends
+(``choose_snapshots``). A prefix is taken up at the longest snapshot whose KV is there; its state is
+copied to the request's slot before the first step, and the snapshot stays, pinned until then.
+
+A step's copies are made in the order in which they were planned. A snapshot is found when the step
+that saved it has completed, not before.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from tandem.core.instance_status import Statistics
+from tandem.engine.groups.chain import pack_tokens
+from tandem.engine.groups.snapshots import Snapshot, SnapshotTable, choose_snapshots
+from tandem.engine.scheduling.plan import StateSave, StepPlan
+from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
+from tandem.engine.scheduling.request import PrefixNotes, Request
+from tandem.engine.stepping.messages import NO_SLOT, StateCopy
+
+__all__ = ["MIN_GAIN", "StatePolicy", "StateReuse"]
+
+MIN_GAIN = 16
+"""Tokens that a snapshot saves at least: fewer are computed as fast as a state is copied, and a
+chunk that ends for it costs a step."""
+
+
+class StatePolicy(NamedTuple):
+    """How many states there is room for, and which are kept."""
+
+    num_slots: int
+    """Of running requests and snapshots together."""
+    every: int = 0
+    """A prefill keeps a state at multiples of so many tokens; 0: at ends and branches alone."""
+    min_gain: int = MIN_GAIN
+
+
+class StateReuse:
+    """Gives requests slots, and finds and keeps snapshots.
+
+    Args:
+        policy: with at least one slot.
+        index: has the KV that a snapshot needs.
+        block_size: tokens of a block.
+        counters: where snapshots and evictions are counted.
+        is_enabled: False: requests get slots, and no state is kept.
+    """
+
+    def __init__(
+        self,
+        policy: StatePolicy,
+        index: PrefixIndex,
+        block_size: int,
+        counters: Statistics,
+        *,
+        is_enabled: bool,
+    ) -> None:
+        self._policy = policy
+        self._is_enabled = is_enabled
+        self._index = index
+        self._block_size = block_size
+        self._counters = counters
+        self._table = SnapshotTable(block_size)
+        # A stack: the slot freed last is taken first, slots that were never taken last.
+        self._free = list(range(policy.num_slots - 1, -1, -1))
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the runner's memory."""
+        return self._policy.num_slots
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots that are kept."""
+        return len(self._table)
+
+    @property
+    def num_used(self) -> int:
+        """Slots of requests, and of snapshots that a step in flight saves."""
+        return self.num_slots - len(self._free) - len(self._table)
+
+    # ---------------------------------------------------------------- hits
+
+    def cut(
+        self,
+        notes: PrefixNotes,
+        token_ids: Sequence[int],
+        match: PrefixMatch,
+        *,
+        at_blocks: bool = False,
+    ) -> PrefixMatch:
+        """Return the part of a match that ends where there is a state; changes nothing.
+
+        Args:
+            notes: of the request, with the keys of all its full blocks.
+            token_ids: of the request.
+            match: what the index holds of it.
+            at_blocks: only where a block ends, so that nothing is copied.
+        """
+        snapshot = self._table.find(
+            notes.root_key, notes.block_keys, token_ids, match.num_tokens, at_blocks=at_blocks
+        )
+        return match.cut(snapshot, self._block_size)
+
+    def can_start(self) -> bool:
+        """Say whether a slot is there for one more request, with a snapshot given up for it."""
+        return bool(self._free) or any(not s.num_pins for s in self._table)
+
+    def start(self, plan: StepPlan, request: Request, match: PrefixMatch) -> None:
+        """Give a request that is admitted a slot with the state that its match ends at.
+
+        Call ``can_start`` first.
+        """
+        state, snapshot = request.state_notes, match.snapshot
+        state.last = snapshot
+        if snapshot is None:
+            state.slot = self._take(None)
+        else:
+            self._table.touch(snapshot)
+            snapshot.num_pins += 1
+            state.slot = self._take(None)
+            if state.slot == NO_SLOT:
+                # There is no other slot: the request goes on in that of the snapshot.
+                snapshot.num_pins -= 1
+                self._table.remove(snapshot)
+                state.slot, state.last = snapshot.slot, snapshot.shorter
+            else:
+                plan.state_loads.append(StateCopy(snapshot.slot, state.slot))
+                plan.pinned.append(snapshot)
+        assert state.slot != NO_SLOT, f"no slot for request {request.request_id}"
+        if not self._is_enabled:
+            return
+        marks = [request.message_end, match.num_kv_tokens]
+        if not request.message_end:
+            # The same prompt again takes up all of it but this.
+            marks[0] = (request.prompt_len - 1) // self._block_size * self._block_size
+        policy = self._policy
+        state.points = choose_snapshots(
+            match.num_tokens, request.num_tokens, marks, policy.every, policy.min_gain
+        )
+
+    # ---------------------------------------------------------------- snapshots
+
+    def limit(self, request: Request, num_tokens: int) -> int:
+        """Return how many of the next tokens a chunk may have: it ends where a state is kept."""
+        start = request.num_planned_tokens
+        end = next((p for p in request.state_notes.points if p > start), start + num_tokens)
+        return min(num_tokens, end - start)
+
+    def plan_save(self, plan: StepPlan, request: Request, end: int) -> None:
+        """Keep the state at the end of a chunk that is added to a plan, if one is wanted there."""
+        state = request.state_notes
+        if end not in state.points:
+            return
+        last = state.last if state.last is not None and state.last.is_kept else None
+        slot = self._take(end - (last.position if last else 0))
+        if slot != NO_SLOT:
+            plan.state_saves.append(StateSave(request, end, slot))
+
+    def end_saves(self, plan: StepPlan, failed: Collection[str]) -> None:
+        """Make what a completed step has saved findable; end its hold on what it loaded.
+
+        Args:
+            plan: completed; the KV of its tokens is in the index.
+            failed: ids of requests whose states are not to be trusted.
+        """
+        for snapshot in plan.pinned:
+            snapshot.num_pins -= 1
+        plan.pinned.clear()
+        for request, position, slot in plan.state_saves:
+            if request.request_id in failed:
+                self._free.append(slot)
+            else:
+                self._keep(request, position, slot)
+
+    def drop_saves(self, plan: StepPlan) -> None:
+        """Take what ended requests would have saved out of a plan that is still to run."""
+        kept: list[StateSave] = []
+        for save in plan.state_saves:
+            if save.request.is_finished:
+                self._free.append(save.slot)
+            else:
+                kept.append(save)
+        plan.state_saves = kept
+
+    def release(self, request: Request, position: int, *, is_sound: bool) -> None:
+        """Take a request's slot, which holds its state at ``position``; it becomes a snapshot.
+
+        Call when the blocks of the request have been released.
+
+        Args:
+            request: in no plan in flight.
+            position: its tokens that were computed.
+            is_sound: False: a step that failed may have left anything there.
+        """
+        state = request.state_notes
+        slot, state.slot = state.slot, NO_SLOT
+        if slot == NO_SLOT:
+            return
+        if is_sound and position > 0 and self._is_enabled:
+            self._keep(request, position, slot)
+        else:
+            self._free.append(slot)
+        state.points, state.last = [], None
+
+    def clear(self) -> None:
+        """Forget all snapshots that no step in flight reads."""
+        for snapshot in [s for s in self._table if not s.num_pins]:
+            self._table.remove(snapshot)
+            self._free.append(snapshot.slot)
+
+    def check(self, in_use: Collection[int]) -> None:
+        """Assert that each slot has one owner; for tests.
+
+        Args:
+            in_use: slots of requests, and of saves in flight.
+        """
+        self._table.check()
+        slots = [*self._free, *(s.slot for s in self._table), *in_use]
+        assert sorted(slots) == list(range(self.num_slots)), f"slots {sorted(slots)}"
+
+    def _keep(self, request: Request, position: int, slot: int) -> None:
+        """Make a slot that holds a request's state a snapshot, if that is of use, or free it."""
+        state, size = request.state_notes, self._block_size
+        depth = position // size
+        prefix = request.prefix
+        if len(prefix.block_keys) < depth:
+            self._free.append(slot)  # Its blocks were forgotten on the way, and have no keys.
+            return
+        parent_key = prefix.block_keys[depth - 1] if depth else prefix.root_key
+        tail = pack_tokens(request.get_tokens(depth * size, position))
+        equal = self._table.find_equal(parent_key, tail)
+        snapshot = Snapshot(parent_key, tail, position, slot, state.last)
+        if equal is not None:
+            self._table.touch(equal)
+            state.last = equal
+            self._free.append(slot)
+        elif self._table.count_worth(snapshot) >= self._policy.min_gain and self._index.has_prefix(
+            parent_key, tail
+        ):
+            self._table.add(snapshot)
+            state.last = snapshot
+            self._counters.num_snapshots_taken += 1
+        else:
+            self._free.append(slot)
+
+    def _take(self, worth: int | None) -> int:
+        """Take a slot, giving up a snapshot if none is free; ``NO_SLOT`` if none may be."""
+        if self._free:
+            return self._free.pop()
+        victim = self._table.choose_victim(self._is_reachable, worth)
+        if victim is None:
+            return NO_SLOT
+        self._table.remove(victim, is_evicted=True)
+        self._counters.num_evicted_snapshots += 1
+        return victim.slot
+
+    def _is_reachable(self, snapshot: Snapshot) -> bool:
+        return self._index.has_prefix(snapshot.parent_key, snapshot.tail)

@@ -1,0 +1,109 @@
+"""The states of sequences: a pool of slots, beside the pool of KV blocks.
+
+A sequence that runs has a slot, which each of its steps reads and moves on; a slot that no step has
+is a snapshot. A slot is contiguous (``StateLayout``), so that it is copied, sent and stored whole.
+"""
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tandem.core.errors import ShapeError, UnsupportedError
+from tandem.core.state_layout import StateLayout
+from tandem.kernels.cpu.device import CPU
+from tandem.kernels.device import Device
+from tandem.kernels.gated_delta import StateSlots
+from tandem.kernels.native import Buffer
+from tandem.kernels.paged import TORCH_DTYPES, wrap_memory
+
+__all__ = ["StateCache"]
+
+
+class StateCache:
+    """The slots of one model on one device, and the views of them that operators take.
+
+    Args:
+        layout: of a state.
+        num_slots: ids are 0 to ``num_slots - 1``.
+        device: where the slots live.
+        memory: as of ``PagedKvCache``, ``num_slots * layout.bytes_per_state`` bytes. Contents do
+            not matter: a sequence's first token clears its slot.
+
+    Raises:
+        ShapeError: ``memory`` is too small, not contiguous or not aligned.
+        UnsupportedError: read-only ``memory``, or ``memory`` for another device.
+    """
+
+    def __init__(
+        self,
+        layout: StateLayout,
+        num_slots: int,
+        *,
+        device: Device = CPU,
+        memory: Tensor | memoryview | NDArray[np.uint8] | None = None,
+    ) -> None:
+        size_bytes = num_slots * layout.bytes_per_state
+        if memory is None:
+            tensor = device.allocate(size_bytes)
+        elif isinstance(memory, Tensor):
+            tensor = memory[:size_bytes]
+        else:
+            tensor = wrap_memory(memory, size_bytes, device)
+        self.layout = layout
+        self.device = device
+        self.num_slots = num_slots
+        self.tensor = tensor.view(torch.uint8).view(num_slots, layout.bytes_per_state)
+        """uint8 [slots, bytes of a state]."""
+        self.layers = [self._view_layer(i) for i in range(layout.num_layers)]
+        """By number among the layers that have a state."""
+
+    def _view_layer(self, state_idx: int) -> StateSlots:
+        layout, place = self.layout, self.layout.layer_slice(state_idx)
+        dtype = TORCH_DTYPES[layout.dtype]
+        recurrent = self._view_part(place.recurrent, layout.recurrent_shape, torch.float32)
+        return StateSlots(recurrent, self._view_part(place.carried, layout.carried_shape, dtype))
+
+    def _view_part(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
+        part = self.tensor[:, offset : offset + prod(shape) * dtype.itemsize]
+        return Buffer(part.view(dtype).unflatten(1, shape))
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot to another.
+
+        Raises: ShapeError (no such slot).
+        """
+        self._check(source, target)
+        self.tensor[target] = self.tensor[source]
+
+    def clear(self, slot: int) -> None:
+        """Make a slot the state before a sequence's first token: zeros.
+
+        Raises: ShapeError (no such slot).
+        """
+        self._check(slot)
+        self.tensor[slot] = 0
+
+    def view_bytes(self) -> NDArray[np.uint8]:
+        """Return all slots as bytes, one after the other; the same memory.
+
+        Raises: UnsupportedError (the slots are not in host memory).
+        """
+        if not self.device.is_host:
+            raise UnsupportedError(
+                "kernels.view_state_bytes",
+                f"the slots are on {self.device.torch_device}: only the host's are seen",
+            )
+        flat: Any = self.tensor.view(-1).numpy()
+        return flat
+
+    def _check(self, *slots: int) -> None:
+        for slot in slots:
+            if not 0 <= slot < self.num_slots:
+                raise ShapeError(
+                    "kernels.state_slot",
+                    f"slot {slot} of {self.num_slots}: pass 0 to {self.num_slots - 1}",
+                )

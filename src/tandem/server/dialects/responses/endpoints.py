@@ -1,0 +1,132 @@
+"""POST /v1/responses, and what may be done with a response that is kept."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem.core.errors import ConfigError, InternalError, TandemError
+from tandem.server.clients import current_client
+from tandem.server.context import ServerContext
+from tandem.server.dialects.dialect import Dialect, Task, collect_answer
+from tandem.server.dialects.responses.planning import PlannedResponse, plan_response
+from tandem.server.edge.http_errors import describe_error
+from tandem.server.protocol.responses import DeletedResponse, ResponsesRequest
+from tandem.server.telemetry.timelines import Origin
+
+__all__ = ["cancel_response", "create_response", "delete_response", "get_response"]
+
+_logger = logging.getLogger(__name__)
+
+_CANCEL_TIMEOUT_S = 10.0
+"""For a running response to end, once it is cancelled; takes a step of the engine."""
+_REFUSED_FIELDS = {
+    "conversation": "conversations are not kept: use previous_response_id",
+    "prompt": "prompt templates are not kept here: write instructions and input",
+}
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+_encode = msgspec.json.Encoder().encode
+
+
+async def create_response(context: ServerContext, http: Request) -> Response:
+    """Answer items of a conversation, whole, as events or in the background."""
+    owner = context.find_owner(http)
+    planned: list[PlannedResponse] = []
+
+    def plan(context: ServerContext, request: ResponsesRequest) -> Task:
+        planned.append(plan_response(context, request, owner))
+        return planned[0].task
+
+    dialect = Dialect(_decoder, plan, _REFUSED_FIELDS)
+    task, origin = await dialect.prepare(context, http)
+    (response,) = planned
+    if not response.answer.document.background:
+        return await dialect.run(context, http, task, origin)
+    return _run_in_background(context, response, origin)
+
+
+async def get_response(context: ServerContext, http: Request) -> Response:
+    """Return a response that is kept, or as much of it as there is."""
+    if http.query_params.get("stream", "false").lower() not in ("false", "0", ""):
+        what = "stream: the events of a kept response are not kept"
+        raise ConfigError("server.get_response", what, field="stream")
+    kept = context.kept_responses.find(
+        context.find_owner(http), http.path_params["id"], context.clock.now_s()
+    )
+    return Response(kept.document, media_type="application/json")
+
+
+async def delete_response(context: ServerContext, http: Request) -> Response:
+    """Forget a response."""
+    owner, name = context.find_owner(http), http.path_params["id"]
+    job = context.background_jobs.get(name)
+    context.kept_responses.remove(owner, name, context.clock.now_s())
+    if job is not None:
+        job.cancel()
+    return Response(_encode(DeletedResponse(id=name)), media_type="application/json")
+
+
+async def cancel_response(context: ServerContext, http: Request) -> Response:
+    """End a response that runs in the background; it keeps what it has."""
+    owner, name = context.find_owner(http), http.path_params["id"]
+    kept = context.kept_responses.find(owner, name, context.clock.now_s())
+    job = context.background_jobs.get(name)
+    if job is not None:
+        job.cancel()
+        await asyncio.wait([job], timeout=_CANCEL_TIMEOUT_S)
+    elif not kept.is_background:
+        what = f"response {name} did not run in the background: close its connection to end it"
+        raise ConfigError("server.cancel_response", what, field="id")
+    return Response(kept.document, media_type="application/json")
+
+
+def _run_in_background(
+    context: ServerContext, response: PlannedResponse, origin: Origin
+) -> Response:
+    kept, document = response.kept, response.answer.document
+    assert kept is not None
+    kept.document, kept.is_background, kept.is_running = _encode(document), True, True
+    context.kept_responses.add(response.owner, kept, context.clock.now_s())
+    # Like a request whose client waits: it takes a place, and draining waits for it.
+    client = current_client.get()
+    context.lifecycle.enter(client)
+    job = asyncio.create_task(_run(context, response, origin))
+    context.background_jobs[document.id] = job
+    job.add_done_callback(_make_leave(context, document.id, client))
+    return Response(kept.document, media_type="application/json")
+
+
+def _make_leave(
+    context: ServerContext, name: str, client: str
+) -> Callable[["asyncio.Task[None]"], None]:
+    def leave(_: "asyncio.Task[None]") -> None:
+        del context.background_jobs[name]
+        context.lifecycle.leave(client)
+
+    return leave
+
+
+async def _run(context: ServerContext, response: PlannedResponse, origin: Origin) -> None:
+    task, answer = response.task, response.answer
+    try:
+        group = await context.start(task.plans, task.options, origin, _never_leave)
+        try:
+            await collect_answer(context, group, answer)
+        finally:
+            await group.close()
+    except asyncio.CancelledError:
+        answer.cancel()
+    except TandemError as error:
+        answer.end_failed(describe_error(error).body)
+    except Exception:
+        _logger.exception("event=background_failed name=%s", task.options.name)
+        error = InternalError("server.background", "the server failed; its log says why")
+        answer.end_failed(describe_error(error).body)
+
+
+async def _never_leave() -> dict[str, object]:
+    """Stand for the connection of a client that does not wait."""
+    return await asyncio.get_running_loop().create_future()

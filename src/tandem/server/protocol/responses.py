@@ -1,0 +1,294 @@
+"""Requests and responses of OpenAI's Responses API. Field names are the wire names."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from tandem.server.protocol import fields
+from tandem.server.protocol.openai import ChatLogprob
+
+__all__ = [
+    "CallItem",
+    "CustomCallItem",
+    "DeletedResponse",
+    "IncompleteDetails",
+    "InputItem",
+    "InputTokensDetails",
+    "MessageItem",
+    "OutputItem",
+    "OutputTokensDetails",
+    "ReasoningConfig",
+    "ReasoningItem",
+    "ReasoningPart",
+    "ResponseDocument",
+    "ResponseFailure",
+    "ResponseTool",
+    "ResponseUsage",
+    "ResponsesRequest",
+    "Status",
+    "TextConfig",
+    "TextFormat",
+    "TextPart",
+]
+
+Metadata = Annotated[dict[str, str], Meta(max_length=16)]
+
+
+class InputPart(msgspec.Struct, kw_only=True):
+    """A part of the content of an item; only text is understood."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """An item of a conversation, of any type; fields of other types are ignored."""
+
+    type: Annotated[str, Meta(max_length=64)] | None = None
+    """None is a message."""
+    id: fields.Name | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+    call_id: fields.Name | None = None
+    name: fields.Name | None = None
+    arguments: str | None = None
+    """Of a function_call: a JSON object, as text."""
+    input: str | None = None
+    """Of a custom_tool_call."""
+    output: str | list[InputPart] | None = None
+
+
+class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A tool; other types than function and custom run at OpenAI and are left out."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    name: fields.FunctionName | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+    """Of a custom tool: the form of its text."""
+
+
+class AllowedTool(msgspec.Struct):
+    """A tool in a choice of several."""
+
+    type: str
+    name: fields.Name | None = None
+
+
+class ToolChoiceObject(msgspec.Struct, kw_only=True):
+    """The tool or the tools that may be called."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    name: fields.Name | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[AllowedTool], Meta(max_length=1024)] | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """The form of the answer's text: text, json_object or json_schema."""
+
+    type: Annotated[str, Meta(max_length=64)]
+    name: fields.Name | UnsetType = UNSET
+    description: str | UnsetType = UNSET
+    schema: dict[str, Any] | UnsetType = UNSET
+    strict: bool | UnsetType | None = UNSET
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    """How the answer's text is to be."""
+
+    format: TextFormat | None = None
+    verbosity: fields.Name | None = None
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True):
+    """How the model is to reason."""
+
+    effort: fields.Name | None = None
+    summary: fields.Name | None = None
+
+
+class StreamConfig(msgspec.Struct, kw_only=True):
+    """Options of the stream; events are never padded here."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/responses. ``null`` is the same as leaving a field out."""
+
+    model: fields.Name | None = None
+    input: str | Annotated[list[InputItem], Meta(max_length=2**16)] | None = None
+    instructions: str | None = None
+    previous_response_id: fields.Name | None = None
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamConfig | None = None
+    include: Annotated[list[fields.Name], Meta(max_length=64)] | None = None
+    metadata: Metadata | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1, le=fields.MAX_COUNT)] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    temperature: fields.Temperature | None = None
+    text: TextConfig | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceObject | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=1024)] | None = None
+    top_logprobs: fields.LogprobCount | None = None
+    top_p: fields.TopP | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """A conversation beyond the context is refused either way."""
+    top_k: fields.TopK | None = None
+    seed: fields.Seed | None = None
+    stop: fields.Stop | None = None
+    priority: fields.Priority | None = None
+    cache_salt: fields.Name | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    timeout: fields.Timeout | None = None
+    """Seconds; it and the five above are extensions."""
+
+
+Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed", "queued"]
+
+
+class TextPart(msgspec.Struct, kw_only=True):
+    """The text of a message."""
+
+    type: str = "output_text"
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[ChatLogprob] = []
+
+
+class ReasoningPart(msgspec.Struct, kw_only=True):
+    """The text of an item of reasoning."""
+
+    type: str = "reasoning_text"
+    text: str = ""
+
+
+class MessageItem(msgspec.Struct, kw_only=True):
+    """A message of the model."""
+
+    type: str = "message"
+    id: str
+    role: str = "assistant"
+    status: Status = "in_progress"
+    content: list[TextPart]
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True):
+    """What the model wrote before its answer."""
+
+    type: str = "reasoning"
+    id: str
+    status: Status = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningPart]
+    encrypted_content: str | UnsetType = UNSET
+
+
+class CallItem(msgspec.Struct, kw_only=True):
+    """A call of a function."""
+
+    type: str = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: Status = "in_progress"
+
+
+class CustomCallItem(msgspec.Struct, kw_only=True):
+    """A call of a tool that takes a text."""
+
+    type: str = "custom_tool_call"
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    status: Status = "in_progress"
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
+
+
+class InputTokensDetails(msgspec.Struct):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    """Which tokens of the answer were reasoning, counted event by event."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why a response is not complete."""
+
+    reason: str
+
+
+class ResponseFailure(msgspec.Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ResponseDocument(msgspec.Struct, kw_only=True):
+    """A response, whole or as far as it has come."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: Status
+    background: bool
+    completed_at: int | None = None
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Any]
+    """Items; see ``OutputItem``."""
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ReasoningConfig
+    store: bool
+    temperature: float | None
+    text: TextConfig
+    tool_choice: str | ToolChoiceObject
+    tools: list[ResponseTool]
+    top_logprobs: int
+    top_p: float | None
+    truncation: str
+    usage: ResponseUsage | None = None
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """The answer of DELETE."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True

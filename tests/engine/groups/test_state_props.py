@@ -1,0 +1,146 @@
+"""Goal: no request goes on from a state that is not that of its own tokens, and hits are used.
+
+Method: random traffic over ``scheduler_world.World`` with states, whose runner keeps in each slot
+a fingerprint of all tokens that its state has seen. Mutants at the end show that it notices.
+"""
+
+import random
+from functools import partial
+
+import pytest
+from scheduler_world import ORDERS, Impatient, World, WrongKvError, drive
+
+from tandem.core.errors import CapacityError, ConflictError
+from tandem.core.wire import FinishReason
+from tandem.engine.groups.reuse import StateReuse
+from tandem.engine.scheduling.scheduler import Scheduler
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_long_traffic_with_few_slots_is_sound_and_exercises_everything(order, overlap):
+    world = World(
+        14, 7, order, max_running=5, overlap=overlap, num_slots=9, scheduler_class=Impatient
+    )
+    drive(world, 500)
+    stats = world.scheduler.get_stats()
+    assert stats.num_preemptions > 15
+    assert stats.prefix_hit_tokens > 50
+    assert stats.num_evicted_snapshots > 30
+    assert stats.stateless_tokens > 30
+    assert stats.num_used_state_slots == 0
+    reasons = {r.finish_reason for r in world.ended}
+    assert reasons == set(FinishReason) - {FinishReason.DEADLINE, FinishReason.PREFILLED}
+
+
+def test_tokens_do_not_depend_on_slots_or_snapshots():
+    def run(**kwargs):
+        world = World(max_queue=40, **kwargs)
+        rng = random.Random(3)
+        shared = rng.choices(range(3), k=10)
+        for i in range(20):
+            own = rng.choices(range(3), k=rng.randrange(12))
+            world.add(shared[: i % 11] + own + [0], 10)
+        while world.live:
+            world.step(stop_chance=0.0, fail_chance=0.0)
+        return {r.request_id: r.output_ids for r in world.ended}, world.runner.num_computed
+
+    expected, num_computed_alone = run(num_blocks=200, prefix_cache=False, max_running=1)
+    outputs, num_computed = run(num_blocks=200, num_slots=100)
+    assert outputs == expected
+    assert num_computed < num_computed_alone
+    for num_slots in (1, 3, 5):
+        for overlap in (False, True):
+            found, _ = run(num_blocks=9, num_slots=num_slots, overlap=overlap, every=4)
+            assert found == expected
+
+
+# ------------------------------------------------------------------------------- mutants
+
+
+class GoesOnBehind(StateReuse):
+    """Takes a prefix up where its KV ends, with the last state before."""
+
+    def cut(self, notes, token_ids, match, *, at_blocks=False):
+        cut = super().cut(notes, token_ids, match, at_blocks=at_blocks)
+        if cut.snapshot is None or at_blocks:
+            return cut
+        return type(match)(
+            match.nodes, match.num_tokens, match.source, match.num_source_tokens, cut.snapshot
+        )
+
+
+class FindsEarly(StateReuse):
+    """Lets a snapshot be found when it is planned."""
+
+    def plan_save(self, plan, request, end):
+        super().plan_save(plan, request, end)
+        if plan.state_saves and plan.state_saves[-1].request is request:
+            save = plan.state_saves.pop()
+            self._index.has_prefix, has_prefix = (lambda *_: True), self._index.has_prefix
+            self._keep(request, save.position, save.slot)
+            self._index.has_prefix = has_prefix
+
+
+class KeepsTheBroken(StateReuse):
+    """Keeps the state of a step that failed."""
+
+    def release(self, request, position, *, is_sound):
+        super().release(request, position, is_sound=True)
+
+
+class GivesAwayLoaded(StateReuse):
+    """Takes a slot for a request without a look at who reads it."""
+
+    def _take(self, worth):
+        slot = super()._take(worth)
+        if slot == -1 and worth is not None and len(self._table):
+            return next(iter(self._table)).slot
+        return slot
+
+
+class ForgetsToLoad(StateReuse):
+    """Begins with whatever the slot holds."""
+
+    def start(self, plan, request, match):
+        super().start(plan, request, match)
+        plan.state_loads.clear()
+
+
+def with_states(states_class):
+    """A scheduler with another class of states."""
+
+    class Mutant(Scheduler):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self._state.states.__class__ = states_class
+
+    return Mutant
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [StateReuse, GoesOnBehind, FindsEarly, KeepsTheBroken, GivesAwayLoaded, ForgetsToLoad],
+    ids=lambda mutant: mutant.__name__,
+)
+def test_runner_notices_a_broken_rule(mutant):
+    """The content check alone finds each of these bugs, with all bookkeeping checks off."""
+    num_found, is_mutant = 0, mutant is not StateReuse
+    for seed in range(8):
+        world = World(
+            14,
+            seed,
+            max_running=5,
+            num_slots=8,
+            checks=False,
+            overlap=seed % 2 == 1,
+            scheduler_class=with_states(mutant),
+        )
+        world.step = partial(world.step, fail_chance=0.1)
+        try:
+            drive(world, 150)
+        except WrongKvError:
+            num_found += 1
+        except (AssertionError, CapacityError, ConflictError, KeyError):
+            assert is_mutant, "the unchanged rules are sound"
+    assert num_found >= 3 if is_mutant else num_found == 0
