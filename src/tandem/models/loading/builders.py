@@ -24,6 +24,7 @@ from tandem.core.model.layers import (
 )
 from tandem.core.model.plan import NO_FORMAT, ModulePlan
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer, LayerParts
 from tandem.kernels.operators.experts import RoutedExperts
@@ -56,6 +57,8 @@ class Resources:
     """Keeps packed experts between runs."""
     expert_parts: int = 0
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
+    share: TierShare | None = None
+    """Of the memory for experts that lie on disk, each layer's; None: all are in memory."""
 
 
 def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.Module:
@@ -144,6 +147,15 @@ def _build_experts(spec: ExpertsSpec, planned: ModulePlan, resources: Resources)
     if planned.weight_format == NO_FORMAT:
         return Experts(spec)
     weight_format, caches = find_format(planned.weight_format), resources.caches
+    if resources.share is not None:
+        assert caches is not None, "experts on disk without a place"
+        return DiskExperts(
+            spec,
+            weight_format=weight_format,
+            pool=resources.pool,
+            cache=caches.open(weight_format.name),
+            share=resources.share,
+        )
     nodes = len(resources.pool.node_ids)
     return NativeExperts(
         spec,

@@ -37,8 +37,14 @@ from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import rename_reader
 from tandem.models.identity import list_config_values, make_kv_identity
 from tandem.models.loading.builders import Resources
+from tandem.models.loading.expert_disk import open_tier
 from tandem.models.loading.injection import apply_plan, require_no_meta
-from tandem.models.loading.packed_cache import PackedCaches, choose_root, has_manifest
+from tandem.models.loading.packed_cache import (
+    MIN_CACHED_BYTES,
+    PackedCaches,
+    choose_root,
+    has_manifest,
+)
 from tandem.models.loading.packed_writer import PackedWriter
 from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.loading.weight_digest import DigestCache, WeightHasher, name_packed_source
@@ -299,11 +305,13 @@ def load_model(
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
         # Parts on NUMA nodes are copies: with them the memory to write from would come on top.
-        is_behind = is_written_behind and plan.expert_parts == 1
+        # Experts that stay on disk are there before they are used.
+        is_behind = is_written_behind and plan.expert_parts == 1 and plan.tier is None
         source, hasher, caches = open_weights(
             checkpoint, plan, context, progress, stack, is_behind=is_behind
         )
-        resources = Resources(pool=pool, caches=caches, expert_parts=plan.expert_parts)
+        share = None if plan.tier is None else open_tier(plan.tier)
+        resources = Resources(pool=pool, caches=caches, expert_parts=plan.expert_parts, share=share)
         apply_plan(model, plan, resources)
         ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.
@@ -373,7 +381,7 @@ def count_mapped_bytes(plan: ModelPlan) -> int:
 
     These are packed experts that are kept; parts of them on NUMA nodes are copies of a process.
     """
-    if plan.expert_parts > 1 or _choose_packed_root(plan) is None:
+    if plan.expert_parts > 1 or plan.tier is not None or _choose_packed_root(plan) is None:
         return 0
     return sum(matrix.size_bytes for matrix in _list_packed(plan))
 
@@ -385,7 +393,12 @@ def _list_packed(plan: ModelPlan) -> list[MatrixPlan]:
 def _choose_packed_root(plan: ModelPlan) -> Path | None:
     if not _list_packed(plan):
         return None
-    return choose_root(plan.packed_cache, Path(plan.folder), plan.expert_bytes)
+    if plan.tier is not None and plan.packed_cache == "off":
+        what = "experts that stay on disk need a place there: give a folder, or auto"
+        raise ConfigError("models.load", what, field="model.packed_cache")
+    # Whatever their size, experts that stay on disk are kept.
+    size_bytes = plan.expert_bytes if plan.tier is None else MIN_CACHED_BYTES
+    return choose_root(plan.packed_cache, Path(plan.folder), size_bytes)
 
 
 def _find_ropes(
