@@ -5,6 +5,7 @@ never crosses: the server owns the tokenizer, the instance sees token ids alone.
 are therefore the server's business, stop *ids* the instance's.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -35,6 +36,7 @@ __all__ = [
     "KvSource",
     "NoKv",
     "PrefillKv",
+    "PromptLogprobs",
     "ReleaseHold",
     "RequestOutput",
     "SamplingParams",
@@ -223,6 +225,31 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The likeliest tokens and their log-probabilities, best first."""
 
 
+_logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprob | None])
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of a prompt, encoded.
+
+    A long prompt has a million: the event loop hands them on as they are, and a thread decodes
+    them.
+    """
+
+    num_tokens: int
+    num_top: int
+    """Likeliest tokens beside each."""
+    data: bytes
+
+    @classmethod
+    def pack(cls, entries: Sequence[TokenLogprob | None], num_top: int) -> "PromptLogprobs":
+        """Encode the log-probabilities of a prompt's tokens; the first has none."""
+        return cls(len(entries), num_top, msgspec.msgpack.encode(entries))
+
+    def unpack(self) -> list[TokenLogprob | None]:
+        """Decode them; O(tokens)."""
+        return _logprobs_decoder.decode(self.data)
+
+
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """The output of one engine step for one request."""
 
@@ -237,7 +264,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from acceptance to the first step that computed some of it; with ``prompt_len``."""
     logprobs: list[TokenLogprob] | None = None
     """If asked for: one for each of ``token_ids``, then one for ``stop_token_id`` where it is."""
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     """In the first output, if asked for; the first token of a prompt has none."""
     stop_token_id: int | None = None
     """The id that ended the request, if one did; it is not among ``token_ids``."""

@@ -30,6 +30,8 @@ from tandem.core.wire import (
     FinishReason,
     InstanceLoad,
     KvHandle,
+    PrefillKv,
+    PromptLogprobs,
     RequestOutput,
     SamplingParams,
     StepRecord,
@@ -62,9 +64,10 @@ from tandem.engine.stepping.messages import (
     StepSequence,
     select_sequences,
 )
-from tandem.engine.stepping.runner import BlockTransfers, PrefillListener, Runner, StepHandle
+from tandem.engine.stepping.runner import PrefillListener, Runner, StepHandle
 from tandem.engine.stepping.sampler_state import BROKEN_ROW
 from tandem.engine.timelines import TimelineLog
+from tandem.engine.transfers import BlockTransfers
 
 __all__ = [
     "Engine",
@@ -118,7 +121,7 @@ class _PromptFacts(TypedDict, total=False):
     prompt_len: int
     cached_len: int
     queue_s: float | None
-    prompt_logprobs: list[TokenLogprob | None] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class MissingBlocks(NamedTuple):
@@ -336,7 +339,7 @@ class Engine:
             CapacityError: the queue is full.
         """
         transfers = self._transfers
-        can_read = transfers is not None and transfers.can_read_instances
+        can_read = transfers is not None and PrefillKv in transfers.sources
         self._checks.check(message, can_read_instances=can_read)
         now_s = self._clock.now_s()
         params = message.sampling
@@ -801,9 +804,10 @@ class Engine:
         request = live.request
         if live.has_reported and not request.is_finished:
             return {}
-        logprobs: list[TokenLogprob | None] | None = None
-        if request.sampling.prompt_logprobs is not None and not live.has_reported:
-            logprobs = [None, *live.prompt_logprobs]
+        logprobs: PromptLogprobs | None = None
+        num_top = request.sampling.prompt_logprobs
+        if num_top is not None and not live.has_reported:
+            logprobs = PromptLogprobs.pack([None, *live.prompt_logprobs], num_top)
         live.has_reported = True
         begun_s = request.report.first_scheduled_s
         return {
