@@ -9,6 +9,8 @@ prefix index holds without time.
 import pytest
 from sim_scenarios import ONE, PAIR, draw_rows, make
 
+from tandem.conductor.conductor import Conductor
+from tandem.conductor.policies.table import make_policy
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.loads.traces import TraceRow
 from tandem.engine.cluster.machine import RequestMachine
@@ -33,7 +35,8 @@ def test_the_parts_are_the_products_own(monkeypatch):
         assert type(instance.scheduler) is Scheduler
         assert type(instance.pool) is BlockPool
         assert type(instance.index) is PrefixIndex
-    assert type(placing.policy).__module__.startswith("tandem.engine.cluster")
+    assert type(placing.conductor) is Conductor
+    assert type(placing.conductor.policy) is type(make_policy("prefix"))
     made = []
     real = RequestMachine.__init__
 

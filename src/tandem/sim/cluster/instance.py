@@ -20,6 +20,7 @@ from tandem.core.wire import (
     InstanceLoad,
     KvHandle,
     RequestOutput,
+    StepRecord,
     TierKv,
 )
 from tandem.engine.config import EngineConfig
@@ -37,6 +38,10 @@ from tandem.sim.cluster.steps import StepModel, StepWork
 from tandem.sim.cluster.store import SimStore
 
 __all__ = ["InstanceSetup", "SimInstance"]
+
+TOLD_DECODES = 32
+"""Steps without prefill of which the conductor is told one: an estimator takes longer to learn from
+a step than a scheduler to plan it."""
 
 Put = Callable[[RequestOutput], None]
 
@@ -123,6 +128,9 @@ class SimInstance:
         self._is_running = False
         self._is_called = False
         self._wake_s = math.inf
+        self.on_step: Callable[[StepRecord], None] | None = None
+        """Told when a step begins of the time that it will take: all that prefill, and one of
+        ``TOLD_DECODES`` others, which hardly differ."""
 
     # ---------------------------------------------------------------- calls
 
@@ -320,6 +328,8 @@ class SimInstance:
                     StepWork(0, 0.0, work.num_decodes, work.decode_tokens)
                 )
             self.prefill_s += max(seconds - alone_s, 0.0)
+        if self.on_step is not None and (work.prefill_tokens or self.num_steps % TOLD_DECODES == 1):
+            self.on_step(StepRecord(*work, seconds))
         end_s = now_s + seconds
         if self.readers:
             self._announce(plan, end_s)

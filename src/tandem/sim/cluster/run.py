@@ -1,7 +1,7 @@
 """From a scenario to a run: instances made of machines and models, requests of a trace, figures."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tandem.placement.fitting import read_efficiencies
 from tandem.placement.shape import FORMAT_BYTES, read_shape
 from tandem.sim.cluster.cluster import Decision, SimCluster
 from tandem.sim.cluster.events import Events
+from tandem.sim.cluster.generators import find_generator, generate_rows
 from tandem.sim.cluster.instance import InstanceSetup, SimInstance
 from tandem.sim.cluster.links import Links
 from tandem.sim.cluster.placing import Placing
@@ -63,8 +64,8 @@ class SimReport(LoadReport, frozen=True, kw_only=True):
     """The figures of ``tandem bench serve``, and those of the cluster."""
 
     scenario: str
-    virtual_s: float
-    """From the first arrival until the last request ended."""
+    load_s: float
+    """From the first arrival until the last one, and a mean gap."""
     events: int
     prefill_s: float
     """Of all instances, for prompts."""
@@ -171,10 +172,15 @@ def open_load(load: Load) -> Iterator[TraceRow]:
 
     Raises: ConfigError (it names no trace); as ``read_rows``.
     """
-    if not load.trace:
-        what = "the scenario names no trace: give one with --trace"
+    rows: Iterable[TraceRow]
+    if load.generator is not None:
+        given = load.generator
+        rows = generate_rows(find_generator(given) if isinstance(given, str) else given)
+    elif load.trace:
+        rows = read_rows(Path(load.trace))
+    else:
+        what = "the scenario has neither a trace nor a generator: give --trace"
         raise ConfigError("sim.scenario", what, field="load.trace")
-    rows: Iterable[TraceRow] = read_rows(Path(load.trace))
     if load.repeat > 1:
         rows = repeat_rows(list(rows), load.repeat)
     if load.rate_scale != 1.0:
@@ -242,7 +248,7 @@ def run_scenario(
         report=SimReport(
             **fields,
             scenario=scenario.name,
-            virtual_s=report.duration,
+            load_s=_measure_load_s(cluster.records),
             events=cluster.events.num_run,
             prefill_s=sum(each.prefill_s for each in figures),
             hit_ratio=sum(each.hit_tokens for each in figures) / max(prompt_tokens, 1),
@@ -253,6 +259,14 @@ def run_scenario(
         records=cluster.records,
         decisions=cluster.decisions,
     )
+
+
+def _measure_load_s(records: Sequence[RequestRecord]) -> float:
+    """Return the time in which requests arrived, so that their number over it is their rate."""
+    if len(records) < 2:
+        return 1.0
+    span_s = records[-1].sent_s - records[0].sent_s
+    return max(span_s * len(records) / (len(records) - 1), 1e-9)
 
 
 def _sum_up(instance: SimInstance) -> InstanceFigures:

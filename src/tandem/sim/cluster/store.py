@@ -68,6 +68,9 @@ class SimStore:
         self.directory = Directory(Passes(fill_rows, locate_rows))
         self.block_bytes = block_bytes
         self.num_evicted = 0
+        self.on_change: Callable[[Sequence[bytes], Sequence[bytes]], None] | None = None
+        """Told of the keys of blocks that all instances find from now on, and of those that none
+        does any more."""
         self._links, self._now_s = links, now_s
         self._config = StoreConfig()
         self._segments: list[Segment] = []
@@ -81,12 +84,15 @@ class SimStore:
     def put(self, segment: Segment, keys: Sequence[bytes]) -> None:
         """Keep blocks, unless they are there already."""
         directory = self.directory
+        stored: list[bytes] = []
+        removed: list[bytes] = []
         for key in keys:
             name = self._name(segment, key)
             row = directory.find(name)
             if row != NO_ROW:
                 directory.touch(row)
                 continue
+            stored.append(key)
             directory.insert(
                 name,
                 size=self.block_bytes,
@@ -104,9 +110,12 @@ class SimStore:
         if num_bytes > 0:
             now_ms = int(self._now_s() * 1e3)
             for row in directory.pick_victims(now_ms, num_bytes, segment.number):
+                removed.append(bytes.fromhex(directory.key(row).rpartition("/")[2]))
                 directory.remove(row)
                 segment.used_bytes -= self.block_bytes
                 self.num_evicted += 1
+        if self.on_change is not None and self.spec.scope == "global" and (stored or removed):
+            self.on_change(stored, removed)
 
     def count_stored(self, segment: Segment, keys: Sequence[bytes]) -> int:
         """Return how many leading blocks of a chain an instance finds, and note their use."""
