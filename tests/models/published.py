@@ -156,6 +156,23 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "smollm3": ("smollm3", {}),
+    "exaone4": ("exaone4", {"sliding_window": 4096, "sliding_window_pattern": 4}),
+    "exaone_moe": ("exaone_moe", {}),
+    "cohere": ("cohere", {"logit_scale": 0.0625}),
+    "cohere2": ("cohere2", {"logit_scale": 0.25}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0156,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "arcee": ("arcee", {}),
+    "starcoder2": ("starcoder2", {}),
+    "hy_v3": ("hy_v3", {}),
 }
 """By name: (model_type, what differs from transformers' defaults)."""
 

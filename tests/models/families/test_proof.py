@@ -25,7 +25,7 @@ from tandem.kernels.operators.linear import Embedding, LmHead
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
-from tandem.kernels.operators.norm import RmsNorm
+from tandem.kernels.operators.norm import LayerNorm, RmsNorm
 from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.torch import attention as torch_attention
@@ -361,6 +361,16 @@ MUTANTS = {
         "minimax_m2",
         respec(Router, choice_bias=""),
         "e_score_correction_bias' in model.safetensors belongs to no module",
+    ),
+    "RoPE on a layer that has none": ("smollm3", respec(Attention, rope_idx=0), "self_attn"),
+    "a window on a layer of full attention": ("exaone4", respec(Attention, window=3), "self_attn"),
+    "logits not scaled": ("cohere", forget(LmHead, "scale", 1.0), "lm_head (LmHead)"),
+    "logits not divided": ("granite", forget(LmHead, "scale", 1.0), "lm_head (LmHead)"),
+    "gelu for a square": ("arcee", forget(Mlp, "activation", Activation("gelu")), "mlp (Mlp)"),
+    "a LayerNorm of another epsilon": (
+        "starcoder2",
+        respec(LayerNorm, eps=0.5),
+        "(LayerNorm)",
     ),
     "shared expert not gated": (
         "qwen2_moe",

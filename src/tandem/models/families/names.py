@@ -1,11 +1,13 @@
 """Checkpoints whose tensors have other names than the modules of transformers.
 
 Mixtral's hub checkpoints, and those of families that follow it, call a MoE block
-``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``.
+``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. Some others name single
+parts of a block differently: those are in ``PARTS``.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,43 +20,56 @@ __all__ = ["RenamedReader", "rename_reader"]
 
 BLOCK = ".block_sparse_moe."
 _EXPERT = re.compile(r"(\.experts\.\d+\.)(gate|up|down)_proj\.")
+PARTS = (
+    (".mlp.gate.weight", ".mlp.router.gate.weight"),  # Hunyuan 3, and the two after it.
+    (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+    (".mlp.shared_experts.", ".mlp.shared_mlp."),
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),  # Exaone.
+)
+"""Parts of names: the module's, and the checkpoint's where it is there."""
 _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class RenamedReader:
-    """A ``WeightReader`` that is asked for modules of transformers and gives Mixtral's tensors."""
+    """A ``WeightReader`` that takes the names of modules and reads tensors of other names.
 
-    def __init__(self, reader: WeightReader) -> None:
+    Args:
+        reader: of the checkpoint's names.
+        rename: from a module's name to the checkpoint's.
+    """
+
+    def __init__(self, reader: WeightReader, rename: Callable[[str], str]) -> None:
         self._reader = reader
+        self._rename = rename
         self.dtype: torch.dtype = reader.dtype
         self.device: torch.device = reader.device
         self.execution = reader.execution
 
     def has(self, name: str) -> bool:
         """See ``WeightReader``."""
-        return self._reader.has(_rename(name))
+        return self._reader.has(self._rename(name))
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """See ``WeightReader``."""
-        self._reader.read_into(_rename(name), out, shard)
+        self._reader.read_into(self._rename(name), out, shard)
 
     def find_storage(self, name: str) -> str:
         """See ``WeightReader``."""
-        return self._reader.find_storage(_rename(name))
+        return self._reader.find_storage(self._rename(name))
 
     def find_format(self, name: str) -> WeightFormat | None:
         """See ``WeightReader``."""
-        return self._reader.find_format(_rename(name))
+        return self._reader.find_format(self._rename(name))
 
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
         """See ``WeightReader``."""
-        return self._reader.read_packed(_rename(name), expert_id, shard)
+        return self._reader.read_packed(self._rename(name), expert_id, shard)
 
     def skip(self, prefix: str) -> None:
         """See ``WeightReader``."""
-        self._reader.skip(_rename(prefix))
+        self._reader.skip(self._rename(prefix))
 
 
 def _rename(name: str) -> str:
@@ -62,6 +77,21 @@ def _rename(name: str) -> str:
     return _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
 
 
+def _rename_parts(parts: Sequence[tuple[str, str]], name: str) -> str:
+    for module, stored in parts:
+        if module in name:
+            return name.replace(module, stored)
+    return name
+
+
 def rename_reader(reader: WeightReader, names: Iterable[str]) -> WeightReader:
     """Return a reader that takes the modules' names, whatever the checkpoint's ``names`` are."""
-    return RenamedReader(reader) if any(BLOCK in name for name in names) else reader
+    names = list(names)
+    if any(BLOCK in name for name in names):
+        return RenamedReader(reader, _rename)
+    parts = [
+        (module, stored)
+        for module, stored in PARTS
+        if any(stored in name for name in names) and not any(module in name for name in names)
+    ]
+    return RenamedReader(reader, partial(_rename_parts, parts)) if parts else reader
