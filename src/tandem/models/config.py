@@ -58,6 +58,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "that computes. One is mapped from the cache; several are copied to their nodes.",
         ),
     ] = 0
+    expert_slots: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="Routed experts of each layer that memory holds while all of them lie on "
+            "disk; 0 = all in memory if they fit (engine.memory), else as many as fit.",
+        ),
+    ] = 0
+    expert_policy: Annotated[
+        Literal["lru"],
+        Meta(description="Which experts keep a slot: lru, those that were computed last."),
+    ] = "lru"
+    deferred_experts: Annotated[
+        Annotated[int, Meta(ge=0, le=8)] | Literal["auto"],
+        Meta(
+            description="Routed experts of an answer's token, the least weighted, that are added "
+            "one layer later, so that a GPU need not wait for them; changes values. auto: none "
+            "without a GPU, else the fewest that keep the CPU busy.",
+        ),
+    ] = 0
     proof: Annotated[
         Literal["auto", "always", "off"],
         Meta(

@@ -37,6 +37,11 @@ IGNORED_CONFIG = {
     "initializer_range": "of training",
     "is_encoder_decoder": "only decoders are accepted",
     "label2id": "of classifiers",
+    "linear_a_log_max": "of training",
+    "linear_a_log_min": "of training",
+    "linear_dt_init_floor": "of training",
+    "linear_dt_max": "of training",
+    "linear_dt_min": "of training",
     "output_attentions": "what transformers returns beside logits",
     "output_hidden_states": "what transformers returns beside logits",
     "output_router_logits": "what transformers returns beside logits",
@@ -74,6 +79,7 @@ def make_kv_identity(
     spec: ModelSpec,
     layout: KVLayout,
     sharing: KvSharing,
+    num_deferred_experts: int = 0,
 ) -> KvIdentity:
     """Return the identity of the KV that a model computes.
 
@@ -84,6 +90,7 @@ def make_kv_identity(
         spec: with the dtype that the model runs in.
         layout: of the whole model's blocks.
         sharing: as the user set it.
+        num_deferred_experts: of a token.
     """
     formats = _list_formats(skeleton, spec.dtype)
     return KvIdentity(
@@ -92,6 +99,7 @@ def make_kv_identity(
         dtype=spec.dtype,
         formats=formats,
         layout=layout,
+        num_deferred_experts=num_deferred_experts,
         sharing=sharing,
         rounding=_find_rounding_class(skeleton, spec, layout, formats),
     )

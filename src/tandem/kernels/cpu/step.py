@@ -19,11 +19,14 @@ from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.experts import RoutedExperts
+from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 
 __all__ = ["CpuStep"]
@@ -40,6 +43,7 @@ class CpuStep:
         pool: shares the work; None: the caller's thread.
         on_layer: called with each KV layer's number once its KV of this step is in the blocks.
         states: the slots that the sequences go on with; None where no layer has a state.
+        routing: takes the routers' choices, and defers experts; None: neither.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class CpuStep:
         pool: ThreadPool | None = None,
         on_layer: Callable[[int], None] | None = None,
         states: StateCache | None = None,
+        routing: StepRouting | None = None,
     ) -> None:
         assert cache.native is not None, "the cache is not native"
         self._num_tokens = batch.num_tokens
@@ -64,6 +69,7 @@ class CpuStep:
         self._on_layer = on_layer
         self._states = states
         self._state_rows = (batch.query_start, batch.state_slots.tolist())
+        self._routing = routing
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None
         """What the next norm adds to the residual; keeps its contents until then."""
@@ -82,7 +88,12 @@ class CpuStep:
             attention.output_matrix.run(mixed, branch)
             self._norm_branch(attention_out_norm, branch)
         h = self._norm(second_norm, x)
+        if self._routing is not None:
+            self._routing.enter_layer()
         if isinstance(mlp, Mlp):
+            late = None if self._routing is None else self._routing.take_carried()
+            if late is not None:
+                x.tensor.add_(late)
             self._run_mlp(mlp, x, h, mlp_out_norm)
         else:
             self._add_moe(mlp, x, h)
@@ -95,7 +106,7 @@ class CpuStep:
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
         """See ``Step``."""
-        assert isinstance(attention, (Attention, MlaAttention)), "attention that is not ours"
+        assert isinstance(attention, Attention | MlaAttention | GatedDelta), "a mixer not ours"
         return self._mix(attention, Buffer(h_TD)).tensor
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
@@ -142,15 +153,20 @@ class CpuStep:
         )
         self._pending = branch_TD
 
-    def _mix(self, attention: Attention | MlaAttention, h_TD: Buffer) -> Buffer:
+    def _mix(self, attention: Attention | MlaAttention | GatedDelta, h_TD: Buffer) -> Buffer:
         """As ``mix``, in buffers of the step."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
+        if isinstance(attention, GatedDelta):
+            return self._mix_states(attention, h_TD)
         spec, layer_idx = attention.spec, attention.layer_idx
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = self._head_buffer("qkv", heads + 2 * kv_heads, d)
+        gates = heads if spec.has_out_gate else 0
+        qkv = product = self._head_buffer("qkv", gates + heads + 2 * kv_heads, d)
         mixed = self._head_buffer("mixed", heads, d)
-        attention.qkv_matrix.run(h_TD, qkv)
+        attention.qkv_matrix.run(h_TD, product)
+        if gates:
+            qkv = self._part(product, gates * d, product.tensor.shape[1], d)
         by_head = qkv.view
         q, k = attention.held_q, attention.held_k
         if spec.is_full_norm:
@@ -171,7 +187,42 @@ class CpuStep:
         if self._on_layer is not None:
             self._on_layer(layer_idx)
         self._attend(layer_idx, by_head, mixed.view, spec.scale, attention.rule)
+        if gates:
+            gate, rows = self._part(product, 0, gates * d), self._part(mixed, 0, gates * d)
+            _native.gate(gate.view, rows.view, "sigmoid", None, self._pool, up=rows.view)
         return mixed
+
+    def _mix_states(self, layer: GatedDelta, h_TD: Buffer) -> Buffer:
+        assert self._states is not None, "a layer with a state without slots"
+        spec, slots = layer.spec, self._states.layers[layer.state_idx]
+        channels, values, heads = spec.num_channels, spec.all_values, spec.num_v_heads
+        qkvz = self._buffer("qkvz", channels + values)
+        ba = self._buffer("ba", 2 * heads, layer.ba_matrix.out_dtype)
+        mixed = self._buffer("state_mixed", values)
+        layer.qkvz_matrix.run(h_TD, qkvz)
+        layer.ba_matrix.run(h_TD, ba)
+        layer.rule.native.run(
+            self._part(qkvz, 0, channels).view,
+            self._part(qkvz, channels, channels + values).view,
+            self._part(ba, heads, 2 * heads).view,
+            self._part(ba, 0, heads).view,
+            mixed.view,
+            slots.states.view,
+            slots.carried.view,
+            *self._state_rows,
+            self._pool,
+        )
+        return mixed
+
+    def _part(self, rows: Buffer, first: int, end: int, size: int = 0) -> Buffer:
+        """Return columns of a buffer of the step; viewed by heads if they have a size."""
+        key = ("part", id(rows), first, end, size)
+        found: Buffer | None = self._buffers.get(key)
+        if found is None:
+            part = rows.tensor[:, first:end]
+            view = view_tensor(part.unflatten(1, (-1, size))) if size else None
+            found = self._buffers[key] = Buffer(part, view)
+        return found
 
     def _mix_latents(self, attention: MlaAttention, h_TD: Buffer) -> Buffer:
         spec, layer_idx, eps = attention.spec, attention.layer_idx, attention.spec.norm_eps
@@ -229,10 +280,7 @@ class CpuStep:
         for num_heads, weight in parts:
             assert norm is not None and weight is not None, "a norm without weights"
             end = first + num_heads * d
-            key = ("qkv", first, end, d)
-            rows: Buffer | None = self._buffers.get(key)
-            if rows is None:
-                rows = self._buffers[key] = Buffer(qkv.tensor[:, first:end])
+            rows = self._part(qkv, first, end)
             _native.rms_norm(
                 rows.view,
                 weight.view,
@@ -273,7 +321,11 @@ class CpuStep:
         dtype = router.matrix.out_dtype
         logits = self._buffer("router_logits", router.num_experts, dtype)
         weights = self._buffer("router_weights", router.top_k, dtype)
-        ids = self._buffer("router_ids", router.top_k, torch.int64)
+        routing = self._routing
+        if routing is None:
+            ids = self._buffer("router_ids", router.top_k, torch.int64)
+        else:
+            ids = routing.find_choices()
         router.matrix.run(x_TD, logits)
         rule, bias = router.rule, router.choice_bias
         _native.route(
@@ -288,12 +340,44 @@ class CpuStep:
             self._pool,
             num_group_choices=rule.num_group_choices,
         )
-        if isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
+        if routing is not None and routing.defers:
+            self._add_deferring(routing, experts, residual_TD, x_TD, ids, weights)
+        elif isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
             assert self._pending is None, "two addends without a norm between them"
             self._pending = self._buffer("experts_out", experts.hidden_size, torch.float32)
             experts.run(x_TD, ids, weights, self._pending)
         else:
             experts.add_into_(residual_TD.tensor, x_TD.tensor, ids.tensor, weights.tensor)
+
+    def _add_deferring(
+        self,
+        routing: StepRouting,
+        experts: RoutedExperts,
+        residual_TD: Buffer,
+        x_TD: Buffer,
+        ids_TK: Buffer,
+        w_TK: Buffer,
+    ) -> None:
+        """Add immediate experts and what the layer before deferred; carry this layer's on."""
+        weights = w_TK.tensor.float()
+        immediate, late = routing.split(ids_TK.tensor, weights)
+        if not isinstance(experts, NativeExperts):
+            residual, x = residual_TD.tensor, x_TD.tensor
+            routing.add_into_(residual, experts, x, immediate, late, w_TK.tensor)
+            return
+        assert self._pending is None, "two addends without a norm between them"
+        out = self._pending = self._buffer("experts_out", experts.hidden_size, torch.float32)
+        held = Buffer(weights)
+        experts.run(x_TD, Buffer(immediate), held, out)
+        carried = routing.take_carried()
+        if carried is not None:
+            out.tensor.add_(carried)
+        if late is not None:
+            # Two buffers by turns: the next layer reads one while it fills the other.
+            name = f"experts_late_{routing.layer_idx % 2}"
+            kept = self._buffer(name, experts.hidden_size, torch.float32)
+            experts.run(x_TD, Buffer(late), held, kept)
+            routing.carry(kept.tensor)
 
     def _add_shared(self, block: MoeBlock, shared: Mlp, residual_TD: Buffer, x_TD: Buffer) -> None:
         gate = None

@@ -19,6 +19,7 @@ from tandem.core.wire import (
     InstanceLoad,
     KvHandle,
     RequestOutput,
+    StepRecord,
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.blocks import BlockPool
@@ -108,6 +109,8 @@ class SimInstance:
         self._is_running = False
         self._is_called = False
         self._wake_s = math.inf
+        self.on_step: Callable[[StepRecord], None] | None = None
+        """Told of each step when it begins, with the time that it will take."""
 
     # ---------------------------------------------------------------- calls
 
@@ -267,6 +270,8 @@ class SimInstance:
                     StepWork(0, 0.0, work.num_decodes, work.decode_tokens)
                 )
             self.prefill_s += max(seconds - alone_s, 0.0)
+        if self.on_step is not None:
+            self.on_step(StepRecord(*work, seconds))
         end_s = now_s + seconds
         if self.readers:
             self._announce(plan, end_s)
@@ -354,11 +359,12 @@ def _sum_up(plan: StepPlan) -> StepWork:
     """Return the work of a plan."""
     prefill_tokens = num_decodes = decode_tokens = 0
     prefill_context = 0.0
-    for _, start, num_tokens, _, _, phase, _ in plan.sequences:
-        if phase is Phase.DECODE:
+    for sequence in plan.sequences:
+        if sequence.phase is Phase.DECODE:
             num_decodes += 1
-            decode_tokens += start
+            decode_tokens += sequence.start
         else:
+            num_tokens = sequence.num_tokens
             prefill_tokens += num_tokens
-            prefill_context += num_tokens * (start + num_tokens / 2)
+            prefill_context += num_tokens * (sequence.start + num_tokens / 2)
     return StepWork(prefill_tokens, prefill_context, num_decodes, decode_tokens)

@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.core.loads.traces import BLOCK_TOKENS, TraceRow
 from tandem.core.wire import AddRequest, SamplingParams
-from tandem.engine.scheduling.prefix_index import hash_block
+from tandem.engine.groups.chain import hash_block, pack_tokens
 
 __all__ = [
     "FIRST_OUTPUT_ID",
@@ -79,7 +79,7 @@ class KeyCache:
             chain = known.get(hash_id)
             if chain is None:
                 made: list[bytes] = []
-                tokens = [hash_id] * size
+                tokens = pack_tokens([hash_id] * size)
                 for _ in range(BLOCK_TOKENS // size):
                     parent = hash_block(parent, tokens)
                     made.append(parent)
