@@ -1,8 +1,9 @@
 """Checkpoints whose tensors have other names than the modules of transformers.
 
 Mixtral's hub checkpoints, and those of families that follow it, call a MoE block
-``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. Some others name single
-parts of a block differently: those are in ``PARTS``.
+``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. Models that also take
+images call their decoder ``model.language_model``. OLMo's hybrids call norms of layers otherwise,
+and others single parts of a block (``PARTS``).
 """
 
 import re
@@ -19,6 +20,11 @@ from tandem.kernels.weights.formats import WeightFormat
 __all__ = ["RenamedReader", "rename_reader"]
 
 BLOCK = ".block_sparse_moe."
+DECODER = "model.language_model."
+HYBRID_NORMS = {
+    ".input_layernorm.": ".attention_layer_norm.",
+    ".post_attention_layernorm.": ".feedforward_layer_norm.",
+}
 _EXPERT = re.compile(r"(\.experts\.\d+\.)(gate|up|down)_proj\.")
 PARTS = (
     (".mlp.gate.weight", ".mlp.router.gate.weight"),  # Hunyuan 3, and the two after it.
@@ -31,11 +37,11 @@ _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class RenamedReader:
-    """A ``WeightReader`` that takes the names of modules and reads tensors of other names.
+    """A ``WeightReader`` that is asked for modules of transformers.
 
     Args:
-        reader: of the checkpoint's names.
-        rename: from a module's name to the checkpoint's.
+        reader: has the tensors.
+        rename: gives the checkpoint's name of a module's tensor, or of a prefix of such names.
     """
 
     def __init__(self, reader: WeightReader, rename: Callable[[str], str]) -> None:
@@ -72,7 +78,7 @@ class RenamedReader:
         self._reader.skip(self._rename(prefix))
 
 
-def _rename(name: str) -> str:
+def _rename_block(name: str) -> str:
     name = name.replace(".mlp.", BLOCK)
     return _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
 
@@ -84,14 +90,34 @@ def _rename_parts(parts: Sequence[tuple[str, str]], name: str) -> str:
     return name
 
 
+def _rename_decoder(name: str) -> str:
+    return re.sub(r"^model\.", DECODER, name)
+
+
+def _make_norm_rename(names: set[str]) -> Callable[[str], str]:
+    def rename(name: str) -> str:
+        if name in names:
+            return name
+        for ours, theirs in HYBRID_NORMS.items():
+            if ours in name and (renamed := name.replace(ours, theirs)) in names:
+                return renamed
+        return name
+
+    return rename
+
+
 def rename_reader(reader: WeightReader, names: Iterable[str]) -> WeightReader:
     """Return a reader that takes the modules' names, whatever the checkpoint's ``names`` are."""
-    names = list(names)
-    if any(BLOCK in name for name in names):
-        return RenamedReader(reader, _rename)
+    known = set(names)
+    if any(BLOCK in name for name in known):
+        return RenamedReader(reader, _rename_block)
+    if any(name.startswith(DECODER) for name in known):
+        return RenamedReader(reader, _rename_decoder)
+    if any(norm in name for name in known for norm in HYBRID_NORMS.values()):
+        return RenamedReader(reader, _make_norm_rename(known))
     parts = [
         (module, stored)
         for module, stored in PARTS
-        if any(stored in name for name in names) and not any(module in name for name in names)
+        if any(stored in name for name in known) and not any(module in name for name in known)
     ]
     return RenamedReader(reader, partial(_rename_parts, parts)) if parts else reader
