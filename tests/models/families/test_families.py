@@ -109,7 +109,7 @@ REFUSED = {
         "spqr",
         "quantization_config.quant_method",
     ),
-    "activation": ({"hidden_act": "relu2"}, "relu2", "hidden_act"),
+    "activation": ({"hidden_act": "mish"}, "mish", "hidden_act"),
     "longrope": (
         {
             "rope_parameters": {

@@ -97,11 +97,18 @@ def find_norm_offset(module: nn.Module) -> float:
         raise UnfitModuleError(f"{type(module).__name__} also takes a gate")
     with torch.inference_mode():
         normed = torch.rms_norm(x, weight.shape, None, eps)
-        theirs = made(x)
+        theirs = _run_norm(made, x)
         for offset in (0.0, 1.0):
             if _is_close(theirs, normed * (weight + offset)):
                 return offset
     raise UnfitModuleError(f"{type(module).__name__} is not an RMSNorm")
+
+
+def _run_norm(made: Any, x: Tensor) -> Tensor:
+    try:
+        return made(x)
+    except TypeError as error:
+        raise UnfitModuleError(f"{type(made).__name__} takes more than its input") from error
 
 
 def find_layer_norm(module: nn.Module) -> tuple[float, float]:
@@ -118,7 +125,7 @@ def find_layer_norm(module: nn.Module) -> tuple[float, float]:
         raise UnfitModuleError(f"{type(module).__name__} is neither an RMSNorm nor a LayerNorm")
     x = torch.randn(3, len(weight), generator=generator) + 1.0
     with torch.inference_mode():
-        theirs = made(x)
+        theirs = _run_norm(made, x)
         for offset in (0.0, 1.0):
             ours = functional.layer_norm(x, weight.shape, weight + offset, bias, eps)
             if _is_close(theirs, ours):
