@@ -7,6 +7,7 @@ Everything follows from the seed, and rows come in the order of arrival without 
 """
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -66,7 +67,8 @@ class _Session:
 
 def _draw(chance: np.random.Generator, mean: float, spread: float) -> int:
     """Return a lognormal length of a mean, at least 1."""
-    return max(round(float(chance.lognormal(np.log(mean) - spread * spread / 2, spread))), 1)
+    log_mean = math.log(mean) - spread * spread / 2
+    return max(round(chance.lognormal(log_mean, spread)), 1)
 
 
 @cache
