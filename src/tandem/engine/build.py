@@ -21,8 +21,9 @@ from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.kv_memory import KvExtents, KvMemory
-from tandem.engine.memory import KvPlan, check_context, plan_kv_cache
+from tandem.engine.memory import KvPlan, StatePlan, check_context, plan_kv_cache, plan_states
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -62,6 +63,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
     kv: KvPlan
+    states: StatePlan | None
+    """None: no layer has a state."""
     threads_reason: str
     torch_threads: int
     """Of torch, which computes what is not native."""
@@ -96,12 +99,26 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{kv.size_bytes / MIB:.0f} MiB when all are used",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
+            *self._list_states(),
             ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
             ("step", f"{self.config.max_batch_tokens} tokens", "engine.max_batch_tokens"),
             ("requests", f"{self.config.max_running} running", "engine.max_running"),
             ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
             ("order", self.config.scheduling_order, "engine.scheduling_order"),
         ]
+
+    def _list_states(self) -> list[tuple[str, str, str]]:
+        states = self.states
+        if states is None:
+            return []
+        text = (
+            f"{states.num_slots} slots of {states.state_bytes / MIB:.1f} MiB, "
+            f"{states.size_bytes / MIB:.0f} MiB when all are used"
+        )
+        every = self.config.state_every
+        kept = "at ends of messages, prompts and answers and at branches"
+        kept += f", and every {every} tokens" if every else ""
+        return [("states", text, f"{states.reason}; kept {kept}")]
 
 
 class BuiltEngine(NamedTuple):
@@ -149,14 +166,24 @@ def plan_engine(
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
+    available_bytes = _share_memory(
+        _count_available(topology), model.weight_bytes, count_mapped_bytes(model), num_siblings
+    )
+    states = None
+    if spec.state_layout is not None:
+        states = plan_states(
+            engine_config,
+            state_bytes=spec.state_layout.bytes_per_state,
+            available_bytes=available_bytes,
+            total_bytes=topology.memory_total_bytes,
+        )
     kv = plan_kv_cache(
         engine_config,
         block_bytes=layout.bytes_per_block,
         own_context=own,
-        available_bytes=_share_memory(
-            _count_available(topology), model.weight_bytes, count_mapped_bytes(model), num_siblings
-        ),
+        available_bytes=available_bytes,
         total_bytes=topology.memory_total_bytes,
+        taken_bytes=0 if states is None else states.size_bytes,
     )
     return EnginePlan(
         model=model,
@@ -165,9 +192,11 @@ def plan_engine(
             engine_config,
             max_model_len=kv.max_model_len,
             num_kv_blocks=kv.num_blocks,
+            num_state_slots=0 if states is None else states.num_slots,
             threads=threads,
         ),
         kv=kv,
+        states=states,
         threads_reason=threads_reason,
         torch_threads=torch_threads,
         torch_threads_reason=torch_reason,
@@ -274,12 +303,16 @@ def build_engine(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
     cache = model.context.make_kv_cache(plan.layout, plan.kv.num_blocks, blocks)
+    policy = None
+    if plan.states is not None:
+        policy = StatePolicy(plan.states.num_slots, plan.config.state_every)
     engine = Engine(
-        Scheduler(plan.config, pool, index, planner),
+        Scheduler(plan.config, pool, index, planner, policy),
         TorchRunner(
             model,
             cache,
             threads=plan.torch_threads,
+            states=None if policy is None else model.allocate_states(policy.num_slots),
             grammars=Grammars(partial(_make_token_table, plan.model)),
             is_overlapped=plan.config.overlap == "on",
         ),
@@ -310,6 +343,8 @@ def build_engine(
         weight_version=model.weights_digest,
         system_fingerprint=identity.system_fingerprint,
         kv_identity=identity.digest.hex(),
+        num_state_slots=0 if plan.states is None else plan.states.num_slots,
+        state_bytes=0 if plan.states is None else plan.states.state_bytes,
         pid=0,
         load_seconds=0.0,
     )

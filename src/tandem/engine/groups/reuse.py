@@ -14,12 +14,13 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tandem.core.instance_status import Statistics
+from tandem.core.state_layout import NO_SLOT
 from tandem.engine.groups.chain import pack_tokens
 from tandem.engine.groups.snapshots import Snapshot, SnapshotTable, choose_snapshots
 from tandem.engine.scheduling.plan import StateSave, StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
 from tandem.engine.scheduling.request import PrefixNotes, Request
-from tandem.engine.stepping.messages import NO_SLOT, StateCopy
+from tandem.engine.stepping.messages import StateCopy
 
 __all__ = ["MIN_GAIN", "StatePolicy", "StateReuse"]
 
