@@ -7,9 +7,12 @@ import re
 import shutil
 import socket
 import subprocess
+import typing
 
 import httpx
+import ollama
 import openai
+import pydantic
 import pytest
 import requests
 
@@ -65,6 +68,40 @@ def test_openai_client_async(idle_after):
     whole, streamed = asyncio.run(run())
     assert whole == streamed
     assert whole
+
+
+def test_ollama_client(idle_after):
+    """The examples of the package's page, with the answers that the demo model can give."""
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    greedy = {"temperature": 0, "num_predict": 16}
+    with ollama.Client(host=idle_after.url) as client:
+        whole = client.chat(model="demo", messages=messages, options=greedy)
+        assert whole["message"]["content"] == whole.message.content != ""
+        assert (whole.eval_count, whole.done_reason) == (16, "length")
+        assert whole.eval_duration > 0
+        stream = client.chat(model="demo", messages=messages, options=greedy, stream=True)
+        assert "".join(chunk["message"]["content"] for chunk in stream) == whole.message.content
+        told = client.generate(model="demo", prompt=messages[0]["content"], options=greedy)
+        assert told.response == whole.message.content
+
+        class Country(pydantic.BaseModel):
+            name: typing.Annotated[str, pydantic.Field(max_length=10)]
+            large: bool
+
+        answer = client.chat(
+            model="demo", messages=messages, format=Country.model_json_schema(), options={"seed": 1}
+        )
+        Country.model_validate_json(answer.message.content)
+        assert [model.model for model in client.list().models] == ["demo"]
+        assert client.show("demo").capabilities[0] == "completion"
+        assert client.ps().models[0].size == client.list().models[0].size > 0
+
+    async def chat() -> str:
+        async with ollama.AsyncClient(host=idle_after.url) as client:
+            chunks = await client.chat("demo", messages=messages, options=greedy, stream=True)
+            return "".join([chunk.message.content async for chunk in chunks])
+
+    assert asyncio.run(chat()) == whole.message.content
 
 
 def test_curl(idle_after):

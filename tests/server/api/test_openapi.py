@@ -99,6 +99,9 @@ POSTS = [
     ("/v1/chat/completions", CHAT),
     ("/v1/messages", CHAT | {"max_tokens": 3}),
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]}),
+    ("/api/chat", {"messages": CHAT["messages"], "stream": False, "logprobs": True}),
+    ("/api/generate", {"prompt": "hello", "stream": False}),
+    ("/api/show", {"model": "tiny"}),
     ("/v1/responses", {"input": "hello", "top_logprobs": 1}),
     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 2}),
     ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
@@ -115,7 +118,7 @@ POSTS = [
 GETS = [
     "/v1/models", "/v1/models/tiny", "/get_model_info", "/model_info", "/get_server_info",
     "/server_info", "/flush_cache", "/health", "/ping", "/live", "/ready", "/version",
-    "/openapi.json",
+    "/openapi.json", "/api/tags", "/api/ps", "/api/version",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 import tandem
 from tandem.core.timeline import RequestTimeline
-from tandem.server.api import adapters, status, tokens
+from tandem.server.api import adapters, ollama, status, tokens
 from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
 from tandem.server.config import ServerConfig
@@ -15,6 +15,7 @@ from tandem.server.context import ServerContext
 from tandem.server.dialects.anthropic import answer_messages, count_message_tokens
 from tandem.server.dialects.chat import answer_chat
 from tandem.server.dialects.completions import answer_completion
+from tandem.server.dialects.ollama import answer_ollama_chat, answer_ollama_generate
 from tandem.server.dialects.responses.endpoints import (
     cancel_response,
     create_response,
@@ -25,6 +26,7 @@ from tandem.server.dialects.sglang import answer_generate
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
 from tandem.server.protocol import anthropic, responses, rules, sglang
+from tandem.server.protocol import ollama as own
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol import status as replies
 from tandem.server.protocol.adapters import (
@@ -106,6 +108,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         Endpoint("/v1/responses/{id}", _GET, get_response, responses.ResponseDocument),
         Endpoint("/v1/responses/{id}", ("DELETE",), delete_response, responses.DeletedResponse),
         Endpoint("/v1/responses/{id}/cancel", _POST, cancel_response, responses.ResponseDocument),
+        *_list_ollama(),
         Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
         Endpoint("/v1/models/{name:path}", _GET, status.get_model, oai.ModelCard),
         Endpoint(
@@ -199,3 +202,30 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         page = CONTENT_TYPE_LATEST.partition(";")[0]
         table.append(Endpoint("/metrics", _GET, status.get_metrics, str, media_type=page))
     return table
+
+
+def _list_ollama() -> list[Endpoint]:
+    return [
+        Endpoint(
+            "/api/chat",
+            _POST,
+            answer_ollama_chat,
+            own.ChatReply,
+            own.OllamaChatRequest,
+            own.ChatReply,
+            is_lines=True,
+        ),
+        Endpoint(
+            "/api/generate",
+            _POST,
+            answer_ollama_generate,
+            own.GenerateReply,
+            own.OllamaGenerateRequest,
+            own.GenerateReply,
+            is_lines=True,
+        ),
+        Endpoint("/api/show", _POST, ollama.show_model, own.ShowReply, own.ShowRequest),
+        Endpoint("/api/tags", _GET, ollama.list_tags, own.TagList),
+        Endpoint("/api/ps", _GET, ollama.list_running, own.ProcessList),
+        Endpoint("/api/version", _GET, ollama.get_ollama_version, own.OllamaVersion),
+    ]

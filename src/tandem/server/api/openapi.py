@@ -35,6 +35,7 @@ class Endpoint:
         answer: type of a 200.
         body: type of the request's JSON; None for none.
         event: type of a stream's events, if it can be a stream.
+        is_lines: the events are lines of JSON, not server-sent events.
         media_type: of the answer.
         rule: what the body must meet beside its type.
     """
@@ -47,6 +48,7 @@ class Endpoint:
     event: Any = None
     media_type: str = "application/json"
     rule: Rule | None = None
+    is_lines: bool = False
 
 
 def make_document(
@@ -148,7 +150,9 @@ def _make_error(description: str, schema_of: dict[Any, Any]) -> dict[str, Any]:
 
 def _describe(endpoint: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
     content = {endpoint.media_type: {"schema": schema_of[endpoint.answer]}}
-    if endpoint.event is not None:
+    if endpoint.event is not None and endpoint.is_lines:
+        content["application/x-ndjson"] = {"schema": schema_of[endpoint.event]}
+    elif endpoint.event is not None:
         # A stream that has begun has its status already: what goes wrong then is an event.
         body = {"anyOf": [schema_of[endpoint.event], schema_of[ErrorReply]]}
         text = {"type": "string", "contentMediaType": "application/json", "contentSchema": body}

@@ -152,6 +152,16 @@ class PromptEncoder:
         """Special tokens that are part of the marks of ``call_form``."""
 
     @property
+    def template_source(self) -> str | None:
+        """The text of the chat template; None if the checkpoint has none."""
+        return None if self._template is None else self._template.source
+
+    @property
+    def knows_tools(self) -> bool:
+        """The template describes tools itself."""
+        return self._knows_tools
+
+    @property
     def call_form(self) -> OutputFormat:
         """How calls are written: the model's own form, or the one that it is told to use."""
         own = self.form

@@ -8,7 +8,6 @@ import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -28,6 +27,7 @@ from tandem.server.outputs.deltas import (
     Delta,
     ReasoningDelta,
     TextDelta,
+    read_arguments,
 )
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol.anthropic import (
@@ -107,7 +107,7 @@ class _Answer:
         (generation,) = generations
         calls = [block for block in self.blocks if block.type == "tool_use"]
         for block, text in zip(calls, self.arguments, strict=True):
-            block.input = _read_arguments(text)
+            block.input = read_arguments(text)
         return self._make_message(generation, self.blocks, generation.num_tokens)
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
@@ -213,15 +213,6 @@ def _frame(kind: str, **values: object) -> bytes:
 
 def _make_id() -> str:
     return f"toolu_{uuid.uuid4().hex[:24]}"
-
-
-def _read_arguments(text: str) -> dict[str, Any]:
-    """Return the input of a call; of one that broke off, what came, under "partial_json"."""
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"partial_json": text}
 
 
 async def answer_messages(context: ServerContext, http: Request) -> Response:

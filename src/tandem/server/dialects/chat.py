@@ -227,9 +227,15 @@ def _find_message_end(
 
 
 def plan_conversation(
-    context: ServerContext, request: ChatRequest
+    context: ServerContext, request: ChatRequest, limit: TokenLimit | None = None
 ) -> tuple[ServedModel, list[ChoicePlan]]:
-    """Return the model that a request asks for and its generations, for the APIs of chat."""
+    """Return the model that a request asks for and its generations, for the APIs of chat.
+
+    Args:
+        context: of the server.
+        request: in the form of chat completions.
+        limit: of the answer; None: the request's own.
+    """
     _check(request)
     model = context.find_model(request.model)
     context.ready_info()
@@ -240,7 +246,7 @@ def plan_conversation(
         context,
         request,
         [prompt_ids],
-        limit=_read_limit(context, request),
+        limit=_read_limit(context, request) if limit is None else limit,
         prompt_field="messages",
         logprobs=_num_logprobs(request),
         parsing=plan_parsing(

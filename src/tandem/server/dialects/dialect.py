@@ -75,6 +75,7 @@ class Task:
     """The generations that a request asks for, and the form of its answer."""
 
     plans: list[ChoicePlan]
+    """None where the renderer's document of no generations is the answer."""
     options: RequestOptions
     renderer: Renderer
     is_stream: bool
@@ -92,6 +93,7 @@ class Dialect(Generic[R]):
         refused: fields that are not supported, or what refuses them; see ``read_request``.
         write_error: encodes the document of an error, given its status.
         frame_error: the same as an event of a stream that has begun.
+        stream_type: media type of a stream.
     """
 
     decoder: msgspec.json.Decoder[R]
@@ -99,6 +101,7 @@ class Dialect(Generic[R]):
     refused: Mapping[str, str] | Callable[[bytes], None]
     write_error: WriteError = encode_error
     frame_error: WriteError = frame_error
+    stream_type: str = "text/event-stream"
 
     async def answer(self, context: ServerContext, http: Request) -> Response:
         """Answer a request, whole or as a stream."""
@@ -117,11 +120,14 @@ class Dialect(Generic[R]):
         self, context: ServerContext, http: Request, task: Task, origin: Origin
     ) -> Response:
         """Run what was planned while its client waits."""
+        if not task.plans:
+            return Response(_encode(task.renderer.make_document([])), media_type="application/json")
         group = await context.start(task.plans, task.options, origin, http.receive)
         if task.is_stream:
             events = _make_events(context, group, task.renderer)
             frame = self.frame_error if task.frame_error is None else task.frame_error
-            return EventStream(group, events, context.config.send_timeout_s, frame)
+            limit_s = context.config.send_timeout_s
+            return EventStream(group, events, limit_s, frame, self.stream_type)
         try:
             document = await run_while_connected(
                 http.receive, collect_answer(context, group, task.renderer)

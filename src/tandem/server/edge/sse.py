@@ -47,6 +47,7 @@ class EventStream(Response):
         events: framed events over the pieces of ``group``, the final one included.
         send_timeout_s: how long the client may leave what was sent unread.
         frame_error: makes the event of an error.
+        media_type: of the stream.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         send_timeout_s: float,
         frame_error: WriteError = frame_error,
+        media_type: str = "text/event-stream",
     ) -> None:
         super().__init__(
-            media_type="text/event-stream",
+            media_type=media_type,
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         # Response computes a length of zero for its empty body.

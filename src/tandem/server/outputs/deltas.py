@@ -3,8 +3,9 @@
 Joined in order, the deltas of a generation do not depend on how its text was cut into pieces.
 """
 
+import json
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 __all__ = [
     "ArgumentsDelta",
@@ -14,6 +15,7 @@ __all__ = [
     "ReasoningDelta",
     "TextDelta",
     "join_deltas",
+    "read_arguments",
 ]
 
 
@@ -83,3 +85,12 @@ def join_deltas(deltas: Sequence[Delta]) -> list[Delta]:
         else:
             joined.append(delta)
     return joined
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call; of one that broke off, its text under "partial_json"."""
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"partial_json": text}
