@@ -25,7 +25,7 @@ def test_long_traffic_with_few_slots_is_sound_and_exercises_everything(order, ov
     drive(world, 500)
     stats = world.scheduler.get_stats()
     assert stats.num_preemptions > 15
-    assert stats.prefix_hit_tokens > 50
+    assert stats.prefix_hit_tokens > 30
     assert stats.num_evicted_snapshots > 30
     assert stats.stateless_tokens > 30
     assert stats.num_used_state_slots == 0
@@ -102,8 +102,8 @@ class GivesAwayLoaded(StateReuse):
 class ForgetsToLoad(StateReuse):
     """Begins with whatever the slot holds."""
 
-    def start(self, plan, request, match):
-        super().start(plan, request, match)
+    def start(self, plan, *args):
+        super().start(plan, *args)
         plan.state_loads.clear()
 
 

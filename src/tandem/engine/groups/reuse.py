@@ -10,7 +10,10 @@ A step's copies are made in the order in which they were planned. A snapshot is 
 that saved it has completed, not before.
 """
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from tandem.core.instance_status import Statistics
@@ -27,6 +30,10 @@ __all__ = ["MIN_GAIN", "StatePolicy", "StateReuse"]
 MIN_GAIN = 16
 """Tokens that a snapshot saves at least: fewer are computed as fast as a state is copied, and a
 chunk that ends for it costs a step."""
+
+
+MAX_PARTINGS = 2
+"""Places where waiting prompts part from one that begins, at which its prefill ends a chunk."""
 
 
 class StatePolicy(NamedTuple):
@@ -106,14 +113,59 @@ class StateReuse:
         )
         return match.cut(snapshot, self._block_size)
 
+    def is_expected(self, request: Request, found: int, others: Iterable[Request]) -> bool:
+        """Say whether a prefill in progress brings a state that a waiting request can go on from.
+
+        Args:
+            request: with the keys of all its full blocks.
+            found: tokens that it could take up now.
+            others: that are in the running set.
+        """
+        limit = request.num_tokens - 1
+        for other in others:
+            if not (other.queue.is_prefilling and other.is_scheduled):
+                continue
+            shared = min(_count_shared(request, other, self._block_size), limit)
+            if shared - found < self._policy.min_gain:
+                continue
+            first = max(found + self._policy.min_gain, other.num_computed_tokens + 1)
+            if any(first <= point <= shared for point in other.state_notes.points):
+                return True
+        return False
+
+    def note_arrival(self, request: Request, others: Iterable[Request]) -> None:
+        """Keep states where a new request parts from prefills in progress.
+
+        Args:
+            request: with the keys of all its full blocks.
+            others: that are in the running set.
+        """
+        gain = self._policy.min_gain
+        for other in others:
+            if not (other.queue.is_prefilling and self._is_enabled):
+                continue
+            shared = _count_shared(request, other, self._block_size)
+            shared, points = min(shared, request.num_tokens - 1), other.state_notes.points
+            is_new = not any(shared - gain < point <= shared for point in points)
+            if is_new and shared >= other.num_planned_tokens + gain:
+                insort(points, shared)
+
     def can_start(self) -> bool:
         """Say whether a slot is there for one more request, with a snapshot given up for it."""
         return bool(self._free) or any(not s.num_pins for s in self._table)
 
-    def start(self, plan: StepPlan, request: Request, match: PrefixMatch) -> None:
+    def start(
+        self, plan: StepPlan, request: Request, match: PrefixMatch, waiting: Iterable[Request]
+    ) -> None:
         """Give a request that is admitted a slot with the state that its match ends at.
 
         Call ``can_start`` first.
+
+        Args:
+            plan: gets the copy of the state.
+            request: that is admitted.
+            match: where it goes on.
+            waiting: requests that may go on from where they part from this one.
         """
         state, snapshot = request.state_notes, match.snapshot
         state.last = snapshot
@@ -138,6 +190,9 @@ class StateReuse:
         if not request.message_end:
             # The same prompt again takes up all of it but this.
             marks[0] = (request.prompt_len - 1) // self._block_size * self._block_size
+        # Most prompts part at the same few places: after the instructions that all have.
+        parting = Counter(_count_shared(request, other, self._block_size) for other in waiting)
+        marks += [position for position, _ in parting.most_common(MAX_PARTINGS)]
         policy = self._policy
         state.points = choose_snapshots(
             match.num_tokens, request.num_tokens, marks, policy.every, policy.min_gain
@@ -261,3 +316,15 @@ class StateReuse:
 
     def _is_reachable(self, snapshot: Snapshot) -> bool:
         return self._index.has_prefix(snapshot.parent_key, snapshot.tail)
+
+
+def _count_shared(a: Request, b: Request, size: int) -> int:
+    """Return how many leading tokens two requests have in common."""
+    if a.prefix.root_key != b.prefix.root_key:
+        return 0
+    keys, others = a.prefix.block_keys, b.prefix.block_keys
+    num_keys = min(len(keys), len(others))
+    # A key vouches for all before it.
+    start = bisect_left(range(num_keys), True, key=lambda i: keys[i] != others[i]) * size
+    pairs = zip(a.get_tokens(start, start + size), b.get_tokens(start, start + size), strict=False)
+    return start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
