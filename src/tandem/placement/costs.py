@@ -13,7 +13,8 @@ from msgspec import Meta
 from tandem.placement.hardware import HardwareSpec, Isa
 from tandem.placement.shape import FORMAT_BYTES, ModelShape, ShapeLayer
 
-__all__ = ["Efficiencies", "Parts", "Placement", "StepTime", "decode_time", "prefill_time"]
+__all__ = ["Efficiencies", "Parts", "Placement", "StepTime", "chunk_time", "decode_time",
+           "prefill_time"]  # fmt: skip
 
 Share = Annotated[float, Meta(gt=0, le=1)]
 INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m"}
@@ -315,6 +316,38 @@ def decode_time(
         context=context,
         is_prefill=False,
         heads=users,
+    )
+
+
+def chunk_time(
+    spec: HardwareSpec,
+    shape: ModelShape,
+    place: Placement,
+    eff: Efficiencies,
+    *,
+    tokens: int,
+    context: float,
+) -> StepTime:
+    """Return the time of one step that computes a chunk of a prompt.
+
+    Args:
+        spec: the machine; ``place`` says how much of it is used.
+        shape: the model.
+        place: where what is.
+        eff: shares of the peaks.
+        tokens: of the chunk.
+        context: tokens that each attends to, on average.
+    """
+    return _step(
+        spec,
+        shape,
+        place,
+        eff,
+        tokens=tokens,
+        users=1,
+        context=context,
+        is_prefill=True,
+        heads=1,
     )
 
 

@@ -3,6 +3,7 @@
 import typer
 
 from tandem.cli.simulating.hits import hits
+from tandem.cli.simulating.run import run
 
 __all__ = ["app"]
 
@@ -14,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("hits")(hits)
+app.command("run")(run)
 
 
 @app.callback()

@@ -1,0 +1,222 @@
+"""A simulated cluster: requests go by the product's table of states over simulated instances.
+
+Every request is a ``RequestMachine``, as in the server's dispatcher; here its actions take no time
+and never fail but as the instances' schedulers refuse them. Nothing but this module knows of
+requests over more than one instance.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem.core.errors import TandemError
+from tandem.core.loads.records import RequestRecord
+from tandem.core.loads.traces import TraceRow
+from tandem.core.wire import AddRequest, FinishReason, RequestOutput
+from tandem.engine.cluster.machine import (
+    Action,
+    Alone,
+    Continue,
+    Continued,
+    Deliver,
+    DropLeg,
+    Fail,
+    Input,
+    LegFailed,
+    LegOutput,
+    Limits,
+    NoRoute,
+    Note,
+    Pair,
+    Place,
+    ReleaseLeg,
+    RequestMachine,
+    Submit,
+)
+from tandem.sim.cluster.events import Events
+from tandem.sim.cluster.instance import SimInstance
+from tandem.sim.cluster.placing import Placing
+from tandem.sim.cluster.requests import FIRST_OUTPUT_ID, KeyCache, make_request
+
+__all__ = ["Decision", "SimCluster"]
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    """A line of the decision log."""
+
+    at_s: float
+    request: int
+    kind: str
+    """pair, late_pair, decode, alone, none."""
+    prefill: str = ""
+    decode: str = ""
+    """The instance that serves it alone, where there is no pair."""
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    row: TraceRow
+    machine: RequestMachine
+    record: RequestRecord
+    keys: list[bytes]
+    timer_s: float = math.inf
+
+
+class SimCluster:
+    """Runs requests over instances.
+
+    Args:
+        instances: by name.
+        placing: chooses among them.
+        events: the clock.
+        limits: of each request.
+        timeout_s: of a request; None is none.
+        on_done: told of each record that is complete.
+    """
+
+    def __init__(
+        self,
+        instances: dict[str, SimInstance],
+        placing: Placing,
+        events: Events,
+        limits: Limits,
+        *,
+        timeout_s: float | None = None,
+        on_done: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        self._instances, self._placing, self._events = instances, placing, events
+        self._limits, self._timeout_s, self._on_done = limits, timeout_s, on_done
+        first = next(iter(instances.values()))
+        size = first.setup.engine.block_size
+        self._keys = KeyCache(size, first.index.make_root_key(""), {})
+        self.records: list[RequestRecord] = []
+        self.decisions: list[Decision] = []
+        self.fallbacks: dict[str, int] = {}
+        self.num_live = 0
+
+    def run(self, rows: Iterable[TraceRow]) -> None:
+        """Serve the requests of a trace, which are in order of arrival, to the end of all."""
+        self._arrivals = iter(rows)
+        self._expect_next()
+        self._events.run()
+        assert self.num_live == 0, f"{self.num_live} requests never end"
+
+    # ---------------------------------------------------------------- arrivals
+
+    def _expect_next(self) -> None:
+        row = next(self._arrivals, None)
+        if row is not None:
+            self._events.call_at(row.timestamp / 1e3, self._arrive, row)
+
+    def _arrive(self, row: TraceRow) -> None:
+        number = len(self.records)
+        now_s = self._events.now_s
+        request = make_request(row, number, self._timeout_s)
+        record = RequestRecord(
+            index=number,
+            input_length=row.input_length,
+            output_length=row.output_length,
+            due_s=now_s,
+            sent_s=now_s,
+        )
+        self.records.append(record)
+        machine = RequestMachine(request, self._limits, now_s)
+        keys = self._keys.find(row, request.prompt_ids)
+        live = _Live(row, machine, record, keys)
+        self.num_live += 1
+        self._run(live, machine.start(now_s))
+        self._expect_next()
+
+    # ---------------------------------------------------------------- machines
+
+    def _feed(self, live: _Live, message: Input) -> None:
+        self._run(live, live.machine.take(message, self._events.now_s))
+
+    def _run(self, live: _Live, actions: Iterable[Action]) -> None:
+        todo = list(actions)
+        while todo:
+            todo[:1] = self._execute(live, todo[0])
+        machine = live.machine
+        if machine.is_over:
+            self._forget(live)
+        elif machine.deadline_s != live.timer_s:
+            live.timer_s = machine.deadline_s
+            if live.timer_s < math.inf:
+                self._events.call_at(live.timer_s, self._tick, live, live.timer_s)
+
+    def _tick(self, live: _Live, when_s: float) -> None:
+        if live.timer_s == when_s and not live.machine.is_over:
+            live.timer_s = math.inf
+            self._run(live, live.machine.tick(self._events.now_s))
+
+    def _forget(self, live: _Live) -> None:
+        if live.timer_s == -math.inf:
+            return
+        live.timer_s = -math.inf
+        self.num_live -= 1
+        live.record.done_s = self._events.now_s
+        if self._on_done is not None:
+            self._on_done(live.record)
+
+    def _execute(self, live: _Live, action: Action) -> list[Action]:
+        """Carry out one action; return those that its outcome asks for at once."""
+        machine, now_s = live.machine, self._events.now_s
+        match action:
+            case Place():
+                route = self._placing.choose(action, machine.request)
+                self._log(live, route)
+                return machine.take(NoRoute() if route is None else route, now_s)
+            case Submit(leg=leg, request=request):
+                try:
+                    self._submit(live, leg.leg_id, leg.instance.name, request)
+                except TandemError as error:
+                    return machine.take(LegFailed(leg.leg_id, error), now_s)
+            case Continue(leg=leg, message=message):
+                is_taken = self._instances[leg.instance.name].continue_request(message)
+                return machine.take(Continued(leg.leg_id, is_taken), now_s)
+            case DropLeg(leg=leg):
+                self._instances[leg.instance.name].cancel(leg.leg_id)
+            case ReleaseLeg(leg=leg):
+                self._instances[leg.instance.name].release_hold(leg.leg_id)
+            case Deliver(output=output):
+                _take_output(live.record, output)
+            case Fail(error=error):
+                live.record.error = f"{error.code}: {error.what}"
+            case Note(reason=reason):
+                self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+        return []
+
+    def _submit(self, live: _Live, leg_id: str, name: str, request: AddRequest) -> None:
+        def put(output: RequestOutput) -> None:
+            self._feed(live, LegOutput(leg_id, output))
+
+        token = FIRST_OUTPUT_ID + live.record.index
+        self._instances[name].add(request, live.record, put, token, live.keys)
+
+    def _log(self, live: _Live, route: Pair | Alone | NoRoute | None) -> None:
+        kind, prefill, decode = "none", "", ""
+        match route:
+            case Pair(prefill=None, decode=chosen):
+                kind, decode = "decode", "" if chosen is None else chosen.name
+            case Pair(prefill=chosen, decode=None):
+                kind, prefill = "late_pair", "" if chosen is None else chosen.name
+            case Pair(prefill=first, decode=second):
+                assert first is not None
+                assert second is not None
+                kind, prefill, decode = "pair", first.name, second.name
+            case Alone(instance=chosen):
+                kind, decode = "alone", chosen.name
+            case _:
+                pass
+        at_s = self._events.now_s
+        self.decisions.append(Decision(at_s, live.record.index, kind, prefill, decode))
+
+
+def _take_output(record: RequestRecord, output: RequestOutput) -> None:
+    record.output_tokens += len(output.token_ids)
+    if output.prompt_len:
+        record.cached_tokens = output.cached_len
+    if output.finish_reason not in (None, FinishReason.LENGTH, FinishReason.STOP):
+        record.error = str(output.finish_reason)

@@ -1,0 +1,150 @@
+"""A hand-over: the blocks of one prompt on their way from where it is computed to a reader.
+
+The rules are those of ``tandem.engine.disaggregation``: blocks move as they are computed, the
+reader takes them whole, and reports the end of each. Blocks of a chunk may move while it is
+computed, layer by layer; they are there not before its last layer has been.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem.engine.scheduling.plan import BlockLoad
+from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.sim.cluster.events import Events
+from tandem.sim.cluster.links import Link, Links
+
+__all__ = ["HandOver", "Reader", "Source"]
+
+
+class Reader(Protocol):
+    """The instance that decodes."""
+
+    scheduler: Scheduler
+    ingress: Link
+    block_bytes: int
+    num_layers: int
+
+    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Take in blocks that have come."""
+        ...
+
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Take in blocks that do not come."""
+        ...
+
+    def end_reading(self, request_id: str) -> None:
+        """Forget a hand-over that has ended."""
+        ...
+
+
+class Source(Protocol):
+    """The instance that prefills."""
+
+    scheduler: Scheduler
+    egress: Link
+    readers: dict[str, "HandOver"]
+    """By the id of a request that prefills here, or will: who reads its blocks."""
+
+
+class HandOver:
+    """One hand-over.
+
+    Args:
+        reader: the instance that decodes.
+        source: the one that prefills.
+        request: of the reader.
+        loads: in the order of the prompt.
+        events: the clock.
+        links: between the two.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        source: Source,
+        request: Request,
+        loads: Sequence[BlockLoad],
+        events: Events,
+        links: Links,
+    ) -> None:
+        assert request.prefill_kv is not None, request.request_id
+        self._reader, self._source, self._request = reader, source, request
+        self._source_id = request.prefill_kv.handle.request_id
+        self._events, self._links = events, links
+        self._todo = list(loads)
+        """Not on their way yet."""
+        self._num_moving = 0
+        self._dropped: set[int] = set()
+
+    def begin(self) -> None:
+        """Ask the source to tell of its progress."""
+        self._source.readers[self._source_id] = self
+        self.note_progress()
+
+    def drop(self, load: BlockLoad) -> None:
+        """Take note that a block is not wanted any more; its end is reported all the same."""
+        if load in self._todo:
+            self._todo.remove(load)
+            self._reader.load_failed(self._request, [load.block_id])
+            self._finish()
+        else:
+            self._dropped.add(load.block_id)
+
+    def note_running(self, num_tokens: int, end_s: float) -> None:
+        """Move the blocks that a step which ends then will have computed."""
+        self._move(num_tokens, end_s)
+
+    def note_progress(self) -> None:
+        """Move the blocks that have been computed."""
+        prefill = self._source.scheduler.find_prefill(self._source_id)
+        if prefill is not None:
+            done = prefill.prompt_len if prefill.is_finished else prefill.num_computed_tokens
+            self._move(done, 0.0)
+
+    def note_gone(self) -> None:
+        """Give up what has not begun to move: the prefill has gone, or its hold."""
+        todo, self._todo = self._todo, []
+        if todo:
+            self._reader.load_failed(self._request, [load.block_id for load in todo])
+        self._finish()
+
+    def _move(self, num_tokens: int, end_s: float) -> None:
+        size = self._reader.scheduler.block_size
+        prompt_len = self._request.prompt_len
+        num_blocks = -(-num_tokens // size) if num_tokens >= prompt_len else num_tokens // size
+        ready = [load for load in self._todo if load.position < num_blocks]
+        if not ready:
+            return
+        self._todo = self._todo[len(ready) :]
+        size_bytes = len(ready) * self._reader.block_bytes
+        self._num_moving += 1
+        self._links.start(
+            (self._source.egress, self._reader.ingress),
+            size_bytes,
+            lambda: self._arrive(ready, size_bytes, end_s),
+        )
+
+    def _arrive(self, loads: list[BlockLoad], size_bytes: int, end_s: float) -> None:
+        if end_s > self._events.now_s:
+            # The last layer still has to be computed, and to move.
+            layer_bytes = size_bytes / self._reader.num_layers
+            last_s = end_s + layer_bytes / self._reader.ingress.bytes_per_s
+            self._events.call_at(last_s, self._take, loads)
+        else:
+            self._take(loads)
+
+    def _take(self, loads: list[BlockLoad]) -> None:
+        self._num_moving -= 1
+        wanted = [load.block_id for load in loads if load.block_id not in self._dropped]
+        if wanted:
+            self._reader.load_done(self._request, wanted)
+        if len(wanted) < len(loads):
+            dropped = [load.block_id for load in loads if load.block_id in self._dropped]
+            self._reader.load_failed(self._request, dropped)
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._todo and not self._num_moving:
+            self._source.readers.pop(self._source_id, None)
+            self._reader.end_reading(self._request.request_id)

@@ -1,0 +1,365 @@
+"""A simulated instance: the product's scheduler, block pool and prefix index, and a model of time.
+
+It does what the engine's loop does, step by step: plan, let time pass, complete. Tokens have no
+meaning; all of an answer are one number. The outputs of a decode between its first and its last are
+one, so that a token costs little; the moments of all of them are recorded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tandem.core.instance_status import InstanceRole
+from tandem.core.loads.records import RequestRecord
+from tandem.core.wire import (
+    AddRequest,
+    Continuation,
+    ContinueRequest,
+    FinishReason,
+    InstanceLoad,
+    KvHandle,
+    RequestOutput,
+)
+from tandem.engine.config import EngineConfig
+from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.loads import TierPlanner
+from tandem.engine.scheduling.plan import BlockLoad, StepPlan
+from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.messages import Phase
+from tandem.sim.cluster.events import Events
+from tandem.sim.cluster.handovers import HandOver
+from tandem.sim.cluster.links import Link, Links
+from tandem.sim.cluster.steps import StepModel, StepWork
+
+__all__ = ["InstanceSetup", "SimInstance"]
+
+Put = Callable[[RequestOutput], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceSetup:
+    """All that an instance is made of."""
+
+    name: str
+    role: InstanceRole
+    engine: EngineConfig
+    """With ``num_kv_blocks`` and ``max_model_len`` resolved."""
+    steps: StepModel
+    block_bytes: int
+    nic_bytes_per_s: float
+    is_layerwise: bool = True
+    num_layers: int = 1
+    tiers: TierPlanner | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Leg:
+    """A request that is live here."""
+
+    request: Request
+    record: RequestRecord
+    put: Put
+    seed: int
+    tokens: tuple[int, ...]
+    """The one token that every sample of it is."""
+    num_given: int = 0
+    """Samples that ``put`` was told of."""
+    num_sampled: int = 0
+
+
+class SimInstance:
+    """One instance.
+
+    Args:
+        setup: of it.
+        events: the clock.
+        links: carry its blocks.
+        find_instance: returns another instance by name.
+    """
+
+    def __init__(
+        self,
+        setup: InstanceSetup,
+        events: Events,
+        links: Links,
+        find_instance: Callable[[str], "SimInstance"],
+    ) -> None:
+        config = setup.engine
+        self.setup = setup
+        self.name = setup.name
+        self.role: InstanceRole = setup.role
+        self.pool = BlockPool(config.num_kv_blocks)
+        self.index = PrefixIndex(self.pool, config.block_size)
+        self.scheduler = Scheduler(config, self.pool, self.index, setup.tiers)
+        self.ingress = Link(f"{setup.name}.in", setup.nic_bytes_per_s)
+        self.egress = Link(f"{setup.name}.out", setup.nic_bytes_per_s)
+        self.block_bytes, self.num_layers = setup.block_bytes, setup.num_layers
+        self.readers: dict[str, HandOver] = {}
+        self.busy_s = 0.0
+        self.prefill_s = 0.0
+        """Of the steps that computed prompts, their share by tokens' cost."""
+        self.num_steps = 0
+        self._events, self._links, self._find_instance = events, links, find_instance
+        self._legs: dict[str, _Leg] = {}
+        self._reading: dict[str, HandOver] = {}
+        """Hand-overs that write into blocks here, by the id of their request here."""
+        self._is_running = False
+        self._is_called = False
+        self._wake_s = math.inf
+
+    # ---------------------------------------------------------------- calls
+
+    def add(
+        self,
+        message: AddRequest,
+        record: RequestRecord,
+        put: Put,
+        token: int,
+        keys: Sequence[bytes] = (),
+    ) -> None:
+        """Queue a request; ``put`` gets its outputs.
+
+        Args:
+            message: the request.
+            record: gets the moments of its tokens.
+            put: called with its first output and its last.
+            token: all that it samples.
+            keys: of its prompt's full blocks, if they are known already.
+
+        Raises: as ``Scheduler.add``.
+        """
+        now_s = self._events.now_s
+        request = Request(
+            request_id=message.request_id,
+            prompt_ids=message.prompt_ids,
+            sampling=message.sampling,
+            arrival_s=now_s,
+            priority=message.priority,
+            deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
+            client=message.client,
+            cache_salt=message.cache_salt,
+            kv_source=message.kv_source,
+            prefill_lease_s=message.prefill_lease_s,
+            awaits_continuation=message.awaits_continuation,
+        )
+        request.prefix.block_keys += keys
+        seed = message.sampling.seed or 0
+        if message.continuation is not None:
+            request.output_ids += message.continuation.token_ids
+        self.scheduler.add(request)
+        self._legs[request.request_id] = _Leg(request, record, put, seed, (token,))
+        self._call()
+
+    def continue_request(self, message: ContinueRequest) -> bool:
+        """Give a request the tokens of another instance; see ``Scheduler.continue_request``."""
+        tokens = message.continuation.token_ids
+        is_taken = self.scheduler.continue_request(message.request_id, tokens)
+        self._call()
+        return is_taken
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request; nothing that it still says is told."""
+        leg = self._legs.pop(request_id, None)
+        if leg is not None:
+            self.scheduler.cancel(request_id)
+            self._end_read(request_id)
+            self._call()
+
+    def release_hold(self, request_id: str) -> None:
+        """Give up the blocks of a prefill; harmless if there are none."""
+        self.scheduler.release_hold(request_id)
+        self._end_read(request_id)
+        self._call()
+
+    def _end_read(self, request_id: str) -> None:
+        hand_over = self.readers.get(request_id)
+        if hand_over is not None:
+            hand_over.note_gone()
+
+    def measure_load(self) -> InstanceLoad:
+        """Return what the live requests need."""
+        return self.scheduler.measure_load()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._legs)
+
+    # ---------------------------------------------------------------- loads
+
+    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Report blocks that have come."""
+        self.scheduler.load_done(request, block_ids)
+        self._call()
+
+    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Report blocks that do not come."""
+        self.scheduler.load_failed(request, block_ids)
+        self._call()
+
+    def end_reading(self, request_id: str) -> None:
+        """Forget a hand-over that has ended."""
+        self._reading.pop(request_id, None)
+
+    def _begin_loads(self, plan: StepPlan) -> None:
+        for load in plan.dropped:
+            hand_over = self._reading.get(load.request.request_id)
+            if hand_over is not None:
+                hand_over.drop(load)
+        by_request: dict[Request, list[BlockLoad]] = {}
+        for load in plan.loads:
+            by_request.setdefault(load.request, []).append(load)
+        for request, loads in by_request.items():
+            assert request.prefill_kv is not None, f"{request.request_id} loads from nowhere"
+            source = self._find_instance(request.prefill_kv.instance)
+            hand_over = HandOver(self, source, request, loads, self._events, self._links)
+            self._reading[request.request_id] = hand_over
+            hand_over.begin()
+
+    # ---------------------------------------------------------------- steps
+
+    def _call(self) -> None:
+        """Look for something to do once all that happens in this moment has happened."""
+        if not self._is_called and not self._is_running:
+            self._is_called = True
+            self._events.call_at(self._events.now_s, self._look)
+
+    def _look(self) -> None:
+        self._is_called = False
+        if not self._is_running:
+            self._begin_step()
+
+    def _ring(self, when_s: float) -> None:
+        if when_s == self._wake_s:
+            self._wake_s = math.inf
+            self._call()
+
+    def _begin_step(self) -> None:
+        now_s = self._events.now_s
+        scheduler = self.scheduler
+        while True:
+            plan = scheduler.schedule(now_s)
+            if plan.loads or plan.dropped:
+                self._begin_loads(plan)
+            for request in (*plan.expired, *plan.starved):
+                self._end(request)
+            if plan.sequences:
+                break
+            wake_s = scheduler.wake_s
+            if wake_s <= now_s:
+                continue
+            if wake_s < self._wake_s or self._wake_s < now_s:
+                self._wake_s = wake_s
+                if wake_s < math.inf:
+                    self._events.call_at(wake_s, self._ring, wake_s)
+            return
+        work = _sum_up(plan)
+        seconds = self.setup.steps.predict_s(work)
+        self._is_running = True
+        self.num_steps += 1
+        self.busy_s += seconds
+        if work.prefill_tokens:
+            alone_s = 0.0
+            if work.num_decodes:
+                alone_s = self.setup.steps.predict_s(
+                    StepWork(0, 0.0, work.num_decodes, work.decode_tokens)
+                )
+            self.prefill_s += max(seconds - alone_s, 0.0)
+        end_s = now_s + seconds
+        if self.readers:
+            self._announce(plan, end_s)
+        self._events.call_at(end_s, self._end_step, plan)
+
+    def _announce(self, plan: StepPlan, end_s: float) -> None:
+        """Let readers of this step's prompts begin while it runs."""
+        if not self.setup.is_layerwise:
+            return
+        for sequence in plan.sequences:
+            hand_over = self.readers.get(sequence.request.request_id)
+            if hand_over is not None:
+                hand_over.note_running(sequence.start + sequence.num_tokens, end_s)
+
+    def _end_step(self, plan: StepPlan) -> None:
+        now_s = self._events.now_s
+        legs = self._legs
+        sampled: dict[str, tuple[int, ...]] = {}
+        for sequence in plan.sequences:
+            if sequence.wants_sample:
+                request_id = sequence.request.request_id
+                leg = legs.get(request_id)
+                if leg is None:  # Cancelled while it ran.
+                    sampled[request_id] = (0,)
+                    continue
+                sampled[request_id] = leg.tokens
+                leg.num_sampled += 1
+                leg.record.event_times_s.append(now_s)
+        ended = self.scheduler.complete(plan, sampled, now_s)
+        self._is_running = False
+        for sequence in plan.sequences:
+            if sequence.wants_sample:
+                leg = legs.get(sequence.request.request_id)
+                if leg is not None and leg.num_given == 0 and not leg.request.is_finished:
+                    self._give(leg, None)
+        for request in ended:
+            self._end(request)
+        if self.readers:
+            for sequence in plan.sequences:
+                hand_over = self.readers.get(sequence.request.request_id)
+                if hand_over is not None:
+                    hand_over.note_progress()
+        if not self._is_called:
+            self._is_called = True
+            self._events.call_at(now_s, self._look)
+
+    def _end(self, request: Request) -> None:
+        leg = self._legs.pop(request.request_id, None)
+        if leg is not None:
+            self._give(leg, request.finish_reason)
+
+    def _give(self, leg: _Leg, reason: FinishReason | None) -> None:
+        """Tell the outputs of a request that have not been told."""
+        request = leg.request
+        tokens = list(leg.tokens) * (leg.num_sampled - leg.num_given)
+        is_first = leg.num_given == 0
+        leg.num_given = leg.num_sampled
+        has_facts = is_first or reason is not None
+        handle, continuation = None, None
+        if reason is FinishReason.PREFILLED:
+            assert request.prefill_lease_s is not None, request.request_id
+            continuation = Continuation(token_ids=list(tokens), seed=leg.seed)
+            handle = KvHandle(
+                request_id=request.request_id,
+                block_ids=request.held_blocks,
+                num_tokens=request.prompt_len,
+                lease_s=request.prefill_lease_s,
+            )
+        leg.put(
+            RequestOutput(
+                request_id=request.request_id,
+                token_ids=tokens,
+                finish_reason=reason,
+                prompt_len=request.prompt_len if has_facts else 0,
+                cached_len=request.report.num_cached_tokens if has_facts else 0,
+                kv_handle=handle,
+                continuation=continuation,
+                error_code="capacity" if reason is FinishReason.ERROR else None,
+                error_text="no memory" if reason is FinishReason.ERROR else None,
+            )
+        )
+
+
+def _sum_up(plan: StepPlan) -> StepWork:
+    """Return the work of a plan."""
+    prefill_tokens = num_decodes = decode_tokens = 0
+    prefill_context = 0.0
+    for sequence in plan.sequences:
+        if sequence.phase is Phase.DECODE:
+            num_decodes += 1
+            decode_tokens += sequence.start
+        else:
+            num_tokens = sequence.num_tokens
+            prefill_tokens += num_tokens
+            prefill_context += num_tokens * (sequence.start + num_tokens / 2)
+    return StepWork(prefill_tokens, prefill_context, num_decodes, decode_tokens)

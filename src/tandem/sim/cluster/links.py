@@ -1,0 +1,116 @@
+"""Links that transfers share max-min fairly.
+
+A transfer uses some links at once, as the sending side of one machine and the receiving side of
+another. Its rate is raised with those of all others until a link that it uses is full: no transfer
+can be faster without one that is not faster becoming slower. Rates change when a transfer begins or
+ends, and then only those of transfers that share links with it, directly or through others.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.sim.cluster.events import Events
+
+__all__ = ["Link", "Links", "Transfer"]
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """One direction of a network port, a disk or a bus."""
+
+    name: str
+    bytes_per_s: float
+    transfers: dict["Transfer", None] = field(default_factory=dict["Transfer", None])
+    moved_bytes: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Transfer:
+    """Bytes on their way."""
+
+    links: tuple[Link, ...]
+    left_bytes: float
+    on_end: Callable[[], None]
+    rate: float = 0.0
+    since_s: float = 0.0
+    """When ``left_bytes`` was right."""
+    version: int = 0
+    """Of its end that stands in the queue of events."""
+
+
+class Links:
+    """All transfers of a run.
+
+    Args:
+        events: the clock.
+        latency_s: from asking for a transfer until its first byte moves.
+    """
+
+    def __init__(self, events: Events, latency_s: float = 0.0) -> None:
+        self._events = events
+        self._latency_s = latency_s
+
+    def start(self, links: Sequence[Link], size_bytes: float, on_end: Callable[[], None]) -> None:
+        """Move bytes over links; ``on_end`` is called when the last one has come."""
+        transfer = Transfer(tuple(links), size_bytes, on_end)
+        self._events.call_at(self._events.now_s + self._latency_s, self._begin, transfer)
+
+    def _begin(self, transfer: Transfer) -> None:
+        transfer.since_s = self._events.now_s
+        for link in transfer.links:
+            link.transfers[transfer] = None
+            link.moved_bytes += transfer.left_bytes
+        self._share(transfer.links)
+        if not transfer.links:
+            self._end(transfer, transfer.version)
+
+    def _end(self, transfer: Transfer, version: int) -> None:
+        if version != transfer.version:
+            return  # Its rate has changed since.
+        for link in transfer.links:
+            del link.transfers[transfer]
+        self._share(transfer.links)
+        transfer.on_end()
+
+    def _share(self, links: Iterable[Link]) -> None:
+        """Give new rates to the transfers that a change on some links can reach."""
+        now_s = self._events.now_s
+        for transfer, rate in share_fairly(links).items():
+            if rate == transfer.rate:
+                continue
+            transfer.left_bytes -= transfer.rate * (now_s - transfer.since_s)
+            transfer.rate, transfer.since_s = rate, now_s
+            transfer.version += 1
+            end_s = now_s + max(transfer.left_bytes, 0.0) / rate
+            self._events.call_at(end_s, self._end, transfer, transfer.version)
+
+
+def share_fairly(links: Iterable[Link]) -> dict[Transfer, float]:
+    """Return the max-min fair rates of all transfers that are connected with some links."""
+    free: dict[Link, float] = {}
+    todo = list(links)
+    waiting: dict[Transfer, None] = {}
+    while todo:
+        link = todo.pop()
+        if link in free:
+            continue
+        free[link] = link.bytes_per_s
+        for transfer in link.transfers:
+            if transfer not in waiting:
+                waiting[transfer] = None
+                todo += transfer.links
+    count = {link: len(link.transfers) for link in free}
+    rates: dict[Transfer, float] = {}
+    while waiting:
+        # The link that is full first, all rates growing alike, decides for those that use it.
+        tightest = min(
+            (link for link in free if count[link]), key=lambda link: free[link] / count[link]
+        )
+        rate = free[tightest] / count[tightest]
+        for transfer in [each for each in tightest.transfers if each in waiting]:
+            del waiting[transfer]
+            rates[transfer] = rate
+            for link in transfer.links:
+                free[link] -= rate
+                count[link] -= 1
+    return rates

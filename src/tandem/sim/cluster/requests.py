@@ -1,0 +1,112 @@
+"""Requests of a run, made from the rows of a trace as they arrive, so that none waits in memory.
+
+The tokens of a block all are its hash: equal hashes are equal tokens, which is all that a prefix
+index can see of a prompt.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem.core.loads.traces import BLOCK_TOKENS, TraceRow
+from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine.groups.chain import hash_block, pack_tokens
+
+__all__ = [
+    "FIRST_OUTPUT_ID",
+    "KeyCache",
+    "make_request",
+    "make_tokens",
+    "repeat_rows",
+    "scale_rows",
+]
+
+FIRST_OUTPUT_ID = 1 << 30
+"""Tokens of answers begin here, above all hashes."""
+
+
+def make_tokens(row: TraceRow, block_tokens: int = BLOCK_TOKENS) -> list[int]:
+    """Return the prompt of a row."""
+    tokens: list[int] = []
+    for hash_id in row.hash_ids:
+        tokens += [hash_id] * block_tokens
+    del tokens[row.input_length :]
+    return tokens
+
+
+def make_request(row: TraceRow, number: int, timeout_s: float | None) -> AddRequest:
+    """Return the request of a row.
+
+    Args:
+        row: of the trace.
+        number: of the request in the run.
+        timeout_s: from its arrival.
+    """
+    # Its output has exactly the trace's length; a row without output computes its prompt.
+    sampling = SamplingParams(max_tokens=max(row.output_length, 1), ignore_eos=True, seed=number)
+    return AddRequest(
+        request_id=str(number),
+        prompt_ids=make_tokens(row),
+        sampling=sampling,
+        timeout_s=timeout_s,
+    )
+
+
+@dataclass(slots=True)
+class KeyCache:
+    """The keys of the blocks of a trace, by hash, computed once for all instances.
+
+    Right because a hash stands for all tokens up to its block: its chain is always the same.
+
+    Attributes:
+        block_size: of the instances; blocks of the trace are cut into such, which divide them.
+        root_key: of the instances' index.
+    """
+
+    block_size: int
+    root_key: bytes
+    _keys: dict[int, tuple[bytes, ...]]
+
+    def find(self, row: TraceRow, prompt: Sequence[int]) -> list[bytes]:
+        """Return the keys of a prompt's full blocks."""
+        size, known = self.block_size, self._keys
+        keys: list[bytes] = []
+        parent = self.root_key
+        for position, hash_id in enumerate(row.hash_ids):
+            if (position + 1) * BLOCK_TOKENS > len(prompt):
+                break
+            chain = known.get(hash_id)
+            if chain is None:
+                made: list[bytes] = []
+                tokens = pack_tokens([hash_id] * size)
+                for _ in range(BLOCK_TOKENS // size):
+                    parent = hash_block(parent, tokens)
+                    made.append(parent)
+                chain = known[hash_id] = tuple(made)
+            keys += chain
+            parent = chain[-1]
+        return keys
+
+
+def scale_rows(rows: Iterable[TraceRow], factor: float) -> Iterator[TraceRow]:
+    """Yield rows whose rate is so many times as high."""
+    for row in rows:
+        yield msgspec.structs.replace(row, timestamp=row.timestamp / factor)
+
+
+def repeat_rows(rows: Sequence[TraceRow], times: int) -> Iterator[TraceRow]:
+    """Yield a trace so often, one after the other; each has hashes and an hour of its own."""
+    if not rows:
+        return
+    num_hashes = 1 + max(hash_id for row in rows for hash_id in row.hash_ids)
+    # A mean gap between two of them.
+    length_ms = rows[-1].timestamp * (1 + 1 / len(rows))
+    for number in range(times):
+        for row in rows:
+            yield TraceRow(
+                row.timestamp + number * length_ms,
+                row.input_length,
+                row.output_length,
+                [hash_id + number * num_hashes for hash_id in row.hash_ids],
+            )

@@ -1,0 +1,237 @@
+"""From a scenario to a run: instances made of machines and models, requests of a trace, figures."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.loads.figures import summarise
+from tandem.core.loads.records import LoadReport, RequestRecord
+from tandem.core.loads.traces import TraceRow, read_rows
+from tandem.engine.cluster.machine import Limits
+from tandem.placement.catalog import find_model, read_hardware
+from tandem.placement.costs import Placement
+from tandem.placement.fitting import read_efficiencies
+from tandem.placement.shape import FORMAT_BYTES, read_shape
+from tandem.sim.cluster.cluster import Decision, SimCluster
+from tandem.sim.cluster.events import Events
+from tandem.sim.cluster.instance import InstanceSetup, SimInstance
+from tandem.sim.cluster.links import Links
+from tandem.sim.cluster.placing import Placing
+from tandem.sim.cluster.requests import repeat_rows, scale_rows
+from tandem.sim.cluster.scenario import Group, LinkSpec, Load, Scenario
+from tandem.sim.cluster.steps import LearntSteps, PlannedSteps, StepModel
+
+__all__ = ["InstanceFigures", "Run", "SimReport", "make_setups", "open_load", "run_scenario"]
+
+
+class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one instance did."""
+
+    name: str
+    role: str
+    busy_s: float
+    """In steps."""
+    prefill_s: float
+    """Of these, for prompts."""
+    steps: int
+    requests: int
+    """Prompts that it looked up in its prefix index."""
+    prompt_tokens: int
+    hit_tokens: int
+    preemptions: int
+    received_bytes: float
+    sent_bytes: float
+
+
+class SimReport(LoadReport, frozen=True, kw_only=True):
+    """The figures of ``tandem bench serve``, and those of the cluster."""
+
+    scenario: str
+    virtual_s: float
+    """From the first arrival until the last request ended."""
+    events: int
+    prefill_s: float
+    """Of all instances, for prompts."""
+    hit_ratio: float
+    """Share of prompt tokens that were found in a prefix index."""
+    fallbacks: dict[str, int]
+    instances: list[InstanceFigures]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that has ended."""
+
+    report: SimReport
+    records: list[RequestRecord]
+    decisions: list[Decision]
+
+
+def make_setups(scenario: Scenario) -> list[InstanceSetup]:
+    """Return the instances of a scenario.
+
+    Raises: NotFoundError (a machine, a model); ConfigError; CapacityError (weights do not fit).
+    """
+    setups: list[InstanceSetup] = []
+    for group in scenario.instances:
+        steps, kv_bytes, num_layers, kv_tokens = _resolve(group)
+        size = group.engine.block_size
+        num_blocks = kv_tokens // size
+        engine = msgspec.structs.replace(
+            group.engine,
+            num_kv_blocks=num_blocks,
+            max_model_len=group.engine.max_model_len or num_blocks * size,
+        )
+        for _ in range(group.count):
+            setups.append(
+                InstanceSetup(
+                    name=f"{group.role[0]}{len(setups)}",
+                    role=group.role,
+                    engine=engine,
+                    steps=steps,
+                    block_bytes=kv_bytes * size,
+                    nic_bytes_per_s=_find_port(group, scenario.links),
+                    is_layerwise=scenario.links.is_layerwise,
+                    num_layers=num_layers,
+                )
+            )
+    if len({setup.engine.block_size for setup in setups}) > 1:
+        what = "instances with blocks of different sizes cannot read each other's"
+        raise ConfigError("sim.scenario", what, field="instances.engine.block_size")
+    roles = {setup.role for setup in setups}
+    if ("prefill" in roles) != ("decode" in roles):
+        what = f"roles {', '.join(sorted(roles))}: prefill and decode go together"
+        raise ConfigError("sim.scenario", what, field="instances.role")
+    return setups
+
+
+def _find_port(group: Group, links: LinkSpec) -> float:
+    return (group.nic_gbps or links.gbps) * 1e9 / 8 * links.efficiency
+
+
+def _resolve(group: Group) -> tuple[StepModel, int, int, int]:
+    """Return steps, bytes of KV a token, layers and tokens of KV."""
+    if group.calibration is not None:
+        return LearntSteps(group.calibration), group.kv_bytes_per_token, 1, group.kv_tokens
+    spec = read_hardware(group.hardware)
+    shape = read_shape(find_model(group.model).config, group.model)
+    if group.weights not in FORMAT_BYTES:
+        what = f"no format {group.weights!r}: there is {', '.join(FORMAT_BYTES)}"
+        raise ConfigError("sim.scenario", what, field="instances.weights")
+    num = spec.num_accelerators if group.accelerators is None else group.accelerators
+    if num > spec.num_accelerators:
+        what = f"{group.hardware} has {spec.num_accelerators} accelerators, not {num}"
+        raise ConfigError("sim.scenario", what, field="instances.accelerators")
+    place = Placement(
+        expert_format=group.weights,
+        dense_format=group.weights,
+        accelerators=num,
+        sockets=spec.sockets,
+        gpu_experts=max((layer.num_experts for layer in shape.layers), default=0) if num else 0,
+        is_dense_on_gpu=num > 0,
+        is_attention_on_gpu=num > 0,
+    )
+    eff = read_efficiencies()
+    if group.gpu_compute is not None:
+        eff = msgspec.structs.replace(eff, gpu_compute=group.gpu_compute)
+    if group.gpu_bandwidth is not None:
+        eff = msgspec.structs.replace(eff, gpu_bandwidth=group.gpu_bandwidth)
+    steps = PlannedSteps(spec, shape, place, eff, overhead_s=group.step_overhead_ms / 1e3)
+    memory = spec.accelerator_memory_bytes * num // max(spec.num_accelerators, 1)
+    memory = memory if num else spec.memory_bytes
+    weight_bytes = shape.num_weights * FORMAT_BYTES[group.weights]
+    room = (memory * group.memory_fraction - weight_bytes) / shape.kv_bytes
+    if room < group.engine.block_size:
+        what = f"{group.model} in {group.weights} does not fit into {group.hardware}"
+        raise CapacityError("sim.scenario", what)
+    return steps, shape.kv_bytes, len(shape.layers), group.kv_tokens or int(room)
+
+
+def open_load(load: Load) -> Iterator[TraceRow]:
+    """Return the rows of a load, in order of arrival.
+
+    Raises: ConfigError (it names no trace); as ``read_rows``.
+    """
+    if not load.trace:
+        what = "the scenario names no trace: give one with --trace"
+        raise ConfigError("sim.scenario", what, field="load.trace")
+    rows: Iterable[TraceRow] = read_rows(Path(load.trace))
+    if load.repeat > 1:
+        rows = repeat_rows(list(rows), load.repeat)
+    if load.rate_scale != 1.0:
+        rows = scale_rows(rows, load.rate_scale)
+    return itertools.islice(rows, load.limit or None)
+
+
+def run_scenario(
+    scenario: Scenario,
+    rows: Iterable[TraceRow],
+    *,
+    on_done: Callable[[RequestRecord], None] | None = None,
+) -> Run:
+    """Run a scenario to the end of its last request.
+
+    Args:
+        scenario: of the run.
+        rows: the requests, in order of arrival.
+        on_done: told of each request that has ended.
+
+    Raises: as ``make_setups``.
+    """
+    events = Events()
+    links = Links(events, scenario.links.latency_us / 1e6)
+    instances: dict[str, SimInstance] = {}
+    for setup in make_setups(scenario):
+        instances[setup.name] = SimInstance(setup, events, links, instances.__getitem__)
+    cluster = SimCluster(
+        instances,
+        Placing(scenario.policy, instances.values()),
+        events,
+        Limits(lease_s=scenario.lease_s),
+        timeout_s=scenario.timeout_s,
+        on_done=on_done,
+    )
+    cluster.run(rows)
+    figures = [_sum_up(instance) for instance in instances.values()]
+    report = summarise(
+        cluster.records,
+        backend="tandem-sim",
+        dataset_name="mooncake",
+        objectives=scenario.slo,
+    )
+    prompt_tokens = sum(each.prompt_tokens for each in figures)
+    fields: dict[str, Any] = {name: getattr(report, name) for name in LoadReport.__struct_fields__}
+    return Run(
+        report=SimReport(
+            **fields,
+            scenario=scenario.name,
+            virtual_s=report.duration,
+            events=events.num_run,
+            prefill_s=sum(each.prefill_s for each in figures),
+            hit_ratio=sum(each.hit_tokens for each in figures) / max(prompt_tokens, 1),
+            fallbacks=cluster.fallbacks,
+            instances=figures,
+        ),
+        records=cluster.records,
+        decisions=cluster.decisions,
+    )
+
+
+def _sum_up(instance: SimInstance) -> InstanceFigures:
+    stats = instance.scheduler.get_stats()
+    return InstanceFigures(
+        name=instance.name,
+        role=instance.role,
+        busy_s=instance.busy_s,
+        prefill_s=instance.prefill_s,
+        steps=instance.num_steps,
+        requests=stats.num_prefix_queries,
+        prompt_tokens=stats.prefix_query_tokens,
+        hit_tokens=stats.prefix_hit_tokens,
+        preemptions=stats.num_preemptions,
+        received_bytes=instance.ingress.moved_bytes,
+        sent_bytes=instance.egress.moved_bytes,
+    )

@@ -1,0 +1,178 @@
+"""A scenario: all that a simulated run assumes, as one YAML file.
+
+Machines and models are those of ``tandem plan --list``, or files. Settings of an instance are those
+of ``tandem serve`` (``EngineConfig``), so a scenario says nothing that a server could not be told.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from tandem.core.config import parse_yaml
+from tandem.core.errors import ConfigError, NotFoundError
+from tandem.core.instance_status import InstanceRole
+from tandem.core.loads.figures import Objectives
+from tandem.engine.config import EngineConfig
+from tandem.sim.cluster.steps import Calibration
+
+__all__ = ["Group", "LinkSpec", "Load", "Scenario", "change_scenario", "parse_scenario",
+           "read_scenario"]  # fmt: skip
+
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Instances that are alike."""
+
+    count: Count = 1
+    role: InstanceRole = "unified"
+    hardware: str = ""
+    """The machine of one instance: a name of ``tandem plan --list``, or a file."""
+    model: str = ""
+    """A configuration of ``tandem plan --list``."""
+    weights: str = "bf16"
+    """Format of all weights."""
+    accelerators: Annotated[int, Meta(ge=0)] | None = None
+    """Of the machine that the instance uses; None is all of them."""
+    kv_tokens: Annotated[int, Meta(ge=0)] = 0
+    """Tokens whose KV the instance keeps; 0 is as many as fit beside the weights."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    """Of the accelerators' memory, for weights and KV."""
+    step_overhead_ms: NonNegative = 0.0
+    """Of each step, beside the device's work."""
+    gpu_compute: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Share of the peak of matrix products; None is the cost model's own."""
+    gpu_bandwidth: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Share of the peak of memory; None is the cost model's own."""
+    calibration: Calibration | None = None
+    """Learnt costs of steps, in the place of machine and model."""
+    kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 0
+    """With ``calibration``, that says nothing of it."""
+    engine: EngineConfig = EngineConfig(block_size=512, max_batch_tokens=8192, max_running=256)
+    nic_gbps: Positive | None = None
+    """Bits of this group's ports, where they are not those of ``links``."""
+
+    def __post_init__(self) -> None:
+        """Refuse a group without speed.
+
+        Raises: ConfigError.
+        """
+        if self.calibration is None and not (self.hardware and self.model):
+            what = "a group of instances has hardware and model, or a calibration"
+            raise ConfigError("sim.scenario", what, field="instances.hardware")
+        if self.calibration is not None and not self.kv_tokens:
+            what = "with a calibration, say how many tokens of KV an instance keeps"
+            raise ConfigError("sim.scenario", what, field="instances.kv_tokens")
+
+
+class LinkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The network of the instances: each has one port, both directions at once."""
+
+    gbps: Positive = 800.0
+    """Gigabits a second of a port, one direction."""
+    efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.87
+    """Share that is payload: 87 GB/s of 4 x 200 Gbit/s, as the transfer engine is published."""
+    latency_us: NonNegative = 50.0
+    """From asking for a transfer until its first byte moves."""
+    is_layerwise: bool = True
+    """KV of a chunk moves while its later layers are computed."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The requests of a run."""
+
+    trace: str = ""
+    """A file in Mooncake's format."""
+    limit: Annotated[int, Meta(ge=0)] = 0
+    """Requests at most; 0 is all."""
+    rate_scale: Positive = 1.0
+    """Factor on the rate: times between arrivals are divided by it."""
+    repeat: Count = 1
+    """The trace so often, one after the other, each with hashes of its own."""
+
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run."""
+
+    name: str = ""
+    note: str = ""
+    """Assumptions that the reader should know, with their sources."""
+    seed: int = 1
+    instances: Annotated[tuple[Group, ...], Meta(min_length=1)]
+    links: LinkSpec = LinkSpec()
+    policy: str = "prefix"
+    """As ``cluster.policy``."""
+    lease_s: Positive = 30.0
+    """As ``cluster.lease_s``."""
+    slo: Objectives = Objectives()
+    load: Load = Load()
+    timeout_s: Positive | None = None
+    """Of a request."""
+
+
+def parse_scenario(text: str, where: str) -> Scenario:
+    """Return the scenario of a YAML text.
+
+    Raises: ConfigError that names the field.
+    """
+    try:
+        fields: Any = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError("sim.scenario", f"{where} is not YAML: {error}") from error
+    try:
+        # Not strict: YAML takes 1e-4, without a point, for text.
+        return msgspec.convert(fields, Scenario, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError("sim.scenario", f"{where}: {error}") from error
+
+
+def read_scenario(path: Path) -> Scenario:
+    """Return the scenario of a file; a trace that it names is found beside it.
+
+    Raises: NotFoundError; ConfigError that names the field.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotFoundError("sim.scenario", f"cannot read {path}: {error}") from error
+    scenario = parse_scenario(text, path.name)
+    trace = scenario.load.trace
+    if trace and not Path(trace).is_absolute():
+        load = msgspec.structs.replace(scenario.load, trace=str(path.parent / trace))
+        scenario = msgspec.structs.replace(scenario, load=load)
+    return scenario
+
+
+def change_scenario(
+    scenario: Scenario,
+    *,
+    trace: Path | None = None,
+    limit: int | None = None,
+    rate_scale: float | None = None,
+    policy: str = "",
+) -> Scenario:
+    """Return a scenario with some of its fields replaced, those that are given.
+
+    Raises: ConfigError (a value is out of its bounds).
+    """
+    load: dict[str, object] = {}
+    if trace is not None:
+        load["trace"] = str(trace)
+    if limit is not None:
+        load["limit"] = limit
+    if rate_scale is not None:
+        load["rate_scale"] = rate_scale
+    changed = msgspec.structs.replace(
+        scenario,
+        load=msgspec.structs.replace(scenario.load, **load),
+        policy=policy or scenario.policy,
+    )
+    try:
+        return msgspec.convert(msgspec.to_builtins(changed), Scenario)
+    except msgspec.ValidationError as error:
+        raise ConfigError("sim.scenario", str(error)) from error

@@ -1,0 +1,143 @@
+"""How long a step takes: the one model of a simulated instance that decides about its speed.
+
+``PlannedSteps`` asks the planner's cost model, for machines that nobody here has. ``LearntSteps``
+takes the costs that a live instance has learnt from its own steps.
+"""
+
+import math
+from typing import Annotated, NamedTuple, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from tandem.placement.costs import Efficiencies, Placement, chunk_time, decode_time
+from tandem.placement.hardware import HardwareSpec
+from tandem.placement.shape import ModelShape
+
+__all__ = ["Calibration", "LearntSteps", "PlannedSteps", "StepModel", "StepWork"]
+
+
+class StepWork(NamedTuple):
+    """The work of one step, in the features by which its time is predicted."""
+
+    prefill_tokens: int
+    prefill_context: float
+    """Sum over these tokens of the tokens that each attends to."""
+    num_decodes: int
+    decode_tokens: int
+    """KV tokens that the decodes read."""
+
+
+class StepModel(Protocol):
+    """Predicts steps."""
+
+    def predict_s(self, work: StepWork) -> float:
+        """Return the seconds of a step."""
+        ...
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of a step by feature, as a live instance has learnt them."""
+
+    step_s: Annotated[float, Meta(ge=0)]
+    """Of every step."""
+    prefill_token_s: Annotated[float, Meta(ge=0)]
+    prefill_context_s: Annotated[float, Meta(ge=0)]
+    """Of each token that a prefilled token attends to."""
+    decode_s: Annotated[float, Meta(ge=0)]
+    decode_token_s: Annotated[float, Meta(ge=0)]
+    """Of each KV token that a decode reads."""
+    machine: str = ""
+    model: str = ""
+    error: float = 0.0
+    """Mean relative error on the steps that it was learnt from."""
+
+
+class LearntSteps:
+    """Steps by a calibration."""
+
+    def __init__(self, costs: Calibration) -> None:
+        self._costs = costs
+
+    def predict_s(self, work: StepWork) -> float:
+        """See ``StepModel``."""
+        costs = self._costs
+        return (
+            costs.step_s
+            + costs.prefill_token_s * work.prefill_tokens
+            + costs.prefill_context_s * work.prefill_context
+            + costs.decode_s * work.num_decodes
+            + costs.decode_token_s * work.decode_tokens
+        )
+
+
+class PlannedSteps:
+    """Steps by the planner's cost model.
+
+    It is evaluated at contexts that are powers of two, once for each number of tokens or users, and
+    is a straight line between them. In a mixed step the decodes are so many more tokens in the
+    matrix products of the prefill, and their attention comes on top.
+
+    Args:
+        spec: the machine.
+        shape: the model.
+        place: where what of the model is.
+        eff: shares of the peaks that are reached.
+        overhead_s: of a step beside the device's work, such as a scheduler's and a sampler's.
+    """
+
+    def __init__(
+        self,
+        spec: HardwareSpec,
+        shape: ModelShape,
+        place: Placement,
+        eff: Efficiencies,
+        *,
+        overhead_s: float = 0.0,
+    ) -> None:
+        self._spec, self._shape, self._place, self._eff = spec, shape, place, eff
+        self._overhead_s = overhead_s
+        self._decodes: dict[int, list[float | None]] = {}
+        self._chunks: dict[int, list[float | None]] = {}
+
+    def predict_s(self, work: StepWork) -> float:
+        """See ``StepModel``."""
+        seconds = self._overhead_s
+        if work.prefill_tokens:
+            context = work.prefill_context / work.prefill_tokens
+            seconds += self._interpolate(
+                self._chunks, work.prefill_tokens + work.num_decodes, context
+            )
+        if work.num_decodes:
+            context = work.decode_tokens / work.num_decodes
+            seconds += self._interpolate(self._decodes, work.num_decodes, context)
+            if work.prefill_tokens:
+                seconds -= self._interpolate(self._decodes, work.num_decodes, 0.0)
+        return seconds
+
+    def _interpolate(
+        self, known: dict[int, list[float | None]], count: int, context: float
+    ) -> float:
+        values = known.get(count)
+        if values is None:
+            values = known[count] = [None] * 32
+        # Knots at 0, 2, 4, 8, ...: those below and above the context.
+        low = max(math.frexp(context)[1] - 1, 0)
+        start = values[low]
+        if start is None:
+            start = values[low] = self._evaluate(known, count, _knot(low))
+        end = values[low + 1]
+        if end is None:
+            end = values[low + 1] = self._evaluate(known, count, _knot(low + 1))
+        first, last = _knot(low), _knot(low + 1)
+        return start + (end - start) * (context - first) / (last - first)
+
+    def _evaluate(self, known: object, count: int, context: int) -> float:
+        arguments = (self._spec, self._shape, self._place, self._eff)
+        if known is self._decodes:
+            return decode_time(*arguments, users=count, context=context).seconds
+        return chunk_time(*arguments, tokens=count, context=context).seconds
+
+
+def _knot(number: int) -> int:
+    return 0 if number == 0 else 1 << number
