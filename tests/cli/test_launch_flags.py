@@ -52,6 +52,7 @@ def test_mapped_flags_are_the_settings():
         ("--max-running-requests", "37"),
         ("--max-total-tokens", "37000"),
         ("--disable-radix-cache", True),
+        ("--kt-max-deferred-experts-per-token", "2"),
         ("--context-length", "1000"),
     )
     found = translate(arguments, model=None)
@@ -60,6 +61,7 @@ def test_mapped_flags_are_the_settings():
     assert config.model.path == "demo"
     assert config.model.expert_format == "int4"
     assert config.engine.threads == 3
+    assert config.model.deferred_experts == 2
     assert config.engine.max_batch_tokens == 4096
     assert config.engine.max_running == 37
     assert config.engine.num_kv_blocks == 579
@@ -71,7 +73,6 @@ def test_mapped_flags_are_the_settings():
     ("flag", "value", "words"),
     [
         ("--kt-num-gpu-experts", "32", "tandem plan"),
-        ("--kt-max-deferred-experts-per-token", "2", "deferred"),
         ("--tensor-parallel-size", "2", "--unified"),
         ("--kt-enable-dynamic-expert-update", True, "GPU"),
         ("--kt-method", "LLAMAFILE", "GGUF"),
@@ -92,7 +93,6 @@ def test_what_is_not_here_is_refused_with_what_does_it(flag, value, words):
     ("flag", "value"),
     [
         ("--kt-num-gpu-experts", "0"),
-        ("--kt-max-deferred-experts-per-token", "0"),
         ("--tensor-parallel-size", "1"),
     ],
 )

@@ -21,7 +21,6 @@ from tandem.core.instance_status import Statistics
 from tandem.core.wire import InstanceInfo, KvPeer
 from tandem.engine.config import EngineConfig
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
-from tandem.engine.disaggregation.combined import CombinedTransfers
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
 from tandem.engine.engine import Engine
@@ -31,6 +30,7 @@ from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.tiers.store_tier import BlockMemory, StoreTier
+from tandem.engine.transfers import TransfersBySource
 from tandem.sim import LoopClock
 
 MAX_LEN = 64
@@ -136,7 +136,7 @@ class SimInstance:
             port = SimPeerPort(world, self.process, self.memory)
             target = ReadTarget(port, self.memory, own, clock, Statistics())
             self.reader = PeerReader(target, self.engine, ThreadLoop(world, self.process))
-            transfers = CombinedTransfers(self.tier, self.reader)
+            transfers = TransfersBySource((self.tier, self.reader))
         self.engine.attach_transfers(transfers)
         self.api = InstanceApi(
             self.name, self.engine, clock, self.tier, self.reader, info=self.info

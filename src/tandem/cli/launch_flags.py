@@ -38,7 +38,6 @@ NO_GPU_EXPERTS = (
     "no routed expert runs on a GPU yet: leave it out, or give 0; "
     "`tandem plan MODEL --hardware NAME` says how many would fit"
 )
-NO_DEFERRAL = "no expert is deferred yet: leave it out, or give 0"
 FOUND = "cores and NUMA nodes are found from affinity and quota"
 
 
@@ -144,7 +143,7 @@ LAUNCH_FLAGS = (
     LaunchFlag(
         ("--kt-expert-placement-strategy",), "settled", "it is about experts on a GPU, none here"
     ),
-    LaunchFlag(("--kt-max-deferred-experts-per-token",), "refused", NO_DEFERRAL, harmless=("0",)),
+    LaunchFlag(("--kt-max-deferred-experts-per-token",), "mapped", "model.deferred_experts"),
     LaunchFlag(
         ("--kt-expert-lora-path", "--kt-lora-path"),
         "refused",

@@ -35,6 +35,7 @@ __all__ = [
     "DTYPE_BYTES",
     "IDENTITY_VERSION",
     "KV_CODE_BYTES",
+    "NO_OUTPUT",
     "NUMERICS_VERSION",
     "ROUNDING_VERSION",
     "BlockLayout",
@@ -52,6 +53,9 @@ __all__ = [
 ]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+
+NO_OUTPUT = 1 << 62
+"""The length of a prompt that has no end: all of a sequence's tokens belong to it."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

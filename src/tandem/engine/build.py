@@ -15,7 +15,7 @@ import msgspec
 
 from tandem import _native
 from tandem.core.clock import Clock
-from tandem.core.errors import CapacityError
+from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
@@ -66,6 +66,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     states: StatePlan | None
     """None: no layer has a state."""
     threads_reason: str
+    deferral_reason: str
     torch_threads: int
     """Of torch, which computes what is not native."""
     torch_threads_reason: str
@@ -89,6 +90,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 if model.expert_parts > 1
                 else "in place, mapped if cached",
             ),
+            ("deferred experts", str(model.num_deferred_experts), self.deferral_reason),
             ("linear", model.linear.weight_format, model.linear.reason),
             ("context", f"{self.config.max_model_len} tokens", kv.max_model_len_reason),
             ("threads", str(self.config.threads), self.threads_reason),
@@ -150,6 +152,7 @@ def plan_engine(
     folder = resolve_folder(model_config.path, revision=model_config.revision)
     topology = _native.read_topology()
     threads, threads_reason = _choose_threads(engine_config, topology)
+    num_deferred, deferral_reason = _choose_deferral(model_config, engine_config)
     model = plan_model(
         folder,
         dtype=model_config.dtype,
@@ -160,6 +163,7 @@ def plan_engine(
         packed_cache=model_config.packed_cache,
         expert_parts=model_config.expert_parts,
         num_nodes=min(len(topology.numa_nodes), threads),
+        deferred_experts=num_deferred,
     )
     spec = model.spec
     own = spec.max_position_embeddings
@@ -198,6 +202,7 @@ def plan_engine(
         kv=kv,
         states=states,
         threads_reason=threads_reason,
+        deferral_reason=deferral_reason,
         torch_threads=torch_threads,
         torch_threads_reason=torch_reason,
     )
@@ -229,6 +234,20 @@ def _choose_threads(config: EngineConfig, topology: _native.Topology) -> tuple[i
             f"{advice.reason}; more share cores and wait for each other",
         )
     return config.threads, "as asked for"
+
+
+def _choose_deferral(model: ModelConfig, engine: EngineConfig) -> tuple[int, str]:
+    wanted = model.deferred_experts
+    if wanted == "auto":
+        return 0, "no GPU to overlap with"
+    if wanted and engine.kv_sharing == "strict":
+        raise ConfigError(
+            "engine.plan",
+            f"{wanted} experts are to be deferred, which an answer's tokens do and a prompt's do "
+            "not, so KV depends on which they were: give --engine.kv-sharing relaxed or defer none",
+            field="model.deferred_experts",
+        )
+    return wanted, "as asked for" if wanted else "model.deferred_experts"
 
 
 def _choose_torch_threads(threads: int, model: ModelPlan) -> tuple[int, str]:

@@ -31,6 +31,7 @@ from tandem.core.wire import (
     FinishReason,
     InstanceLoad,
     KvHandle,
+    PrefillKv,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
@@ -60,9 +61,10 @@ from tandem.engine.stepping.messages import (
     StepSequence,
     select_sequences,
 )
-from tandem.engine.stepping.runner import BlockTransfers, PrefillListener, Runner, StepHandle
+from tandem.engine.stepping.runner import PrefillListener, Runner, StepHandle
 from tandem.engine.stepping.sampler_state import BROKEN_ROW
 from tandem.engine.timelines import TimelineLog
+from tandem.engine.transfers import BlockTransfers
 
 __all__ = [
     "Engine",
@@ -330,7 +332,7 @@ class Engine:
             CapacityError: the queue is full.
         """
         transfers = self._transfers
-        can_read = transfers is not None and transfers.can_read_instances
+        can_read = transfers is not None and PrefillKv in transfers.sources
         self._checks.check(message, can_read_instances=can_read)
         now_s = self._clock.now_s()
         params = message.sampling

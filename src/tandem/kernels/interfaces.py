@@ -15,6 +15,7 @@ from tandem.core.model.layers import RoutingRule
 from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
@@ -219,6 +220,7 @@ class Execution(Protocol):
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
         states: StateCache | None = None,
+        routing: StepRouting | None = None,
     ) -> Step:
         """Plan a step, once for all its layers.
 
@@ -229,6 +231,7 @@ class Execution(Protocol):
             dtype: the model's.
             on_layer: called with each KV layer's number once its KV of this step is in the blocks.
             states: the slots that the sequences go on with; None where no layer has a state.
+            routing: takes the choices of fused layers' routers, and defers experts; None: neither.
         """
         ...
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tandem._native import KvPool
 from tandem.core.errors import ShapeError, UnsupportedError
-from tandem.core.spec import KVLayout, MlaLayout
+from tandem.core.spec import NO_OUTPUT, KVLayout, MlaLayout
 from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.device import Device
@@ -65,6 +65,8 @@ class SequenceChunk(msgspec.Struct, frozen=True):
     state_slot: int = NO_SLOT
     """Slot of the sequence's state, which is that before the first of ``token_ids``, and whatever
     it is where ``start`` is 0; read by models whose layers have one."""
+    prompt_len: int = NO_OUTPUT
+    """Position from which tokens are output, whether they are decoded or computed once more."""
 
 
 class PagedBatch(msgspec.Struct, frozen=True):
@@ -101,6 +103,8 @@ class PagedBatch(msgspec.Struct, frozen=True):
     """int32 [S]: slot of each sequence's state; ``NO_SLOT`` where it has none."""
     fresh_slots: tuple[int, ...]
     """Those of sequences that begin with this step; they hold whatever they held last."""
+    prompt_lens: tuple[int, ...] = ()
+    """By sequence; empty where no token is output."""
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +115,15 @@ class PagedBatch(msgspec.Struct, frozen=True):
     def num_sequences(self) -> int:
         """S."""
         return len(self.context_lens)
+
+    def find_output_rows(self) -> NDArray[np.bool_]:
+        """Return which tokens are output and not of a prompt, [T]."""
+        is_output = np.zeros(self.num_tokens, np.bool_)
+        for s, prompt_len in enumerate(self.prompt_lens):
+            first, end = self.query_start[s], self.query_start[s + 1]
+            num_output = min(max(self.context_lens[s] - prompt_len, 0), end - first)
+            is_output[end - num_output : end] = True
+        return is_output
 
     @classmethod
     def build(
@@ -180,6 +193,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
             fresh_slots=tuple(
                 c.state_slot for c in sequences if c.start == 0 and c.state_slot != NO_SLOT
             ),
+            prompt_lens=tuple(chunk.prompt_len for chunk in sequences),
         )
 
 

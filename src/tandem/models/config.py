@@ -58,6 +58,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "that computes. One is mapped from the cache; several are copied to their nodes.",
         ),
     ] = 0
+    deferred_experts: Annotated[
+        Annotated[int, Meta(ge=0, le=8)] | Literal["auto"],
+        Meta(
+            description="Routed experts of an answer's token, the least weighted, that are added "
+            "one layer later, so that a GPU need not wait for them; changes values. auto: none "
+            "without a GPU, else the fewest that keep the CPU busy.",
+        ),
+    ] = 0
     proof: Annotated[
         Literal["auto", "always", "off"],
         Meta(

@@ -74,6 +74,7 @@ def make_kv_identity(
     spec: ModelSpec,
     layout: KVLayout,
     sharing: KvSharing,
+    num_deferred_experts: int = 0,
 ) -> KvIdentity:
     """Return the identity of the KV that a model computes.
 
@@ -84,6 +85,7 @@ def make_kv_identity(
         spec: with the dtype that the model runs in.
         layout: of the whole model's blocks.
         sharing: as the user set it.
+        num_deferred_experts: of a token.
     """
     formats = _list_formats(skeleton, spec.dtype)
     return KvIdentity(
@@ -92,6 +94,7 @@ def make_kv_identity(
         dtype=spec.dtype,
         formats=formats,
         layout=layout,
+        num_deferred_experts=num_deferred_experts,
         sharing=sharing,
         rounding=_find_rounding_class(skeleton, spec, layout, formats),
     )

@@ -405,7 +405,7 @@ class _Planner:
         chosen = next(d for d, rate in enumerate(rates) if rate >= (1 - SATURATED) * max(rates))
         if is_told:
             why = f"the fewest that saturate the CPU: {rates[chosen]:.1f} tokens/s; "
-            why += f"0 gives {rates[0]:.1f}; serving defers none yet"
+            why += f"0 gives {rates[0]:.1f}"
             self.choose("deferred experts", chosen, why)
             for d, rate in enumerate(rates):
                 if d != chosen:

@@ -7,6 +7,7 @@ import pytest
 from tandem._native import read_topology, recommend_threads
 from tandem.core.clock import ManualClock
 from tandem.core.errors import ConfigError
+from tandem.core.spec import KvSharing
 from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine import build as building
 from tandem.engine.build import build_engine, plan_engine
@@ -111,7 +112,7 @@ def test_the_default_context_is_what_fits_and_only_a_wish_is_refused(monkeypatch
 
 @pytest.fixture(scope="module")
 def build():
-    def build_one(kv_dtype, expert_parts=0, kv_sharing="relaxed"):
+    def build_one(kv_dtype, expert_parts=0, kv_sharing: KvSharing = "relaxed"):
         model = ModelConfig(path="demo", dtype="bfloat16", expert_parts=expert_parts)
         config = EngineConfig(
             kv_dtype=kv_dtype,
@@ -206,3 +207,33 @@ def test_only_mapped_experts_count_once_for_all_instances(monkeypatch):
         used = 2 * (asked[-1] + model.weight_bytes - mapped) + mapped
         assert model.expert_bytes > 0
         assert available - 2 < used <= available
+
+
+def test_deferral_is_planned_and_an_answer_is_the_same_when_it_is_computed_again():
+    def build_with(num_blocks, deferred_experts):
+        return build_engine(
+            ModelConfig(path="demo", dtype="float32", deferred_experts=deferred_experts),
+            EngineConfig(num_kv_blocks=num_blocks, block_size=16, max_model_len=64, threads=1),
+            ManualClock(),
+        ).engine
+
+    def answer(engine):
+        params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True)
+        for name in "ab":
+            prompt = [ord(name) + i * 7 % 300 for i in range(6)]
+            engine.add(AddRequest(request_id=name, prompt_ids=prompt, sampling=params))
+        outputs = []
+        for _ in range(200):
+            outputs += engine.step() if engine.has_requests else []
+        assert not engine.has_requests
+        return [[t for o in outputs if o.request_id == name for t in o.token_ids] for name in "ab"]
+
+    roomy, tight = build_with(16, 2), build_with(5, 2)
+    want = answer(roomy)
+    assert answer(tight) == want
+    assert any(told.num_preemptions for told in tight.list_timelines(["a", "b"]))
+    assert answer(build_with(16, 0)) != want
+    rows = {what: (value, why) for what, value, why in plan(deferred_experts="auto").rows()}
+    assert rows["deferred experts"] == ("0", "no GPU to overlap with")
+    with pytest.raises(ConfigError, match="relaxed"):
+        plan_engine(ModelConfig(path="demo", deferred_experts=1), EngineConfig(kv_sharing="strict"))

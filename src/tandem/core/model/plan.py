@@ -172,6 +172,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of packed experts, each copied to memory of a NUMA node; 1 leaves them mapped."""
     packed_cache: str
     """The place of packed experts: a folder, ``off`` or ``auto``."""
+    num_deferred_experts: NonNegativeInt = 0
+    """Experts of an output token that are added one layer later, the least weighted."""
     notes: tuple[str, ...] = ()
     """Parts of the checkpoint that are not used, and why."""
     unused_rules: tuple[str, ...] = ()

@@ -31,6 +31,7 @@ from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
 from tandem.core.instance_status import InstanceRole, InstanceStats, Statistics, sum_stats
 from tandem.core.logs import configure_logging
+from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import (
     WIRE_VERSION,
     CancelRequest,
@@ -73,6 +74,7 @@ SERVER_ROLE = "server"
 IDLE_WAIT_S = 0.5
 PROGRESS_INTERVAL_S = 0.1
 STORE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 5.0
 """For the first attempt to reach the store; an instance without it serves all the same."""
 
 
@@ -204,11 +206,9 @@ class Instance:
 
     def run(self) -> int:
         """Serve until told to stop; return the process's exit status."""
-        channel = threading.Thread(target=self._run_channel, name="rpc", daemon=True)
-        started = threading.Event()
-        self._channel_started = started
-        channel.start()
-        started.wait()
+        channel = LoopThread("rpc")
+        channel.run(self._server.__aenter__())
+        self._loop = channel.loop
         try:
             self._load()
             self._has_loaded.set()
@@ -229,20 +229,10 @@ class Instance:
                 self._events.close()
             if self._packed_writer is not None:
                 self._packed_writer.close()
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._close_channel.set)
-                channel.join(timeout=5)
+            with contextlib.suppress(TimeoutError):
+                channel.run(self._server.__aexit__(None, None, None), CLOSE_TIMEOUT_S)
+            channel.close(CLOSE_TIMEOUT_S)
         return 0
-
-    def _run_channel(self) -> None:
-        asyncio.run(self._serve_channel())
-
-    async def _serve_channel(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._close_channel = asyncio.Event()
-        async with self._server:
-            self._channel_started.set()
-            await self._close_channel.wait()
 
     def _load(self) -> None:
         begin_s = time.monotonic()

@@ -34,6 +34,7 @@ def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
         scored_ids=request.prompt_ids[start + 1 : end + 1] if is_scored else [],
         num_top=request.sampling.prompt_logprobs or 0,
         state_slot=request.state_notes.slot,
+        prompt_len=request.prompt_len,
     )
 
 

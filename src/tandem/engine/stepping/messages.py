@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tandem.core.spec import NO_OUTPUT
 from tandem.core.state_layout import NO_SLOT
 from tandem.core.wire import SamplingParams, TokenLogprob
 from tandem.engine.scheduling.blocks import BlockCopy
@@ -89,6 +90,8 @@ class StepSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     state_slot: int = NO_SLOT
     """Holds the state before ``start`` and, after the step, that after the last token. A sequence
     that starts at 0 begins with zeros, whatever the slot holds."""
+    prompt_len: int = NO_OUTPUT
+    """Position from which tokens are output; those may defer experts."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):

@@ -197,6 +197,7 @@ def _make_chunk(sequence: StepSequence) -> SequenceChunk:
         block_table=np.frombuffer(sequence.block_table, np.int32),
         wants=WANTED_ROWS[sequence.logits],
         adapter=sequence.adapter,
+        prompt_len=sequence.prompt_len,
         state_slot=sequence.state_slot,
     )
 

@@ -13,6 +13,7 @@ from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlot
 from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import NATIVE_DTYPES, Buffer, is_native, view_tensor
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch.execution import TorchExecution
 from tandem.kernels.torch.gated_delta import run_gated_delta
@@ -43,11 +44,12 @@ class CpuExecution(TorchExecution):
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
         states: StateCache | None = None,
+        routing: StepRouting | None = None,
     ) -> Step:
         """See ``Execution``."""
         if cache.native is None or dtype not in NATIVE_DTYPES:
-            return super().begin_step(batch, cache, ropes, dtype, on_layer, states)
-        return CpuStep(batch, cache, ropes, dtype, self._pool, on_layer, states)
+            return super().begin_step(batch, cache, ropes, dtype, on_layer, states, routing)
+        return CpuStep(batch, cache, ropes, dtype, self._pool, on_layer, states, routing)
 
     def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
         """See ``Execution``."""

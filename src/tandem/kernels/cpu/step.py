@@ -19,11 +19,13 @@ from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 
 __all__ = ["CpuStep"]
@@ -40,6 +42,7 @@ class CpuStep:
         pool: shares the work; None: the caller's thread.
         on_layer: called with each KV layer's number once its KV of this step is in the blocks.
         states: the slots that the sequences go on with; None where no layer has a state.
+        routing: takes the routers' choices, and defers experts; None: neither.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class CpuStep:
         pool: ThreadPool | None = None,
         on_layer: Callable[[int], None] | None = None,
         states: StateCache | None = None,
+        routing: StepRouting | None = None,
     ) -> None:
         assert cache.native is not None, "the cache is not native"
         self._num_tokens = batch.num_tokens
@@ -64,6 +68,7 @@ class CpuStep:
         self._on_layer = on_layer
         self._states = states
         self._state_rows = (batch.query_start, batch.state_slots.tolist())
+        self._routing = routing
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None
         """What the next norm adds to the residual; keeps its contents until then."""
@@ -82,7 +87,12 @@ class CpuStep:
             attention.output_matrix.run(mixed, branch)
             self._norm_branch(attention_out_norm, branch)
         h = self._norm(second_norm, x)
+        if self._routing is not None:
+            self._routing.enter_layer()
         if isinstance(mlp, Mlp):
+            late = None if self._routing is None else self._routing.take_carried()
+            if late is not None:
+                x.tensor.add_(late)
             self._run_mlp(mlp, x, h, mlp_out_norm)
         else:
             self._add_moe(mlp, x, h)
@@ -273,7 +283,11 @@ class CpuStep:
         dtype = router.matrix.out_dtype
         logits = self._buffer("router_logits", router.num_experts, dtype)
         weights = self._buffer("router_weights", router.top_k, dtype)
-        ids = self._buffer("router_ids", router.top_k, torch.int64)
+        routing = self._routing
+        if routing is None:
+            ids = self._buffer("router_ids", router.top_k, torch.int64)
+        else:
+            ids = routing.find_choices()
         router.matrix.run(x_TD, logits)
         rule, bias = router.rule, router.choice_bias
         _native.route(
@@ -288,12 +302,44 @@ class CpuStep:
             self._pool,
             num_group_choices=rule.num_group_choices,
         )
-        if isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
+        if routing is not None and routing.defers:
+            self._add_deferring(routing, experts, residual_TD, x_TD, ids, weights)
+        elif isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
             assert self._pending is None, "two addends without a norm between them"
             self._pending = self._buffer("experts_out", experts.hidden_size, torch.float32)
             experts.run(x_TD, ids, weights, self._pending)
         else:
             experts.add_into_(residual_TD.tensor, x_TD.tensor, ids.tensor, weights.tensor)
+
+    def _add_deferring(
+        self,
+        routing: StepRouting,
+        experts: RoutedExperts,
+        residual_TD: Buffer,
+        x_TD: Buffer,
+        ids_TK: Buffer,
+        w_TK: Buffer,
+    ) -> None:
+        """Add immediate experts and what the layer before deferred; carry this layer's on."""
+        weights = w_TK.tensor.float()
+        immediate, late = routing.split(ids_TK.tensor, weights)
+        if not isinstance(experts, NativeExperts):
+            residual, x = residual_TD.tensor, x_TD.tensor
+            routing.add_into_(residual, experts, x, immediate, late, w_TK.tensor)
+            return
+        assert self._pending is None, "two addends without a norm between them"
+        out = self._pending = self._buffer("experts_out", experts.hidden_size, torch.float32)
+        held = Buffer(weights)
+        experts.run(x_TD, Buffer(immediate), held, out)
+        carried = routing.take_carried()
+        if carried is not None:
+            out.tensor.add_(carried)
+        if late is not None:
+            # Two buffers by turns: the next layer reads one while it fills the other.
+            name = f"experts_late_{routing.layer_idx % 2}"
+            kept = self._buffer(name, experts.hidden_size, torch.float32)
+            experts.run(x_TD, Buffer(late), held, kept)
+            routing.carry(kept.tensor)
 
     def _add_shared(self, block: MoeBlock, shared: Mlp, residual_TD: Buffer, x_TD: Buffer) -> None:
         gate = None

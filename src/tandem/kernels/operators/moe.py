@@ -13,6 +13,7 @@ from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.linear import Linear
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.operator import Operator, freeze
+from tandem.kernels.routing import StepRouting
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, read_matrix
 
 __all__ = ["MoeBlock", "Router"]
@@ -121,11 +122,25 @@ class MoeBlock(Operator):
         assert self._shared_gate is None or isinstance(self._shared_gate, Linear)
         return self._shared_gate
 
-    def add_into_(self, residual_TD: Tensor, x_TD: Tensor) -> None:
-        """Add the block's output for ``x_TD`` to ``residual_TD``, in place."""
+    def add_into_(
+        self, residual_TD: Tensor, x_TD: Tensor, routing: StepRouting | None = None
+    ) -> None:
+        """Add the block's output for ``x_TD`` to ``residual_TD``, in place.
+
+        Args:
+            residual_TD: the residual stream.
+            x_TD: normed.
+            routing: takes the choices, and defers experts; None: neither.
+        """
         router, experts = self.operators
         _, weights, ids = router.route(x_TD)
-        experts.add_into_(residual_TD, x_TD, ids, weights)
+        if routing is not None:
+            routing.find_choices().tensor.copy_(ids)
+        if routing is not None and routing.defers:
+            immediate, late = routing.split(ids, weights)
+            routing.add_into_(residual_TD, experts, x_TD, immediate, late, weights)
+        else:
+            experts.add_into_(residual_TD, x_TD, ids, weights)
         if self.shared is not None:
             gate = self.shared_gate
             self.shared.add_into_(residual_TD, x_TD, None if gate is None else gate(x_TD))

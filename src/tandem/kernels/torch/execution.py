@@ -10,6 +10,7 @@ from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlot
 from tandem.kernels.interfaces import Angles, Step
 from tandem.kernels.native import Buffer
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch.gated_delta import run_gated_delta
 from tandem.kernels.torch.step import TorchStep
@@ -30,9 +31,10 @@ class TorchExecution:
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
         states: StateCache | None = None,
+        routing: StepRouting | None = None,
     ) -> Step:
         """See ``Execution``."""
-        return TorchStep(batch, cache, ropes, dtype, on_layer, states)
+        return TorchStep(batch, cache, ropes, dtype, on_layer, states, routing)
 
     def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
         """See ``Execution``."""

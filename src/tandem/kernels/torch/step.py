@@ -12,8 +12,10 @@ from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.rope import apply_rope_
 from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
 from tandem.kernels.torch.latents import project_latents
@@ -57,6 +59,7 @@ class TorchStep:
         dtype: the model's.
         on_layer: called with each KV layer's number once its KV of this step is in the blocks.
         states: the slots that the sequences go on with; None where no layer has a state.
+        routing: takes the routers' choices, and defers experts; None: neither.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class TorchStep:
         dtype: torch.dtype,
         on_layer: Callable[[int], None] | None = None,
         states: StateCache | None = None,
+        routing: StepRouting | None = None,
     ) -> None:
         self._cache = cache
         self._on_layer = on_layer
         self._states = states
         self._state_rows = (batch.query_start, batch.state_slots.tolist())
+        self._routing = routing
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._slots = (batch.slot_blocks, batch.slot_offsets)
         self._runs = batch.slot_runs
@@ -87,6 +92,15 @@ class TorchStep:
         else:
             x_TD += attention_out_norm(attention.output_matrix.forward(mixed, dtype=x_TD.dtype))
         h = x_TD if second_norm is None else second_norm(x_TD)
+        routing = self._routing
+        if routing is not None:
+            routing.enter_layer()
+        if isinstance(mlp, MoeBlock):
+            mlp.add_into_(x_TD, h, routing)
+            return
+        late = None if routing is None else routing.take_carried()
+        if late is not None:
+            x_TD += late
         if mlp_out_norm is None:
             mlp.add_into_(x_TD, h)
         else:

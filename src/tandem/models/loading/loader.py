@@ -30,6 +30,7 @@ from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.operator import Operator, freeze
 from tandem.kernels.operators.rope import LayeredRope, Rope
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
@@ -41,6 +42,7 @@ from tandem.models.loading.packed_cache import PackedCaches, choose_root, has_ma
 from tandem.models.loading.packed_writer import PackedWriter
 from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.loading.weight_digest import DigestCache, WeightHasher, name_packed_source
+from tandem.models.planning.deferral import find_moe_layers
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress, WeightSource
 
@@ -94,6 +96,10 @@ class CausalModel:
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
         layers = list(base.layers)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
+        self._moe = find_moe_layers(plan) if self.is_fused else None
+        self.choices: Tensor | None = None
+        """Of the last step, int64 [layers with experts, tokens, top_k]; the next one overwrites it.
+        None where layers are not fused or have no experts."""
         self.adapters: ModelAdapters | None = None
         self.packed_writer: PackedWriter | None = None
         """Writes packed weights behind; None where there is nothing to write."""
@@ -134,6 +140,7 @@ class CausalModel:
             spec=self.spec,
             layout=layout,
             sharing=sharing,
+            num_deferred_experts=self.plan.num_deferred_experts,
         )
 
     def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
@@ -226,7 +233,13 @@ class CausalModel:
         on_layer: Callable[[int], None] | None,
         states: StateCache | None,
     ) -> Tensor:
-        step = self._execution.begin_step(batch, kv_cache, self.ropes, self.dtype, on_layer, states)
+        routing = None
+        if self._moe is not None:
+            routing = StepRouting(self._moe, batch, kv_cache, self.dtype)
+            self.choices = routing.choices
+        step = self._execution.begin_step(
+            batch, kv_cache, self.ropes, self.dtype, on_layer, states, routing
+        )
         if self._fused is None:
             hidden = self.skeleton.model(
                 input_ids=batch.token_ids[None],

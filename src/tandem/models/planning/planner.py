@@ -32,6 +32,7 @@ from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
 from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.planning.assignment import DefaultFormats, Workload, load_rules, plan_modules
+from tandem.models.planning.deferral import check_deferral
 from tandem.models.planning.describe import Describer
 from tandem.models.planning.layers import complete_spec, list_layers, place_matrices
 from tandem.models.planning.operators import FORMAT_KWARG
@@ -78,6 +79,7 @@ def plan_model(
     packed_cache: str = "off",
     expert_parts: int = 0,
     num_nodes: int | None = None,
+    deferred_experts: int = 0,
     workload: Workload = "serving",
 ) -> ModelPlan:
     """Decide how a checkpoint will be stored and run.
@@ -93,6 +95,7 @@ def plan_model(
         expert_parts: shares that packed experts are split into, each in memory of the NUMA node
             that computes it; 0 = one for each of ``num_nodes``.
         num_nodes: NUMA nodes that have threads; None = all of this machine.
+        deferred_experts: experts of an output token that are added one layer later.
         workload: which built-in rules apply; in training the matrices that stay transformers'
             modules are tensors, and formats that are ``auto`` are those of serving.
 
@@ -129,6 +132,7 @@ def plan_model(
     nodes = len(read_topology().numa_nodes) if num_nodes is None else num_nodes
     matrices = _plan_matrices(raw, modules, choices, all_rules, spec, stored, kept, device)
     complete, others = place_matrices(layers, matrices, list_adapter_places(skeleton))
+    check_deferral(deferred_experts, complete, modules)
     return ModelPlan(
         folder=str(checkpoint.folder),
         spec=spec,
@@ -143,6 +147,7 @@ def plan_model(
         router=choices.router,
         expert_parts=choose_expert_parts(expert_parts, nodes, spec.moe_intermediate_size),
         packed_cache=packed_cache,
+        num_deferred_experts=deferred_experts,
         notes=() if checkpoint.quantization is None else checkpoint.quantization.notes,
         unused_rules=tuple(all_rules[i].place for i in table.unused),
         shadowed_rules={

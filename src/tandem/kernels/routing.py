@@ -1,0 +1,138 @@
+"""A step's choices of experts in all layers, and the experts that it defers.
+
+Deferral is a recurrence over the layers, each token's own: of the experts that a layer chose, the
+least weighted are added one layer later,
+
+    y_L = shared_L + immediate_L + deferred_{L-1},
+
+with no ``deferred`` before the first layer and of the last one. Only tokens of the output defer, so
+a prompt is computed as without it.
+
+Shapes: T tokens, K experts per token, E experts, M layers that have experts.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.native import Buffer
+from tandem.kernels.paged import PagedBatch, PagedKvCache
+
+__all__ = ["MoeLayers", "StepRouting", "split_deferred"]
+
+
+class MoeLayers(NamedTuple):
+    """The layers of a model that have routed experts, all with as many."""
+
+    places: dict[int, int]
+    """Place among them, 0 to M - 1, by layer index."""
+    num_layers: int
+    """Of the model, those without experts included."""
+    num_experts: int
+    top_k: int
+    num_deferred: int = 0
+    """Experts of an output token whose sum is added one layer later."""
+
+
+class StepRouting:
+    """The choices of one step, by layer, and which of them are deferred.
+
+    Args:
+        moe: the layers.
+        batch: the tokens; borrowed.
+        cache: keeps the memory of choices from one step to the next of as many tokens.
+        dtype: the model's, by which the cache tells its buffers apart.
+    """
+
+    def __init__(
+        self, moe: MoeLayers, batch: PagedBatch, cache: PagedKvCache, dtype: torch.dtype
+    ) -> None:
+        buffers = cache.step_buffers(batch.num_tokens, dtype)
+        key = ("choices", len(moe.places), moe.top_k)
+        found: tuple[Tensor, list[Buffer]] | None = buffers.get(key)
+        if found is None:
+            shape = (len(moe.places), batch.num_tokens, moe.top_k)
+            made = torch.empty(shape, dtype=torch.int64, device=batch.token_ids.device)
+            found = buffers[key] = (made, [Buffer(layer_TK) for layer_TK in made])
+        self._moe = moe
+        self.choices, self._by_layer = found
+        """int64 [M, T, K]: the experts that each layer's router chose; complete after the step."""
+        self.layer_idx = -1
+        """Of the layer that runs."""
+        self._late: Tensor | None = None
+        self._output_T: Tensor | None = None
+        if moe.num_deferred:
+            output_T = batch.find_output_rows()
+            self._output_T = torch.from_numpy(output_T) if output_T.any() else None
+
+    def enter_layer(self) -> None:
+        """Go on to the next layer of the model, whatever its kind."""
+        self.layer_idx += 1
+
+    def find_choices(self) -> Buffer:
+        """Return where the layer's choices go, [T, K]."""
+        return self._by_layer[self._moe.places[self.layer_idx]]
+
+    @property
+    def defers(self) -> bool:
+        """Whether any token of the step defers experts."""
+        return self._output_T is not None
+
+    def split(self, ids_TK: Tensor, w_TK: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's immediate and deferred choices, -1 in the others' places.
+
+        The second is None where nothing is deferred: in the last layer, and in a step of prompts.
+        """
+        if self._output_T is None or self.layer_idx == self._moe.num_layers - 1:
+            return ids_TK, None
+        rows_T = self._output_T.to(ids_TK.device)
+        return split_deferred(ids_TK, w_TK, self._moe.num_deferred, rows_T)
+
+    def add_into_(
+        self,
+        residual_TD: Tensor,
+        experts: Callable[[Tensor, Tensor, Tensor], Tensor],
+        x_TD: Tensor,
+        immediate_TK: Tensor,
+        late_TK: Tensor | None,
+        w_TK: Tensor,
+    ) -> None:
+        """Add immediate experts, and what the layer before deferred, by whatever runs experts."""
+        out = experts(x_TD, immediate_TK, w_TK)
+        carried = self.take_carried()
+        residual_TD += out if carried is None else out + carried
+        if late_TK is not None:
+            self.carry(experts(x_TD, late_TK, w_TK))
+
+    def carry(self, late_TD: Tensor | None) -> None:
+        """Keep the sum of a layer's deferred experts for the next layer."""
+        self._late = late_TD
+
+    def take_carried(self) -> Tensor | None:
+        """Return the sum that the layer before left, once; None where it left none."""
+        late, self._late = self._late, None
+        return late
+
+
+def split_deferred(
+    ids_TK: Tensor, w_TK: Tensor, num_deferred: int, rows_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Split each token's choices into those summed now and the least weighted, summed later.
+
+    Args:
+        ids_TK: int64.
+        w_TK: router weights; of equal ones the first in the row counts as larger.
+        num_deferred: of a token; K or more defers all.
+        rows_T: bool, the tokens that defer at all.
+
+    Returns: (immediate, deferred), both int64 [T, K], -1 where a choice is in the other. A token's
+        split depends on its own row alone.
+    """
+    num_kept = max(ids_TK.shape[1] - num_deferred, 0)
+    order_TK = torch.argsort(w_TK, dim=1, descending=True, stable=True)
+    is_late = torch.zeros(ids_TK.shape, dtype=torch.bool, device=ids_TK.device)
+    is_late.scatter_(1, order_TK[:, num_kept:], value=True)
+    is_late &= rows_T[:, None]
+    return ids_TK.masked_fill(is_late, -1), ids_TK.masked_fill(~is_late, -1)
