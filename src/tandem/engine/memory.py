@@ -47,7 +47,12 @@ class StatePlan(NamedTuple):
 
 
 def plan_states(
-    config: EngineConfig, *, state_bytes: int, available_bytes: int, total_bytes: int
+    config: EngineConfig,
+    *,
+    state_bytes: int,
+    available_bytes: int,
+    total_bytes: int,
+    fraction: float = DEFAULT_FRACTION,
 ) -> StatePlan:
     """Choose the number of slots of a model whose layers have a state.
 
@@ -56,6 +61,7 @@ def plan_states(
         state_bytes: size of one state.
         available_bytes: memory free now, after the weights are loaded.
         total_bytes: all memory of the machine.
+        fraction: of the free memory, for KV and states, when nothing is set.
 
     Raises: ConfigError if there is not room for one, or less memory than asked for.
     """
@@ -67,12 +73,12 @@ def plan_states(
     else:
         # As much as for KV, at most: a prefix needs both.
         useful = SLOTS_PER_REQUEST * config.max_running
-        affordable = int(available_bytes * DEFAULT_FRACTION / 2) // state_bytes
+        affordable = int(available_bytes * fraction / 2) // state_bytes
         num_slots = min(useful, affordable)
         reason = (
             f"{SLOTS_PER_REQUEST} for each of {config.max_running} requests"
             if useful <= affordable
-            else f"{DEFAULT_FRACTION / 2:.0%} of {available_bytes / GIB:.1f} GiB free"
+            else f"{fraction / 2:.0%} of {available_bytes / GIB:.1f} GiB free"
         )
     if num_slots < 1 or num_slots * state_bytes > total_bytes:
         raise ConfigError(
@@ -106,6 +112,7 @@ def plan_kv_cache(
     available_bytes: int,
     total_bytes: int,
     taken_bytes: int = 0,
+    fraction: float = DEFAULT_FRACTION,
 ) -> KvPlan:
     """Choose the number of blocks, and the context: the model's own, or less if it does not fit.
 
@@ -115,6 +122,7 @@ def plan_kv_cache(
         own_context: positions that the model knows; ``config.max_model_len`` is at most that.
         available_bytes: memory free now, after the weights are loaded.
         total_bytes: all memory of the machine.
+        fraction: of the free memory, when nothing is set.
         taken_bytes: of the default's share, by states.
 
     Raises: ConfigError if the cache cannot hold one request of the context that was asked for, or
@@ -132,12 +140,12 @@ def plan_kv_cache(
         # More than every running request at full length could never be used by requests, but
         # an idle block still serves as prefix cache: twice that is plenty.
         useful = 2 * config.max_running * needed
-        affordable = (int(available_bytes * DEFAULT_FRACTION) - taken_bytes) // block_bytes
+        affordable = (int(available_bytes * fraction) - taken_bytes) // block_bytes
         num_blocks = min(useful, affordable)
         reason = (
             f"twice {config.max_running} requests of {max_model_len} tokens"
             if useful <= affordable
-            else f"{DEFAULT_FRACTION:.0%} of {available_bytes / GIB:.1f} GiB free"
+            else f"{fraction:.0%} of {available_bytes / GIB:.1f} GiB free"
         )
     if num_blocks < needed and not config.max_model_len and num_blocks > 0:
         max_model_len = num_blocks * config.block_size
