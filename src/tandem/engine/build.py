@@ -40,6 +40,7 @@ from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
 from tandem.kernels.paged import PagedKvCache
+from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
@@ -150,6 +151,8 @@ class BuiltEngine(NamedTuple):
     """Decides which instances may share KV."""
     prefixes: PrefixIndex
     cache: PagedKvCache
+    states: StateCache | None
+    """None: the model has no state."""
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
 
@@ -397,16 +400,19 @@ def build_engine(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
     cache = model.context.make_kv_cache(plan.layout, plan.kv.num_blocks, blocks)
-    policy = None
+    policy, states = None, None
     if plan.states is not None:
-        policy = StatePolicy(plan.states.num_slots, plan.config.state_every)
+        policy = StatePolicy(
+            plan.states.num_slots, plan.config.state_every, at_blocks=tiers is not None
+        )
+        states = model.allocate_states(policy.num_slots)
     engine = Engine(
         Scheduler(plan.config, pool, index, planner, policy),
         TorchRunner(
             model,
             cache,
             threads=plan.torch_threads,
-            states=None if policy is None else model.allocate_states(policy.num_slots),
+            states=states,
             grammars=Grammars(partial(_make_token_table, plan.model)),
             is_overlapped=plan.config.overlap == "on",
         ),
@@ -443,7 +449,7 @@ def build_engine(
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity, index, cache, planner)
+    return BuiltEngine(engine, info, model, identity, index, cache, states, planner)
 
 
 def _make_token_table(plan: ModelPlan) -> TokenTable:

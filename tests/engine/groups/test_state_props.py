@@ -8,7 +8,7 @@ import random
 from functools import partial
 
 import pytest
-from scheduler_world import ORDERS, Impatient, World, WrongKvError, drive
+from scheduler_world import ORDERS, Impatient, ToyTier, World, WrongKvError, drive
 
 from tandem.core.errors import CapacityError, ConflictError
 from tandem.core.wire import FinishReason
@@ -53,6 +53,32 @@ def test_tokens_do_not_depend_on_slots_or_snapshots():
         for overlap in (False, True):
             found, _ = run(num_blocks=9, num_slots=num_slots, overlap=overlap, every=4)
             assert found == expected
+
+
+def test_states_come_from_a_tier_with_the_blocks_before_them_or_not_at_all():
+    """Not vacuous: states are loaded, come too late, fail, and are stored too late."""
+    tier = ToyTier(random.Random(5))
+    world = World(40, 5, max_running=5, scheduler_class=Impatient, tier=tier, num_slots=7, every=4)
+    drive(world, 800)
+    stats = world.scheduler.get_stats()
+    assert len(tier.states) > 30
+    assert tier.num_stale > 5
+    assert stats.num_failed_loads > 20
+    assert sum(r.report.num_loaded_tokens > 0 for r in world.ended) > 4
+    # Another instance goes on from what this one has stored.
+    tokens = next(
+        r.prompt_ids + r.output_ids
+        for r in world.ended
+        if r.report.num_loaded_tokens > 0 and len(r.output_ids) > 1
+    )
+    tier.fail_chance = 0.0
+    other = World(40, 6, tier=tier, num_slots=2)
+    other.add(tokens, 4)
+    (request,) = other.live.values()
+    for _ in range(60):
+        other.step([other.move_some], stop_chance=0.0, fail_chance=0.0)
+    assert request.is_finished
+    assert request.report.num_loaded_tokens > 0
 
 
 # ------------------------------------------------------------------------------- mutants

@@ -20,6 +20,7 @@ from tandem.core.instance_status import Statistics
 from tandem.core.state_layout import NO_SLOT
 from tandem.engine.groups.chain import pack_tokens
 from tandem.engine.groups.snapshots import Snapshot, SnapshotTable, choose_snapshots
+from tandem.engine.scheduling.blocks import KeyedBlock, make_state_id
 from tandem.engine.scheduling.plan import StateSave, StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
 from tandem.engine.scheduling.request import PrefixNotes, Request
@@ -44,6 +45,9 @@ class StatePolicy(NamedTuple):
     every: int = 0
     """A prefill keeps a state at multiples of so many tokens; 0: at ends and branches alone."""
     min_gain: int = MIN_GAIN
+    at_blocks: bool = False
+    """Where messages end and prompts part, the state is kept at the block's end before: a lower
+    tier has full blocks only."""
 
 
 class StateReuse:
@@ -74,6 +78,8 @@ class StateReuse:
         self._table = SnapshotTable(block_size)
         # A stack: the slot freed last is taken first, slots that were never taken last.
         self._free = list(range(policy.num_slots - 1, -1, -1))
+        self._generations = [0] * policy.num_slots
+        self._filled: list[KeyedBlock] = []
 
     @property
     def num_slots(self) -> int:
@@ -180,6 +186,7 @@ class StateReuse:
                 snapshot.num_pins -= 1
                 self._table.remove(snapshot)
                 state.slot, state.last = snapshot.slot, snapshot.shorter
+                self._generations[state.slot] += 1
             else:
                 plan.state_loads.append(StateCopy(snapshot.slot, state.slot))
                 plan.pinned.append(snapshot)
@@ -193,10 +200,42 @@ class StateReuse:
         # Most prompts part at the same few places: after the instructions that all have.
         parting = Counter(_count_shared(request, other, self._block_size) for other in waiting)
         marks += [position for position, _ in parting.most_common(MAX_PARTINGS)]
-        policy = self._policy
+        policy, size = self._policy, self._block_size
+        if policy.at_blocks:
+            marks = [mark - mark % size for mark in marks]
         state.points = choose_snapshots(
             match.num_tokens, request.num_tokens, marks, policy.every, policy.min_gain
         )
+
+    # ---------------------------------------------------------------- lower tiers
+
+    def count_blocks(self, keys: Sequence[bytes]) -> int:
+        """Return after how many leading blocks of a chain the longest state is that is here."""
+        depth = len(keys)
+        while depth and self._table.find_equal(keys[depth - 1], b"") is None:
+            depth -= 1
+        return depth
+
+    def take_filled(self) -> list[KeyedBlock]:
+        """Return the states that were kept where a block ends since the last call."""
+        filled, self._filled = self._filled, []
+        return filled
+
+    def get_generation(self, slot: int) -> int:
+        """Return how often a slot was taken: equal before and after means same content."""
+        return self._generations[slot]
+
+    def take_for_load(self, worth: int) -> int:
+        """Take a slot for a state from elsewhere, which saves so many tokens; maybe ``NO_SLOT``."""
+        return self._take(worth)
+
+    def end_load(self, request: Request, position: int, slot: int) -> None:
+        """Keep a state that came from elsewhere; the KV before it is in the index."""
+        self._keep(request, position, slot, is_new=False)
+
+    def free(self, slot: int) -> None:
+        """Give back a slot whose content is of no use."""
+        self._free.append(slot)
 
     # ---------------------------------------------------------------- snapshots
 
@@ -264,6 +303,7 @@ class StateReuse:
 
     def clear(self) -> None:
         """Forget all snapshots that no step in flight reads."""
+        self._filled.clear()
         for snapshot in [s for s in self._table if not s.num_pins]:
             self._table.remove(snapshot)
             self._free.append(snapshot.slot)
@@ -278,7 +318,7 @@ class StateReuse:
         slots = [*self._free, *(s.slot for s in self._table), *in_use]
         assert sorted(slots) == list(range(self.num_slots)), f"slots {sorted(slots)}"
 
-    def _keep(self, request: Request, position: int, slot: int) -> None:
+    def _keep(self, request: Request, position: int, slot: int, *, is_new: bool = True) -> None:
         """Make a slot that holds a request's state a snapshot, if that is of use, or free it."""
         state, size = request.state_notes, self._block_size
         depth = position // size
@@ -300,18 +340,24 @@ class StateReuse:
             self._table.add(snapshot)
             state.last = snapshot
             self._counters.num_snapshots_taken += 1
+            if is_new and not tail:
+                state_id, generation = make_state_id(slot), self._generations[slot]
+                self._filled.append(KeyedBlock(parent_key, state_id, generation))
         else:
             self._free.append(slot)
 
     def _take(self, worth: int | None) -> int:
         """Take a slot, giving up a snapshot if none is free; ``NO_SLOT`` if none may be."""
         if self._free:
-            return self._free.pop()
+            slot = self._free.pop()
+            self._generations[slot] += 1
+            return slot
         victim = self._table.choose_victim(self._is_reachable, worth)
         if victim is None:
             return NO_SLOT
         self._table.remove(victim, is_evicted=True)
         self._counters.num_evicted_snapshots += 1
+        self._generations[victim.slot] += 1
         return victim.slot
 
     def _is_reachable(self, snapshot: Snapshot) -> bool:

@@ -334,7 +334,7 @@ class Instance:
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
     ) -> None:
         from tandem.engine.tiers.service import TierService
-        from tandem.engine.tiers.store_tier import BlockMemory
+        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory
 
         layout = built.cache.layout
         tier = TierService(
@@ -345,6 +345,9 @@ class Instance:
             identity=built.identity.digest.hex(),
             clock=clock,
             on_load=planner.note_load,
+            states=None
+            if built.states is None
+            else StateMemory(built.states.view_bytes(), built.states.layout.bytes_per_state),
         )
         built.engine.attach_transfers(tier)
         tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)

@@ -73,14 +73,24 @@ class PrefixReuse:
         """
         if not self.is_enabled or not request.can_reuse_prefix:
             return PrefixMatch([], 0)
+        match = self._match(request)
+        if self._states is not None:
+            tokens = request.get_tokens(0, request.num_tokens)
+            return self._states.cut(request.prefix, tokens, match, at_blocks=at_blocks)
+        return match.without_copy() if at_blocks else match
+
+    def find_blocks(self, request: Request) -> PrefixMatch:
+        """Return the full blocks that are there, with a state at their end or without one."""
+        if not self.is_enabled or not request.can_reuse_prefix:
+            return PrefixMatch([], 0)
+        return self._match(request).without_copy()
+
+    def _match(self, request: Request) -> PrefixMatch:
         self.extend_keys(request)
         num_tokens = request.num_tokens
         token_ids = request.get_tokens(0, num_tokens) if request.output_ids else request.prompt_ids
         notes = request.prefix
-        match = self._index.match(notes.root_key, notes.block_keys, token_ids, num_tokens - 1)
-        if self._states is not None:
-            return self._states.cut(notes, token_ids, match, at_blocks=at_blocks)
-        return match.without_copy() if at_blocks else match
+        return self._index.match(notes.root_key, notes.block_keys, token_ids, num_tokens - 1)
 
     def explain_miss(self, request: Request) -> PrefixMiss | None:
         """Return where and why the reuse of a request's tokens ends; None if all are there."""
