@@ -296,7 +296,8 @@ class StateReuse:
         if slot == NO_SLOT:
             return
         if is_sound and position > 0 and self._is_enabled:
-            self._keep(request, position, slot)
+            # It costs nothing now, so that little gain will do.
+            self._keep(request, position, slot, min_gain=1)
         else:
             self._free.append(slot)
         state.points, state.last = [], None
@@ -318,7 +319,15 @@ class StateReuse:
         slots = [*self._free, *(s.slot for s in self._table), *in_use]
         assert sorted(slots) == list(range(self.num_slots)), f"slots {sorted(slots)}"
 
-    def _keep(self, request: Request, position: int, slot: int, *, is_new: bool = True) -> None:
+    def _keep(
+        self,
+        request: Request,
+        position: int,
+        slot: int,
+        *,
+        min_gain: int | None = None,
+        is_new: bool = True,
+    ) -> None:
         """Make a slot that holds a request's state a snapshot, if that is of use, or free it."""
         state, size = request.state_notes, self._block_size
         depth = position // size
@@ -334,9 +343,9 @@ class StateReuse:
             self._table.touch(equal)
             state.last = equal
             self._free.append(slot)
-        elif self._table.count_worth(snapshot) >= self._policy.min_gain and self._index.has_prefix(
-            parent_key, tail
-        ):
+        elif self._table.count_worth(snapshot) >= (
+            min_gain or self._policy.min_gain
+        ) and self._index.has_prefix(parent_key, tail):
             self._table.add(snapshot)
             state.last = snapshot
             self._counters.num_snapshots_taken += 1
