@@ -6,35 +6,17 @@ log-probabilities of the likeliest compared with those of an engine that reuses 
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="models need the `serve` extra")
-transformers = pytest.importorskip("transformers", reason="models need the `serve` extra")
+pytest.importorskip("torch", reason="models need the `serve` extra")
+pytest.importorskip("transformers", reason="models need the `serve` extra")
 
-from tandem.core.clock import MonotonicClock  # noqa: E402 - after the skip
-from tandem.core.wire import AddRequest, SamplingParams  # noqa: E402
-from tandem.engine.build import build_engine  # noqa: E402
-from tandem.engine.config import EngineConfig  # noqa: E402
-from tandem.models.config import ModelConfig  # noqa: E402
-from tandem.models.proof.tiny import make_tiny, save_tiny  # noqa: E402
+from hybrid import STATE_BYTES, save_hybrid
 
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 40,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "max_position_embeddings": 512,
-    "eos_token_id": 2,
-}
+from tandem.core.clock import MonotonicClock
+from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine.build import build_engine
+from tandem.engine.config import EngineConfig
+from tandem.models.config import ModelConfig
+
 NUM_TOKENS = 12
 
 
@@ -44,9 +26,7 @@ def make_prompt(length, number=0):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    place = tmp_path_factory.mktemp("hybrid")
-    save_tiny(make_tiny(transformers.Qwen3NextConfig(**SIZES), 0), place)
-    return place
+    return save_hybrid(tmp_path_factory.mktemp("hybrid"))
 
 
 class Chat:
@@ -152,6 +132,5 @@ def test_few_slots_and_blocks_change_no_bit(folder, fresh, num_state_slots):
 def test_memory_of_states_is_planned_and_told(folder):
     chat = Chat(folder, num_state_slots=0, max_running=5)
     info = chat.built.info
-    channels = 2 * 2 * 16 + 4 * 40
-    assert info.state_bytes == 3 * (4 * 2 * 16 * 32 * 4 + 3 * channels * 2)
+    assert info.state_bytes == STATE_BYTES
     assert info.num_state_slots == 4 * 5
