@@ -25,7 +25,7 @@ SIZES = {
 }
 CHANNELS = 2 * 2 * 16 + 4 * 40
 STATE_BYTES = 3 * (4 * 2 * 16 * 32 * 4 + 3 * CHANNELS * 2)
-"""Of the three layers in bfloat16: matrices in float32, inputs that the convolution carries."""
+"""Three layers in bfloat16: matrices in float32, inputs that the convolution carries."""
 
 
 def save_hybrid(place):

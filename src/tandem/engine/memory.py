@@ -71,7 +71,7 @@ def plan_states(
         num_slots = int(config.state_cache_gib * GIB) // state_bytes
         reason = "engine.state_cache_gib"
     else:
-        # As much as for KV, at most: a prefix needs both.
+        # No more than for KV: a prefix needs both.
         useful = SLOTS_PER_REQUEST * config.max_running
         affordable = int(available_bytes * fraction / 2) // state_bytes
         num_slots = min(useful, affordable)

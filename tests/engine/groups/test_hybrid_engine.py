@@ -46,7 +46,7 @@ class Chat:
         self.num_asked = 0
 
     def ask(self, *prompts, message_end=0):
-        """What each prompt is answered with, log-probabilities too, all at once."""
+        """Answer prompts, all at once; tokens with their log-probabilities."""
         sampling = SamplingParams(
             max_tokens=NUM_TOKENS, temperature=1.0, seed=5, ignore_eos=True, logprobs=2
         )

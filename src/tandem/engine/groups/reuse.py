@@ -41,13 +41,13 @@ class StatePolicy(NamedTuple):
     """How many states there is room for, and which are kept."""
 
     num_slots: int
-    """Of running requests and snapshots together."""
+    """For running requests and snapshots together."""
     every: int = 0
     """A prefill keeps a state at multiples of so many tokens; 0: at ends and branches alone."""
     min_gain: int = MIN_GAIN
     at_blocks: bool = False
-    """Where messages end and prompts part, the state is kept at the block's end before: a lower
-    tier has full blocks only."""
+    """The state of a message's end, and of prompts that part, is kept at the block's end before: a
+    lower tier has full blocks only."""
 
 
 class StateReuse:

@@ -59,7 +59,7 @@ class KeyedBlock(NamedTuple):
     """
 
     key: bytes
-    """Of the tokens up to its end."""
+    """Names the tokens up to its end."""
     block_id: int
     """Or ``make_state_id`` of the slot."""
     generation: int

@@ -122,7 +122,7 @@ class PrefixReuse:
         return self._index.count_cached_blocks(request.prefix.block_keys)
 
     def is_expected(self, request: Request, running: Iterable[Request]) -> bool:
-        """Whether this step, or a load, brings another request closer to what it shares.
+        """Say whether this step, or a load, brings another request closer to what it shares.
 
         So copies of a prompt that arrive together compute it once. The wait is bounded by the
         other's prompt or load, as it counts only while the other advances, and by
