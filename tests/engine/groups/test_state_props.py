@@ -72,6 +72,9 @@ def test_states_come_from_a_tier_with_the_blocks_before_them_or_not_at_all():
         if r.report.num_loaded_tokens > 0 and len(r.output_ids) > 1
     )
     tier.fail_chance = 0.0
+    # It waits for the load, however long that takes.
+    choose = tier.choose_load
+    tier.choose_load = lambda *args: choose(*args)._replace(wait_s=100.0)
     other = World(40, 6, tier=tier, num_slots=2)
     other.add(tokens, 4)
     (request,) = other.live.values()
