@@ -354,6 +354,7 @@ def build_engine(
     *,
     tiers: TierConfig | None = None,
     allocate: Callable[[int], KvMemory] | None = None,
+    allocate_states: Callable[[int], KvMemory] | None = None,
     num_siblings: int = 1,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
@@ -366,6 +367,7 @@ def build_engine(
         tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
             what moves the blocks.
         allocate: makes the memory of all blocks, given its bytes; None: the device does.
+        allocate_states: the same of the slots of states.
         num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
@@ -405,7 +407,7 @@ def build_engine(
         policy = StatePolicy(
             plan.states.num_slots, plan.config.state_every, at_blocks=tiers is not None
         )
-        states = model.allocate_states(policy.num_slots)
+        states = _make_states(model, plan.states, allocate_states)
     engine = Engine(
         Scheduler(plan.config, pool, index, planner, policy),
         TorchRunner(
@@ -450,6 +452,16 @@ def build_engine(
         load_seconds=0.0,
     )
     return BuiltEngine(engine, info, model, identity, index, cache, states, planner)
+
+
+def _make_states(
+    model: CausalModel, plan: StatePlan, allocate: Callable[[int], KvMemory] | None
+) -> StateCache | None:
+    layout = model.spec.state_layout
+    if allocate is None or layout is None:
+        return model.allocate_states(plan.num_slots)
+    memory = allocate(plan.size_bytes).array
+    return model.context.make_state_cache(layout, plan.num_slots, memory)
 
 
 def _make_token_table(plan: ModelPlan) -> TokenTable:

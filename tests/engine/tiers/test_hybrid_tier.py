@@ -7,6 +7,7 @@ import time
 
 import pytest
 from hybrid import STATE_BYTES, save_hybrid
+from test_disaggregation import Node, hand_over
 from test_store_tier import TIMEOUT_S, LiveStore, Served
 
 from tandem.engine.tiers.store_tier import make_object_key
@@ -17,9 +18,13 @@ PROMPT = [(7 * i * i + 3) % 120 + 3 for i in range(5 * BLOCK + 5)]
 
 
 @pytest.fixture(scope="module")
-def serve(tmp_path_factory):
+def model(tmp_path_factory):
     folder = save_hybrid(tmp_path_factory.mktemp("hybrid"))
-    model = ModelConfig(path=str(folder), dtype="bfloat16", packed_cache="off", proof="off")
+    return ModelConfig(path=str(folder), dtype="bfloat16", packed_cache="off", proof="off")
+
+
+@pytest.fixture(scope="module")
+def serve(model):
     made = []
 
     def make(store):
@@ -56,3 +61,27 @@ def test_another_engine_goes_on_from_a_state_in_the_store(serve, tmp_path):
         assert store.run(lambda client: client.exists(state))
         store.run(lambda client: client.remove(make_object_key(identity, keys[2])))
         assert serve(store).generate(PROMPT, seed=3) == (expected, 0)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_decode_instance_goes_on_from_the_state_of_the_prefill(serve, model, is_early):
+    """It computes nothing of the prompt, and gives the tokens of one engine alone."""
+    expected = serve(None).generate(PROMPT, seed=3)[0]
+    nodes = [
+        Node(role, role, {"num_state_slots": 4, "max_batch_tokens": 64}, model)
+        for role in ("prefill", "decode")
+    ]
+    prefill, decode = nodes
+    try:
+        decode.open(prefill)
+        fields = {"prompt": PROMPT, "seed": 3}
+        assert hand_over(prefill, decode, 1, is_early=is_early, **fields) == expected
+        assert decode.cached("d1") == len(PROMPT)
+        assert decode.reads.peer_read_bytes > STATE_BYTES
+        for node in nodes:
+            node.wait_idle()
+            assert node.engine.get_stats().num_used_state_slots == 0
+            node.engine._scheduler.check()
+    finally:
+        for node in nodes:
+            node.close()

@@ -69,6 +69,11 @@ class LoadPlanning:
             keys = state.prefix.list_prompt_keys(request, len(match.nodes))
             if len(keys) > room:
                 return []  # Another instance has computed it: wait for room.
+            if state.states is not None:
+                slot = state.states.take_for_load(request.prompt_len)
+                if slot == NO_SLOT:
+                    return []
+                loaded_state = (b"", slot)
         elif state.states is not None:
             choice = self._choose_with_state(request, match, room, now_s)
             if choice is None:
