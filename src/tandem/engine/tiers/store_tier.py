@@ -241,7 +241,10 @@ class StoreTier:
                 staged = self._copy_aside(block)
                 if staged is not None:
                     evicted.append(staged)
-        full = plan.filled if self._config.write == "write_through" else []
+        full = plan.filled
+        if self._config.write == "on_evict":
+            # A state is there for others as soon as the blocks before it are.
+            full = [item for item in full if find_state_slot(item.block_id) is not None]
         if evicted or full or plan.loads or plan.dropped:
             try:
                 self._loop.call_soon_threadsafe(
