@@ -393,6 +393,7 @@ def build_engine(
         max_model_len_reason=plan.kv.max_model_len_reason,
         block_size=plan.layout.block_size,
         num_blocks=plan.kv.num_blocks,
+        max_batch_tokens=plan.config.max_batch_tokens,
         kv_bytes_per_token=plan.layout.bytes_per_token,
         weight_bytes=model.weight_bytes,
         num_parameters=spec.num_parameters,
