@@ -59,7 +59,8 @@ FAMILIES = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "deepseek_v3": {**MOE, **LATENT},
     "qwen3_next": {**MOE, **STATES, "shared_expert_intermediate_size": 48},
-    "olmo_hybrid": STATES,
+    # transformers saves its convolution in three parts of one size, whatever heads have.
+    "olmo_hybrid": {**STATES, "linear_value_head_dim": 8},
 }
 LARGEST_ANGLE = 0.02
 """Experts see activations rounded to bf16: a relative error of 2^-9 in each of a few products."""
