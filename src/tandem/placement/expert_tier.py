@@ -6,7 +6,6 @@ from tandem.core.errors import ConfigError
 
 __all__ = ["ExpertSizes", "TierSizes", "count_slot_bytes", "predict_missed_bytes", "size_tier"]
 
-GIB = 1 << 30
 MIB = 1 << 20
 ALIGNMENT = 4096
 """Of what is read past the page cache."""
@@ -70,7 +69,7 @@ def size_tier(sizes: ExpertSizes, *, budget_bytes: int, wanted_slots: int = 0) -
             "--engine.kv-cache-gib, or choose a smaller --expert-format",
             field="engine.memory",
         )
-    reason = f"what {budget_bytes / GIB:.2f} GiB hold; others are read when they are wanted"
+    reason = f"what {budget_bytes / MIB:,.0f} MiB hold; others are read when they are wanted"
     return TierSizes(min(count, sizes.num_experts), num_staged, slot, reason)
 
 
