@@ -1360,12 +1360,13 @@ def place_latents(q: TensorView, kv: TensorView, weight: TensorView, eps: float,
     Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
-def gate(gate_up: TensorView, out: TensorView, activation: str = 'silu', row_gate: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '') -> None:
+def gate(gate_up: TensorView, out: TensorView, activation: str = 'silu', row_gate: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '', up: TensorView | None = None) -> None:
     """
     out = f(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.
 
-    `activation` is silu, gelu (erf) or gelu_tanh. `row_gate` [rows, 1] multiplies each
-    row by its sigmoid. Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    `activation` is silu, gelu (erf), gelu_tanh or sigmoid. `row_gate` [rows, 1] multiplies
+    each row by its sigmoid. With `up` [rows, size], which may be `out`, `gate_up` is the
+    gate alone, [rows, size]. Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
 def soft_cap(x: TensorView, cap: float, pool: ThreadPool | None = None, isa: str = '') -> None:

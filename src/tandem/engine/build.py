@@ -15,7 +15,7 @@ import msgspec
 
 from tandem import _native
 from tandem.core.clock import Clock
-from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.errors import CapacityError, ConfigError, UnsupportedError
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
@@ -169,6 +169,9 @@ def plan_engine(
         model = _plan_tier(model, model_config, engine_config, available)
         left, fraction = available - (model.weight_bytes - model.expert_bytes), TIER_KV_FRACTION
     spec = model.spec
+    if spec.state_layout is not None:
+        what = f"{spec.model_type} keeps a state beside KV, for which requests have no slots yet"
+        raise UnsupportedError("engine.plan", what, field="model.path")
     own = spec.max_position_embeddings
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
@@ -390,6 +393,7 @@ def build_engine(
         max_model_len_reason=plan.kv.max_model_len_reason,
         block_size=plan.layout.block_size,
         num_blocks=plan.kv.num_blocks,
+        max_batch_tokens=plan.config.max_batch_tokens,
         kv_bytes_per_token=plan.layout.bytes_per_token,
         weight_bytes=model.weight_bytes,
         num_parameters=spec.num_parameters,

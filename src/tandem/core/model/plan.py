@@ -49,6 +49,7 @@ MatrixRole = Literal[
     "gate_up",
     "down",
     "router",
+    "gates",
     "experts",
     "other",
 ]
@@ -132,6 +133,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """``file:line`` of the rule that took it; empty for none."""
     weight_format: str = NO_FORMAT
     """The format of the matrices that the operator holds."""
+    score_format: str = NO_FORMAT
+    """The same of those of its matrices that score or gate, one that loses nothing."""
     keeps_codes: bool = False
     """True if matrices that the checkpoint has in codes keep them, each in a format of its own."""
     owner: str = ""

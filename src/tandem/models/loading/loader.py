@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ConflictError, ShapeError, UnsupportedError
+from tandem.core.model.layers import GatedDeltaSpec
 from tandem.core.model.plan import NO_FORMAT, MatrixPlan, ModelPlan
 from tandem.core.spec import (
     DTYPE_BYTES,
@@ -27,12 +28,12 @@ from tandem.kernels.cpu.step import CpuStep
 from tandem.kernels.device import Device
 from tandem.kernels.devices import DeviceContext, open_device
 from tandem.kernels.hybrid import HybridDecoder
-from tandem.kernels.interfaces import WeightReader
+from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.operator import Operator, freeze
-from tandem.kernels.operators.rope import LayeredRope, Rope
+from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
 from tandem.kernels.paged import NO_SLOT, TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
@@ -66,6 +67,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+IMAGE_PARTS = ("model.visual.", "visual.")
+"""Prefixes of tensors of models that also take images."""
 
 
 class CausalModel:
@@ -440,16 +444,25 @@ def _choose_packed_root(plan: ModelPlan) -> Path | None:
     return choose_root(plan.packed_cache, Path(plan.folder), size_bytes)
 
 
-def _find_ropes(module: nn.Module, plan: ModelPlan, device: torch.device) -> tuple[Rope, ...]:
+def _find_ropes(
+    module: nn.Module | None, plan: ModelPlan, device: torch.device
+) -> tuple[Angles, ...]:
     """Return the RoPEs of a model, by ``rope_idx`` of its layers.
 
     Those of the operator, or, where a rule keeps transformers' module, new ones with its angles:
     attentions that are replaced take theirs from the step.
     """
+    if module is None:
+        # A model without positions.
+        return (Unrotated(),)
     if isinstance(module, Rope | LayeredRope):
         ropes = module.ropes
     else:
-        specs = {layer.mixer.rope_idx: layer.rope for layer in plan.layers}
+        specs = {
+            layer.mixer.rope_idx: layer.rope
+            for layer in plan.layers
+            if not isinstance(layer.mixer, GatedDeltaSpec)
+        }
         known = [specs[i] for i in sorted(specs)]
         ropes = tuple(Rope(spec) for spec in known if spec is not None)
         if len(ropes) < len(known):
@@ -496,7 +509,9 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     first = checkpoint.config.num_hidden_layers
     prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
     why = "of a layer that predicts tokens further ahead"
-    return harmless | {name: why for name in source.entries if name.startswith(prefixes)}
+    harmless |= {name: why for name in source.entries if name.startswith((*prefixes, "mtp."))}
+    why = "of the part that sees images, which text does not need"
+    return harmless | {name: why for name in source.entries if name.startswith(IMAGE_PARTS)}
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
