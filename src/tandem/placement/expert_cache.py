@@ -9,15 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-__all__ = ["EXPERT_POLICIES", "CachePolicy", "GuessGate", "Insertion", "LruPolicy"]
-
-MIN_RIGHT = 0.6
-"""Share of guesses that must be right before experts are read for them. A right one is read while
-the layer before computes; a wrong one costs the disk an expert, and another one its slot."""
-REMEMBERED = 0.97
-"""Weight of what was known before a step, of some tens of steps together."""
-MIN_GUESSES = 32
-"""Guesses that are compared before the first is acted on."""
+__all__ = ["EXPERT_POLICIES", "CachePolicy", "Insertion", "LruPolicy"]
 
 
 class Insertion(NamedTuple):
@@ -100,26 +92,6 @@ class LruPolicy:
             self._held[expert_id] = None
             insertions.append(Insertion(expert_id, evicted))
         return insertions
-
-
-class GuessGate:
-    """Decides whether guesses of a layer's experts pay, by how often they were right."""
-
-    def __init__(self) -> None:
-        self.num_guessed = 0.0
-        """Guesses of experts that were not held, older ones counting less."""
-        self.num_right = 0.0
-
-    def note(self, guessed: Sequence[int], chosen: Sequence[int]) -> None:
-        """Compare the guesses of a step with its choices, whether or not they were acted on."""
-        right = set(chosen)
-        self.num_guessed = REMEMBERED * self.num_guessed + len(guessed)
-        self.num_right = REMEMBERED * self.num_right + sum(e in right for e in guessed)
-
-    @property
-    def is_open(self) -> bool:
-        """True if experts should be read before they are asked for."""
-        return self.num_guessed >= MIN_GUESSES and self.num_right >= MIN_RIGHT * self.num_guessed
 
 
 EXPERT_POLICIES: Mapping[str, Callable[[int], CachePolicy]] = MappingProxyType({"lru": LruPolicy})
