@@ -23,6 +23,7 @@ from tandem.core.spec import (
     MlaLayout,
     ModelSpec,
 )
+from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.step import CpuStep
 from tandem.kernels.device import Device
@@ -34,7 +35,7 @@ from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.operator import Operator, freeze
 from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
-from tandem.kernels.paged import NO_SLOT, TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.models.adapters import ModelAdapters
