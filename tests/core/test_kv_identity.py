@@ -15,7 +15,6 @@ from tandem.core.spec import (
     KvIdentity,
     MlaLayout,
     RoundingClass,
-    StateLayout,
     make_root_key,
 )
 from tandem.core.state_layout import StateLayout
@@ -62,7 +61,7 @@ ROUNDING = {
 
 def test_every_field_has_a_case():
     fields = {field.name for field in msgspec.structs.fields(KvIdentity)}
-    assert {name.split(".")[0] for name in FORBIDDING} | {"rounding", "states"} == fields
+    assert {name.split(".")[0] for name in FORBIDDING} | {"rounding"} == fields
     assert {field.name for field in msgspec.structs.fields(RoundingClass)} == ROUNDING.keys()
 
 
@@ -101,17 +100,6 @@ def test_kinds_of_layouts_are_told_apart():
     differences = {d.field: d.ours for d in BASE.compare(other) if d.forbids}
     assert differences["layout.kind"] == "gqa"
     assert differences["layout.kv_lora_rank"] is None
-
-
-def test_states_of_another_layout_are_told_apart():
-    states = StateLayout(
-        num_layers=3, num_value_heads=4, key_dim=16, value_dim=32, num_channels=96, conv_width=4
-    )
-    hybrid = msgspec.structs.replace(BASE, states=states)
-    other = msgspec.structs.replace(hybrid, states=msgspec.structs.replace(states, key_dim=8))
-    assert len({BASE.root_key(), hybrid.root_key(), other.root_key()}) == 3
-    (difference,) = hybrid.compare(other)
-    assert (difference.field, difference.forbids) == ("states.key_dim", True)
 
 
 def test_salts_and_order():
