@@ -292,6 +292,13 @@ def test_evicted_blocks_come_back(serve, expected):
     assert served.generate(PROMPT) == (expected, 10 * BLOCK)
 
 
+class Peer:
+    """A server that hears nothing."""
+
+    def push_threadsafe(self, _):
+        pass
+
+
 def test_pinned_blocks_outlast_others(serve, store):
     """What a client's request pins is still there when the store had to make room for more."""
     served = serve(pin_gib=1.0)
@@ -313,7 +320,7 @@ def test_pinned_blocks_outlast_others(serve, store):
         missing = served.engine.find_missing_blocks(request)
         names = [make_object_key(served.built.identity.digest.hex(), key) for key in missing.keys]
         keys[number] = names
-        asyncio.run(api.add(SimpleNamespace(push_threadsafe=lambda _: None), request))
+        asyncio.run(api.add(Peer(), request))
         while served.engine.is_live(request.request_id):
             served.engine.step()
         served.engine.step()

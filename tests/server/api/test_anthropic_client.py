@@ -175,7 +175,8 @@ def test_cache_control_pins_the_prompt_before_it(client, say, live):
     assert pin_s == 3600.0
     turns[0]["content"][0]["cache_control"] = {"type": "ephemeral"}
     head, pin_s = pinned(create(messages=turns, system=system, **options))
-    assert head.rstrip("[").endswith("[user]hello")
+    # This template asks for the answer behind whatever it gets.
+    assert head.removesuffix("[assistant]").endswith("[user]hello")
     assert pin_s == 300.0
     reply = create(messages=turns, extra_body=mark, **options)
     assert pinned(reply) == (say.prompt(), 3600.0)
