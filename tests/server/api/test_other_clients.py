@@ -117,7 +117,8 @@ def test_instructor_extracts(say, live):
         "messages": [{"role": "user", "content": "Extract: John is 25 years old."}],
         "max_retries": 0,
     }
-    expected = User(name="John", age=25)
+    # Instructor returns classes of its own made of the model.
+    expected = {"name": "John", "age": 25}
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as opened:
         for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
             if mode == instructor.Mode.TOOLS:
@@ -125,9 +126,9 @@ def test_instructor_extracts(say, live):
             else:
                 say('{"name": "John", "age": 25}')
             client = instructor.from_openai(opened, mode=mode)
-            assert client.chat.completions.create(**ask) == expected
+            assert client.chat.completions.create(**ask).model_dump() == expected
             assert "age" in get_grammar(live)
         client = instructor.from_openai(opened, mode=instructor.Mode.TOOLS)
         say(name="User", arguments={"name": "John", "age": 25})
         partial = list(client.chat.completions.create_partial(**ask))
-        assert partial[-1] == expected
+        assert partial[-1].model_dump() == expected
