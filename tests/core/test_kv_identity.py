@@ -17,6 +17,7 @@ from tandem.core.spec import (
     RoundingClass,
     make_root_key,
 )
+from tandem.core.state_layout import StateLayout
 
 LAYOUT = GqaLayout(num_layers=2, num_kv_heads=2, head_dim=16)
 BASE = KvIdentity(
@@ -39,6 +40,11 @@ FORBIDDING = {
     "layout.dtype": {"layout": msgspec.structs.replace(LAYOUT, dtype="int8")},
     "layout.block_size": {"layout": msgspec.structs.replace(LAYOUT, block_size=32)},
     "layout.num_kv_heads": {"layout": msgspec.structs.replace(LAYOUT, num_kv_heads=1)},
+    "states": {
+        "states": StateLayout(
+            num_layers=1, num_value_heads=2, key_dim=8, value_dim=8, num_channels=48, conv_width=4
+        )
+    },
     "num_deferred_experts": {"num_deferred_experts": 2},
     "adapter": {"adapter": "cd" * 32},
     "sharing": {"sharing": "strict"},
