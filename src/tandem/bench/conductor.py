@@ -110,7 +110,7 @@ def _list_group(group: int) -> range:
 
 def _make(policy: str, roles: Sequence[InstanceRole], num_instances: int, queue: int) -> Conductor:
     conductor, chance = Conductor(make_policy(policy)), random.Random(1)  # noqa: S311
-    names = {f"i{n}": roles[n % len(roles)] for n in range(num_instances)}
+    names: dict[str, InstanceRole] = {f"i{n}": roles[n % len(roles)] for n in range(num_instances)}
     for number, (name, role) in enumerate(names.items()):
         conductor.join(name, role)
         conductor.serve(InstanceRef(name, 0), FACTS)
