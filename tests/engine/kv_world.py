@@ -79,6 +79,8 @@ class Settings:
             self.faults_of_model = 0.002
         self.num_blocks = (32, 18)[seed // 3 % 2]
         """The longest request takes 16."""
+        self.num_slots = 0
+        """Of states; 0: a model without."""
         self.tiers = TierConfig(
             write=("write_through", "on_evict")[seed % 2],
             prefetch=("timeout", "wait", "timeout", "wait", "best_effort")[seed // 2 % 5],
@@ -284,7 +286,8 @@ class KvWorld(StoreWorld):
         if self.settings.swaps:
             # What was stored for weights that no instance has now is nobody's to flush.
             for model in (WEIGHTS, FOREIGN):
-                prefix = make_object_key(make_identity(model).digest.hex(), b"")
+                identity = make_identity(model, has_states=bool(self.settings.num_slots))
+                prefix = make_object_key(identity.digest.hex(), b"")
                 await process.spawn(client.remove_prefix(prefix))
         status = await process.spawn(client.status())
         left: list[str] = []
@@ -340,7 +343,13 @@ class KvWorld(StoreWorld):
         # Of one model from the first token to the last, whichever that is.
         has_foreign = self.settings.swaps or "px" in self.settings.roles
         rights = [
-            continue_prompt(model, prompt, num_tokens, request.sampling.seed)
+            continue_prompt(
+                model,
+                prompt,
+                num_tokens,
+                request.sampling.seed,
+                has_states=bool(self.settings.num_slots),
+            )
             for model in (WEIGHTS, FOREIGN)[: 1 + has_foreign]
         ]
         is_whole = reason == FinishReason.LENGTH and tokens in rights
