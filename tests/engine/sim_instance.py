@@ -137,19 +137,16 @@ class SimInstance:
             state_bytes=STATE_BYTES,
             num_state_slots=world.settings.num_slots,
         )
-        if self.role != "decode":
-            self.peer = own
-            announcer = PrefillAnnouncer(self.engine, own, self.memory, clock, self.states)
-            self.engine.attach_listener(announcer)
-            self.listener = Listener(self.process, self.memory, announcer, own.epoch, self.states)
-            world.listeners[self.name] = self.listener
-        transfers = self.tier
-        if self.role != "prefill":
-            port = SimPeerPort(world, self.process, self.memory, self.states)
-            target = ReadTarget(port, self.memory, own, clock, Statistics(), self.states)
-            self.reader = PeerReader(target, self.engine, ThreadLoop(world, self.process))
-            transfers = TransfersBySource((self.tier, self.reader))
-        self.engine.attach_transfers(transfers)
+        # Both ways: its role may change.
+        self.peer = own
+        announcer = PrefillAnnouncer(self.engine, own, self.memory, clock, self.states)
+        self.engine.attach_listener(announcer)
+        self.listener = Listener(self.process, self.memory, announcer, own.epoch, self.states)
+        world.listeners[self.name] = self.listener
+        port = SimPeerPort(world, self.process, self.memory, self.states)
+        target = ReadTarget(port, self.memory, own, clock, Statistics(), self.states)
+        self.reader = PeerReader(target, self.engine, ThreadLoop(world, self.process))
+        self.engine.attach_transfers(TransfersBySource((self.tier, self.reader)))
         self.api = InstanceApi(
             self.name,
             self.engine,
