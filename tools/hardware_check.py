@@ -81,9 +81,12 @@ def check_graph(stand_in: bool) -> str:
         there = device.allocate(1024).view(torch.float32)
         stream, seen = device.make_stream(), []
 
+        def double() -> None:
+            there.mul_(2.0)
+
         def work() -> None:
             device.copy(source, there, stream)
-            device.run(stream, lambda: there.mul_(2.0))
+            device.run(stream, double)
             device.copy(there, target, stream)
             device.call_host(stream, lambda: seen.append(float(target[0])))
 
@@ -189,7 +192,7 @@ def check_hybrid(stand_in: bool) -> str:
             decoder = HybridDecoder(
                 device,
                 [nn.Identity() for _ in range(NUM_LAYERS)],
-                [experts] * NUM_LAYERS,
+                [experts for _ in range(NUM_LAYERS)],
                 (HIDDEN, TOP_K),
                 torch.float32,
                 has_shared=[True] * NUM_LAYERS,
