@@ -192,7 +192,7 @@ def check_hybrid(stand_in: bool) -> str:
             decoder = HybridDecoder(
                 device,
                 [nn.Identity() for _ in range(NUM_LAYERS)],
-                [experts for _ in range(NUM_LAYERS)],
+                [experts] * NUM_LAYERS,
                 (HIDDEN, TOP_K),
                 torch.float32,
                 has_shared=[True] * NUM_LAYERS,
