@@ -26,11 +26,13 @@ def paper(
     json: JsonFlag = False,
 ) -> None:
     """Simulate the tables of the Mooncake paper (FAST'25) and set ours beside theirs."""
+    from tandem.core.loads.traces import read_rows
     from tandem.sim.study.paper import Runs, list_tables, render_page
 
     def show(what: str, done: int) -> None:
         sys.stderr.write(f"run {done + 1}: {what}\n")
 
+    next(read_rows(trace), None)  # A file that cannot be read is found before the first run.
     runs = Runs(trace, requests, work, show)
     tables = list_tables(table or [])
     results = {name: runs.measure(each) for name, each in tables.items()}

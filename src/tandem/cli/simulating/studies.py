@@ -207,6 +207,7 @@ def _read_prices(path: Path) -> dict[str, float]:
     try:
         return msgspec.convert(parse_yaml(path.read_text("utf-8")), dict[str, float], strict=False)
     except OSError as error:
-        raise NotFoundError("sim.capacity", f"cannot read {path}: {error}") from error
+        what = f"cannot read {path}: {error.strerror}: give a YAML file of prices"
+        raise NotFoundError("sim.capacity", what) from error
     except (yaml.YAMLError, msgspec.ValidationError) as error:
         raise ConfigError("sim.capacity", f"{path}: dollars an hour by machine: {error}") from error
