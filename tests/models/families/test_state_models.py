@@ -152,15 +152,23 @@ def test_a_model_that_sees_images_runs_as_its_decoder(tmp_path):
     torch.testing.assert_close(feeder.run((0, 0, PROMPTS[0]))[0], want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_checkpoint_in_codes_leaves_gates_and_convolutions_as_they_are(folder, tmp_path):
+def test_a_checkpoint_in_codes_leaves_gates_and_convolutions_as_they_are(tmp_path):
     """What decides how a state decays stays in values; the rest is coded."""
-    report = export_checkpoint(folder, "int8g32", tmp_path / "coded")
+    # All experts are chosen, as of two that score alike another could be.
+    config = Qwen3NextConfig(**SIZES, **EXPERTS | {"num_experts_per_tok": 6})
+    save_tiny(make_tiny(config, 0), tmp_path / "plain")
+    report = export_checkpoint(tmp_path / "plain", "int8g32", tmp_path / "coded")
     assert report.num_coded > 0
-    [want] = Feeder(folder, "float32", "auto").run((0, 0, PROMPTS[0]))
     coded = Feeder(tmp_path / "coded", "float32", "auto")
     held = {m.role: m.weight_format for m in coded.model.plan.layers[0].matrices}
     assert (held["qkv"], held["gates"]) == ("int8g32", "f32")
+    [want] = Feeder(tmp_path / "plain", "float32", "auto").run((0, 0, PROMPTS[0]))
+    own = load_checkpoint(
+        tmp_path / "plain", dtype="float32", linear_format="int8g32", expert_format="int8g32"
+    )
+    assert own.plan.linear.weight_format == "int8g32"
     [got] = coded.run((0, 0, PROMPTS[0]))
-    # Of the median token: where two experts score alike, another may be chosen.
-    off = (got - want).norm(dim=-1) / want.norm(dim=-1)
-    assert float(off.median()) < 0.1
+    coded.model = own
+    [packed] = coded.run((0, 0, PROMPTS[0]))
+    # So steep a model is as far off with codes that are made as it loads.
+    assert float((got - want).norm()) < 1.3 * float((packed - want).norm())
