@@ -263,6 +263,9 @@ class InstanceApi:
             seconds=self._clock.now_s() - begin_s,
             is_answered=num_found is not None,
         )
+        if self._inventory is not None and num_found is not None:
+            self._inventory.note_in_store(missing.keys[:num_found], is_there=True)
+            self._inventory.note_in_store(missing.keys[num_found:], is_there=False)
         return missing.num_cached + lookup.found_blocks, lookup
 
     def take_event(self, peer: ServerPeer, event: CancelRequest | ReleaseHold) -> None:
