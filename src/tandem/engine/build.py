@@ -26,6 +26,8 @@ from tandem.engine.memory import KvPlan, check_context, plan_kv_cache
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.expert_log import ExpertLog
+from tandem.engine.stepping.expert_trace import TraceHeader, TraceWriter
 from tandem.engine.stepping.grammar import Grammars
 from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.engine.tiers.config import TierConfig
@@ -118,6 +120,8 @@ class BuiltEngine(NamedTuple):
     cache: PagedKvCache
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
+    experts: ExpertLog | None
+    """Counts chosen experts; None where the model's layers do not tell them."""
 
 
 def plan_engine(
@@ -293,6 +297,7 @@ def build_engine(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
     cache = model.context.make_kv_cache(plan.layout, plan.kv.num_blocks, blocks)
+    experts = _open_expert_log(model, plan.config.expert_trace)
     engine = Engine(
         Scheduler(plan.config, pool, index, planner),
         TorchRunner(
@@ -301,6 +306,7 @@ def build_engine(
             threads=plan.torch_threads,
             grammars=Grammars(partial(_make_token_table, plan.model)),
             is_overlapped=plan.config.overlap == "on",
+            experts=experts,
         ),
         clock,
         vocab_size=spec.vocab_size,
@@ -332,7 +338,27 @@ def build_engine(
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity, index, cache, planner)
+    return BuiltEngine(engine, info, model, identity, index, cache, planner, experts)
+
+
+def _open_expert_log(model: CausalModel, trace: str) -> ExpertLog | None:
+    """Return what counts a model's choices of experts.
+
+    Raises: ConfigError (a trace of a model that tells no choices, or no such file can be made).
+    """
+    moe = model.moe
+    if moe is None:
+        if trace:
+            what = "the model's layers do not tell which experts tokens chose: leave it out"
+            raise ConfigError("engine.trace_experts", what, field="engine.expert_trace")
+        return None
+    layers, writer = list(moe.places), None
+    if trace:
+        header = TraceHeader(
+            model=model.spec.name, layers=layers, num_experts=moe.num_experts, top_k=moe.top_k
+        )
+        writer = TraceWriter(Path(trace).expanduser(), header)
+    return ExpertLog(layers, moe.num_experts, writer)
 
 
 def _make_token_table(plan: ModelPlan) -> TokenTable:

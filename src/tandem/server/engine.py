@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
-from tandem.core.instance_status import InstanceStats, InstanceStatus
+from tandem.core.instance_status import ExpertCounts, InstanceStats, InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
@@ -112,6 +112,10 @@ class EngineClient(Protocol):
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Take no further requests for an adapter; raises NotFoundError."""
+        ...
+
+    async def read_expert_counts(self) -> ExpertCounts:
+        """Return how often each expert was chosen; raises PeerLostError while it is down."""
         ...
 
     async def flush_cache(self) -> int:

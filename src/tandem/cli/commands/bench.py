@@ -20,6 +20,7 @@ BENCHES = {
     "attention": "tandem.bench.operators.attention",
     "cluster": "tandem.bench.serving.cluster",
     "engine": "tandem.bench.serving.engine",
+    "experts": "tandem.bench.serving.experts",
     "families": "tandem.bench.serving.families",
     "finetune": "tandem.bench.finetune",
     "finetune-memory": "tandem.bench.finetune_memory",

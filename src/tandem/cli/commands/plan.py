@@ -64,6 +64,14 @@ def plan(
     list_known: Annotated[
         bool, typer.Option("--list", help="List the machines and models that are known by name.")
     ] = False,
+    experts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE",
+            help="Replay a trace of routing (engine.expert_trace) through caches of experts: hit "
+            "rates by policy, size and layer.",
+        ),
+    ] = None,
     published: Annotated[
         bool, typer.Option("--published", help="Predict published speeds of hybrid serving.")
     ] = False,
@@ -72,6 +80,11 @@ def plan(
     """Place a model on a machine (--hardware), or show what a rule file makes of it."""
     from tandem.cli.commands import placing
 
+    if experts is not None:
+        from tandem.cli.commands.expert_rates import print_rates
+
+        print_rates(experts, as_json=json)
+        return
     if published:
         placing.print_published(as_json=json)
         return
