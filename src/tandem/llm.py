@@ -30,6 +30,7 @@ from tandem.cli.extras import require_serve
 from tandem.core.config import list_fields
 from tandem.core.errors import ConfigError, PeerLostError
 from tandem.core.logs import current_request_id
+from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import TokenLogprob
 from tandem.engine.process.launcher import ProcessLauncher
 from tandem.server.context import ServerContext
@@ -102,7 +103,6 @@ class LLM:
     def __init__(self, model: str, *, config: Path | None = None, **settings: Any) -> None:
         require_serve()
         self._settings = load_config(config, _find_settings(settings), model=model).config
-        self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
         """Held while the instances end."""
         self._submitting = threading.Lock()
@@ -112,8 +112,7 @@ class LLM:
         self._calls: set[asyncio.Task[Any]] = set()
         """Those that have begun; of the loop's thread."""
         self._opened = contextlib.AsyncExitStack()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("llm")
         try:
             self._context = self._call(self._open())
         except BaseException:
@@ -136,10 +135,8 @@ class LLM:
                 pending = list(self._pending)
             for future in pending:
                 future.cancel()
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            self._thread.run(self._close())
+            self._thread.close()
 
     def generate(self, prompts: str | Sequence[Any], **sampling: Any) -> list[Output]:
         """Continue all prompts, together.
@@ -223,7 +220,7 @@ class LLM:
             if self._is_closed:
                 work.close()
                 raise PeerLostError("llm.call", "the model is closed: make another LLM")
-            future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+            future = self._thread.submit(run())
             self._pending.add(future)
         future.add_done_callback(self._forget)
         return future

@@ -10,14 +10,16 @@ import random
 import pytest
 
 from tandem.placement.expert_cache import (
-    POLICIES,
-    DecayingFrequencyCache,
-    LruCache,
-    OracleCache,
-    SegmentedLruCache,
-    StaticCache,
+    EXPERT_POLICIES,
+    FrequencyPolicy,
+    LruPolicy,
+    OraclePolicy,
+    SegmentedLruPolicy,
+    StaticPolicy,
 )
 from tandem.placement.expert_replay import ORACLE, STATIC, replay_layers
+
+ALL = 1 << 20
 
 
 def draw_steps(seed, num_steps=60, num_experts=8, most=3, favourites=3):
@@ -33,70 +35,92 @@ def draw_steps(seed, num_steps=60, num_experts=8, most=3, favourites=3):
     return steps
 
 
-def make_all(capacity, steps, num_experts=8):
+def make_all(num_slots, steps, num_experts=8):
     counts = [sum(expert in chosen for chosen in steps) for expert in range(num_experts)]
-    caches = {name: make(capacity) for name, make in POLICIES.items()}
-    return caches | {STATIC: StaticCache(capacity, counts), ORACLE: OracleCache(capacity, steps)}
+    policies = {name: make(num_slots) for name, make in EXPERT_POLICIES.items()}
+    return policies | {
+        STATIC: StaticPolicy(num_slots, counts),
+        ORACLE: OraclePolicy(num_slots, steps),
+    }
 
 
-@pytest.mark.parametrize("capacity", [1, 2, 5, 8])
-def test_what_steps_tell_is_what_is_held(capacity):
-    steps = draw_steps(capacity)
-    for name, cache in make_all(capacity, steps).items():
-        held = set(cache.held)
-        for chosen in steps:
-            step = cache.step(chosen)
-            assert step.hits == [e for e in chosen if e in held], name
-            assert sorted(step.hits + step.misses) == chosen
-            for load in step.loads:
-                assert load.expert in step.misses and load.expert not in held
-                if load.victim is not None:
-                    assert len(held) == capacity
-                    assert name == ORACLE or load.victim not in chosen
-                    held.remove(load.victim)
-                held.add(load.expert)
-            assert held == set(cache.held), name
-            assert all(cache.is_held(expert) for expert in held)
-            assert len(held) <= capacity
+class Held:
+    """The experts that a policy's insertions leave in the slots."""
+
+    def __init__(self, policy, num_slots):
+        self.policy, self.num_slots = policy, num_slots
+        self.ids: set[int] = set()
+
+    def touch(self, chosen, max_insertions=ALL):
+        """Return the hits and the insertions of a step, which must be possible."""
+        hits = [expert for expert in chosen if expert in self.ids]
+        insertions = self.policy.touch(chosen, max_insertions)
+        assert len(insertions) <= max_insertions
+        self.obey(chosen, insertions)
+        return hits, insertions
+
+    def obey(self, chosen, insertions):
+        for expert, evicted in insertions:
+            assert expert in chosen and expert not in self.ids
+            assert (evicted == -1) == (len(self.ids) < self.num_slots)
+            self.ids -= {evicted}
+            self.ids.add(expert)
+        assert len(self.ids) <= self.num_slots
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5, 8])
+def test_insertions_are_possible_and_spare_what_a_step_uses(num_slots):
+    steps = draw_steps(num_slots)
+    for name, policy in make_all(num_slots, steps).items():
+        held = Held(policy, num_slots)
+        for place, chosen in enumerate(steps):
+            _, insertions = held.touch(chosen, place % 3 if name != ORACLE else ALL)
+            if name != ORACLE:
+                assert not {i.evicted for i in insertions} & set(chosen), name
+            if place % 7 == 3 and held.ids and name != ORACLE:
+                lost = min(held.ids)
+                policy.forget(lost)
+                held.ids.remove(lost)
+            if place % 5 == 2 and name != ORACLE:
+                guessed = [chosen[0] + 1 & 7, 6] if chosen[0] != 5 else [0, 7]
+                held.obey(guessed, policy.guess(guessed, 1))
 
 
 def test_lru_holds_the_last_used():
-    steps, cache, order = draw_steps(7), LruCache(4), []
+    steps, held, order = draw_steps(7), Held(LruPolicy(4), 4), []
     for chosen in steps:
-        hits = set(cache.step(chosen).hits)
+        hits, _ = held.touch(chosen)
         # Hits are touched first; misses come in after them.
         order = [e for e in order if e not in chosen] + [e for e in chosen if e in hits]
         order += [e for e in chosen if e not in order]
-        order = order[-4:] if len(order) > 4 else order
-        assert set(cache.held) == set(order)
+        order = order[-4:]
+        assert held.ids == set(order)
 
 
 def test_segments_outlast_a_scan():
-    lru, segmented = LruCache(5), SegmentedLruCache(5)
-    for cache in (lru, segmented):
+    lru, segmented = Held(LruPolicy(5), 5), Held(SegmentedLruPolicy(5), 5)
+    for held in (lru, segmented):
         for _ in range(3):
-            cache.step([0, 1, 2])
+            held.touch([0, 1, 2])
         for expert in range(10, 20):
-            cache.step([expert])
-    assert not {0, 1, 2} & set(lru.held)
-    assert {0, 1, 2} <= set(segmented.held)
+            held.touch([expert])
+    assert not {0, 1, 2} & lru.ids
+    assert {0, 1, 2} <= segmented.ids
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.9, 0.05])
 def test_decayed_sums_decide(decay):
     """0.05 also reaches the size at which sums are written in a new unit."""
-    steps, cache = draw_steps(3, num_steps=200), DecayingFrequencyCache(3, decay)
+    steps, held = draw_steps(3, num_steps=200), Held(FrequencyPolicy(3, decay), 3)
     sums = dict.fromkeys(range(8), 0.0)
     for chosen in steps:
-        before = set(cache.held)
         sums = {e: decay * s + (e in chosen) for e, s in sums.items()}
-        step = cache.step(chosen)
-        for load in step.loads:
-            if load.victim is not None:
-                assert sums[load.victim] < sums[load.expert] + 1e-9
-        for missed in set(step.misses) - {load.expert for load in step.loads}:
-            kept = before - set(chosen)
-            assert not kept or min(sums[e] for e in kept & set(cache.held)) >= sums[missed] - 1e-9
+        before = set(held.ids)
+        _, insertions = held.touch(chosen)
+        for expert, evicted in insertions:
+            assert evicted == -1 or sums[evicted] < sums[expert] + 1e-9
+        for missed in set(chosen) - held.ids:
+            assert all(sums[e] >= sums[missed] - 1e-9 for e in before & held.ids - set(chosen))
 
 
 def count_most_hits(steps, capacity, num_experts):
@@ -119,8 +143,8 @@ def count_most_hits(steps, capacity, num_experts):
 def test_no_cache_hits_more_than_the_oracle(seed):
     steps = draw_steps(seed, num_steps=14, num_experts=5, most=2)
     for capacity in (1, 2, 3):
-        cache = OracleCache(capacity, steps)
-        hits = sum(len(cache.step(chosen).hits) for chosen in steps)
+        held = Held(OraclePolicy(capacity, steps), capacity)
+        hits = sum(len(held.touch(chosen)[0]) for chosen in steps)
         assert hits == count_most_hits(steps, capacity, 5)
 
 

@@ -20,6 +20,7 @@ from tandem.core.wire import (
     FinishReason,
     InstanceInfo,
     InstanceStage,
+    PromptLogprobs,
     RequestOutput,
     StageChanged,
     TokenLogprob,
@@ -247,7 +248,7 @@ class FakeStream:
         if number == 0 and request.sampling.prompt_logprobs is not None:
             num_top = request.sampling.prompt_logprobs
             rest = [_logprob(i, num_top) for i in request.prompt_ids[1:]]
-            prompt_logprobs = [None, *rest]
+            prompt_logprobs = PromptLogprobs.pack([None, *rest], num_top)
         tells = number == 0 or reason is not None
         return RequestOutput(
             request.request_id,

@@ -5,6 +5,7 @@ never crosses: the server owns the tokenizer, the instance sees token ids alone.
 are therefore the server's business, stop *ids* the instance's.
 """
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
@@ -20,6 +21,7 @@ __all__ = [
     "MIN_REPETITION_PENALTY",
     "WIRE_VERSION",
     "AddRequest",
+    "BlockChanges",
     "CancelRequest",
     "ClosePeer",
     "Continuation",
@@ -34,16 +36,18 @@ __all__ = [
     "KvSource",
     "NoKv",
     "PrefillKv",
+    "PromptLogprobs",
     "ReleaseHold",
     "RequestOutput",
     "SamplingParams",
     "StageChanged",
     "StepOutputs",
+    "StepRecord",
     "TierKv",
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -165,6 +169,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     awaits_continuation: bool = False
     """With ``PrefillKv``: load the blocks, but do not compute before ``ContinueRequest`` comes or
     the lease has ended."""
+    expected_len: int = 0
+    """Tokens of the prompt whose KV the server believes to be there; they count as no load while
+    the request waits. Nothing else depends on it."""
     number: int = 0
     """Of those that this server sends this instance, from 1; see ``InstanceLoad``. 0: none."""
 
@@ -218,6 +225,31 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The likeliest tokens and their log-probabilities, best first."""
 
 
+_logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprob | None])
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of a prompt, encoded.
+
+    A long prompt has a million: the event loop hands them on as they are, and a thread decodes
+    them.
+    """
+
+    num_tokens: int
+    num_top: int
+    """Likeliest tokens beside each."""
+    data: bytes
+
+    @classmethod
+    def pack(cls, entries: Sequence[TokenLogprob | None], num_top: int) -> "PromptLogprobs":
+        """Encode the log-probabilities of a prompt's tokens; the first has none."""
+        return cls(len(entries), num_top, msgspec.msgpack.encode(entries))
+
+    def unpack(self) -> list[TokenLogprob | None]:
+        """Decode them; O(tokens)."""
+        return _logprobs_decoder.decode(self.data)
+
+
 class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """The output of one engine step for one request."""
 
@@ -232,7 +264,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from acceptance to the first step that computed some of it; with ``prompt_len``."""
     logprobs: list[TokenLogprob] | None = None
     """If asked for: one for each of ``token_ids``, then one for ``stop_token_id`` where it is."""
-    prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     """In the first output, if asked for; the first token of a prompt has none."""
     stop_token_id: int | None = None
     """The id that ended the request, if one did; it is not among ``token_ids``."""
@@ -263,6 +295,41 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     may be negative. What requests share is counted for each."""
     largest_blocks: int = 0
     """Of the longest request that decodes, at its full length."""
+    queued_context: float = 0.0
+    """Of the queued tokens, the sum of the lengths that each will attend to."""
+    decode_tokens: int = 0
+    """KV tokens of the requests that decode here, or will."""
+    num_requests: int = 0
+    """Requests that are live here."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A step that was computed, for estimates of later ones."""
+
+    prefill_tokens: int
+    prefill_context: float
+    """Sum over these tokens of the length that each attends to."""
+    num_decodes: int
+    decode_tokens: int
+    """KV tokens that the decodes read."""
+    seconds: float
+
+
+class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
+    """Changes of the full blocks that can be found in an instance, by the heads of their keys.
+
+    A head is the first eight bytes of a block's key as a little-endian number. Changes of one
+    block between two messages are summed up in its last state.
+    """
+
+    stored: list[int] = []
+    removed: list[int] = []
+    in_store: list[int] = []
+    """Blocks that this instance has put into the store, or found there."""
+    lost_in_store: list[int] = []
+    """Blocks that it looked for there in vain."""
+    is_reset: bool = False
+    """Whatever was told before is void; ``stored`` is all there is."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
@@ -271,6 +338,10 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
     outputs: list[RequestOutput]
     load: InstanceLoad | None = None
     """None: it was told a moment ago, or has not changed."""
+    steps: list[StepRecord] = []
+    """Those since they were told last, but for the oldest of very many."""
+    blocks: BlockChanges | None = None
+    """None: there is no change, or nobody wants to know."""
 
 
 class InstanceStage(StrEnum):
@@ -330,6 +401,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     block_size: int
     num_blocks: int
+    max_batch_tokens: int = 1
+    """Tokens of one step at most."""
     kv_bytes_per_token: int
     weight_bytes: int
     num_parameters: int

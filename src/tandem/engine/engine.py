@@ -9,7 +9,7 @@ refused or cancelled at once, however long a step takes.
 import logging
 import secrets
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,8 +30,11 @@ from tandem.core.wire import (
     FinishReason,
     InstanceLoad,
     KvHandle,
+    PrefillKv,
+    PromptLogprobs,
     RequestOutput,
     SamplingParams,
+    StepRecord,
     TokenLogprob,
 )
 from tandem.engine.checks import RequestChecks
@@ -47,6 +50,7 @@ from tandem.engine.stepping.describe import (
     describe_failure,
     describe_sequence,
     describe_start,
+    describe_step,
 )
 from tandem.engine.stepping.messages import (
     NO_SLOT,
@@ -60,9 +64,10 @@ from tandem.engine.stepping.messages import (
     StepSequence,
     select_sequences,
 )
-from tandem.engine.stepping.runner import BlockTransfers, PrefillListener, Runner, StepHandle
+from tandem.engine.stepping.runner import PrefillListener, Runner, StepHandle
 from tandem.engine.stepping.sampler_state import BROKEN_ROW
 from tandem.engine.timelines import TimelineLog
+from tandem.engine.transfers import BlockTransfers
 
 __all__ = [
     "Engine",
@@ -80,6 +85,8 @@ RESTORED_TOKENS = 512
 """Computed at a time where a failed step has spoilt a state: rare, so a small step will do."""
 NO_FAILURES: Mapping[int, TandemError] = MappingProxyType({})
 DEFAULT_TIMELINES = 256
+MAX_STEP_RECORDS = 256
+"""Remembered while nobody is told."""
 MAX_ENDED_PREFILLS = 4096
 """Remembered, so that who asks after the end of a hold does not wait for it to begin."""
 
@@ -114,7 +121,7 @@ class _PromptFacts(TypedDict, total=False):
     prompt_len: int
     cached_len: int
     queue_s: float | None
-    prompt_logprobs: list[TokenLogprob | None] | None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class MissingBlocks(NamedTuple):
@@ -223,6 +230,8 @@ class Engine:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self.counters = Statistics()
+        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
+        """Those since ``take_steps``."""
 
     def attach_transfers(self, transfers: BlockTransfers) -> None:
         """Set what moves blocks to and from lower tiers; before the first step. Not owned."""
@@ -330,7 +339,7 @@ class Engine:
             CapacityError: the queue is full.
         """
         transfers = self._transfers
-        can_read = transfers is not None and transfers.can_read_instances
+        can_read = transfers is not None and PrefillKv in transfers.sources
         self._checks.check(message, can_read_instances=can_read)
         now_s = self._clock.now_s()
         params = message.sampling
@@ -349,6 +358,7 @@ class Engine:
             message_end=message.message_end,
             awaits_continuation=message.awaits_continuation,
             num_stored_blocks=num_stored_blocks,
+            expected_len=message.expected_len,
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         if message.continuation is not None:
@@ -430,6 +440,13 @@ class Engine:
         """Whether a block copied out still has its content; see ``Scheduler.is_unchanged``."""
         with self._lock:
             return self._scheduler.is_unchanged(block)
+
+    def take_steps(self) -> list[StepRecord]:
+        """Return the steps since the last call, but for the oldest of very many. Any thread."""
+        with self._lock:
+            steps = list(self._steps)
+            self._steps.clear()
+        return steps
 
     def get_stats(self) -> Statistics:
         """Return the scheduler's snapshot."""
@@ -629,10 +646,10 @@ class Engine:
             seconds = end_s - step.begin_s
             self.counters.num_steps += 1
             self.counters.step_seconds += seconds
+            record = describe_step(plan, seconds)
+            self._steps.append(record)
             if self._observer is not None:
-                prefills = [s for s in plan.sequences if s.phase is Phase.PREFILL]
-                num_prefilled = sum(s.num_tokens for s in prefills)
-                self._observer.note_step(num_prefilled, plan.num_tokens, seconds)
+                self._observer.note_step(record.prefill_tokens, plan.num_tokens, seconds)
             self._timelines.note_step(plan, seconds)
             self._prefilling = {}
             outputs = step.outputs + self._record(plan, result, failures, end_s)
@@ -787,9 +804,10 @@ class Engine:
         request = live.request
         if live.has_reported and not request.is_finished:
             return {}
-        logprobs: list[TokenLogprob | None] | None = None
-        if request.sampling.prompt_logprobs is not None and not live.has_reported:
-            logprobs = [None, *live.prompt_logprobs]
+        logprobs: PromptLogprobs | None = None
+        num_top = request.sampling.prompt_logprobs
+        if num_top is not None and not live.has_reported:
+            logprobs = PromptLogprobs.pack([None, *live.prompt_logprobs], num_top)
         live.has_reported = True
         begun_s = request.report.first_scheduled_s
         return {

@@ -1,305 +1,316 @@
-"""Which experts of a layer are kept in fast memory: cache policies, pure, one object a layer.
+"""Caches of routed experts: which of a layer's experts stay in the fast memory. Pure decisions.
 
-A step of the layer asks for the distinct experts that its tokens chose. What is held is a hit; for
-each miss the policy says whether the expert is to be loaded, and in whose place. Only the oracle
-gives up an expert that the same step uses. Replays of a trace and a live cache run these same
-classes, so that a policy is chosen by what it will do. Callers serialize.
+One policy a layer. The caller moves the weights: it asks ``touch`` once a step with the experts
+that the step computes, and obeys.
 """
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 __all__ = [
-    "POLICIES",
-    "CacheStep",
-    "DecayingFrequencyCache",
-    "ExpertCache",
-    "ExpertLoad",
-    "LruCache",
-    "OracleCache",
-    "SegmentedLruCache",
-    "StaticCache",
+    "EXPERT_POLICIES",
+    "CachePolicy",
+    "FrequencyPolicy",
+    "Insertion",
+    "LruPolicy",
+    "OraclePolicy",
+    "SegmentedLruPolicy",
+    "StaticPolicy",
 ]
 
 DECAY = 0.99
 """Of a use, a step of its layer: half of it is forgotten after 69."""
 PROTECTED_SHARE = 0.8
 """Of a segmented cache, for experts that were used again."""
-LARGEST_SCORE = 1e100
+LARGEST_UNIT = 1e100
 NEVER = 1 << 62
 
 
-class ExpertLoad(NamedTuple):
-    """An expert to be loaded, and the one that gives up its place."""
+class Insertion(NamedTuple):
+    """An expert that takes a slot."""
 
-    expert: int
-    victim: int | None
-    """None: a place is free."""
-
-
-class CacheStep(NamedTuple):
-    """The outcome of one step of a layer."""
-
-    hits: list[int]
-    misses: list[int]
-    loads: list[ExpertLoad]
-    """Of misses, those that are kept from now on, in order."""
+    expert_id: int
+    evicted: int
+    """The expert that gives up the slot; -1: a free one is taken."""
 
 
-class ExpertCache(ABC):
-    """The experts of one layer that are held, at most so many.
+class CachePolicy(Protocol):
+    """Decides about the slots of one layer."""
 
-    Args:
-        capacity: experts; at least 1.
-    """
+    def touch(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
+        """Note that a step computes these experts; return which of them take slots.
 
-    def __init__(self, capacity: int) -> None:
-        assert capacity > 0, capacity
-        self.capacity = capacity
+        Experts of ``expert_ids`` that are not held and take no slot pass by the cache. None of
+        ``expert_ids`` is evicted.
 
-    @property
-    @abstractmethod
-    def held(self) -> Iterable[int]:
-        """The experts that are held."""
+        Args:
+            expert_ids: distinct, in any order.
+            max_insertions: at most so many are returned.
+        """
+        ...
 
-    @abstractmethod
-    def is_held(self, expert: int) -> bool:
-        """Return whether an expert is held."""
+    def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
+        """Return which of the experts that a next step may compute take slots, likeliest first.
 
-    def step(self, chosen: Sequence[int]) -> CacheStep:
-        """Take in the distinct experts that a step chose, and decide what is loaded."""
-        self._begin_step(chosen)
-        hits = [expert for expert in chosen if self.is_held(expert)]
-        misses = [expert for expert in chosen if not self.is_held(expert)]
-        for expert in hits:
-            self._note_hit(expert)
-        loads: list[ExpertLoad] = []
-        in_use = set(chosen)
-        for expert in misses:
-            load = self._admit(expert, in_use)
-            if load is not None:
-                loads.append(load)
-        return CacheStep(hits, misses, loads)
+        No use is counted; an expert that is held is left where it is.
+        """
+        ...
 
-    def _begin_step(self, chosen: Sequence[int]) -> None:
-        """Count a step and its choices, where a policy does."""
-        del chosen
-
-    def _note_hit(self, expert: int) -> None:
-        """Take in the use of an expert that is held."""
-        del expert
-
-    @abstractmethod
-    def _admit(self, expert: int, in_use: set[int]) -> ExpertLoad | None:
-        """Hold a missed expert, if the policy wants to and a place can be had."""
+    def forget(self, expert_id: int) -> None:
+        """Note that an expert is not held after all: its weights could not be moved."""
+        ...
 
 
-class StaticCache(ExpertCache):
-    """The experts that were chosen most in a part of a trace; none is ever exchanged.
+class LruPolicy:
+    """Hold the experts that were computed last.
 
     Args:
-        capacity: experts.
-        counts: of choices, by expert; of equals the lower id.
+        num_slots: at least 1.
     """
 
-    def __init__(self, capacity: int, counts: Sequence[int]) -> None:
-        super().__init__(capacity)
-        order = sorted(range(len(counts)), key=lambda expert: (-counts[expert], expert))
-        self._held = frozenset(order[:capacity])
-
-    @property
-    def held(self) -> Iterable[int]:
-        """See ``ExpertCache``."""
-        return self._held
-
-    def is_held(self, expert: int) -> bool:
-        """See ``ExpertCache``."""
-        return expert in self._held
-
-    def _admit(self, expert: int, in_use: set[int]) -> ExpertLoad | None:
-        return None
-
-
-class LruCache(ExpertCache):
-    """Gives up the expert whose last use is the longest ago."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 1, num_slots
+        self._num_slots = num_slots
         self._held: OrderedDict[int, None] = OrderedDict()
+        """Least recently used first."""
 
-    @property
-    def held(self) -> Iterable[int]:
-        """See ``ExpertCache``."""
-        return self._held
+    def touch(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
+        """See ``CachePolicy``."""
+        for expert_id in expert_ids:
+            if expert_id in self._held:
+                self._held.move_to_end(expert_id)
+        return self._insert(expert_ids, max_insertions)
 
-    def is_held(self, expert: int) -> bool:
-        """See ``ExpertCache``."""
-        return expert in self._held
+    def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
+        """See ``CachePolicy``."""
+        return self._insert(expert_ids, max_insertions)
 
-    def _note_hit(self, expert: int) -> None:
-        self._held.move_to_end(expert)
+    def forget(self, expert_id: int) -> None:
+        """See ``CachePolicy``."""
+        self._held.pop(expert_id, None)
 
-    def _admit(self, expert: int, in_use: set[int]) -> ExpertLoad | None:
-        victim = None
-        if len(self._held) == self.capacity:
-            victim = next((held for held in self._held if held not in in_use), None)
-            if victim is None:
-                return None
-            del self._held[victim]
-        self._held[expert] = None
-        return ExpertLoad(expert, victim)
+    def _insert(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
+        wanted = set(expert_ids)
+        insertions: list[Insertion] = []
+        for expert_id in expert_ids:
+            if expert_id in self._held:
+                continue
+            evicted = -1
+            if len(insertions) == max_insertions:
+                break
+            if len(self._held) == self._num_slots:
+                evicted = next((held for held in self._held if held not in wanted), -1)
+                if evicted == -1:
+                    break
+                del self._held[evicted]
+            self._held[expert_id] = None
+            insertions.append(Insertion(expert_id, evicted))
+        return insertions
 
 
-class SegmentedLruCache(ExpertCache):
+class _SlotPolicy(ABC):
+    """The part of a ``CachePolicy`` that all but LRU share: who is held, and who comes in."""
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 1, num_slots
+        self._num_slots = num_slots
+        self._held: set[int] = set()
+
+    def touch(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
+        """See ``CachePolicy``."""
+        self._note_step(expert_ids)
+        return self._insert(expert_ids, max_insertions)
+
+    def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
+        """See ``CachePolicy``."""
+        return self._insert(expert_ids, max_insertions)
+
+    def forget(self, expert_id: int) -> None:
+        """See ``CachePolicy``."""
+        if expert_id in self._held:
+            self._held.remove(expert_id)
+            self._drop(expert_id)
+
+    def _insert(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
+        wanted = set(expert_ids)
+        insertions: list[Insertion] = []
+        for expert_id in expert_ids:
+            if len(insertions) == max_insertions:
+                break
+            if expert_id in self._held or not self._admits(expert_id):
+                continue
+            evicted = -1
+            if len(self._held) == self._num_slots:
+                evicted = self._choose_victim(expert_id, wanted)
+                if evicted == -1:
+                    continue
+                self._held.remove(evicted)
+                self._drop(evicted)
+            self._held.add(expert_id)
+            self._take(expert_id)
+            insertions.append(Insertion(expert_id, evicted))
+        return insertions
+
+    @abstractmethod
+    def _note_step(self, expert_ids: Sequence[int]) -> None:
+        """Count a step's uses, before anything comes in."""
+
+    def _admits(self, expert_id: int) -> bool:
+        """Return whether an expert may come in at all."""
+        del expert_id
+        return True
+
+    @abstractmethod
+    def _choose_victim(self, expert_id: int, wanted: set[int]) -> int:
+        """Return who gives up its slot for ``expert_id``; -1: nobody."""
+
+    def _take(self, expert_id: int) -> None:
+        """Take in that an expert is held."""
+        del expert_id
+
+    def _drop(self, expert_id: int) -> None:
+        """Take in that an expert is held no more."""
+        del expert_id
+
+
+class SegmentedLruPolicy(_SlotPolicy):
     """LRU in two parts: a first use is on probation, a second one protects.
 
     A scan of experts that are used once passes through the probation and leaves the rest alone.
     """
 
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._most_protected = int(capacity * PROTECTED_SHARE)
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self._most_protected = int(num_slots * PROTECTED_SHARE)
         self._probation: OrderedDict[int, None] = OrderedDict()
         self._protected: OrderedDict[int, None] = OrderedDict()
 
-    @property
-    def held(self) -> Iterable[int]:
-        """See ``ExpertCache``."""
-        return (*self._probation, *self._protected)
+    def _note_step(self, expert_ids: Sequence[int]) -> None:
+        for expert_id in expert_ids:
+            if expert_id in self._protected:
+                self._protected.move_to_end(expert_id)
+            elif expert_id in self._probation:
+                self._promote(expert_id)
 
-    def is_held(self, expert: int) -> bool:
-        """See ``ExpertCache``."""
-        return expert in self._probation or expert in self._protected
+    def _promote(self, expert_id: int) -> None:
+        if not self._most_protected:
+            self._probation.move_to_end(expert_id)
+            return
+        del self._probation[expert_id]
+        self._protected[expert_id] = None
+        if len(self._protected) > self._most_protected:
+            oldest, _ = self._protected.popitem(last=False)
+            self._probation[oldest] = None
 
-    def _note_hit(self, expert: int) -> None:
-        if expert in self._protected:
-            self._protected.move_to_end(expert)
-        elif self._most_protected:
-            del self._probation[expert]
-            self._protected[expert] = None
-            if len(self._protected) > self._most_protected:
-                oldest, _ = self._protected.popitem(last=False)
-                self._probation[oldest] = None
-        else:
-            self._probation.move_to_end(expert)
+    def _choose_victim(self, expert_id: int, wanted: set[int]) -> int:
+        del expert_id
+        parts = (self._probation, self._protected)
+        return next((held for part in parts for held in part if held not in wanted), -1)
 
-    def _admit(self, expert: int, in_use: set[int]) -> ExpertLoad | None:
-        victim = None
-        if len(self._probation) + len(self._protected) == self.capacity:
-            parts = (self._probation, self._protected)
-            found = next(((p, e) for p in parts for e in p if e not in in_use), None)
-            if found is None:
-                return None
-            part, victim = found
-            del part[victim]
-        self._probation[expert] = None
-        return ExpertLoad(expert, victim)
+    def _take(self, expert_id: int) -> None:
+        self._probation[expert_id] = None
+
+    def _drop(self, expert_id: int) -> None:
+        self._probation.pop(expert_id, None)
+        self._protected.pop(expert_id, None)
 
 
-class DecayingFrequencyCache(ExpertCache):
-    """Holds the experts with the largest sums of uses, of which each step forgets a part.
+class FrequencyPolicy(_SlotPolicy):
+    """Hold the experts with the largest sums of uses, of which each step forgets a part.
 
-    A missed expert comes in where its sum is the larger one, so that a rare expert exchanges none.
+    An expert comes in where its sum is the larger one, so that a rare one exchanges none.
 
     Args:
-        capacity: experts.
+        num_slots: at least 1.
         decay: of earlier uses, a step; 1 counts all alike.
     """
 
-    def __init__(self, capacity: int, decay: float = DECAY) -> None:
-        super().__init__(capacity)
+    def __init__(self, num_slots: int, decay: float = DECAY) -> None:
+        super().__init__(num_slots)
         assert 0 < decay <= 1, decay
         self._growth, self._unit = 1 / decay, 1.0
         self._scores: dict[int, float] = {}
         """In units that grow, instead of all sums shrinking at each step."""
-        self._held: set[int] = set()
 
-    @property
-    def held(self) -> Iterable[int]:
-        """See ``ExpertCache``."""
-        return self._held
-
-    def is_held(self, expert: int) -> bool:
-        """See ``ExpertCache``."""
-        return expert in self._held
-
-    def _begin_step(self, chosen: Sequence[int]) -> None:
+    def _note_step(self, expert_ids: Sequence[int]) -> None:
         self._unit *= self._growth
-        for expert in chosen:
-            self._scores[expert] = self._scores.get(expert, 0.0) + self._unit
-        if self._unit > LARGEST_SCORE:
-            self._scores = {expert: score / self._unit for expert, score in self._scores.items()}
-            self._unit = 1.0
+        for expert_id in expert_ids:
+            self._scores[expert_id] = self._scores.get(expert_id, 0.0) + self._unit
+        if self._unit > LARGEST_UNIT:
+            unit, self._unit = self._unit, 1.0
+            self._scores = {known: score / unit for known, score in self._scores.items()}
 
-    def _admit(self, expert: int, in_use: set[int]) -> ExpertLoad | None:
-        victim, scores = None, self._scores
-        if len(self._held) == self.capacity:
-            free = self._held - in_use
-            if not free:
-                return None
-            # Of equals the lower id, whatever the order of a set.
-            victim = min(free, key=lambda held: (scores.get(held, 0.0), held))
-            if scores.get(victim, 0.0) >= scores[expert]:
-                return None
-            self._held.remove(victim)
-        self._held.add(expert)
-        return ExpertLoad(expert, victim)
+    def _choose_victim(self, expert_id: int, wanted: set[int]) -> int:
+        scores = self._scores
+        free = self._held - wanted
+        if not free:
+            return -1
+        # Of equals the lower id, whatever the order of a set.
+        victim = min(free, key=lambda held: (scores.get(held, 0.0), held))
+        return victim if scores.get(victim, 0.0) < scores.get(expert_id, 0.0) else -1
 
 
-class OracleCache(ExpertCache):
-    """Gives up the expert whose next use is the farthest; no policy can hit more.
-
-    A missed expert that is used again later than all that are held passes by. Belady, IBM Systems
-    Journal 5 (1966), with bypassing.
+class StaticPolicy(_SlotPolicy):
+    """Hold the experts that were chosen most in some earlier text, from their first use on.
 
     Args:
-        capacity: experts.
-        future: the choices of all steps to come, in order; ``step`` must be called with these.
+        num_slots: at least 1.
+        counts: of choices, by expert; of equals the lower id.
     """
 
-    def __init__(self, capacity: int, future: Sequence[Sequence[int]]) -> None:
-        super().__init__(capacity)
+    def __init__(self, num_slots: int, counts: Sequence[int]) -> None:
+        super().__init__(num_slots)
+        order = sorted(range(len(counts)), key=lambda expert_id: (-counts[expert_id], expert_id))
+        self._wanted = frozenset(order[:num_slots])
+
+    def _note_step(self, expert_ids: Sequence[int]) -> None:
+        del expert_ids
+
+    def _admits(self, expert_id: int) -> bool:
+        return expert_id in self._wanted
+
+    def _choose_victim(self, expert_id: int, wanted: set[int]) -> int:
+        del expert_id, wanted
+        return -1
+
+
+class OraclePolicy(_SlotPolicy):
+    """Give up the expert whose next use is the farthest: no policy can hit more.
+
+    An expert that is used again later than all that are held passes by, and unlike what a
+    ``CachePolicy`` does, one of the same step may be given up. For replays, as it must know the
+    future. Belady, IBM Systems Journal 5 (1966), with bypassing.
+
+    Args:
+        num_slots: at least 1.
+        future: the experts of all steps to come, in order; ``touch`` must be called with these.
+    """
+
+    def __init__(self, num_slots: int, future: Sequence[Sequence[int]]) -> None:
+        super().__init__(num_slots)
         self._uses: dict[int, list[int]] = {}
         for place in range(len(future) - 1, -1, -1):
-            for expert in future[place]:
-                self._uses.setdefault(expert, []).append(place)
-        self._held: set[int] = set()
+            for expert_id in future[place]:
+                self._uses.setdefault(expert_id, []).append(place)
 
-    @property
-    def held(self) -> Iterable[int]:
-        """See ``ExpertCache``."""
-        return self._held
+    def _note_step(self, expert_ids: Sequence[int]) -> None:
+        for expert_id in expert_ids:
+            self._uses[expert_id].pop()
 
-    def is_held(self, expert: int) -> bool:
-        """See ``ExpertCache``."""
-        return expert in self._held
-
-    def _begin_step(self, chosen: Sequence[int]) -> None:
-        for expert in chosen:
-            self._uses[expert].pop()
-
-    def _find_next(self, expert: int) -> int:
-        uses = self._uses.get(expert)
+    def _find_next(self, expert_id: int) -> int:
+        uses = self._uses.get(expert_id)
         return uses[-1] if uses else NEVER
 
-    def _admit(self, expert: int, in_use: set[int]) -> ExpertLoad | None:
-        # The experts in use have been read already: holding one on is a choice like any other.
-        del in_use
-        victim = None
-        if len(self._held) == self.capacity:
-            victim = max(self._held, key=lambda held: (self._find_next(held), held))
-            if self._find_next(victim) <= self._find_next(expert):
-                return None
-            self._held.remove(victim)
-        self._held.add(expert)
-        return ExpertLoad(expert, victim)
+    def _choose_victim(self, expert_id: int, wanted: set[int]) -> int:
+        del wanted
+        victim = max(self._held, key=lambda held: (self._find_next(held), held))
+        return victim if self._find_next(victim) > self._find_next(expert_id) else -1
 
 
-POLICIES: dict[str, Callable[[int], ExpertCache]] = {
-    "lru": LruCache,
-    "segmented lru": SegmentedLruCache,
-    "frequency with decay": DecayingFrequencyCache,
-}
-"""Those that learn as they run, by name."""
+EXPERT_POLICIES: Mapping[str, Callable[[int], CachePolicy]] = MappingProxyType(
+    {"lru": LruPolicy, "segmented-lru": SegmentedLruPolicy, "frequency": FrequencyPolicy}
+)
+"""Those that learn as they run, by name; each takes the slots of a layer."""

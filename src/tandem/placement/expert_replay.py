@@ -9,11 +9,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.placement.expert_cache import POLICIES, ExpertCache, OracleCache, StaticCache
+from tandem.placement.expert_cache import (
+    EXPERT_POLICIES,
+    CachePolicy,
+    OraclePolicy,
+    StaticPolicy,
+)
 
 __all__ = ["ORACLE", "STATIC", "LayerChoices", "Replay", "replay_layers"]
 
-STATIC = "static frequency"
+STATIC = "static"
 ORACLE = "oracle"
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 """Sizes of a cache that are replayed, as shares of a layer's experts."""
@@ -58,7 +63,7 @@ def replay_layers(
     """
     if capacities is None:
         capacities = sorted({max(1, round(share * num_experts)) for share in SHARES})
-    names = [STATIC, *POLICIES, ORACLE]
+    names = [STATIC, *EXPERT_POLICIES, ORACLE]
     replays: list[Replay] = []
     for capacity in capacities:
         for name in names:
@@ -69,29 +74,32 @@ def replay_layers(
     return replays
 
 
-def _make(name: str, capacity: int, choices: LayerChoices, num_experts: int) -> ExpertCache:
+def _make(name: str, capacity: int, choices: LayerChoices, num_experts: int) -> CachePolicy:
     if name == ORACLE:
-        return OracleCache(capacity, choices)
+        return OraclePolicy(capacity, choices)
     if name == STATIC:
         counts = [0] * num_experts
         for chosen in choices[: len(choices) // 2]:
             for expert in chosen:
                 counts[expert] += 1
-        return StaticCache(capacity, counts)
-    return POLICIES[name](capacity)
+        return StaticPolicy(capacity, counts)
+    return EXPERT_POLICIES[name](capacity)
 
 
 def _run(name: str, capacity: int, choices: LayerChoices, num_experts: int) -> _Score:
-    cache = _make(name, capacity, choices, num_experts)
-    middle = len(choices) // 2
-    for chosen in choices[:middle]:
-        cache.step(chosen)
+    policy = _make(name, capacity, choices, num_experts)
+    held: set[int] = set()
     hits = uses = loads = 0
-    for chosen in choices[middle:]:
-        step = cache.step(chosen)
-        hits += len(step.hits)
-        uses += len(chosen)
-        loads += len(step.loads)
+    for place, chosen in enumerate(choices):
+        num_hits = len(held.intersection(chosen))
+        insertions = policy.touch(chosen, len(chosen))
+        for insertion in insertions:
+            held.discard(insertion.evicted)
+            held.add(insertion.expert_id)
+        if place >= len(choices) // 2:
+            hits += num_hits
+            uses += len(chosen)
+            loads += len(insertions)
     return _Score(hits, uses, loads)
 
 

@@ -11,14 +11,26 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, make_error
-from tandem.core.wire import AddRequest, FinishReason, RequestOutput, TokenLogprob
+from tandem.core.wire import (
+    AddRequest,
+    FinishReason,
+    PromptLogprobs,
+    RequestOutput,
+    TokenLogprob,
+)
 from tandem.models.tokenizing.detokenizer import Detokenizer
 from tandem.server.engine import EngineClient, RequestStream
 from tandem.server.outputs.deltas import Delta, OutputParser, TextDelta, join_deltas
 from tandem.server.telemetry.metrics import RequestTimer
 from tandem.server.text.stop_strings import StopMatcher
 
-__all__ = ["Generation", "GenerationGroup", "LiveGenerations", "Piece", "measure_logprobs"]
+__all__ = [
+    "Generation",
+    "GenerationGroup",
+    "LiveGenerations",
+    "Piece",
+    "measure_prompt_logprobs",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -52,19 +64,23 @@ class Piece(NamedTuple):
     def size_bytes(self) -> int:
         """About what it takes in an answer."""
         ids = _TOKEN_BYTES * len(self.token_ids)
-        return len(self.text) + ids + measure_logprobs(self.logprobs)
+        return len(self.text) + ids + _measure_logprobs(self.logprobs)
 
 
 _TOKEN_BYTES, _LOGPROB_BYTES = 8, 64
 """About what an id, and a token with its log-probability, take in an answer."""
 
 
-def measure_logprobs(entries: Sequence[TokenLogprob | None] | None) -> int:
+def _measure_logprobs(entries: Sequence[TokenLogprob]) -> int:
     """Return about how many bytes of an answer log-probabilities are, likeliest tokens included."""
     if not entries:
         return 0
-    last = entries[-1]
-    return _LOGPROB_BYTES * len(entries) * (1 if last is None else 1 + len(last.top))
+    return _LOGPROB_BYTES * len(entries) * (1 + len(entries[-1].top))
+
+
+def measure_prompt_logprobs(packed: PromptLogprobs | None) -> int:
+    """Return the same of a prompt's."""
+    return 0 if packed is None else _LOGPROB_BYTES * packed.num_tokens * (1 + packed.num_top)
 
 
 class Generation:
@@ -96,7 +112,7 @@ class Generation:
         self.cached_len = 0
         self.num_tokens = 0
         """Tokens the engine generated, the stop token included."""
-        self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         """The stop string or id of the request that ended the text; None for the model's own."""

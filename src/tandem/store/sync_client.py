@@ -1,13 +1,12 @@
 """The blocking face of a store client: a loop in a thread runs the asyncio one."""
 
 import asyncio
-import concurrent.futures
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, Self, TypeVar
 
 from tandem.core.errors import ConflictError, TandemError
+from tandem.core.loop_calls import LoopThread
 from tandem.rpc import RpcConfig
 from tandem.store.client import (
     DEFAULT_OPTIONS,
@@ -66,16 +65,12 @@ class StoreClient:
 
     def _open(self, service: "AbstractAsyncContextManager[_HasClient]") -> None:
         self._service = service
-        self._loop = asyncio.new_event_loop()
         self._is_closed = False
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="tandem-store", daemon=True
-        )
-        self._thread.start()
+        self._thread = LoopThread("tandem-store")
         try:
             entered = self._run(service.__aenter__())
             self._client = entered.client
-            self._blocking = entered.make_blocking_client(self._loop)
+            self._blocking = entered.make_blocking_client(self._thread.loop)
         except BaseException:
             self._stop()
             raise
@@ -91,7 +86,7 @@ class StoreClient:
         if not self._is_closed:
             self._is_closed = True
             try:
-                self._submit(self._leave()).result()
+                self._thread.run(self._leave())
             finally:
                 self._stop()
 
@@ -102,28 +97,17 @@ class StoreClient:
 
     def _stop(self) -> None:
         self._is_closed = True
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._thread.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._is_closed:
             work.close()
             raise ConflictError("store.call", "the client is closed")
-        future = self._submit(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # Also when the waiting thread is interrupted.
-            raise
+        return self._thread.run(work)
 
     def _do(self, step: Callable[[AsyncStoreClient], Coroutine[Any, Any, T]]) -> T:
         """Carry a step out on this thread if that can be, else on the loop's."""
-        if self._blocking is None or self._is_closed or threading.current_thread() is self._thread:
+        if self._blocking is None or self._is_closed or self._thread.is_current:
             return self._run(step(self._client))
         return drive(step(self._blocking))
 

@@ -9,7 +9,7 @@ from step_runner import StepRunner
 
 from tandem.core.clock import ManualClock
 from tandem.core.errors import ConflictError
-from tandem.core.wire import AddRequest, FinishReason, SamplingParams
+from tandem.core.wire import AddRequest, FinishReason, SamplingParams, TierKv
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.scheduling.blocks import BlockPool
@@ -337,7 +337,7 @@ class EchoRunner(StepRunner):
 
 
 class Transfers:
-    can_read_instances = False
+    sources = frozenset({TierKv})
 
     def __init__(self):
         self.loads = []

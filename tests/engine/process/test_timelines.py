@@ -6,7 +6,7 @@ from step_runner import StepRunner
 
 from tandem.core.clock import ManualClock
 from tandem.core.timeline import MissReason, PrefixMiss, StoreLookup, describe_miss
-from tandem.core.wire import AddRequest, SamplingParams
+from tandem.core.wire import AddRequest, SamplingParams, TierKv
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.scheduling import prefix_index
@@ -38,7 +38,7 @@ class Runner(StepRunner):
 class Tier:
     """Loads whatever it is asked about; a test reports the ends. Also the planner."""
 
-    can_read_instances = False
+    sources = frozenset({TierKv})
 
     def __init__(self, wait_s):
         self.wait_s = wait_s

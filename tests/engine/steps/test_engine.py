@@ -161,8 +161,9 @@ def test_prompt_logprobs_cover_the_prompt_and_forgo_the_cache():
     assert output.token_ids == []
     assert output.finish_reason is FinishReason.LENGTH
     assert output.prompt_logprobs is not None
-    assert output.prompt_logprobs[0] is None
-    assert [p.token_id for p in output.prompt_logprobs[1:] if p] == list(range(2, 12))
+    first, *rest = output.prompt_logprobs.unpack()
+    assert first is None
+    assert [p.token_id for p in rest if p] == list(range(2, 12))
 
 
 def test_preempted_prompt_is_scored_once():
@@ -172,7 +173,7 @@ def test_preempted_prompt_is_scored_once():
     engine.step()
     engine.add(ask("late", prompt=range(20, 44), max_tokens=2, prompt_logprobs=0))
     outputs = [o for o in drain(engine) if o.request_id == "late" and o.prompt_logprobs]
-    assert [p.token_id for p in outputs[0].prompt_logprobs[1:] if p] == list(range(21, 44))
+    assert [p.token_id for p in outputs[0].prompt_logprobs.unpack()[1:] if p] == list(range(21, 44))
 
 
 def test_cancel_waiting_running_and_unknown():

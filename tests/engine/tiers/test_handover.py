@@ -66,7 +66,7 @@ class Node:
         )
         self.engine.attach_transfers(self)
 
-    can_read_instances = True
+    sources = frozenset({PrefillKv})
 
     def begin(self, plan):
         self.loads += plan.loads
@@ -313,7 +313,7 @@ def test_late_continuation_is_checked_too():
 def test_engine_without_a_way_to_the_prefill_instance_refuses():
     last = prefill(Node())
     node = Node()
-    node.can_read_instances = False
+    node.sources = frozenset()
     with pytest.raises(UnsupportedError, match="cannot read the blocks of prefill-0"):
         node.engine.add(decode_message(last, continuation=last.continuation))
     assert not node.engine.has_requests

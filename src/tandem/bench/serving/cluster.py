@@ -96,10 +96,9 @@ class _Store:
 class _Gate:
     """A ``BlockTransfers`` whose writes can be switched off, not to disturb measurements."""
 
-    can_read_instances = False
-
     def __init__(self, tier: TierService) -> None:
         self.writes = True
+        self.sources = tier.sources
         self._tier = tier
 
     def begin(self, plan: StepPlan) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import statistics
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 from tandem.bench.harness import BenchCase
 from tandem.core.errors import InternalError
+from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams
 from tandem.engine.cluster.client import ClusterClient, make_specs
 from tandem.engine.cluster.config import ClusterConfig
@@ -56,22 +56,18 @@ class _Serving:
             log_level="error",
         )
         self._cluster = ClusterClient(make_specs(config, common), config, is_staggered=True)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("bench")
         self._ids = itertools.count()
         self._call(self._cluster.__aenter__())
         self._call(self._cluster.wait_ready())
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(CALL_TIMEOUT_S)
+        return self._thread.run(work, CALL_TIMEOUT_S)
 
     def close(self) -> None:
         with contextlib.suppress(Exception):  # The processes end with us in any case.
             self._call(self._cluster.__aexit__(None, None, None))
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CALL_TIMEOUT_S)
-        self._loop.close()
+        self._thread.close(CALL_TIMEOUT_S)
 
     def ask(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         """Return the greedy tokens of prompts that are served together."""

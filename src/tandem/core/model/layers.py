@@ -16,12 +16,15 @@ __all__ = [
     "SILU",
     "SOFTMAX",
     "Activation",
+    "AttentionSpec",
     "DecoderLayerSpec",
     "EmbeddingSpec",
     "ExpertsSpec",
     "FrozenLinearSpec",
+    "GatedDeltaSpec",
     "GqaSpec",
     "HeadSpec",
+    "LayerNormSpec",
     "LinearSpec",
     "MixerSpec",
     "MlaSpec",
@@ -48,7 +51,8 @@ class Activation(msgspec.Struct, frozen=True):
     """
 
     name: str = "silu"
-    """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf) or ``gelu_tanh``."""
+    """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf), ``gelu_tanh`` or ``relu2``, the square
+    of the positive part."""
     alpha: float = 1.0
     """The factor within ``silu``'s sigmoid; positive."""
     limit: float | None = None
@@ -97,7 +101,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     head_dim: Annotated[int, Meta(ge=2)]
     """Items of a head that are rotated."""
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "none"] = "default"
+    """``none`` rotates nothing: all angles are 0."""
     rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
     max_position_embeddings: PositiveInt = 2048
     factor: Annotated[float, Meta(gt=0)] = 1.0
@@ -116,7 +121,8 @@ class RotarySpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     """The rotary embeddings of a model."""
 
     ropes: dict[str, RopeSpec]
-    """By type of layer; one under the empty name where all layers share it."""
+    """By type of layer; one under the empty name where all layers share it. Layers that rotate
+    nothing have the one under ``none``, the last."""
     is_half: bool = False
     """True if the module gives the angles of half a head, as gpt-oss's does."""
 
@@ -127,6 +133,15 @@ class NormSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     size: PositiveInt
     eps: float
     offset: float = 0.0
+
+
+class LayerNormSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="layer_norm"):
+    """A LayerNorm: ``(x - mean(x)) / std(x) * (offset + weight) + bias``."""
+
+    size: PositiveInt
+    eps: float
+    offset: float = 0.0
+    has_bias: bool = False
 
 
 class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="gqa"):
@@ -154,6 +169,9 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """A score becomes cap * tanh(score / cap); 0 is none."""
     has_sinks: bool = False
     """True if each head has a logit that takes weight and adds nothing."""
+    has_out_gate: bool = False
+    """True if the projection of a head's queries gives as many more items, whose sigmoid multiplies
+    the head's output."""
 
     @property
     def is_full_norm(self) -> bool:
@@ -203,7 +221,57 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
         return self.q_rank or self.num_heads * self.head
 
 
-MixerSpec = GqaSpec | MlaSpec
+class GatedDeltaSpec(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="gated_delta"
+):
+    """A gated delta rule (Gated DeltaNet) of a layer, which keeps a state in place of KV."""
+
+    hidden_size: PositiveInt
+    num_k_heads: PositiveInt
+    num_v_heads: PositiveInt
+    """A multiple of ``num_k_heads``: each key head serves as many consecutive value heads."""
+    key_dim: PositiveInt
+    """Items of a head's key."""
+    value_dim: PositiveInt
+    """Items of a head's value."""
+    conv_width: PositiveInt
+    """Inputs that an output of the short convolution sees."""
+    norm_eps: float
+    norm_offset: float = 0.0
+    """Added to the weight of the norm of each head's output."""
+    beta_scale: float = 1.0
+    """How far an update goes is this times a sigmoid."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """Of z, on the normed output."""
+    qkvz_names: tuple[str, ...]
+    """The checkpoint's projections to queries, keys, values and z, one after the other."""
+    ba_names: tuple[str, ...]
+    """Those to b and a, the inputs of the gates."""
+    is_by_key_head: bool = False
+    """True if each of these has the rows of a key head together."""
+    norm_name: str = "norm"
+    out_name: str = "out_proj"
+
+    @property
+    def all_keys(self) -> int:
+        """Items of the keys of all heads."""
+        return self.num_k_heads * self.key_dim
+
+    @property
+    def all_values(self) -> int:
+        """Items of the values of all heads."""
+        return self.num_v_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: all queries, keys and values."""
+        return 2 * self.all_keys + self.all_values
+
+
+AttentionSpec = GqaSpec | MlaSpec
+"""A mixer that keeps KV."""
+
+MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec
 """The part of a layer that mixes tokens."""
 
 
@@ -235,6 +303,8 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     """True if its weight is the embedding's."""
     soft_cap: float = 0.0
     """A logit becomes cap * tanh(logit / cap); 0 is none."""
+    scale: float = 1.0
+    """On the logits."""
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="embedding"):
@@ -246,7 +316,7 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
-    """A dense gated MLP, or the experts that every token uses."""
+    """A dense MLP, or the experts that every token uses."""
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -254,7 +324,15 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     activation: Activation | None = SILU
     """None where no operator of ours has the model's."""
     gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
-    """The checkpoint's: gate and up, or one matrix that holds both."""
+    """The checkpoint's: gate and up, or one matrix that holds both; up alone without a gate."""
+    down_name: str = "down_proj"
+    is_gated: bool = True
+    """False if it is ``down(f(up(x)))``."""
+
+    @property
+    def num_up_rows(self) -> int:
+        """Rows of gate and up together."""
+        return (1 + self.is_gated) * self.intermediate_size
 
 
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="router"):
@@ -303,13 +381,17 @@ class DecoderLayerSpec(
 
     norms: tuple[str, str, str, str]
     """Names of the norms before and after attention, before and after the MLP; empty is none."""
+    mixer_name: str = "self_attn"
+    """The part that mixes tokens."""
 
 
 OperatorSpec = (
     RotarySpec
     | NormSpec
+    | LayerNormSpec
     | GqaSpec
     | MlaSpec
+    | GatedDeltaSpec
     | LinearSpec
     | FrozenLinearSpec
     | HeadSpec

@@ -15,12 +15,11 @@ from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout
 from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
-from tandem.engine.disaggregation.combined import CombinedTransfers
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader_service import ReaderService
 from tandem.engine.disaggregation.transfer_port import TransferPort
 from tandem.engine.engine import Engine
-from tandem.engine.stepping.runner import BlockTransfers
+from tandem.engine.transfers import BlockTransfers, TransfersBySource
 from tandem.transfer import Buffer, TransferConfig, TransferEngine
 
 __all__ = ["KvExchange"]
@@ -85,7 +84,7 @@ class KvExchange:
             identity: of the KV.
             layout: of the blocks.
             num_blocks: in the pool.
-            tiers: take the loads that come from no instance.
+            tiers: takes the loads that come from no instance; None: there is none.
         """
         assert self._buffer is not None, "allocate() comes first"
         memory = self._buffer.array
@@ -108,8 +107,8 @@ class KvExchange:
             port = TransferPort(self.transfer, self._buffer)
             target = ReadTarget(port, memory, own, self._clock, Statistics())
             self.reader = ReaderService(target, engine)
-            self.reader.start()
-            engine.attach_transfers(CombinedTransfers(tiers, self.reader))
+            parts = (self.reader,) if tiers is None else (tiers, self.reader)
+            engine.attach_transfers(TransfersBySource(parts))
         elif tiers is not None:
             engine.attach_transfers(tiers)
 

@@ -8,35 +8,23 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.core.instance_status import Statistics
-from tandem.core.wire import KvPeer, PrefillKv
+from tandem.core.wire import KvPeer, KvSource, PrefillKv
 from tandem.engine.disaggregation.hand_over import HandOver, ReadTarget
 from tandem.engine.disaggregation.peers import KvPeers, OpenPeer
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request
+from tandem.engine.transfers import LoadSink
 
-__all__ = ["LoadSink", "PeerReader"]
+__all__ = ["SOURCES", "PeerReader"]
 
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-
-
-class LoadSink(Protocol):
-    """The receiver of loads' results: the engine."""
-
-    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Blocks have their content, verified."""
-        ...
-
-    def load_failed(
-        self, request: Request, block_ids: Sequence[int], reason: str = "failed"
-    ) -> None:
-        """Blocks have not; nothing writes into them any more. ``reason`` as in the counters."""
-        ...
+SOURCES: frozenset[type[KvSource]] = frozenset({PrefillKv})
+"""The kinds of sources that it reads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,9 +62,9 @@ class PeerReader:
         self._is_closing = False
 
     @property
-    def can_read_instances(self) -> bool:
-        """True."""
-        return True
+    def sources(self) -> frozenset[type[KvSource]]:
+        """Prefill instances alone."""
+        return SOURCES
 
     @property
     def counters(self) -> Statistics:

@@ -31,6 +31,7 @@ from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
 from tandem.core.instance_status import InstanceRole, InstanceStats, Statistics, sum_stats
 from tandem.core.logs import configure_logging
+from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import (
     WIRE_VERSION,
     CancelRequest,
@@ -41,6 +42,7 @@ from tandem.core.wire import (
 from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.process.instance_api import InstanceApi
+from tandem.engine.process.inventory import BlockInventory
 from tandem.engine.process.libraries import import_libraries
 from tandem.engine.process.methods import METHODS, STATS, InstanceMethod
 from tandem.engine.tiers.config import TierConfig
@@ -74,6 +76,7 @@ SERVER_ROLE = "server"
 IDLE_WAIT_S = 0.5
 PROGRESS_INTERVAL_S = 0.1
 STORE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 5.0
 """For the first attempt to reach the store; an instance without it serves all the same."""
 
 
@@ -103,6 +106,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig | None = None
     """How blocks go from prefill instances to decode instances, with the secret that they share;
     None: this instance takes no part in that."""
+    tells_blocks: bool = False
+    """Servers are told which blocks it holds, to choose among instances by."""
     kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
     log_format: str = "text"
@@ -206,11 +211,9 @@ class Instance:
 
     def run(self) -> int:
         """Serve until told to stop; return the process's exit status."""
-        channel = threading.Thread(target=self._run_channel, name="rpc", daemon=True)
-        started = threading.Event()
-        self._channel_started = started
-        channel.start()
-        started.wait()
+        channel = LoopThread("rpc")
+        channel.run(self._server.__aenter__())
+        self._loop = channel.loop
         try:
             self._load()
             self._has_loaded.set()
@@ -233,20 +236,10 @@ class Instance:
                 self._packed_writer.close()
             if self._experts is not None:
                 self._experts.close()
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(self._close_channel.set)
-                channel.join(timeout=5)
+            with contextlib.suppress(TimeoutError):
+                channel.run(self._server.__aexit__(None, None, None), CLOSE_TIMEOUT_S)
+            channel.close(CLOSE_TIMEOUT_S)
         return 0
-
-    def _run_channel(self) -> None:
-        asyncio.run(self._serve_channel())
-
-    async def _serve_channel(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._close_channel = asyncio.Event()
-        async with self._server:
-            self._channel_started.set()
-            await self._close_channel.wait()
 
     def _load(self) -> None:
         begin_s = time.monotonic()
@@ -291,11 +284,16 @@ class Instance:
                 built.engine, built.identity, layout, cache.num_blocks, self._tier
             )
         if self._spec.kv_events.endpoint:
-            self._events = built.prefixes.observer = KvEventPublisher(
+            self._events = KvEventPublisher(
                 self._spec.kv_events,
                 block_size=built.cache.layout.block_size,
                 now=lambda: datetime.now(UTC).timestamp(),
             )
+            built.prefixes.observers.append(self._events)
+        inventory = None
+        if self._spec.tells_blocks:
+            inventory = BlockInventory()
+            built.prefixes.observers.append(inventory)
         info = msgspec.structs.replace(
             built.info,
             pid=os.getpid(),
@@ -314,6 +312,7 @@ class Instance:
             adapters,
             info=info,
             role=self._spec.role,
+            inventory=inventory,
             read_stats=self._read_stats,
             read_experts=None if built.experts is None else built.experts.read,
         )

@@ -7,10 +7,9 @@ the sampling state of sequences; the scheduler decides which request a block bel
 from collections.abc import Callable
 from typing import Protocol
 
-from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.stepping.messages import StepInput, StepResult
 
-__all__ = ["BlockTransfers", "PrefillListener", "Runner", "StepHandle"]
+__all__ = ["PrefillListener", "Runner", "StepHandle"]
 
 
 class StepHandle(Protocol):
@@ -42,24 +41,6 @@ class Runner(Protocol):
         """Wait for a step; return a result for every sequence of it, in its order.
 
         Raises: what ended the step.
-        """
-        ...
-
-
-class BlockTransfers(Protocol):
-    """Moves blocks between the device and the lower tiers, beside the steps."""
-
-    @property
-    def can_read_instances(self) -> bool:
-        """True if loads whose source is a prefill instance are taken too."""
-        ...
-
-    def begin(self, plan: StepPlan) -> None:
-        """Execute a plan's requests to the lower tiers; see ``StepPlan`` for the order.
-
-        Called for every plan, one without sequences too, before its step writes. Returns soon and
-        does not raise. The end of each load is reported to ``Engine.load_done`` or
-        ``load_failed``, within a time that is bounded, from any thread.
         """
         ...
 

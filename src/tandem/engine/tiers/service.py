@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,10 +17,12 @@ import msgspec
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, PeerLostError, TandemError
 from tandem.core.instance_status import Statistics
-from tandem.core.loop_calls import call_on_loop
+from tandem.core.loop_calls import LoopThread
+from tandem.core.wire import KvSource
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.store_tier import BlockMemory, LoadSink, StoreTier
+from tandem.engine.tiers.store_tier import SOURCES, BlockMemory, StoreTier
+from tandem.engine.transfers import LoadSink
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, StoreConfig
 from tandem.transfer import PollingLoop
@@ -69,18 +72,18 @@ class TierService:
         """Totals since start, over all stores that were reached."""
         self._tier: StoreTier | None = None
         self._sink: LoadSink | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping: asyncio.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._stopping = asyncio.Event()
+        self._thread: LoopThread | None = None
+        self._serving: Future[None] | None = None
         self._tried = threading.Event()
         self._service: ClientService | None = None
         self._failure = ""
         """Why the last attempt failed; empty before the first."""
 
     @property
-    def can_read_instances(self) -> bool:
-        """False: a tier reads from the store alone."""
-        return False
+    def sources(self) -> frozenset[type[KvSource]]:
+        """The store alone."""
+        return SOURCES
 
     @property
     def is_connected(self) -> bool:
@@ -101,18 +104,18 @@ class TierService:
         A store that is not there is looked for again and again; serving does not wait for it.
         """
         self._sink = sink
-        self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("kv-tier", PollingLoop)
+        self._serving = self._thread.submit(self._serve())
         self._tried.wait(timeout_s)
 
     def stop(self) -> None:
         """End the thread; blocks that wait to be stored are lost."""
-        if self._thread is None:
+        if self._thread is None or self._serving is None:
             return
-        if self._loop is not None and self._stopping is not None:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(STOP_TIMEOUT_S)
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            self._thread.loop.call_soon_threadsafe(self._stopping.set)
+        wait((self._serving,), STOP_TIMEOUT_S)
+        self._thread.close(STOP_TIMEOUT_S)
 
     def begin(self, plan: StepPlan) -> None:
         """Take up what a plan asks; see ``BlockTransfers.begin``."""
@@ -141,18 +144,12 @@ class TierService:
         return await self._call(tier.flush())
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        assert self._loop is not None, "start() comes first"
-        return await call_on_loop(self._loop, work, "kv_tier.call")
+        assert self._thread is not None, "start() comes first"
+        return await self._thread.call(work, "kv_tier.call")
 
     # The thread.
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=PollingLoop) as runner:
-            runner.run(self._serve())
-
     async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stopping = asyncio.Event()
         try:
             while not self._stopping.is_set():
                 try:
@@ -173,7 +170,6 @@ class TierService:
 
     async def _serve_connected(self) -> None:
         assert self._sink is not None
-        assert self._stopping is not None
         if self._memory.block_bytes > self._store.max_value_bytes:
             raise CapacityError(
                 "kv_tier.open",

@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +27,21 @@ import numpy.typing as npt
 from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, NotFoundError, ShapeError, TandemError
 from tandem.core.instance_status import Statistics
+from tandem.core.wire import KvSource, TierKv
 from tandem.engine.scheduling.blocks import KeyedBlock
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.staging import StagingSlots
+from tandem.engine.transfers import LoadSink
 from tandem.store import AsyncStoreClient, Part, PutOptions, StoreBuffer
 
-__all__ = ["BlockMemory", "LoadSink", "StoreTier", "make_object_key"]
+__all__ = ["SOURCES", "BlockMemory", "StoreTier", "make_object_key"]
 
 logger = logging.getLogger(__name__)
+
+SOURCES: frozenset[type[KvSource]] = frozenset({TierKv})
+"""The kinds of sources that it reads."""
 
 STORE_BATCH = 16
 """Blocks stored by one call: enough to hide its round trips."""
@@ -65,24 +70,6 @@ class BlockMemory(NamedTuple):
     block_bytes: int
     block_size: int
     """Tokens of a block."""
-
-
-class LoadSink(Protocol):
-    """The receiver of loads' results: the engine."""
-
-    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Blocks have their content, verified."""
-        ...
-
-    def load_failed(
-        self, request: Request, block_ids: Sequence[int], reason: str = "failed"
-    ) -> None:
-        """Blocks have not; nothing writes into them any more. ``reason`` as in the counters."""
-        ...
-
-    def is_unchanged(self, block: KeyedBlock) -> bool:
-        """Whether a block still is what it was reported as."""
-        ...
 
 
 class _Staged(NamedTuple):
@@ -173,9 +160,9 @@ class StoreTier:
     # ---------------------------------------------------------------- told by the engine's thread
 
     @property
-    def can_read_instances(self) -> bool:
-        """The store's blocks alone; see ``BlockTransfers``."""
-        return False
+    def sources(self) -> frozenset[type[KvSource]]:
+        """The store alone."""
+        return SOURCES
 
     def begin(self, plan: StepPlan) -> None:
         """Take up what a plan asks; see ``BlockTransfers.begin``. The engine's thread."""

@@ -1,11 +1,14 @@
 """Checkpoints whose tensors have other names than the modules of transformers.
 
 Mixtral's hub checkpoints, and those of families that follow it, call a MoE block
-``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``.
+``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. Models that also take
+images call their decoder ``model.language_model``. OLMo's hybrids call norms of layers otherwise,
+and others single parts of a block (``PARTS``).
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,51 +20,104 @@ from tandem.kernels.weights.formats import WeightFormat
 __all__ = ["RenamedReader", "rename_reader"]
 
 BLOCK = ".block_sparse_moe."
+DECODER = "model.language_model."
+HYBRID_NORMS = {
+    ".input_layernorm.": ".attention_layer_norm.",
+    ".post_attention_layernorm.": ".feedforward_layer_norm.",
+}
 _EXPERT = re.compile(r"(\.experts\.\d+\.)(gate|up|down)_proj\.")
+PARTS = (
+    (".mlp.gate.weight", ".mlp.router.gate.weight"),  # Hunyuan 3, and the two after it.
+    (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+    (".mlp.shared_experts.", ".mlp.shared_mlp."),
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),  # Exaone.
+)
+"""Parts of names: the module's, and the checkpoint's where it is there."""
 _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class RenamedReader:
-    """A ``WeightReader`` that is asked for modules of transformers and gives Mixtral's tensors."""
+    """A ``WeightReader`` that is asked for modules of transformers.
 
-    def __init__(self, reader: WeightReader) -> None:
+    Args:
+        reader: has the tensors.
+        rename: gives the checkpoint's name of a module's tensor, or of a prefix of such names.
+    """
+
+    def __init__(self, reader: WeightReader, rename: Callable[[str], str]) -> None:
         self._reader = reader
+        self._rename = rename
         self.dtype: torch.dtype = reader.dtype
         self.device: torch.device = reader.device
         self.execution = reader.execution
 
     def has(self, name: str) -> bool:
         """See ``WeightReader``."""
-        return self._reader.has(_rename(name))
+        return self._reader.has(self._rename(name))
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """See ``WeightReader``."""
-        self._reader.read_into(_rename(name), out, shard)
+        self._reader.read_into(self._rename(name), out, shard)
 
     def find_storage(self, name: str) -> str:
         """See ``WeightReader``."""
-        return self._reader.find_storage(_rename(name))
+        return self._reader.find_storage(self._rename(name))
 
     def find_format(self, name: str) -> WeightFormat | None:
         """See ``WeightReader``."""
-        return self._reader.find_format(_rename(name))
+        return self._reader.find_format(self._rename(name))
 
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
         """See ``WeightReader``."""
-        return self._reader.read_packed(_rename(name), expert_id, shard)
+        return self._reader.read_packed(self._rename(name), expert_id, shard)
 
     def skip(self, prefix: str) -> None:
         """See ``WeightReader``."""
-        self._reader.skip(_rename(prefix))
+        self._reader.skip(self._rename(prefix))
 
 
-def _rename(name: str) -> str:
+def _rename_block(name: str) -> str:
     name = name.replace(".mlp.", BLOCK)
     return _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
 
 
+def _rename_parts(parts: Sequence[tuple[str, str]], name: str) -> str:
+    for module, stored in parts:
+        if module in name:
+            return name.replace(module, stored)
+    return name
+
+
+def _rename_decoder(name: str) -> str:
+    return re.sub(r"^model\.", DECODER, name)
+
+
+def _make_norm_rename(names: set[str]) -> Callable[[str], str]:
+    def rename(name: str) -> str:
+        if name in names:
+            return name
+        for ours, theirs in HYBRID_NORMS.items():
+            if ours in name and (renamed := name.replace(ours, theirs)) in names:
+                return renamed
+        return name
+
+    return rename
+
+
 def rename_reader(reader: WeightReader, names: Iterable[str]) -> WeightReader:
     """Return a reader that takes the modules' names, whatever the checkpoint's ``names`` are."""
-    return RenamedReader(reader) if any(BLOCK in name for name in names) else reader
+    known = set(names)
+    if any(BLOCK in name for name in known):
+        return RenamedReader(reader, _rename_block)
+    if any(name.startswith(DECODER) for name in known):
+        return RenamedReader(reader, _rename_decoder)
+    if any(norm in name for name in known for norm in HYBRID_NORMS.values()):
+        return RenamedReader(reader, _make_norm_rename(known))
+    parts = [
+        (module, stored)
+        for module, stored in PARTS
+        if any(stored in name for name in known) and not any(module in name for name in known)
+    ]
+    return RenamedReader(reader, partial(_rename_parts, parts)) if parts else reader

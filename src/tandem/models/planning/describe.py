@@ -7,7 +7,7 @@ has not is refused with what is missing. The skeleton is read and never changed.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -15,13 +15,17 @@ from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
 from tandem.core.model.layers import (
+    Activation,
     DecoderLayerSpec,
     EmbeddingSpec,
     ExpertsSpec,
     FrozenLinearSpec,
+    GatedDeltaSpec,
     GqaSpec,
     HeadSpec,
+    LayerNormSpec,
     LinearSpec,
+    MixerSpec,
     MlaSpec,
     MlpSpec,
     MoeBlockSpec,
@@ -39,6 +43,7 @@ from tandem.models.planning.probes import (
     UnfitModuleError,
     find_activation,
     find_expert_activation,
+    find_layer_norm,
     find_layer_type,
     find_norm_offset,
     find_routing,
@@ -47,12 +52,16 @@ from tandem.models.planning.probes import (
 )
 from tandem.models.planning.roles import (
     LAYER_NORMS,
+    MIXER_NAMES,
     count_kv_heads,
+    find_down,
     find_gate_up,
     find_projections,
     has_layered_rope,
+    is_gated,
     observe_attentions,
 )
+from tandem.models.planning.state_mixers import observe_state_mixers
 
 __all__ = [
     "Describe",
@@ -63,6 +72,8 @@ __all__ = [
     "describe_embedding",
     "describe_experts",
     "describe_frozen_linear",
+    "describe_gated_delta",
+    "describe_layer_norm",
     "describe_linear",
     "describe_lm_head",
     "describe_mla_attention",
@@ -74,8 +85,10 @@ __all__ = [
     "list_rope_names",
 ]
 
+GATED_NATIVELY = tuple(Activation(name) for name in ("silu", "gelu", "gelu_tanh"))
 ANGLE_TOLERANCE = 1e-5
 """Between two orders of computing frequencies in float32, relative."""
+NO_ROPE: Literal["none"] = "none"
 CHOICE_BIAS = "e_score_correction_bias"
 """The checkpoints' name of a bias of the choice alone; the router has it, or its block."""
 
@@ -90,6 +103,8 @@ class ModuleView:
     config: Any
     attentions: Mapping[str, AttentionCall | str]
     """See ``roles.observe_attentions``."""
+    state_mixers: Mapping[str, GatedDeltaSpec | str] = field(default_factory=dict)
+    """See ``state_mixers.observe_state_mixers``."""
     operators: Mapping[str, OperatorSpec] = field(default_factory=dict)
     """Specs of the modules below it that become operators, by dotted path."""
 
@@ -108,6 +123,7 @@ class Describer:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._attentions: dict[str, AttentionCall | str] | None = None
+        self._state_mixers: dict[str, GatedDeltaSpec | str] = {}
         self._found: dict[tuple[str, Describe], OperatorSpec | str] = {}
 
     def describe(self, name: str, describe: Describe) -> OperatorSpec:
@@ -135,7 +151,10 @@ class Describer:
         """
         if self._attentions is None:
             self._attentions = observe_attentions(self.model)
-        view = ModuleView(name, self.model, self.model.config, self._attentions, operators)
+            self._state_mixers = observe_state_mixers(self.model)
+        view = ModuleView(
+            name, self.model, self.model.config, self._attentions, self._state_mixers, operators
+        )
         return describe(self.model.get_submodule(name), view)
 
 
@@ -183,7 +202,15 @@ def describe_lm_head(module: Any, view: ModuleView) -> HeadSpec:
         has_bias=_has_bias(module),
         is_tied=bool(view.config.tie_word_embeddings),
         soft_cap=getattr(view.config, "final_logit_softcapping", None) or 0.0,
+        scale=_find_logit_scale(view.config),
     )
+
+
+def _find_logit_scale(config: Any) -> float:
+    """Return what logits are multiplied by: Cohere's factor, or one over Granite's divisor."""
+    factor = getattr(config, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    return float(1.0 if factor is None else factor) / float(1.0 if divisor is None else divisor)
 
 
 def describe_embedding(module: Any, view: ModuleView) -> EmbeddingSpec:
@@ -218,6 +245,16 @@ def describe_norm(module: Any, view: ModuleView | None = None) -> NormSpec:
     return NormSpec(size=module.weight.shape[0], eps=eps, offset=_NORM_OFFSETS[kind])
 
 
+def describe_layer_norm(module: Any, view: ModuleView | None = None) -> LayerNormSpec:
+    """Describe a LayerNorm."""
+    del view
+    _require(module, "weight")
+    offset, eps = find_layer_norm(module)
+    return LayerNormSpec(
+        size=module.weight.shape[0], eps=eps, offset=offset, has_bias=_has_bias(module)
+    )
+
+
 def list_rope_names(config: Any) -> list[str]:
     """Return the types of layers that have a RoPE of their own; one empty name if all share it."""
     return sorted(set(config.layer_types)) if has_layered_rope(config) else [""]
@@ -230,8 +267,12 @@ def describe_rotary(module: Any, view: ModuleView) -> RotarySpec:
     is_layered = names != [""]
     if not is_layered:
         _require(module, "inv_freq")
+    ropes = {name: _describe_rope(module, view.config, name) for name in names}
+    calls = view.attentions.values()
+    if any(isinstance(call, AttentionCall) and not call.rotates for call in calls):
+        ropes[NO_ROPE] = msgspec.structs.replace(ropes[names[0]], rope_type=NO_ROPE)
     return RotarySpec(
-        ropes={name: _describe_rope(module, view.config, name) for name in names},
+        ropes=ropes,
         is_half=not is_layered and not gives_whole_angles(module),
     )
 
@@ -264,8 +305,10 @@ def _describe_rope(module: Any, config: Any, name: str) -> RopeSpec:
     return spec
 
 
-def _find_rope_idx(module: Any, config: Any) -> int:
+def _find_rope_idx(module: Any, config: Any, *, rotates: bool = True) -> int:
     names = list_rope_names(config)
+    if not rotates:
+        return len(names)
     return 0 if names == [""] else names.index(find_layer_type(module, config))
 
 
@@ -286,6 +329,9 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         raise UnfitModuleError(call)
     first, output = getattr(module, names[0]), module.o_proj
     d, heads = module.head_dim, output.in_features // module.head_dim
+    has_out_gate = len(names) > 1 and first.out_features == 2 * heads * d
+    if has_out_gate and call.interleaved_size:
+        raise UnfitModuleError(f"{type(module).__name__} rotates neighbours and gates its output")
     norm = describe_norm(module.q_norm) if hasattr(module, "q_norm") else None
     if norm is not None and norm.size not in (d, heads * d):
         raise UnfitModuleError(f"{type(module).__name__} norms {norm.size} items of q")
@@ -299,11 +345,12 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         has_o_bias=_has_bias(output),
         qk_norm=norm,
         qkv_names=names,
-        rope_idx=_find_rope_idx(module, view.config),
+        rope_idx=_find_rope_idx(module, view.config, rotates=call.rotates),
         interleaved_size=call.interleaved_size,
         window=call.rule.window,
         soft_cap=call.rule.soft_cap,
         has_sinks=call.rule.sinks is not None,
+        has_out_gate=has_out_gate,
     )
 
 
@@ -334,19 +381,30 @@ def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
     )
 
 
+def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
+    """Describe a gated delta rule, whose state takes the place of KV."""
+    found = view.state_mixers.get(view.name, "it was not there before the rules")
+    if isinstance(found, str):
+        raise UnfitModuleError(found)
+    return found
+
+
 def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:
-    """Describe a dense gated MLP."""
+    """Describe a dense MLP."""
     del view
     names = find_gate_up(module)
     if not names:
         raise UnfitModuleError(f"{type(module).__name__} has no gate_proj, up_proj, down_proj")
-    down = module.down_proj
+    down_name = find_down(module)
+    down = getattr(module, down_name)
     return MlpSpec(
         hidden_size=down.out_features,
         intermediate_size=down.in_features,
         has_bias=_has_bias(down),
         activation=find_activation(module),
         gate_up_names=names,
+        down_name=down_name,
+        is_gated=is_gated(names),
     )
 
 
@@ -411,7 +469,9 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
 
 def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     """Describe a layer all of whose parts become operators."""
-    _require(module, "self_attn", "mlp")
+    _require(module, "mlp")
+    mixer = next((name for name in MIXER_NAMES if hasattr(module, name)), MIXER_NAMES[0])
+    _require(module, mixer)
     # Dropout is of training.
     names = [n for n, m in module.named_children() if not isinstance(m, nn.Dropout)]
     parts = {n: view.operators.get(f"{view.name}.{n}") for n in names}
@@ -419,13 +479,18 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     if strange:
         raise UnfitModuleError(f"{', '.join(strange)}: no operators of ours")
     mlp = parts["mlp"]
-    if not isinstance(parts["self_attn"], GqaSpec | MlaSpec) or not isinstance(
-        mlp, MlpSpec | MoeBlockSpec
-    ):
-        raise UnfitModuleError("self_attn or mlp is not an operator of ours")
+    if not isinstance(parts[mixer], MixerSpec) or not isinstance(mlp, MlpSpec | MoeBlockSpec):
+        raise UnfitModuleError(f"{mixer} or mlp is not an operator of ours")
     if isinstance(mlp, MoeBlockSpec) and not _is_fusable(mlp, f"{view.name}.mlp", view):
         raise UnfitModuleError("mlp is not all operators of ours")
-    own = parts.keys() - {"self_attn", "mlp"}
+    if isinstance(mlp, MlpSpec) and not (mlp.is_gated and mlp.activation in GATED_NATIVELY):
+        raise UnfitModuleError("the native gate is of another activation")
+    if any(
+        getattr(where, name, None) not in (None, 1, 1.0)
+        for where, name in ((module, "residual_multiplier"), (view.config, "embedding_multiplier"))
+    ):
+        raise UnfitModuleError("branches or embeddings are multiplied")
+    own = parts.keys() - {mixer, "mlp"}
     norms = next((norms for norms in LAYER_NORMS if own == {n for n in norms if n}), None)
     if norms is None:
         raise UnfitModuleError(f"the norms {', '.join(sorted(own))} are of no known layer")
@@ -434,7 +499,7 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
             raise UnfitModuleError(f"{name} is not a norm of ours")
     if isinstance(mlp, MoeBlockSpec) and (not norms[2] or norms[3]):
         raise UnfitModuleError("experts need one norm, before them")
-    return DecoderLayerSpec(norms=norms)
+    return DecoderLayerSpec(norms=norms, mixer_name=mixer)
 
 
 def _is_fusable(block: MoeBlockSpec, name: str, view: ModuleView) -> bool:

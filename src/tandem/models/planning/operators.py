@@ -18,6 +18,8 @@ from tandem.models.planning.describe import (
     describe_embedding,
     describe_experts,
     describe_frozen_linear,
+    describe_gated_delta,
+    describe_layer_norm,
     describe_linear,
     describe_lm_head,
     describe_mla_attention,
@@ -27,6 +29,7 @@ from tandem.models.planning.describe import (
     describe_rotary,
     describe_router,
 )
+from tandem.models.planning.probes import UnfitModuleError
 from tandem.placement.rules import DEFAULT, Rule
 
 __all__ = ["DEVICE_KWARGS", "FORMAT_KWARG", "OPERATORS", "OperatorEntry", "resolve_operator"]
@@ -78,6 +81,14 @@ def _choose_feed_forward(module: Any) -> str:
     return "MoeBlock" if hasattr(module, "experts") else "Mlp"
 
 
+def _choose_norm(module: Any) -> str:
+    try:
+        describe_norm(module)
+    except UnfitModuleError:
+        return "LayerNorm"
+    return "RmsNorm"
+
+
 OPERATORS: Registry[OperatorEntry] = Registry("operator")
 """What ``replace: {class: ...}`` may name."""
 
@@ -102,6 +113,7 @@ _ALIASES = {
         "RMSNorm",
         "DeepseekV3RMSNormTorch",
     ),
+    "GatedDelta": ("KQwen3NextGatedDeltaNet",),
     "Mlp": ("KQwen2MoeMLP", "kDeepseekV3MLP"),
     "Rope": (
         "RotaryEmbedding",
@@ -130,7 +142,6 @@ ABSENT = frozenset(
         "KGlm4MoeRotaryEmbedding",
         "KQwen3NextSparseMoeBlockV2",
         "KQwen3NextAttention",
-        "KQwen3NextGatedDeltaNet",
         "KQwen3NextRMSNorm",
         "KSmallthinkerMoeBlock",
         "KSmallthinkerExperts",
@@ -148,9 +159,12 @@ for _entry in (
     OperatorEntry("Embedding", describe_embedding),
     OperatorEntry("LmHead", describe_lm_head, takes_format=True),
     OperatorEntry("RmsNorm", describe_norm),
+    OperatorEntry("LayerNorm", describe_layer_norm),
+    OperatorEntry("Norm", None, choose=_choose_norm),
     OperatorEntry("Rope", describe_rotary),
     OperatorEntry("Attention", describe_attention, absorbs=True, takes_format=True),
     OperatorEntry("MlaAttention", describe_mla_attention, absorbs=True, takes_format=True),
+    OperatorEntry("GatedDelta", describe_gated_delta, absorbs=True, takes_format=True),
     OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True),
     OperatorEntry("Router", describe_router),
     OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True),

@@ -12,18 +12,26 @@ from typing import Any
 from torch import nn
 
 from tandem.core.model.plan import AdapterPlace, MatrixRole
-from tandem.models.planning.probes import AttentionCall, UnfitModuleError, observe_attention
+from tandem.models.planning.probes import (
+    AttentionCall,
+    UnfitModuleError,
+    key_module,
+    observe_attention,
+)
 
 __all__ = [
     "LAYER_NORMS",
+    "MIXER_NAMES",
     "RawMatrix",
     "Vectors",
     "count_experts",
     "count_kv_heads",
+    "find_down",
     "find_gate_up",
     "find_projections",
     "has_layered_rope",
     "is_experts",
+    "is_gated",
     "list_adapter_places",
     "list_matrices",
     "observe_attentions",
@@ -48,6 +56,9 @@ LAYER_NORMS: tuple[tuple[str, str, str, str], ...] = (
 """Norms of a decoder layer: before and after its attention, before and after its MLP; empty is
 none. Which names a layer has says which of these it is."""
 
+MIXER_NAMES = ("self_attn", "linear_attn")
+"""A decoder layer's part that mixes tokens."""
+
 ROLES: dict[str, MatrixRole] = {
     "qkv_proj": "qkv",
     "q_proj": "qkv",
@@ -58,10 +69,22 @@ ROLES: dict[str, MatrixRole] = {
     "v_proj": "qkv",
     "kv_b_proj": "q_up",
     "o_proj": "attention_out",
+    "in_proj_qkvz": "qkv",
+    "in_proj_qkv": "qkv",
+    "in_proj_z": "qkv",
+    "g_proj": "qkv",
+    "in_proj_ba": "gates",
+    "in_proj_b": "gates",
+    "in_proj_a": "gates",
+    "b_proj": "gates",
+    "a_proj": "gates",
+    "out_proj": "attention_out",
     "gate_up_proj": "gate_up",
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
     "down_proj": "down",
+    "c_fc": "gate_up",
+    "c_proj": "down",
     "lm_head": "head",
 }
 """Role of a linear module, by the last word of its path."""
@@ -123,7 +146,7 @@ def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatr
                 vectors.num_buffered += buffer.numel()
                 vectors.buffered_bytes += buffer.numel() * buffer.itemsize
         for key, parameter in own.items():
-            if key.endswith("bias") or parameter.dim() < 2:
+            if key.endswith("bias") or parameter.dim() < 2 or isinstance(module, nn.Conv1d):
                 vectors.num_weights += parameter.numel()
                 continue
             role = _find_role(name, module)
@@ -204,7 +227,7 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
     for name, module in model.named_modules():
         if not find_projections(module):
             continue
-        key = _key_attention(module)
+        key = key_module(module)
         if key not in seen:
             try:
                 seen[key] = observe_attention(model, module)
@@ -212,17 +235,6 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
                 seen[key] = str(error)
         found[name] = seen[key]
     return found
-
-
-def _key_attention(module: nn.Module) -> object:
-    """Return what attentions of one model differ by: their plain attributes and their parts."""
-    values = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float, str, type(None))) and name != "layer_idx"
-    }
-    parts = [(name, type(part)) for name, part in module.named_children()]
-    return (type(module), *sorted(values.items(), key=str), *parts)
 
 
 def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
@@ -234,10 +246,29 @@ def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
     return attention.k_proj.out_features // attention.head_dim
 
 
+MLP_NAMES = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
+)
+"""Names of a dense MLP's matrices: gate and up, then down. The last two have no gate."""
+
+
 def find_gate_up(module: Any) -> tuple[str, ...]:
-    """Return the names of a dense MLP's gate and up; empty: it is no such MLP."""
-    if isinstance(getattr(module, "down_proj", None), nn.Linear):
-        for names in (("gate_proj", "up_proj"), ("gate_up_proj",)):
-            if all(isinstance(getattr(module, n, None), nn.Linear) for n in names):
-                return names
+    """Return the names of a dense MLP's gate and up, or of up alone; empty: it is no such MLP."""
+    for names, down in MLP_NAMES:
+        if all(isinstance(getattr(module, n, None), nn.Linear) for n in (*names, down)):
+            return names
     return ()
+
+
+def find_down(module: Any) -> str:
+    """Return the name of the last matrix of a module that ``find_gate_up`` knows."""
+    names = find_gate_up(module)
+    return next(down for each, down in MLP_NAMES if each == names)
+
+
+def is_gated(names: tuple[str, ...]) -> bool:
+    """Return True if matrices of these names, of ``find_gate_up``, hold a gate."""
+    return any("gate" in name for name in names)

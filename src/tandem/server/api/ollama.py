@@ -20,6 +20,7 @@ from tandem.server.protocol.ollama import (
     ShowRequest,
     TagList,
 )
+from tandem.server.text.middle import has_middle_tokens
 
 __all__ = ["get_ollama_version", "list_running", "list_tags", "show_model"]
 
@@ -68,6 +69,8 @@ async def show_model(context: ServerContext, http: Request) -> Response:
         capabilities.append("tools")
     if encoder.may_think:
         capabilities.append("thinking")
+    if has_middle_tokens(encoder.tokenizer):
+        capabilities.append("insert")
     recommended = msgspec.to_builtins(context.defaults)
     family = info.architecture
     reply = ShowReply(

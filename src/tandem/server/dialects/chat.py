@@ -25,7 +25,12 @@ from tandem.server.dialects.parsing import (
     plan_grammar,
     plan_parsing,
 )
-from tandem.server.dialects.usage import count_usage, make_chat_logprobs
+from tandem.server.dialects.usage import (
+    check_prompt_logprobs,
+    count_usage,
+    make_chat_logprobs,
+    make_prompt_logprobs,
+)
 from tandem.server.generation import Generation, Piece
 from tandem.server.outputs.deltas import (
     ArgumentsDelta,
@@ -79,7 +84,13 @@ class _Answer(OpenAIAnswer[ChatRequest]):
 
     def make_document(self, generations: Sequence[Generation]) -> ChatCompletion:
         """See ``Renderer``."""
-        return self.make(ChatCompletion, self.choices, usage=count_usage(generations, self.n))
+        answer = self.make(ChatCompletion, self.choices, usage=count_usage(generations, self.n))
+        packed = generations[0].prompt_logprobs
+        if packed is not None:
+            answer.prompt_logprobs = make_prompt_logprobs(
+                self.context.encoder.tokenizer, packed, packed.num_top
+            )
+        return answer
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
         """See ``Renderer``."""
@@ -249,6 +260,7 @@ def plan_conversation(
         limit=_read_limit(context, request) if limit is None else limit,
         prompt_field="messages",
         logprobs=_num_logprobs(request),
+        prompt_logprobs=request.prompt_logprobs,
         parsing=plan_parsing(
             context.encoder,
             prompt,
@@ -264,6 +276,7 @@ def plan_conversation(
 
 
 def _check(request: ChatRequest) -> None:
+    check_prompt_logprobs(request.prompt_logprobs, is_stream=request.stream is True)
     if request.modalities is not None and any(kind != "text" for kind in request.modalities):
         raise UnsupportedError(
             "server.chat", "modalities: only 'text' is supported", field="modalities"

@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.core.errors import ConfigError
 from tandem.server.api.grammars import read_grammar
 from tandem.server.api.prompts import count_prompts, read_prompts
 from tandem.server.context import ServerContext
@@ -18,7 +21,12 @@ from tandem.server.dialects.options import (
     plan_choices,
     read_options,
 )
-from tandem.server.dialects.usage import add_completion_logprobs, count_usage
+from tandem.server.dialects.usage import (
+    add_completion_logprobs,
+    check_prompt_logprobs,
+    count_usage,
+    make_prompt_logprobs,
+)
 from tandem.server.generation import Generation, Piece
 from tandem.server.protocol.openai import (
     Completion,
@@ -26,6 +34,7 @@ from tandem.server.protocol.openai import (
     CompletionLogprobs,
     CompletionRequest,
 )
+from tandem.server.text.middle import find_middle_tokens
 
 __all__ = ["answer_completion", "plan_completion"]
 
@@ -57,6 +66,8 @@ class _Answer(OpenAIAnswer[CompletionRequest]):
         choice = self.choices[generation.index]
         choice.text += more.text
         _extend(choice, more.logprobs)
+        if more.prompt_logprobs is not UNSET:
+            choice.prompt_logprobs = more.prompt_logprobs
         choice.finish_reason = more.finish_reason
         choice.stop_reason = more.stop_reason
 
@@ -87,26 +98,34 @@ class _Answer(OpenAIAnswer[CompletionRequest]):
         )
         if piece.finish_reason is not None and generation.stop_reason is not None:
             choice.stop_reason = generation.stop_reason
+        num_top = self.request.prompt_logprobs
+        if is_first and num_top is not None and generation.prompt_logprobs is not None:
+            tokenizer = self.context.encoder.tokenizer
+            choice.prompt_logprobs = make_prompt_logprobs(
+                tokenizer, generation.prompt_logprobs, num_top
+            )
         return choice
 
     def _make_logprobs(
         self, generation: Generation, piece: Piece, *, is_first: bool
     ) -> CompletionLogprobs | None:
-        if self.request.logprobs is None:
+        num_top = self.request.logprobs
+        if num_top is None:
             return None
         lists = CompletionLogprobs()
         tokenizer = self.context.encoder.tokenizer
         offset = self.offsets[generation.index]
-        if is_first and generation.prompt_logprobs is not None:
+        if is_first and self.echoes is not None and generation.prompt_logprobs is not None:
             offset = add_completion_logprobs(
                 lists,
                 tokenizer,
-                generation.prompt_logprobs,
+                generation.prompt_logprobs.unpack(),
                 generation.request.prompt_ids,
                 offset,
+                num_top,
             )
         ids = [entry.token_id for entry in piece.logprobs]
-        offset = add_completion_logprobs(lists, tokenizer, piece.logprobs, ids, offset)
+        offset = add_completion_logprobs(lists, tokenizer, piece.logprobs, ids, offset, num_top)
         self.offsets[generation.index] = offset
         return lists
 
@@ -125,13 +144,22 @@ def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
         context.grammars.check(grammar, info, field)
     n = request.n if request.n is not None else 1
     context.check_choices(n * count_prompts(request.prompt))
+    check_prompt_logprobs(request.prompt_logprobs, is_stream=request.stream is True)
     prompts, _ = read_prompts(request.prompt, info.vocab_size, "prompt")
-    prompt_ids = context.encoder.encode(
-        prompts,
-        field="prompt",
-        add_special_tokens=request.add_special_tokens is not False,
-        max_model_len=info.max_model_len,
-    )
+    encode = partial(context.encoder.encode, max_model_len=info.max_model_len)
+    adds_special = request.add_special_tokens is not False
+    if request.suffix:
+        if request.echo is True:
+            what = "echo and suffix exclude each other: the answer is not behind the prompt"
+            raise ConfigError("server.completions", what, field="suffix")
+        middle = find_middle_tokens(context.encoder.tokenizer)
+        [suffix_ids] = encode([request.suffix], add_special_tokens=False, field="suffix")
+        prompt_ids = [
+            middle.join(prefix_ids, suffix_ids, adds_special=adds_special)
+            for prefix_ids in encode(prompts, add_special_tokens=False, field="prompt")
+        ]
+    else:
+        prompt_ids = encode(prompts, add_special_tokens=adds_special, field="prompt")
     plans = plan_choices(
         context,
         request,
@@ -139,7 +167,7 @@ def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
         limit=TokenLimit("max_tokens", request.max_tokens, _DEFAULT_MAX_TOKENS),
         prompt_field="prompt",
         logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo is True else None,
+        prompt_logprobs=_count_prompt_logprobs(request),
         grammar=grammar,
     )
     options = read_options(request, "cmpl", model.adapter)
@@ -154,6 +182,12 @@ def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
         [False for _ in plans],
     )
     return Task(plans, options, answer, request.stream is True)
+
+
+def _count_prompt_logprobs(request: CompletionRequest) -> int | None:
+    echoed = request.logprobs if request.echo is True else None
+    asked = [num_top for num_top in (echoed, request.prompt_logprobs) if num_top is not None]
+    return max(asked, default=None)
 
 
 def _make_echoes(context: ServerContext, prompts: Sequence[str] | Sequence[list[int]]) -> list[str]:

@@ -47,6 +47,7 @@ from tandem.server.protocol.ollama import (
     OllamaOptions,
     OllamaRequest,
 )
+from tandem.server.text.middle import find_middle_tokens
 
 __all__ = [
     "answer_ollama_chat",
@@ -240,7 +241,8 @@ def _plan_generate(context: ServerContext, request: OllamaGenerateRequest) -> Ta
     chat = _translate(request, model, messages)
     if not request.prompt:
         return _make_task(context, request, chat, model, [], is_chat=False)
-    if request.raw is not True and context.encoder.template_source is not None:
+    has_template = context.encoder.template_source is not None
+    if has_template and request.raw is not True and not request.suffix:
         return _plan(context, request, chat, model, is_chat=False)
     info = context.ready_info()
     grammar, name = read_grammar(chat, chat.response_format)
@@ -249,12 +251,18 @@ def _plan_generate(context: ServerContext, request: OllamaGenerateRequest) -> Ta
     prompt = request.prompt
     if request.system and request.raw is not True:
         prompt = f"{request.system}\n{prompt}"
+    encode = partial(context.encoder.encode, max_model_len=info.max_model_len)
+    if request.suffix:
+        middle = find_middle_tokens(context.encoder.tokenizer)
+        [prefix_ids] = encode([prompt], add_special_tokens=False, field="prompt")
+        [suffix_ids] = encode([request.suffix], add_special_tokens=False, field="suffix")
+        prompt_ids = middle.join(prefix_ids, suffix_ids, adds_special=True)
+    else:
+        [prompt_ids] = encode([prompt], add_special_tokens=True, field="prompt")
     plans = plan_choices(
         context,
         chat,
-        context.encoder.encode(
-            [prompt], add_special_tokens=True, max_model_len=info.max_model_len, field="prompt"
-        ),
+        [prompt_ids],
         limit=_read_limit(request),
         prompt_field="prompt",
         logprobs=_num_logprobs(request),

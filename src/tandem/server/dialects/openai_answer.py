@@ -10,7 +10,7 @@ from msgspec import UnsetType
 from tandem.server.context import ServedModel, ServerContext
 from tandem.server.dialects.usage import count_piece_usage, count_usage
 from tandem.server.edge.sse import DONE, encode_event
-from tandem.server.generation import Generation, Piece, measure_logprobs
+from tandem.server.generation import Generation, Piece, measure_prompt_logprobs
 from tandem.server.protocol.openai import ChatRequest, CompletionRequest, Usage
 
 __all__ = ["OpenAIAnswer"]
@@ -63,7 +63,7 @@ class OpenAIAnswer(Generic[R]):
         """See ``Renderer``."""
         size = piece.size_bytes
         if piece.num_tokens <= len(piece.token_ids):  # The first one.
-            size += measure_logprobs(generation.prompt_logprobs)
+            size += measure_prompt_logprobs(generation.prompt_logprobs)
         return size
 
     def encode_chunks(

@@ -54,11 +54,9 @@ REFUSED_FIELDS = {
     "audio": "audio is not supported",
     "documents": "documents are not supported: put them into the messages",
     "chat_template": "only the checkpoint's own chat template is used",
-    "suffix": "completing the middle of a text is not supported",
     "lora_path": _ADAPTER,
     "session_params": "sessions are not supported",
     "truncate_prompt_tokens": "prompts are not truncated: shorten it",
-    "prompt_logprobs": "use echo with logprobs",
     "token_ids_logprob": "log-probabilities of chosen ids are not supported",
     "return_hidden_states": "hidden states are not returned",
     "web_search_options": "searching is not supported",
@@ -66,7 +64,9 @@ REFUSED_FIELDS = {
 """Field name to reason; values that ask for nothing (null, false, empty) pass."""
 
 
-CHAT_REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name != "tools"}
+CHAT_REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name != "tools"} | {
+    "suffix": "the middle of a text is filled in by /v1/completions",
+}
 
 
 class TokenLimit:

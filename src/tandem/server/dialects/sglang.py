@@ -29,7 +29,7 @@ from tandem.server.context import (
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.options import REFUSED_FIELDS, check_ids, make_stops
 from tandem.server.edge.sse import DONE, encode_event
-from tandem.server.generation import Generation, Piece, measure_logprobs
+from tandem.server.generation import Generation, Piece, measure_prompt_logprobs
 from tandem.server.protocol.decode import refuse_unsupported
 from tandem.server.protocol.sglang import (
     DEFAULT_MAX_NEW_TOKENS,
@@ -89,7 +89,7 @@ class _Answer:
         """See ``Renderer``."""
         size = piece.size_bytes
         if not self.progress[generation.index].ids:
-            size += measure_logprobs(generation.prompt_logprobs)
+            size += measure_prompt_logprobs(generation.prompt_logprobs)
         return size
 
     def add(self, generation: Generation, piece: Piece) -> None:
@@ -330,7 +330,7 @@ def _add_logprobs(
         meta.input_token_logprobs = UNSET
         return
     ids = generation.request.prompt_ids
-    asked = list(zip(ids, prompt, strict=True))[state.first_logprob :]
+    asked = list(zip(ids, prompt.unpack(), strict=True))[state.first_logprob :]
     meta.input_token_logprobs = [
         row(token_id, entry.logprob if entry is not None else None) for token_id, entry in asked
     ]

@@ -2,19 +2,29 @@
 
 from collections.abc import Sequence
 
-from tandem.core.wire import TokenLogprob
+from tandem.core.errors import UnsupportedError
+from tandem.core.wire import PromptLogprobs, TokenLogprob
 from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.generation import Generation, Piece
 from tandem.server.protocol.openai import (
     ChatLogprob,
     ChatLogprobs,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobList,
     PromptTokensDetails,
     TopLogprob,
     Usage,
 )
 
-__all__ = ["add_completion_logprobs", "count_piece_usage", "count_usage", "make_chat_logprobs"]
+__all__ = [
+    "add_completion_logprobs",
+    "check_prompt_logprobs",
+    "count_piece_usage",
+    "count_usage",
+    "make_chat_logprobs",
+    "make_prompt_logprobs",
+]
 
 
 def count_usage(generations: Sequence[Generation], n: int = 1) -> Usage:
@@ -54,6 +64,7 @@ def add_completion_logprobs(
     logprobs: Sequence[TokenLogprob | None],
     token_ids: Sequence[int],
     offset: int,
+    num_top: int,
 ) -> int:
     """Append tokens to the parallel lists of a completion.
 
@@ -63,6 +74,7 @@ def add_completion_logprobs(
         logprobs: None for a token without one, the first of a prompt.
         token_ids: those tokens; as long as ``logprobs``.
         offset: characters of text before them.
+        num_top: likeliest tokens that were asked for; there may be more.
 
     Returns: the offset after them.
     """
@@ -78,7 +90,45 @@ def add_completion_logprobs(
         target.token_logprobs.append(entry.logprob)
         # The chosen token is always there, as in OpenAI's own answers. Several may have one text
         # (pieces of a character): the likeliest of them stands, by which clients tell greedy ones.
-        likeliest = {tokenizer.token_text(i): logprob for i, logprob in reversed(entry.top)}
+        likeliest = {
+            tokenizer.token_text(i): logprob for i, logprob in reversed(entry.top[:num_top])
+        }
         likeliest[text] = max(entry.logprob, likeliest.get(text, entry.logprob))
         target.top_logprobs.append(likeliest)
     return offset
+
+
+def check_prompt_logprobs(num_top: int | None, *, is_stream: bool) -> None:
+    """Refuse vLLM's log-probabilities of a prompt in a stream, as vLLM does.
+
+    Raises: UnsupportedError.
+    """
+    if num_top is not None and is_stream:
+        what = "prompt_logprobs come with a whole answer, not with a stream: set stream to false"
+        raise UnsupportedError("server.prompt_logprobs", what, field="prompt_logprobs")
+
+
+def make_prompt_logprobs(
+    tokenizer: Tokenizer, packed: PromptLogprobs, num_top: int
+) -> PromptLogprobList:
+    """Return the log-probabilities of a prompt in vLLM's form.
+
+    Args:
+        tokenizer: spells the tokens.
+        packed: of the prompt; may have more likeliest tokens than were asked for.
+        num_top: likeliest tokens that were asked for.
+    """
+    told: PromptLogprobList = []
+    for entry in packed.unpack():
+        if entry is None:
+            told.append(None)
+            continue
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
+        asked = {entry.token_id: entry.logprob} | dict(entry.top[:num_top])
+        told.append(
+            {
+                str(i): PromptLogprob(logprob, ranks.get(i), tokenizer.token_text(i))
+                for i, logprob in asked.items()
+            }
+        )
+    return told

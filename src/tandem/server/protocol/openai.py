@@ -35,6 +35,8 @@ __all__ = [
     "ModelList",
     "NamedChoice",
     "NamedFunction",
+    "PromptLogprob",
+    "PromptLogprobList",
     "PromptTokensDetails",
     "ResponseFormat",
     "SamplingFields",
@@ -196,6 +198,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    prompt_logprobs: fields.LogprobCount | None = None
+    """vLLM's: log-probabilities of the prompt, with so many likeliest tokens at each position."""
     separate_reasoning: bool | None = None
     """False leaves reasoning in the text, with its marks."""
     modalities: list[str] | None = None
@@ -209,8 +213,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     prompt: str | list[Any]
     """A text, token ids, or a list of either; lists are checked by ``prompts.read_prompts``."""
+    suffix: str | None = None
+    """The text behind the answer, for models that fill in the middle."""
     echo: bool | None = None
     logprobs: fields.LogprobCount | None = None
+    prompt_logprobs: fields.LogprobCount | None = None
+    """vLLM's: log-probabilities of the prompt, with so many likeliest tokens at each position."""
     add_special_tokens: bool | None = None
 
 
@@ -330,6 +338,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    prompt_logprobs: "PromptLogprobList | UnsetType" = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -363,6 +372,19 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     system_fingerprint: str | UnsetType = UNSET
 
 
+class PromptLogprob(msgspec.Struct, gc=False):
+    """A token at a position of the prompt, in vLLM's form."""
+
+    logprob: float
+    rank: int | None
+    """1 is the likeliest; None for the prompt's own token if it is not among the likeliest."""
+    decoded_token: str
+
+
+PromptLogprobList = list[dict[str, PromptLogprob] | None]
+"""By position, then by token id; the first token has none."""
+
+
 class CompletionLogprobs(msgspec.Struct):
     """Log-probabilities of a completion, as parallel lists."""
 
@@ -380,6 +402,7 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: CompletionLogprobs | None = None
     stop_reason: str | int | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
