@@ -408,6 +408,7 @@ def build_engine(
         system_fingerprint=identity.system_fingerprint,
         kv_identity=identity.digest.hex(),
         pid=0,
+        plan=plan.rows(),
         load_seconds=0.0,
     )
     return BuiltEngine(engine, info, model, identity, index, cache, planner, experts)

@@ -19,6 +19,7 @@ __all__ = ["app", "bench"]
 BENCHES = {
     "attention": "tandem.bench.operators.attention",
     "cluster": "tandem.bench.serving.cluster",
+    "deferral": "tandem.bench.serving.deferral",
     "engine": "tandem.bench.serving.engine",
     "experts": "tandem.bench.serving.experts",
     "families": "tandem.bench.serving.families",

@@ -48,6 +48,10 @@ def plan(
     cost: Annotated[
         bool, typer.Option("--cost", help="Prices of rates and sizes; operator classes.")
     ] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Draw the plan too: layers by devices."),
+    ] = None,
     rejected: Annotated[
         bool, typer.Option("--rejected", help="Tell the choices that were rejected, and why.")
     ] = False,
@@ -113,10 +117,16 @@ def plan(
             gpu_experts=None if gpu_experts == -1 else gpu_experts,
         )
         placing.place_model(
-            model, hardware, wishes, with_cost=cost, with_rejected=rejected, as_json=json
+            model,
+            hardware,
+            wishes,
+            with_cost=cost,
+            with_rejected=rejected,
+            picture=picture,
+            as_json=json,
         )
         return
-    if placing.is_known_model(model) or cost or rejected:
+    if placing.is_known_model(model) or cost or rejected or picture is not None:
         what = "give the machine to place the model on: a name of `tandem plan --list`, or a file"
         raise typer.BadParameter(what, param_hint="'--hardware'")
     if device.partition(":")[0] not in DEVICES:
