@@ -192,6 +192,7 @@ FIRST_USE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("arcee", {}),
+    "ministral3": ("ministral3", {}),
     "starcoder2": ("starcoder2", {}),
     "hy_v3": ("hy_v3", {}),
 }

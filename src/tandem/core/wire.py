@@ -19,6 +19,7 @@ from tandem.core.kv_layout import KVLayout
 __all__ = [
     "GROWTH_BLOCKS",
     "MIN_REPETITION_PENALTY",
+    "NO_SLO",
     "WIRE_VERSION",
     "AddRequest",
     "BlockChanges",
@@ -40,6 +41,7 @@ __all__ = [
     "ReleaseHold",
     "RequestOutput",
     "SamplingParams",
+    "Slo",
     "StageChanged",
     "StepOutputs",
     "StepRecord",
@@ -140,6 +142,18 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
     """Of the random stream, concrete: with the position, all that the sampler remembers."""
 
 
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """Objectives of one request."""
+
+    ttft_s: Annotated[float, Meta(gt=0.0)] | None = None
+    """Seconds from arrival to the first token; None: as it comes."""
+    tpot_s: Annotated[float, Meta(gt=0.0)] | None = None
+    """Mean seconds of each later token."""
+
+
+NO_SLO = Slo()
+
+
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Start one generation; its tokens arrive as ``RequestOutput`` events."""
 
@@ -152,6 +166,10 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
     client: str = ""
     """Who sent it, in the server's words: different clients that wait get equal shares."""
+    weight: Annotated[float, Meta(gt=0.0)] = 1.0
+    """Of its client's share, beside those of others."""
+    slo: Slo = NO_SLO
+    """Decides about its acceptance; of no concern to instances."""
     cache_salt: str = ""
     """Requests of different salts never share cached blocks."""
     adapter: str = ""
@@ -383,6 +401,10 @@ class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Annotated[int, Meta(ge=1)]
     buffer: str
     """Name of the registered memory that holds all its blocks, one after the other."""
+    state_buffer: str = ""
+    """The same of its slots of states; empty where the model has no state."""
+    state_bytes: Annotated[int, Meta(ge=0)] = 0
+    num_state_slots: Annotated[int, Meta(ge=0)] = 0
 
 
 class ClosePeer(msgspec.Struct, frozen=True):

@@ -30,7 +30,13 @@ from tandem.server.api.names import find_names
 from tandem.server.api.openapi import Handler
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
-from tandem.server.config import ServerConfig, check_exposure, is_loopback, load_api_keys
+from tandem.server.config import (
+    ServerConfig,
+    check_exposure,
+    is_loopback,
+    load_api_keys,
+    load_terms,
+)
 from tandem.server.context import ServerContext
 from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
 from tandem.server.edge.auth import ApiKeyGate
@@ -91,6 +97,7 @@ def build_app(
         ConfigError: settings that contradict, or would let strangers in.
     """
     keys = load_api_keys(config)
+    terms = load_terms(config)
     check_exposure(config, keys)
     models = find_names(model, config.served_model_name, folder)
     metrics = ServerMetrics(models.first)
@@ -104,6 +111,7 @@ def build_app(
         lifecycle=Lifecycle(metrics),
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
+        terms=terms,
         has_admin_keys=bool(config.admin_api_key),
         adapter_folder=adapter_folder,
         read_store=read_store,

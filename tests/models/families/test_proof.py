@@ -392,6 +392,11 @@ MUTANTS = {
         forget(Attention, "rule", AttentionRule(3)),
         "self_attn",
     ),
+    "queries not scaled by position": (
+        "ministral3",
+        respec(Attention, position_scale=None),
+        "self_attn (Attention)",
+    ),
     "logits not scaled": ("cohere", forget(LmHead, "scale", 1.0), "lm_head (LmHead)"),
     "logits not divided": ("granite", forget(LmHead, "scale", 1.0), "lm_head (LmHead)"),
     "gelu for a square": ("arcee", forget(Mlp, "activation", Activation("gelu")), "mlp (Mlp)"),

@@ -19,6 +19,7 @@ __all__ = ["app", "bench"]
 BENCHES = {
     "attention": "tandem.bench.operators.attention",
     "cluster": "tandem.bench.serving.cluster",
+    "conductor": "tandem.bench.conductor",
     "deferral": "tandem.bench.serving.deferral",
     "engine": "tandem.bench.serving.engine",
     "experts": "tandem.bench.serving.experts",
@@ -30,6 +31,7 @@ BENCHES = {
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",
     "moe": "tandem.bench.operators.moe",
+    "nvme": "tandem.bench.operators.nvme",
     "plan": "tandem.bench.serving.planned",
     "sampling": "tandem.bench.operators.sampling",
     "store": "tandem.bench.store",

@@ -33,6 +33,7 @@ __all__ = [
     "NonNegativeInt",
     "NormSpec",
     "OperatorSpec",
+    "PositionScale",
     "PositiveInt",
     "RopeSpec",
     "RotarySpec",
@@ -144,6 +145,16 @@ class LayerNormSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     has_bias: bool = False
 
 
+class PositionScale(msgspec.Struct, frozen=True):
+    """A factor on the queries of position p: ``1 + beta * log(1 + p // length)``.
+
+    Llama 4's temperature, which Ministral 3 has too.
+    """
+
+    beta: float
+    length: PositiveInt
+
+
 class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="gqa"):
     """Grouped-query attention of a layer."""
 
@@ -169,6 +180,8 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """A score becomes cap * tanh(score / cap); 0 is none."""
     has_sinks: bool = False
     """True if each head has a logit that takes weight and adds nothing."""
+    position_scale: PositionScale | None = None
+    """On queries, after they are rotated."""
     has_out_gate: bool = False
     """True if the projection of a head's queries gives as many more items, whose sigmoid multiplies
     the head's output."""

@@ -13,11 +13,11 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.core.model.layers import RopeSpec
+from tandem.core.model.layers import PositionScale, RopeSpec
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.operator import Operator
 
-__all__ = ["LayeredRope", "Rope", "Unrotated", "apply_rope_"]
+__all__ = ["LayeredRope", "Rope", "Unrotated", "apply_rope_", "scale_positions"]
 
 
 def _base_frequencies(p: RopeSpec) -> Tensor:
@@ -181,6 +181,11 @@ class Unrotated:
         """See ``Angles``."""
         cos = torch.ones(len(positions), 2, dtype=dtype, device=positions.device)
         return cos, torch.zeros_like(cos)
+
+
+def scale_positions(scale: PositionScale, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factor on the queries of each position [T], of ``dtype``."""
+    return (1 + scale.beta * torch.log(1 + torch.floor(positions / scale.length))).to(dtype)
 
 
 def apply_rope_(out: Tensor, x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> None:

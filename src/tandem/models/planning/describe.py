@@ -31,6 +31,7 @@ from tandem.core.model.layers import (
     MoeBlockSpec,
     NormSpec,
     OperatorSpec,
+    PositionScale,
     RopeSpec,
     RotarySpec,
     RouterSpec,
@@ -49,6 +50,7 @@ from tandem.models.planning.probes import (
     find_routing,
     gives_whole_angles,
     read_frequencies,
+    takes_positions,
 )
 from tandem.models.planning.roles import (
     LAYER_NORMS,
@@ -351,7 +353,19 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         soft_cap=call.rule.soft_cap,
         has_sinks=call.rule.sinks is not None,
         has_out_gate=has_out_gate,
+        position_scale=_find_position_scale(module, view.config),
     )
+
+
+def _find_position_scale(module: Any, config: Any) -> PositionScale | None:
+    """Return the factor of attentions that are told positions, by the fields that they read."""
+    rope = config.rope_parameters
+    beta, length = (
+        rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
+    if not takes_positions(module) or beta is None or length is None:
+        return None
+    return PositionScale(float(beta), int(length))
 
 
 def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:

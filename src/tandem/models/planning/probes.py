@@ -35,6 +35,7 @@ __all__ = [
     "key_module",
     "observe_attention",
     "read_frequencies",
+    "takes_positions",
 ]
 
 PLAIN_NAMES = ("silu", "gelu", "gelu_tanh", "relu2")
@@ -289,7 +290,22 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
 
 
 def _run_attention(module: Any, x: Tensor, angles: Any, recorder: _Recorder) -> None:
-    module(hidden_states=x, position_embeddings=angles, attention_mask=None, tandem_step=recorder)
+    stated: dict[str, Any] = {}
+    if takes_positions(module):
+        stated["position_ids"] = torch.empty(1, 1, device="meta")
+    module(
+        hidden_states=x,
+        position_embeddings=angles,
+        attention_mask=None,
+        tandem_step=recorder,
+        **stated,
+    )
+
+
+def takes_positions(module: Any) -> bool:
+    """Return True if an attention cannot be run without positions, beside their angles."""
+    stated = inspect.signature(type(module).forward).parameters.get("position_ids")
+    return stated is not None and stated.default is inspect.Parameter.empty
 
 
 def _runs_without_angles(module: Any, x: Tensor) -> bool:
