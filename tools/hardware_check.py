@@ -81,9 +81,12 @@ def check_graph(stand_in: bool) -> str:
         there = device.allocate(1024).view(torch.float32)
         stream, seen = device.make_stream(), []
 
+        def double() -> None:
+            there.mul_(2.0)
+
         def work() -> None:
             device.copy(source, there, stream)
-            device.run(stream, lambda: there.mul_(2.0))
+            device.run(stream, double)
             device.copy(there, target, stream)
             device.call_host(stream, lambda: seen.append(float(target[0])))
 

@@ -85,7 +85,7 @@ class SimInstance:
         pool = BlockPool(self.num_blocks)
         self.planner = CostTierPlanner(world.tiers, block_size=BLOCK, block_bytes=BLOCK_BYTES)
         index = PrefixIndex(pool, BLOCK, identity=self.identity.digest)
-        self.inventory = BlockInventory()
+        self.inventory = BlockInventory(world.tiers.write)
         index.observers.append(self.inventory)
         # Half of the instances plan ahead, so that every race is tried both ways.
         self.is_overlapped = world.random.random() < 0.5

@@ -18,7 +18,7 @@ device ends its work, and ``run`` raises it.
 Shapes: B tokens of the graph, T of the batch, D hidden, K experts per token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,7 +63,7 @@ class LayeredStep(Protocol):
 class HostExperts(Protocol):
     """Routed experts of a layer on the host."""
 
-    def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer) -> None:
+    def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer, /) -> None:
         """Write the weighted sum to a float32 buffer."""
         ...
 
@@ -147,8 +147,8 @@ class HybridDecoder:
     def __init__(
         self,
         device: Device,
-        layers: list[nn.Module],
-        experts: list[HostExperts | None],
+        layers: Sequence[nn.Module],
+        experts: Sequence[HostExperts | None],
         shape: tuple[int, int],
         dtype: torch.dtype,
         *,
@@ -162,7 +162,7 @@ class HybridDecoder:
         self._num_deferred = num_deferred
         self._is_captured = is_captured
         have = [one is not None for one in experts]
-        first = have.index(True) if any(have) else len(have)
+        first = have.index(True) if True in have else len(have)
         if num_deferred and not all(have[first:]):
             what = "a layer without experts follows one that defers: serve with deferred_experts 0"
             raise UnsupportedError("kernels.hybrid", what)

@@ -25,6 +25,7 @@ from tandem.core.errors import CapacityError, ConfigError, NotFoundError, Unsupp
 from tandem.kernels.weights.formats import find_format
 from tandem.models.codecs.writing import CODED_PARTS, Encoder, make_encoder
 from tandem.models.families import Checkpoint, open_checkpoint, read_json
+from tandem.models.families.names import IMAGE_PARTS
 from tandem.models.sources.gguf_files import find_gguf
 from tandem.models.sources.safetensors import SafetensorsSource
 from tandem.models.sources.source import Progress
@@ -43,8 +44,11 @@ LOCK_ATTEMPTS = 100
 COPIED = (".json", ".jinja", ".model", ".txt", ".md", ".tiktoken")
 """Endings of files beside the weights that go along; code does not."""
 INDEX = "model.safetensors.index.json"
-PLAIN_WORDS = ("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate")
-"""Modules whose matrices are never coded: rows that are looked up, scores that choose."""
+PLAIN_WORDS = (
+    *("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate"),
+    *("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj"),
+)
+"""Modules whose matrices are never coded: rows that are looked up, scores that choose or gate."""
 ST_NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -168,14 +172,15 @@ def _list_weights(source: SafetensorsSource) -> dict[str, tuple[int, ...]]:
 def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     module = name.removesuffix(".weight")
     word = module.rpartition(".")[2]
-    return len(shape) == 2 and name.endswith(".weight") and word not in PLAIN_WORDS
+    is_seen = name.startswith(IMAGE_PARTS)
+    return len(shape) == 2 and name.endswith(".weight") and word not in PLAIN_WORDS and not is_seen
 
 
 def _check_matrices(weights: dict[str, tuple[int, ...]], encoder: Encoder | None) -> None:
     if encoder is None:
         return
     for name, shape in weights.items():
-        if len(shape) > 2:
+        if len(shape) > 2 and ".experts." in name:
             raise UnsupportedError(
                 "models.export",
                 f"{name!r}, {list(shape)}, has the experts of a layer in one tensor, which no "

@@ -12,6 +12,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3Ne
 from tandem._native import ThreadPool
 from tandem.core.errors import ShapeError
 from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.models.export import export_checkpoint
 from tandem.models.planning.planner import plan_model
 from tandem.models.proof.tiny import make_tiny, save_tiny
 
@@ -149,3 +150,25 @@ def test_a_model_that_sees_images_runs_as_its_decoder(tmp_path):
     with torch.inference_mode():
         want = theirs(torch.tensor([PROMPTS[0]]), use_cache=False).logits[0]
     torch.testing.assert_close(feeder.run((0, 0, PROMPTS[0]))[0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_in_codes_leaves_gates_and_convolutions_as_they_are(tmp_path):
+    """What decides how a state decays stays in values; the rest is coded."""
+    # All experts are chosen, as of two that score alike another could be.
+    config = Qwen3NextConfig(**SIZES, **EXPERTS | {"num_experts_per_tok": 6})
+    save_tiny(make_tiny(config, 0), tmp_path / "plain")
+    report = export_checkpoint(tmp_path / "plain", "int8g32", tmp_path / "coded")
+    assert report.num_coded > 0
+    coded = Feeder(tmp_path / "coded", "float32", "auto")
+    held = {m.role: m.weight_format for m in coded.model.plan.layers[0].matrices}
+    assert (held["qkv"], held["gates"]) == ("int8g32", "f32")
+    [want] = Feeder(tmp_path / "plain", "float32", "auto").run((0, 0, PROMPTS[0]))
+    own = load_checkpoint(
+        tmp_path / "plain", dtype="float32", linear_format="int8g32", expert_format="int8g32"
+    )
+    assert own.plan.linear.weight_format == "int8g32"
+    [got] = coded.run((0, 0, PROMPTS[0]))
+    coded.model = own
+    [packed] = coded.run((0, 0, PROMPTS[0]))
+    # So steep a model is as far off with codes that are made as it loads.
+    assert float((got - want).norm()) < 1.3 * float((packed - want).norm())

@@ -22,6 +22,7 @@ FAMILIES = {
     "gpt_oss": {},
     "deepseek_v2": {},
     "deepseek_v3": {"n_shared_experts": 2},
+    "qwen3_next": {},
 }
 
 

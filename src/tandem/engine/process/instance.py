@@ -297,7 +297,7 @@ class Instance:
             built.prefixes.observers.append(self._events)
         inventory = None
         if self._spec.tells_blocks:
-            inventory = BlockInventory()
+            inventory = BlockInventory("off" if tiers is None else tiers.write)
             built.prefixes.observers.append(inventory)
         info = msgspec.structs.replace(
             built.info,

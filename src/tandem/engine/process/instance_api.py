@@ -81,6 +81,10 @@ class StoreLookups(Protocol):
         """Return how many leading blocks of a chain the store holds; None without an answer."""
         ...
 
+    def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
+        """Have the store evict blocks late, now and once they are stored; does not wait."""
+        ...
+
     async def flush(self) -> int:
         """Remove this identity's blocks from the store; return how many."""
         ...
@@ -250,6 +254,10 @@ class InstanceApi:
         if self._tier is None or not isinstance(request.kv_source, TierKv):
             return 0, None
         missing = self.engine.find_missing_blocks(request)
+        if request.pin_len and request.pin_s:
+            num_pinned = request.pin_len // self.info.block_size
+            keys = [*missing.cached_keys, *missing.keys][:num_pinned]
+            self._tier.pin(request.client, keys, request.pin_s)
         if not missing.keys:
             return missing.num_cached, None
         begin_s = self._clock.now_s()
@@ -260,6 +268,9 @@ class InstanceApi:
             seconds=self._clock.now_s() - begin_s,
             is_answered=num_found is not None,
         )
+        if self._inventory is not None and num_found is not None:
+            self._inventory.note_in_store(missing.keys[:num_found], is_there=True)
+            self._inventory.note_in_store(missing.keys[num_found:], is_there=False)
         return missing.num_cached + lookup.found_blocks, lookup
 
     def take_event(self, peer: ServerPeer, event: CancelRequest | ReleaseHold) -> None:

@@ -9,6 +9,7 @@ Threads: the engine reports under its lock, any thread takes changes.
 
 import threading
 from collections.abc import Hashable, Iterable
+from typing import Literal
 
 from tandem.core.wire import BlockChanges
 from tandem.engine.scheduling.prefix_index import PrefixNode
@@ -25,9 +26,15 @@ def cut_key(key: bytes) -> int:
 
 
 class BlockInventory:
-    """An ``IndexObserver`` that sums changes up for each reader."""
+    """An ``IndexObserver`` that sums changes up for each reader.
 
-    def __init__(self) -> None:
+    Args:
+        write: when blocks go to the store, as ``TierConfig.write``; off without one. A block that
+            is being put there counts as there, until a lookup does not find it.
+    """
+
+    def __init__(self, write: Literal["write_through", "on_evict", "off"] = "off") -> None:
+        self._write = write
         self._lock = threading.Lock()
         self._held: set[int] = set()
         self._changes: dict[Hashable, dict[int, bool]] = {}
@@ -84,10 +91,14 @@ class BlockInventory:
         """See ``IndexObserver``."""
         assert node.key is not None, "a partial block has no key"
         self._note(cut_key(node.key), is_held=True)
+        if self._write == "write_through":
+            self.note_in_store([node.key], is_there=True)
 
     def note_removed(self, key: bytes) -> None:
         """See ``IndexObserver``."""
         self._note(cut_key(key), is_held=False)
+        if self._write == "on_evict":
+            self.note_in_store([key], is_there=True)
 
     def note_cleared(self) -> None:
         """See ``IndexObserver``."""

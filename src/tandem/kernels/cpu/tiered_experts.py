@@ -111,18 +111,22 @@ class TieredExperts(PackedExperts):
             what = "experts on disk have no gradients: train with all of them in memory"
             raise UnsupportedError("kernels.run_experts", what)
         out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
-        tensors = (x_TD.detach(), ids_TK.long().contiguous(), weights_TK.detach(), out_TD)
-        self.run(*(Buffer(tensor) for tensor in tensors))
+        self._run_tensors(x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
         return out_TD
+
+    def _run_tensors(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TD: Tensor
+    ) -> None:
+        ids = Buffer(ids_TK.long().contiguous())
+        self.run(Buffer(x_TD), ids, Buffer(weights_TK), Buffer(out_TD))
 
     def submit(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Future[None], Tensor]:
         """See ``PackedExperts``."""
         out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
-        tensors = (x_TD.detach(), ids_TK.long().contiguous(), weights_TK.detach(), out_TD)
-        submitter = start_submitter(os.getpid())
-        return submitter.submit(self.run, *(Buffer(tensor) for tensor in tensors)), out_TD
+        tensors = (x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
+        return start_submitter(os.getpid()).submit(self._run_tensors, *tensors), out_TD
 
 
 @dataclass(frozen=True, slots=True)

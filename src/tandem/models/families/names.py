@@ -19,10 +19,12 @@ from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 from tandem.models.sources.source import TensorEntry
 
-__all__ = ["RenamedReader", "rename_reader"]
+__all__ = ["IMAGE_PARTS", "RenamedReader", "rename_reader"]
 
 BLOCK = ".block_sparse_moe."
 DECODER = "model.language_model."
+IMAGE_PARTS = ("model.visual.", "visual.")
+"""Prefixes of tensors of what sees images beside a decoder."""
 HYBRID_NORMS = {
     ".input_layernorm.": ".attention_layer_norm.",
     ".post_attention_layernorm.": ".feedforward_layer_norm.",

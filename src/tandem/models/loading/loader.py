@@ -40,7 +40,7 @@ from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
-from tandem.models.families.names import rename_reader
+from tandem.models.families.names import IMAGE_PARTS, rename_reader
 from tandem.models.identity import list_config_values, make_kv_identity
 from tandem.models.loading.builders import Resources
 from tandem.models.loading.expert_disk import follow_experts, open_tier
@@ -68,9 +68,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-IMAGE_PARTS = ("model.visual.", "visual.")
-"""Prefixes of tensors of models that also take images."""
 
 
 class CausalModel:
