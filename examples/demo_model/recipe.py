@@ -29,6 +29,22 @@ class Recipe:
 
 
 FULL = Recipe(Shape())
+MANY_EXPERTS = Recipe(
+    Shape(
+        vocab_size=2048,
+        hidden_size=192,
+        num_heads=3,
+        num_kv_heads=1,
+        num_experts=32,
+        top_k=8,
+        expert_size=48,
+        context_len=512,
+    ),
+    num_steps=400,
+    num_long_steps=80,
+    short_len=256,
+)
+"""As many choices as large models make: what deferred experts do is measured on it."""
 TOY = Recipe(
     Shape(vocab_size=512, hidden_size=64, num_layers=2, expert_size=32, context_len=256),
     num_steps=30,

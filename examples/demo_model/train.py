@@ -26,7 +26,7 @@ from evaluate import evaluate
 from export import export_model
 from model import DemoModel
 from optimizer import MuonAdamW
-from recipe import FULL, TOY, Recipe
+from recipe import FULL, MANY_EXPERTS, TOY, Recipe
 from stream import Batches, build_stream
 from tokenizer import save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
@@ -158,11 +158,15 @@ def main() -> None:
     """Parse the command line and run the recipe."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for model and checkpoint")
-    parser.add_argument("--toy", action="store_true", help="the whole recipe at toy size")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--toy", action="store_true", help="the whole recipe at toy size")
+    sizes.add_argument(
+        "--many-experts", action="store_true", help="8 of 32 experts a token, in half an hour"
+    )
     parser.add_argument("--stop-at", type=int, help="export and measure after this step")
     arguments = parser.parse_args()
     configure(0)
-    recipe = TOY if arguments.toy else FULL
+    recipe = TOY if arguments.toy else MANY_EXPERTS if arguments.many_experts else FULL
     run(recipe, arguments.out, recipe.num_steps if arguments.stop_at is None else arguments.stop_at)
 
 

@@ -137,6 +137,15 @@ def test_convert_packs_once_and_says_what(run, tmp_path):
     assert (first["weight_format"], first["num_files"], first["num_packed"]) == ("int8g128", 6, 6)
     assert first["size_bytes"] < 0.6 * first["source_bytes"]
     assert "0 packed now, 6 were there" in run(*arguments, "--verify")[1]
+    line = (
+        "--input-path", "demo", "--input-type", "bf16", "--output", str(tmp_path),
+        "--quant-method", "int8", "--cpuinfer-threads", "60", "--threadpool-count", "2",
+    )  # fmt: skip
+    status, out, errors = run("convert", *line, "--json")
+    assert status == 0, errors
+    assert json.loads(out)["num_packed"] == 0, "KTransformers' line makes the same files"
+    assert run("convert", "--input-path", "demo", "--quant-method", "awq")[0] == 2
+    assert run("convert", "demo", "--quant-method", "int8")[0] == 2
     status, _, errors = run("convert", "demo", "--format", "int3", "--packed-cache", str(tmp_path))
     assert status == 1
     assert "choose one of" in errors

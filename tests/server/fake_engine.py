@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import CapacityError, NotFoundError, PeerLostError
-from tandem.core.instance_status import InstanceStats, InstanceStatus
+from tandem.core.instance_status import ExpertCounts, InstanceStats, InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
@@ -191,6 +191,10 @@ class FakeEngine:
         if name not in self.adapters:
             raise NotFoundError("fake.unload_adapter", f"no adapter {name!r}", field="lora_name")
         return self.adapters.pop(name)
+
+    async def read_expert_counts(self) -> ExpertCounts:
+        """Pretend that two tokens chose among three experts."""
+        return ExpertCounts(layers=[0], num_tokens=2, counts=[[2, 0, 2]])
 
     async def flush_cache(self) -> int:
         """Pretend to free seven blocks."""

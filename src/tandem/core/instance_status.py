@@ -16,6 +16,7 @@ import msgspec
 from tandem.core.wire import InstanceStage, StageChanged
 
 __all__ = [
+    "ExpertCounts",
     "InstanceRole",
     "InstanceStats",
     "InstanceStatus",
@@ -361,6 +362,17 @@ def sum_stats(stage: InstanceStage, parts: Iterable[Statistics]) -> InstanceStat
             else:
                 total[spec.field] = total.get(spec.field, 0) + value
     return InstanceStats(stage=stage, **total)
+
+
+class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often tokens chose each expert, prompts and answers together, since the start."""
+
+    layers: list[int]
+    """Indexes of the layers whose experts are counted; empty: of none."""
+    num_tokens: int
+    """Tokens that were routed; each chose as many experts in every layer."""
+    counts: list[list[int]]
+    """By layer, then by expert."""
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):

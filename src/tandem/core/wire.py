@@ -454,3 +454,6 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Of one state."""
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
+    plan: list[tuple[str, str, str]] = []
+    """Choices for this machine, each with its value and reason, as `tandem serve --dry-run` has
+    them."""

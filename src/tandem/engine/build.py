@@ -34,6 +34,8 @@ from tandem.engine.memory import (
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.stepping.expert_log import ExpertLog
+from tandem.engine.stepping.expert_trace import TraceHeader, TraceWriter
 from tandem.engine.stepping.grammar import Grammars
 from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.engine.tiers.config import TierConfig
@@ -155,6 +157,8 @@ class BuiltEngine(NamedTuple):
     """None: the model has no state."""
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
+    experts: ExpertLog | None
+    """Counts chosen experts; None where the model's layers do not tell them."""
 
 
 def plan_engine(
@@ -408,6 +412,7 @@ def build_engine(
             plan.states.num_slots, plan.config.state_every, at_blocks=tiers is not None
         )
         states = _make_states(model, plan.states, allocate_states)
+    experts = _open_expert_log(model, plan.config.expert_trace)
     engine = Engine(
         Scheduler(plan.config, pool, index, planner, policy),
         TorchRunner(
@@ -417,6 +422,7 @@ def build_engine(
             states=states,
             grammars=Grammars(partial(_make_token_table, plan.model)),
             is_overlapped=plan.config.overlap == "on",
+            experts=experts,
         ),
         clock,
         vocab_size=spec.vocab_size,
@@ -449,9 +455,10 @@ def build_engine(
         num_state_slots=0 if plan.states is None else plan.states.num_slots,
         state_bytes=0 if plan.states is None else plan.states.state_bytes,
         pid=0,
+        plan=plan.rows(),
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity, index, cache, states, planner)
+    return BuiltEngine(engine, info, model, identity, index, cache, states, planner, experts)
 
 
 def _make_states(
@@ -462,6 +469,26 @@ def _make_states(
         return model.allocate_states(plan.num_slots)
     memory = allocate(plan.size_bytes).array
     return model.context.make_state_cache(layout, plan.num_slots, memory)
+
+
+def _open_expert_log(model: CausalModel, trace: str) -> ExpertLog | None:
+    """Return what counts a model's choices of experts.
+
+    Raises: ConfigError (a trace of a model that tells no choices, or no such file can be made).
+    """
+    moe = model.moe
+    if moe is None:
+        if trace:
+            what = "the model's layers do not tell which experts tokens chose: leave it out"
+            raise ConfigError("engine.trace_experts", what, field="engine.expert_trace")
+        return None
+    layers, writer = list(moe.places), None
+    if trace:
+        header = TraceHeader(
+            model=model.spec.name, layers=layers, num_experts=moe.num_experts, top_k=moe.top_k
+        )
+        writer = TraceWriter(Path(trace).expanduser(), header)
+    return ExpertLog(layers, moe.num_experts, writer)
 
 
 def _make_token_table(plan: ModelPlan) -> TokenTable:

@@ -117,6 +117,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "cached prefix, or by decodes under decode_first.",
         ),
     ] = 1.0
+    expert_trace: Annotated[
+        str,
+        Meta(
+            description="New file for a trace of which experts tokens chose, ids alone, up to "
+            "1 GiB; `tandem plan --experts` replays it. Empty: none."
+        ),
+    ] = ""
     timelines: Annotated[
         int,
         Meta(

@@ -68,8 +68,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = 0
     expert_policy: Annotated[
-        Literal["lru"],
-        Meta(description="Which experts keep a slot: lru, those that were computed last."),
+        Literal["lru", "segmented-lru", "frequency"],
+        Meta(
+            description="Which experts keep a slot: lru, those that were computed last; "
+            "segmented-lru, first those that were so twice; frequency, those that were so most "
+            "often, older uses counting less. `tandem plan --experts` tells which hits most."
+        ),
     ] = "lru"
     deferred_experts: Annotated[
         Annotated[int, Meta(ge=0, le=8)] | Literal["auto"],

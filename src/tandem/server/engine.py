@@ -8,7 +8,12 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
-from tandem.core.instance_status import InstanceRole, InstanceStats, InstanceStatus
+from tandem.core.instance_status import (
+    ExpertCounts,
+    InstanceRole,
+    InstanceStats,
+    InstanceStatus,
+)
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
@@ -136,6 +141,10 @@ class EngineClient(Protocol):
 
     async def remove_instance(self, name: str, *, patience_s: float) -> None:
         """End an instance for good; raises NotFoundError, ConflictError (it is the last one)."""
+        ...
+
+    async def read_expert_counts(self) -> ExpertCounts:
+        """Return how often each expert was chosen; raises PeerLostError while it is down."""
         ...
 
     async def flush_cache(self) -> int:

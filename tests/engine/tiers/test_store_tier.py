@@ -23,6 +23,7 @@ from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.pins import PinLedger
 from tandem.engine.tiers.service import TierService
 from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, make_object_key
 from tandem.models.config import ModelConfig
@@ -446,3 +447,28 @@ def test_one_block_is_one_transfer(serve, monkeypatch):
     assert len({offset for offset, _ in targets}) == 10
     assert all(offset % size == 0 and 0 <= offset < pool.nbytes for offset, _ in targets)
     assert not copies, "blocks that were loaded are copied again"
+
+
+PINNED = [bytes([i]) for i in range(6)]
+
+
+def test_a_client_pins_leading_blocks_as_far_as_there_is_room():
+    ledger = PinLedger(4)
+    assert ledger.take("ann", PINNED[:3], 10.0, 0.0) == PINNED[:3]
+    # A longer prefix of the same conversation: what is pinned already takes no more room.
+    assert ledger.take("ann", PINNED, 10.0, 1.0) == PINNED[:4]
+    assert ledger.find_left(PINNED[0], 1.0) == 10.0
+    assert ledger.find_left(PINNED[4], 1.0) == 0.0
+    assert ledger.take("bob", PINNED[4:], 10.0, 1.0) == PINNED[4:]
+    assert PinLedger(0).take("ann", PINNED, 10.0, 0.0) == []
+
+
+def test_pins_end_and_make_room():
+    ledger = PinLedger(2)
+    ledger.take("ann", PINNED[:2], 20.0, 0.0)
+    ledger.take("ann", PINNED[:1], 5.0, 1.0)
+    assert ledger.find_left(PINNED[0], 10.0) == 10.0
+    assert ledger.take("ann", PINNED[2:3], 20.0, 10.0) == []
+    assert ledger.find_left(PINNED[0], 20.0) == 0.0
+    assert ledger.take("ann", PINNED[2:], 20.0, 30.0) == PINNED[2:4]
+    assert ledger.find_left(PINNED[2], 30.0) == 20.0

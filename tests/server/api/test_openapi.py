@@ -117,8 +117,8 @@ POSTS = [
 ]
 GETS = [
     "/v1/models", "/v1/models/tiny", "/get_model_info", "/model_info", "/get_server_info",
-    "/server_info", "/flush_cache", "/health", "/ping", "/live", "/ready", "/version",
-    "/openapi.json", "/api/tags", "/api/ps", "/api/version",
+    "/server_info", "/expert_counts", "/flush_cache", "/instances", "/health", "/ping", "/live",
+    "/ready", "/version", "/openapi.json", "/api/tags", "/api/ps", "/api/version",
 ]  # fmt: skip
 
 

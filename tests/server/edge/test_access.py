@@ -330,6 +330,12 @@ def test_only_the_owner_or_an_admin_ends_requests_and_flushes(serve_text):
     assert answers["one"]["choices"][0]["finish_reason"] == "abort"
     assert call("/abort_request", {"abort_all": True}, "one").json() == {"num_aborted": 0}
     assert call("/flush_cache", None, "one").status_code == 403
+    counts = [
+        live.get("/expert_counts", headers={"Authorization": f"Bearer {key}"})
+        for key in ("one", "admin")
+    ]
+    assert counts[0].status_code == 403
+    assert counts[1].json()["counts"] == [[2, 0, 2]]
     assert live.engine.num_held == 1
     assert call("/flush_cache", None, "admin").status_code == 200
     assert call("/abort_request", {"abort_all": True}, "admin").json() == {"num_aborted": 1}

@@ -13,10 +13,12 @@ from tandem.cli.output import JsonFlag, print_json
 __all__ = ["convert"]
 
 MIB = 1 << 20
+QUANT_METHODS = {"int4": "int4", "moe_int4": "int4", "int8": "int8", "moe_int8": "int8"}
+"""KTransformers' methods and the formats that they are here."""
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Folder, hub id or `demo`.")],
+    model: Annotated[str, typer.Argument(help="Folder, hub id or `demo`.")] = "",
     weight_format: Annotated[
         str, typer.Option("--format", help="Pack routed experts: int8, int4, bf16, ...")
     ] = "",
@@ -31,6 +33,15 @@ def convert(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read everything again and compare checksums.")
     ] = False,
+    input_path: Annotated[str, typer.Option("--input-path", "-i", hidden=True)] = "",
+    input_type: Annotated[str, typer.Option(hidden=True)] = "",
+    output: Annotated[str, typer.Option("--output", "-o", hidden=True)] = "",
+    quant_method: Annotated[str, typer.Option(hidden=True)] = "",
+    cpuinfer_threads: Annotated[int, typer.Option(hidden=True)] = 0,
+    threadpool_count: Annotated[int, typer.Option(hidden=True)] = 0,
+    resume_layer: Annotated[int, typer.Option(hidden=True)] = 0,
+    no_merge_safetensor: Annotated[bool, typer.Option(hidden=True)] = False,
+    gpu: Annotated[bool, typer.Option(hidden=True)] = False,
     json: JsonFlag = False,
 ) -> None:
     """Pack routed experts for the CPU (--format), or write a checkpoint in another format (--to).
@@ -39,9 +50,24 @@ def convert(
     run of --format goes on where it was; a changed model, format or layout is packed anew. --to
     writes safetensors that load again, here and elsewhere; interrupted, it leaves nothing behind
     under the name of --out.
+
+    The line of KTransformers' convert_cpu_weights.py is taken too: --input-path is MODEL,
+    --quant-method the format, --output the packed cache.
     """
     from tandem.models.loading.hub import resolve_folder
 
+    # Settled here: types and threads are found, layouts fit any number of NUMA nodes, files that
+    # are finished are not made again.
+    del input_type, cpuinfer_threads, threadpool_count, resume_layer, no_merge_safetensor, gpu
+    if input_path:
+        if model or weight_format or to:
+            raise typer.BadParameter("--input-path is MODEL, --quant-method is --format: once each")
+        model, weight_format = input_path, _read_method(quant_method or "int4")
+        packed_cache = output or packed_cache
+    elif quant_method or output:
+        raise typer.BadParameter("--quant-method and --output go with --input-path")
+    if not model:
+        raise typer.BadParameter("give a model", param_hint="'MODEL'")
     if bool(weight_format) == bool(to):
         raise typer.BadParameter("give --format or --to")
     if bool(to) != (out is not None):
@@ -87,3 +113,10 @@ def convert(
         print_json(fields)
     else:
         sys.stdout.write(text)
+
+
+def _read_method(method: str) -> str:
+    if method not in QUANT_METHODS:
+        known = ", ".join(QUANT_METHODS)
+        raise typer.BadParameter(f"--quant-method {method}: known are {known}")
+    return QUANT_METHODS[method]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from tandem.cli.output import print_json, print_table
-from tandem.core.errors import CorruptionError
+from tandem.core.errors import ConfigError, CorruptionError
 from tandem.placement.catalog import (
     KnownModel,
     find_hardware,
@@ -22,6 +22,7 @@ from tandem.placement.costs import Efficiencies
 from tandem.placement.economics import compare, list_classes, replace_by
 from tandem.placement.fitting import predict_rows, read_efficiencies
 from tandem.placement.hardware import HardwareSpec
+from tandem.placement.plan_picture import render_picture
 from tandem.placement.plan_text import render_plan
 from tandem.placement.planner import Plan, Wishes, make_plan
 from tandem.placement.predictions import render_predictions
@@ -52,6 +53,7 @@ def place_model(
     *,
     with_cost: bool,
     with_rejected: bool,
+    picture: Path | None = None,
     as_json: bool,
 ) -> None:
     """Plan a model on a machine, and print it.
@@ -62,7 +64,10 @@ def place_model(
         wishes: context, users, rate, quality.
         with_cost: whether prices and operator classes are printed too.
         with_rejected: whether rejected choices are.
+        picture: takes the plan as SVG; None draws none.
         as_json: whether it is one JSON document.
+
+    Raises: ConfigError (the picture cannot be written), and as ``make_plan``.
     """
     spec, efficiencies = _find_machine(hardware)
     known = find_model(model) if is_known_model(model) else _read_model(model)
@@ -74,6 +79,12 @@ def place_model(
         stored_format=known.stored_format,
         efficiencies=efficiencies,
     )
+    if picture is not None:
+        try:
+            picture.write_text(render_picture(planned, shape), "utf-8")
+        except OSError as error:
+            what = f"--picture {picture}: {error.strerror}: give a file that can be written"
+            raise ConfigError("cli.plan", what) from error
     if as_json:
         report: dict[str, Any] = {"plan": planned, "hardware": spec, "efficiencies": efficiencies}
         if with_cost:

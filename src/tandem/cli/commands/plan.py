@@ -48,6 +48,10 @@ def plan(
     cost: Annotated[
         bool, typer.Option("--cost", help="Prices of rates and sizes; operator classes.")
     ] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.svg", help="Draw the plan too: layers by devices."),
+    ] = None,
     rejected: Annotated[
         bool, typer.Option("--rejected", help="Tell the choices that were rejected, and why.")
     ] = False,
@@ -71,6 +75,14 @@ def plan(
     list_known: Annotated[
         bool, typer.Option("--list", help="List the machines and models that are known by name.")
     ] = False,
+    experts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE",
+            help="Replay a trace of routing (engine.expert_trace) through caches of experts: hit "
+            "rates by policy, size and layer.",
+        ),
+    ] = None,
     published: Annotated[
         bool, typer.Option("--published", help="Predict published speeds of hybrid serving.")
     ] = False,
@@ -79,6 +91,11 @@ def plan(
     """Place a model on a machine (--hardware), or show what a rule file makes of it."""
     from tandem.cli.commands import placing
 
+    if experts is not None:
+        from tandem.cli.commands.expert_rates import print_rates
+
+        print_rates(experts, as_json=json)
+        return
     if published:
         placing.print_published(as_json=json)
         return
@@ -100,10 +117,16 @@ def plan(
             gpu_experts=None if gpu_experts == -1 else gpu_experts,
         )
         placing.place_model(
-            model, hardware, wishes, with_cost=cost, with_rejected=rejected, as_json=json
+            model,
+            hardware,
+            wishes,
+            with_cost=cost,
+            with_rejected=rejected,
+            picture=picture,
+            as_json=json,
         )
         return
-    if placing.is_known_model(model) or cost or rejected:
+    if placing.is_known_model(model) or cost or rejected or picture is not None:
         what = "give the machine to place the model on: a name of `tandem plan --list`, or a file"
         raise typer.BadParameter(what, param_hint="'--hardware'")
     if device.partition(":")[0] not in DEVICES:

@@ -23,7 +23,13 @@ from tandem.core.errors import (
     TandemError,
     UnsupportedError,
 )
-from tandem.core.instance_status import InstanceRole, InstanceStats, InstanceStatus, sum_stats
+from tandem.core.instance_status import (
+    ExpertCounts,
+    InstanceRole,
+    InstanceStats,
+    InstanceStatus,
+    sum_stats,
+)
 from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
     AddRequest,
@@ -41,7 +47,7 @@ from tandem.engine.cluster.placing import describe_candidate
 from tandem.engine.config import KvEventConfig
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher, ProcessLauncher
-from tandem.engine.process.methods import FLUSH_CACHE, STATS, TIMELINES
+from tandem.engine.process.methods import EXPERTS, FLUSH_CACHE, STATS, TIMELINES
 from tandem.engine.process.output_stream import OutputStream
 from tandem.placement.cores import divide_cores
 from tandem.transfer.config import TransferConfig
@@ -488,6 +494,22 @@ class ClusterClient:
                 return member
         names = ", ".join(member.name for member in self._members)
         raise NotFoundError("cluster.find", f"there is no instance {name!r}: {names}", field="name")
+
+    async def read_expert_counts(self) -> ExpertCounts:
+        """Return how often experts were chosen, all instances together.
+
+        Raises: PeerLostError (an instance that serves did not tell).
+        """
+        asked = [member for member in self._members if member.info is not None]
+        if not asked:
+            raise PeerLostError("engine.read_experts", "no instance serves")
+        told = await asyncio.gather(*(member.call(EXPERTS, Empty()) for member in asked))
+        by_layer = zip(*(each.counts for each in told), strict=True)
+        return ExpertCounts(
+            layers=told[0].layers,
+            num_tokens=sum(each.num_tokens for each in told),
+            counts=[[sum(parts) for parts in zip(*layer, strict=True)] for layer in by_layer],
+        )
 
     async def flush_cache(self) -> int:
         """Forget cached prefixes on every instance; returns the blocks freed.

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from tandem.engine.adapters import AdapterTable
     from tandem.engine.build import BuiltEngine
     from tandem.engine.disaggregation.exchange import KvExchange
+    from tandem.engine.stepping.expert_log import ExpertLog
     from tandem.engine.tiers.planner import CostTierPlanner
     from tandem.engine.tiers.service import TierService
     from tandem.models.loading.packed_writer import PackedWriter
@@ -134,6 +135,7 @@ class Instance:
         self._exchange: KvExchange | None = None
         self._events: KvEventPublisher | None = None
         self._packed_writer: PackedWriter | None = None
+        self._experts: ExpertLog | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = threading.Event()
         self._has_loaded = threading.Event()
@@ -232,6 +234,8 @@ class Instance:
                 self._events.close()
             if self._packed_writer is not None:
                 self._packed_writer.close()
+            if self._experts is not None:
+                self._experts.close()
             with contextlib.suppress(TimeoutError):
                 channel.run(self._server.__aexit__(None, None, None), CLOSE_TIMEOUT_S)
             channel.close(CLOSE_TIMEOUT_S)
@@ -315,7 +319,9 @@ class Instance:
             role=self._spec.role,
             inventory=inventory,
             read_stats=self._read_stats,
+            read_experts=None if built.experts is None else built.experts.read,
         )
+        self._experts = built.experts
         self.set_stage(StageChanged(InstanceStage.READY))
         self._packed_writer = built.model.packed_writer
         if self._packed_writer is not None:

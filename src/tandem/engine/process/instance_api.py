@@ -20,7 +20,7 @@ import msgspec
 from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError, UnsupportedError
-from tandem.core.instance_status import InstanceRole, InstanceStats
+from tandem.core.instance_status import ExpertCounts, InstanceRole, InstanceStats
 from tandem.core.timeline import InstanceTimeline, StoreLookup, TimelineQuery
 from tandem.core.wire import (
     AddRequest,
@@ -43,6 +43,7 @@ from tandem.engine.process.methods import (
     ADD,
     CLOSE_PEER,
     CONTINUE,
+    EXPERTS,
     FLUSH_CACHE,
     INFO,
     LOAD_ADAPTER,
@@ -138,6 +139,7 @@ class InstanceApi:
         role: of the instance.
         inventory: of its blocks; None: servers are not told of them.
         read_stats: collects the statistics; None: there are none.
+        read_experts: reads the counts of experts; None: none are counted.
     """
 
     def __init__(
@@ -153,12 +155,14 @@ class InstanceApi:
         role: InstanceRole = "unified",
         inventory: BlockInventory | None = None,
         read_stats: Callable[[], InstanceStats] | None = None,
+        read_experts: Callable[[], ExpertCounts] | None = None,
     ) -> None:
         self.engine = engine
         self.info = info
         self._role = role
         self._inventory = inventory
         self._read_stats = read_stats
+        self._count_experts = read_experts
         self._name = name
         self._clock = clock
         self._tier = tier
@@ -182,6 +186,7 @@ class InstanceApi:
             TIMELINES.name: self._list_timelines,
             LOAD_ADAPTER.name: self._load_adapter,
             UNLOAD_ADAPTER.name: self._unload_adapter,
+            EXPERTS.name: self._read_experts,
             FLUSH_CACHE.name: self._flush_cache,
         }
         assert set(self._handlers) == {method.name for method in METHODS}
@@ -302,6 +307,12 @@ class InstanceApi:
         if self._read_stats is None:
             return InstanceStats(stage=InstanceStage.READY)
         return self._read_stats()
+
+    def _read_experts(self, _: ServerPeer, __: Empty) -> ExpertCounts:
+        """Return how often each expert was chosen."""
+        if self._count_experts is None:
+            return ExpertCounts(layers=[], num_tokens=0, counts=[])
+        return self._count_experts()
 
     def _list_timelines(self, _: ServerPeer, query: TimelineQuery) -> list[InstanceTimeline]:
         """Return what is known of requests; nothing of one that is forgotten."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tandem.core.adapter import AdapterInfo, AdapterSource, UnloadAdapter
-from tandem.core.instance_status import InstanceStats
+from tandem.core.instance_status import ExpertCounts, InstanceStats
 from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
     AddRequest,
@@ -23,6 +23,7 @@ __all__ = [
     "ADD",
     "CLOSE_PEER",
     "CONTINUE",
+    "EXPERTS",
     "FLUSH_CACHE",
     "INFO",
     "LOAD_ADAPTER",
@@ -62,6 +63,7 @@ CLOSE_PEER = InstanceMethod("close_peer", ClosePeer, Empty)
 TIMELINES = InstanceMethod("timelines", TimelineQuery, list[InstanceTimeline])
 LOAD_ADAPTER = InstanceMethod("load_adapter", AdapterSource, AdapterInfo, LOAD_TIMEOUT_S)
 UNLOAD_ADAPTER = InstanceMethod("unload_adapter", UnloadAdapter, Empty)
+EXPERTS = InstanceMethod("experts", Empty, ExpertCounts)
 FLUSH_CACHE = InstanceMethod("flush_cache", Empty, int)
 
 METHODS: tuple[InstanceMethod[Any, Any], ...] = (
@@ -74,5 +76,6 @@ METHODS: tuple[InstanceMethod[Any, Any], ...] = (
     TIMELINES,
     LOAD_ADAPTER,
     UNLOAD_ADAPTER,
+    EXPERTS,
     FLUSH_CACHE,
 )

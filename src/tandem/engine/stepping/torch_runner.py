@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tandem._native import ThreadPool
 from tandem.core.wire import TokenLogprob
+from tandem.engine.stepping.expert_log import ExpertLog
 from tandem.engine.stepping.grammar import Grammars, GrammarState
 from tandem.engine.stepping.messages import (
     Logits,
@@ -44,6 +45,7 @@ class TorchRunner:
         threads: that torch computes with.
         states: of the scheduler's slots; owned. None: the model has no state.
         grammars: of requests that have one; owned. None: there are none.
+        experts: counts what tokens choose; None: nothing is counted.
         is_overlapped: steps run on a thread of their own, from ``begin`` on; otherwise on the
             thread that calls ``finish``.
     """
@@ -57,12 +59,14 @@ class TorchRunner:
         states: StateCache | None = None,
         grammars: Grammars | None = None,
         is_overlapped: bool = False,
+        experts: ExpertLog | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._state_cache = states
         self._threads = threads
         self._grammars = grammars
+        self._experts = experts
         self._states: dict[int, Future[GrammarState]] = {}
         """By sequence id, of those with a grammar."""
         self._samplers: dict[int, SamplerState] = {}
@@ -99,6 +103,9 @@ class TorchRunner:
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size, self._model.device)
         logits_RV = self._model.forward(batch, self._kv_cache, on_layer, self._state_cache)
         self._copy_states(step.state_saves)
+        if self._experts is not None and self._model.choices is not None:
+            is_output = batch.find_output_rows() if self._experts.writes_trace else None
+            self._experts.note(self._model.choices.numpy(force=True), is_output)
         return self._read_logits(step, self._model.context.fetch(logits_RV), masks)
 
     def _copy_states(self, copies: Sequence[StateCopy]) -> None:

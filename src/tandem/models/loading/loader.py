@@ -108,7 +108,8 @@ class CausalModel:
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
         layers = list(base.layers)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
-        self._moe = find_moe_layers(plan) if self.is_fused else None
+        self.moe = find_moe_layers(plan) if self.is_fused else None
+        """The layers that choose experts; None where ``choices`` stays None."""
         self.choices: Tensor | None = None
         """Of the last step, int64 [layers with experts, tokens, top_k]; the next one overwrites it.
         None where layers are not fused or have no experts."""
@@ -278,8 +279,8 @@ class CausalModel:
         states: StateCache | None,
     ) -> Tensor:
         routing = None
-        if self._moe is not None:
-            routing = StepRouting(self._moe, batch, kv_cache, self.dtype)
+        if self.moe is not None:
+            routing = StepRouting(self.moe, batch, kv_cache, self.dtype)
             self.choices = routing.choices
         step = self._execution.begin_step(
             batch, kv_cache, self.ropes, self.dtype, on_layer, states, routing

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import tandem
+from tandem.core.instance_status import ExpertCounts
 from tandem.core.timeline import RequestTimeline
 from tandem.server.api import adapters, instances, ollama, status, tokens
 from tandem.server.api.explain import get_timeline
@@ -151,6 +152,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             Endpoint(path, _GET, status.get_server_info, replies.ServerInfo)
             for path in ("/get_server_info", "/server_info")
         ),
+        Endpoint("/expert_counts", _GET, status.get_expert_counts, ExpertCounts),
         Endpoint("/flush_cache", _BOTH, status.flush_cache, replies.FlushReply),
         Endpoint(
             "/abort_request",

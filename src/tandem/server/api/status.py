@@ -26,6 +26,7 @@ from tandem.server.protocol.status import (
 __all__ = [
     "abort_request",
     "flush_cache",
+    "get_expert_counts",
     "get_health",
     "get_live",
     "get_metrics",
@@ -154,6 +155,14 @@ async def get_metrics(context: ServerContext, _: Request) -> Response:
         context.metrics.render(stats, context.engine.instances, context.engine.fallbacks),
         media_type=CONTENT_TYPE_LATEST,
     )
+
+
+async def get_expert_counts(context: ServerContext, http: Request) -> Response:
+    """Return how often each expert was chosen, by all clients' tokens, so for an admin."""
+    if not is_admin(http.scope):
+        what = "the counts are of all clients' texts: use an admin key (server.admin_api_key)"
+        raise PermissionDeniedError("server.expert_counts", what)
+    return _answer(await context.engine.read_expert_counts())
 
 
 async def flush_cache(context: ServerContext, http: Request) -> Response:

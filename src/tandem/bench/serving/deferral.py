@@ -1,0 +1,143 @@
+"""`tandem bench deferral`: what deferred experts do to a model's loss and choices.
+
+Windows of Python source that the models were not trained on; the first tokens of each are a prompt,
+which defers nothing, the others an answer. Ours is a figure of the answers with so many deferred
+experts, the baseline the same without; nothing is timed. The demo model has two experts a token;
+one with 8 of 32 is measured too where it is found, and made by
+
+    python examples/demo_model/train.py --many-experts --out ~/.cache/tandem/bench/many-experts
+"""
+
+import sysconfig
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.bench.harness import BenchCase
+from tandem.core.errors import NotFoundError
+from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.models.loading.hub import DEMO_FOLDER
+from tandem.models.loading.loader import load_model
+from tandem.models.planning.planner import plan_model
+from tandem.models.tokenizing.tokenizer import load_tokenizer
+
+__all__ = ["MANY_EXPERTS", "make_cases"]
+
+MANY_EXPERTS = Path("~/.cache/tandem/bench/many-experts/model")
+HELD_OUT = ("ast.py", "locale.py", "venv/__init__.py", "unittest/loader.py")
+"""Of the standard library; the recipe leaves them out by a hash of their names."""
+WINDOW, PROMPT = 256, 64
+MAX_WINDOWS, QUICK_WINDOWS = 96, 4
+BLOCK_SIZE = 64
+
+
+class _Scores(NamedTuple):
+    """Figures of all answers' tokens."""
+
+    loss: float
+    agreement: float
+    """Share of tokens whose likeliest successor is the one without deferral."""
+    divergence: float
+    """Kullback-Leibler divergence from the model without deferral, nats a token."""
+
+
+class _Model:
+    """One model, run with as many deferred experts as are asked for."""
+
+    def __init__(self, folder: Path, num_windows: int) -> None:
+        self._folder, self._num_windows = folder, num_windows
+        self._scores: dict[int, _Scores] = {}
+
+    @cached_property
+    def top_k(self) -> int:
+        """Experts of a token."""
+        plan = plan_model(self._folder)
+        return plan.spec.top_k
+
+    @cached_property
+    def _windows(self) -> list[list[int]]:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        found = [root / name for name in HELD_OUT if (root / name).is_file()]
+        if not found:
+            raise NotFoundError("bench.deferral", f"{root} has none of {', '.join(HELD_OUT)}")
+        tokenizer = load_tokenizer(self._folder)
+        text = "".join(path.read_text("utf-8") for path in found)
+        ids = tokenizer.encode(text)
+        starts = range(0, len(ids) - WINDOW, WINDOW)
+        return [ids[start : start + WINDOW] for start in starts][: self._num_windows]
+
+    @cached_property
+    def _exact(self) -> list[Tensor]:
+        return self._compute(0)
+
+    def _compute(self, num_deferred: int) -> list[Tensor]:
+        """Return the log-probabilities after each token of the answers but the last."""
+        model = load_model(plan_model(self._folder, deferred_experts=num_deferred))
+        table = list(range(-(-WINDOW // BLOCK_SIZE)))
+        cache = model.allocate_kv(len(table), block_size=BLOCK_SIZE)
+        logits: list[Tensor] = []
+        for ids in self._windows:
+            chunk = SequenceChunk(ids, 0, table, "all", prompt_len=PROMPT)
+            rows = model.forward(PagedBatch.build([chunk], BLOCK_SIZE), cache)
+            logits.append(functional.log_softmax(rows[PROMPT:-1], -1))
+        return logits
+
+    def score(self, num_deferred: int) -> _Scores:
+        """Return the figures with so many deferred experts, computed once."""
+        if num_deferred not in self._scores:
+            ours = self._exact if num_deferred == 0 else self._compute(num_deferred)
+            sums, count = torch.zeros(3, dtype=torch.float64), 0
+            for ids, mine, exact in zip(self._windows, ours, self._exact, strict=True):
+                targets = torch.tensor(ids[PROMPT + 1 :])
+                sums[0] += functional.nll_loss(mine, targets, reduction="sum")
+                sums[1] += (mine.argmax(-1) == exact.argmax(-1)).sum()
+                sums[2] += (exact.exp() * (exact - mine)).sum()
+                count += len(targets)
+            self._scores[num_deferred] = _Scores(*(sums / count).tolist())
+        return self._scores[num_deferred]
+
+    def check(self, num_deferred: int) -> str:
+        """Return whether the figures are those of a model that has learned something."""
+        loss = self.score(num_deferred).loss
+        return "ok" if loss < 8 else f"a loss of {loss:.2f}: this model knows nothing"
+
+
+def make_cases(*, quick: bool) -> Iterator[BenchCase]:
+    """Yield loss, agreement and divergence, for each number of deferred experts.
+
+    Args:
+        quick: a few windows of the demo model alone.
+    """
+    folders = {"demo": DEMO_FOLDER}
+    if not quick and MANY_EXPERTS.expanduser().is_dir():
+        folders["many-experts"] = MANY_EXPERTS.expanduser()
+    for name, folder in folders.items():
+        model = _Model(folder, QUICK_WINDOWS if quick else MAX_WINDOWS)
+        for num_deferred in range(model.top_k + 1):
+            for figure, unit, higher in (
+                ("loss", "nats a token", False),
+                ("agreement", "of likeliest tokens", True),
+                ("divergence", "nats a token", False),
+            ):
+                yield _make_case(model, name, num_deferred, figure, unit, is_higher=higher)
+
+
+def _make_case(
+    model: _Model, name: str, num_deferred: int, figure: str, unit: str, *, is_higher: bool
+) -> BenchCase:
+    has_baseline = figure == "loss"
+    return BenchCase(
+        name=f"model={name} deferred={num_deferred} figure={figure}",
+        unit=unit,
+        ours=lambda: getattr(model.score(num_deferred), figure),
+        check=lambda: model.check(num_deferred),
+        baseline=(lambda: model.score(0).loss) if has_baseline else None,
+        baseline_name="none deferred" if has_baseline else None,
+        higher_is_better=is_higher,
+        max_rounds=1,
+    )

@@ -1,0 +1,186 @@
+"""The file of a trace of routing: which experts each token chose in each layer; ids and no text.
+
+Layout in docs/design/models/expert_trace.md. The writer appends whole records and stops for good at
+its limit or at the first error, as serving goes on without a trace. One thread writes.
+"""
+
+import logging
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from tandem.core.errors import ConfigError, CorruptionError, NotFoundError
+
+__all__ = [
+    "MAX_TRACE_BYTES",
+    "TraceHeader",
+    "TraceRecord",
+    "TraceWriter",
+    "open_trace",
+    "read_decodes",
+]
+
+logger = logging.getLogger(__name__)
+
+FORMAT_NAME = "tandem-expert-trace"
+MAX_TRACE_BYTES = 1 << 30
+"""A megabyte a thousand decoded tokens of Qwen3-30B-A3B: more than any replay needs."""
+MAX_HEADER_BYTES = 1 << 16
+MAX_RECORD_TOKENS = 1 << 20
+LENGTH = struct.Struct("<I")
+NAMES_TRIED = 64
+Size = Annotated[int, Meta(ge=1, le=65_535)]
+
+
+class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first line of a trace."""
+
+    format: Literal["tandem-expert-trace"] = FORMAT_NAME
+    version: Literal[1] = 1
+    model: str
+    layers: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=4096)]
+    """Indexes of the layers that have experts."""
+    num_experts: Size
+    top_k: Size
+
+
+class TraceRecord(msgspec.Struct, frozen=True):
+    """The tokens of one step."""
+
+    is_output: NDArray[np.bool_]
+    """[T]: False for a token of a prompt."""
+    choices: NDArray[np.uint16]
+    """[M, T, K]: by layer, token and place in the router's choice."""
+
+
+class TraceWriter:
+    """Appends the choices of steps to a new file.
+
+    Args:
+        path: not overwritten: where it exists, ``path.1`` and so on is made.
+        header: of the model.
+        max_bytes: of the file; later steps are left out.
+
+    Raises: ConfigError (the file cannot be made).
+    """
+
+    def __init__(
+        self, path: Path, header: TraceHeader, *, max_bytes: int = MAX_TRACE_BYTES
+    ) -> None:
+        self.path, file = _make_file(path)
+        self._file: BinaryIO | None = file
+        self._left = max_bytes
+        self._put(msgspec.json.encode(header) + b"\n")
+        logger.info("event=expert_trace path=%s", self.path)
+
+    def write(self, choices: NDArray[np.int64], is_output: NDArray[np.bool_]) -> None:
+        """Append a step; nothing once the file is full or failed.
+
+        Args:
+            choices: [M, T, K].
+            is_output: [T].
+        """
+        if self._file is not None:
+            head = LENGTH.pack(len(is_output)) + is_output.tobytes()
+            self._put(head + choices.astype("<u2").tobytes())
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                file.close()
+            except OSError as error:
+                logger.warning("event=expert_trace_failed path=%s error=%s", self.path, error)
+
+    def _put(self, data: bytes) -> None:
+        assert self._file is not None
+        if len(data) > self._left:
+            logger.warning("event=expert_trace_full path=%s", self.path)
+            self.close()
+            return
+        try:
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            logger.warning("event=expert_trace_failed path=%s error=%s", self.path, error)
+            self.close()
+        self._left -= len(data)
+
+
+def _make_file(path: Path) -> tuple[Path, BinaryIO]:
+    # For the owner alone: choices of experts tell something of the text.
+    for number in range(NAMES_TRIED):
+        name = path.with_name(f"{path.name}.{number}") if number else path
+        try:
+            handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            what = f"{name}: {error.strerror}: give a file in a folder that can be written"
+            raise ConfigError("engine.trace_experts", what, field="engine.expert_trace") from error
+        return name, os.fdopen(handle, "wb")
+    what = f"{path} and {NAMES_TRIED - 1} files beside it exist: remove some"
+    raise ConfigError("engine.trace_experts", what, field="engine.expert_trace")
+
+
+def open_trace(path: Path) -> tuple[TraceHeader, Iterator[TraceRecord]]:
+    """Return a trace's header and its records, read one by one.
+
+    A record that is cut off ends the trace: its writer was killed.
+
+    Raises: NotFoundError; CorruptionError, also while records are read.
+    """
+    try:
+        with path.open("rb") as file:
+            line = file.readline(MAX_HEADER_BYTES)
+    except OSError as error:
+        raise NotFoundError("engine.read_trace", f"{path}: {error.strerror}") from error
+    try:
+        header = msgspec.json.decode(line, type=TraceHeader)
+    except msgspec.DecodeError as error:
+        what = f"{path} does not begin as a trace of experts: {error}"
+        raise CorruptionError("engine.read_trace", what) from error
+    return header, _read_records(path, header, len(line))
+
+
+def _read_records(path: Path, header: TraceHeader, offset: int) -> Iterator[TraceRecord]:
+    num_layers, top_k = len(header.layers), header.top_k
+    with path.open("rb") as file:
+        file.seek(offset)
+        while len(head := file.read(LENGTH.size)) == LENGTH.size:
+            (num_tokens,) = LENGTH.unpack(head)
+            if not 0 < num_tokens <= MAX_RECORD_TOKENS:
+                what = f"{path}: a step of {num_tokens} tokens"
+                raise CorruptionError("engine.read_trace", what)
+            size = num_tokens * (1 + 2 * num_layers * top_k)
+            body = file.read(size)
+            if len(body) < size:
+                return
+            kinds = np.frombuffer(body, np.uint8, num_tokens)
+            ids = np.frombuffer(body, "<u2", offset=num_tokens)
+            if kinds.max() > 1 or ids.max() >= header.num_experts:
+                what = f"{path}: an expert or kind of token that the header does not know"
+                raise CorruptionError("engine.read_trace", what)
+            yield TraceRecord(kinds.astype(np.bool_), ids.reshape(num_layers, num_tokens, top_k))
+
+
+def read_decodes(records: Iterable[TraceRecord], num_layers: int) -> list[list[list[int]]]:
+    """Return, by layer and step, the distinct experts that output tokens chose, in id order.
+
+    Prompts are left out: they touch most experts and pass a cache by. Steps without output tokens
+    are none.
+    """
+    layers: list[list[list[int]]] = [[] for _ in range(num_layers)]
+    for record in records:
+        if record.is_output.any():
+            for layer, ids in zip(layers, record.choices[:, record.is_output], strict=True):
+                layer.append(np.unique(ids).tolist())
+    return layers
