@@ -202,7 +202,7 @@ class TimelineLog:
         admitted_s = report.first_scheduled_s - record.arrival_s
         loads = [load.message for load in record.loads if load.message.begin_s <= admitted_s]
         failures = {name for load in loads for name in load.failures} - {"after_gap"}
-        reason, detail = miss.reason, ""
+        reason, detail = miss.reason, miss.detail
         if "too_late" in failures:
             reason = MissReason.TOO_LATE
         elif failures:

@@ -98,6 +98,9 @@ def test_turns_of_a_chat_go_on_from_where_the_last_message_ended(folder, fresh):
     [again] = chat.ask([*second, 9, 8], message_end=len(second))
     assert list(chat.cached.values()) == [70]
     assert again == fresh([*second, 9, 8])
+    # The answer's first tokens are those that opened it, but the state is that before them.
+    (told,) = chat.engine.list_timelines([f"{chat.num_asked}"])
+    assert (told.miss.reason, told.miss.position, told.miss.detail) == ("no_state", 70, "71")
     # An answer that is kept is not computed again, but for its last token.
     kept = [*second, 9, 8, *[token for token, _ in again]]
     [third] = chat.ask([*kept, *make_prompt(5, 2)])
