@@ -32,6 +32,7 @@ from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
 from tandem.server.config import ServerConfig, check_exposure, is_loopback, load_api_keys
 from tandem.server.context import ServerContext
+from tandem.server.dialects.vectors.embeddings import read_pooling
 from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
 from tandem.server.edge.auth import ApiKeyGate
 from tandem.server.edge.connection import ClientGoneError
@@ -107,6 +108,7 @@ def build_app(
         has_admin_keys=bool(config.admin_api_key),
         adapter_folder=adapter_folder,
         read_store=read_store,
+        pooling=read_pooling(folder),
     )
     context.tracer = make_tracer(
         config.otlp_endpoint, models.first, lambda record: collect_timeline(context, record)

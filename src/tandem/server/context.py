@@ -25,6 +25,7 @@ from tandem.core.wire import (
     AddRequest,
     InstanceInfo,
     InstanceStage,
+    Pooling,
     SamplingParams,
 )
 from tandem.server.api.grammars import GrammarChecks
@@ -123,6 +124,7 @@ class ServerContext:
         has_admin_keys: whether there are keys of an admin.
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
+        pooling: of embeddings, unless a request says otherwise.
     """
 
     config: ServerConfig
@@ -139,6 +141,7 @@ class ServerContext:
     has_admin_keys: bool = False
     adapter_folder: Path | None = None
     read_store: Callable[[], StoreStatus] | None = None
+    pooling: Pooling = Pooling.LAST
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 

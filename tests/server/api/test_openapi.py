@@ -101,6 +101,13 @@ POSTS = [
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]}),
     ("/api/chat", {"messages": CHAT["messages"], "stream": False, "logprobs": True}),
     ("/api/generate", {"prompt": "hello", "stream": False}),
+    ("/api/embed", {"input": "hello"}),
+    ("/v1/embeddings", {"input": ["a", "b"]}),
+    *((path, {"text_1": "a", "text_2": "b"}) for path in ("/v1/score", "/score")),
+    *(
+        (path, {"query": "a", "documents": ["b", {"text": "c"}]})
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    ),
     ("/api/show", {"model": "tiny"}),
     ("/v1/responses", {"input": "hello", "top_logprobs": 1}),
     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 2}),

@@ -3,10 +3,16 @@
 from collections.abc import Iterable
 
 from tandem.core.errors import ConfigError, InternalError, TandemError
-from tandem.core.wire import SamplingParams
+from tandem.core.wire import Pooling, SamplingParams
 from tandem.engine.scheduling.plan import ScheduledSequence
 from tandem.engine.scheduling.request import Request
-from tandem.engine.stepping.messages import Logits, SamplingRow, SequenceStart, StepSequence
+from tandem.engine.stepping.messages import (
+    Logits,
+    PooledRows,
+    SamplingRow,
+    SequenceStart,
+    StepSequence,
+)
 
 __all__ = ["describe_broken_row", "describe_failure", "describe_sequence", "describe_start"]
 
@@ -18,10 +24,15 @@ def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
     # Positions of the prompt predict its next token; later ones predict output.
     num_scored = request.prompt_len - 1 - start
     is_scored = request.sampling.prompt_logprobs is not None and num_scored > 0
-    if is_scored:
+    pooled = None
+    if request.sampling.pooling is not None:
+        pooled = PooledRows(request.sampling.pooling, end == request.prompt_len)
+    if is_scored or (pooled is not None and pooled.kind is Pooling.MEAN):
         logits = Logits.ALL
+    elif sequence.wants_sample or (pooled is not None and pooled.is_end):
+        logits = Logits.LAST
     else:
-        logits = Logits.LAST if sequence.wants_sample else Logits.NONE
+        logits = Logits.NONE
     return StepSequence(
         sequence_id=request.sequence_id,
         phase=sequence.phase,
@@ -35,6 +46,7 @@ def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
         num_top=request.sampling.prompt_logprobs or 0,
         state_slot=request.state_notes.slot,
         prompt_len=request.prompt_len,
+        pooled=pooled,
     )
 
 

@@ -1,11 +1,14 @@
 """Checkpoints whose tensors have other names than the modules of transformers.
 
 Mixtral's hub checkpoints, and those of families that follow it, call a MoE block
-``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``.
+``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. A model that classifies
+calls its head ``score``. Models that give embeddings are often stored without their head, and
+their names without ``model.``.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,46 +25,62 @@ _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class RenamedReader:
-    """A ``WeightReader`` that is asked for modules of transformers and gives Mixtral's tensors."""
+    """A ``WeightReader`` that is asked by the names of transformers' modules.
 
-    def __init__(self, reader: WeightReader) -> None:
-        self._reader = reader
+    Args:
+        reader: of the checkpoint.
+        rename: from the name of transformers to that of the checkpoint.
+    """
+
+    def __init__(self, reader: WeightReader, rename: Callable[[str], str]) -> None:
+        self._reader, self._rename = reader, rename
         self.dtype: torch.dtype = reader.dtype
         self.device: torch.device = reader.device
         self.execution = reader.execution
 
     def has(self, name: str) -> bool:
         """See ``WeightReader``."""
-        return self._reader.has(_rename(name))
+        return self._reader.has(self._rename(name))
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """See ``WeightReader``."""
-        self._reader.read_into(_rename(name), out, shard)
+        self._reader.read_into(self._rename(name), out, shard)
 
     def find_storage(self, name: str) -> str:
         """See ``WeightReader``."""
-        return self._reader.find_storage(_rename(name))
+        return self._reader.find_storage(self._rename(name))
 
     def find_format(self, name: str) -> WeightFormat | None:
         """See ``WeightReader``."""
-        return self._reader.find_format(_rename(name))
+        return self._reader.find_format(self._rename(name))
 
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
         """See ``WeightReader``."""
-        return self._reader.read_packed(_rename(name), expert_id, shard)
+        return self._reader.read_packed(self._rename(name), expert_id, shard)
 
     def skip(self, prefix: str) -> None:
         """See ``WeightReader``."""
-        self._reader.skip(_rename(prefix))
+        self._reader.skip(self._rename(prefix))
 
 
-def _rename(name: str) -> str:
+def _rename_experts(name: str) -> str:
     name = name.replace(".mlp.", BLOCK)
     return _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
 
 
+def _replace_start(name: str, start: str, by: str) -> str:
+    return by + name.removeprefix(start) if name.startswith(start) else name
+
+
 def rename_reader(reader: WeightReader, names: Iterable[str]) -> WeightReader:
     """Return a reader that takes the modules' names, whatever the checkpoint's ``names`` are."""
-    return RenamedReader(reader) if any(BLOCK in name for name in names) else reader
+    known = {*names}
+    if any(BLOCK in name for name in known):
+        reader = RenamedReader(reader, _rename_experts)
+    if "score.weight" in known:
+        reader = RenamedReader(reader, partial(_replace_start, start="lm_head.", by="score."))
+    if "embed_tokens.weight" in known:
+        reader = RenamedReader(reader, partial(_replace_start, start="model.", by=""))
+    return reader

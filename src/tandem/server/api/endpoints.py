@@ -23,9 +23,11 @@ from tandem.server.dialects.responses.endpoints import (
     get_response,
 )
 from tandem.server.dialects.sglang import answer_generate
+from tandem.server.dialects.vectors.embeddings import answer_embed, answer_embeddings
+from tandem.server.dialects.vectors.scores import answer_rerank, answer_score
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
-from tandem.server.protocol import anthropic, responses, rules, sglang
+from tandem.server.protocol import anthropic, responses, rules, sglang, vectors
 from tandem.server.protocol import ollama as own
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol import status as replies
@@ -108,6 +110,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         Endpoint("/v1/responses/{id}", _GET, get_response, responses.ResponseDocument),
         Endpoint("/v1/responses/{id}", ("DELETE",), delete_response, responses.DeletedResponse),
         Endpoint("/v1/responses/{id}/cancel", _POST, cancel_response, responses.ResponseDocument),
+        *_list_vectors(),
         *_list_ollama(),
         Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
         Endpoint("/v1/models/{name:path}", _GET, status.get_model, oai.ModelCard),
@@ -204,6 +207,27 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
     return table
 
 
+def _list_vectors() -> list[Endpoint]:
+    return [
+        Endpoint(
+            "/v1/embeddings",
+            _POST,
+            answer_embeddings,
+            vectors.EmbeddingList,
+            vectors.EmbeddingRequest,
+            rule=rules.EMBEDDING,
+        ),
+        *(
+            Endpoint(path, _POST, answer_score, vectors.ScoreList, vectors.ScoreRequest)
+            for path in ("/v1/score", "/score")
+        ),
+        *(
+            Endpoint(path, _POST, answer_rerank, vectors.RerankReply, vectors.RerankRequest)
+            for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+        ),
+    ]
+
+
 def _list_ollama() -> list[Endpoint]:
     return [
         Endpoint(
@@ -224,6 +248,7 @@ def _list_ollama() -> list[Endpoint]:
             own.GenerateReply,
             is_lines=True,
         ),
+        Endpoint("/api/embed", _POST, answer_embed, vectors.EmbedReply, vectors.EmbedRequest),
         Endpoint("/api/show", _POST, ollama.show_model, own.ShowReply, own.ShowRequest),
         Endpoint("/api/tags", _GET, ollama.list_tags, own.TagList),
         Endpoint("/api/ps", _GET, ollama.list_running, own.ProcessList),
