@@ -137,8 +137,12 @@ def render_models() -> str:
             f"- `rope_type`: {', '.join(ROPE_TYPES)}.",
             f"- `layer_types`: {', '.join(LAYER_TYPES)}.",
             f"- `hidden_act`: {', '.join(ACTIVATIONS)}.",
-            "- Refused by name: state beside KV (state space, linear attention, convolutions),",
-            "  encoders, images and sound, attention that chooses tokens by an index.",
+            "- Refused by name: state beside KV that is no gated delta rule's (state space,",
+            "  lightning attention, convolutions alone), encoders, images and sound, attention",
+            "  that chooses tokens by an index.",
+            "- Of a model that also takes images the decoder runs, and takes text: "
+            + ", ".join(f"`{f.composite}`" for f in FAMILIES.values() if f.composite)
+            + ".",
             "",
             "| `quant_method` | what of it runs |",
             "|---|---|",

@@ -15,6 +15,7 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_pool(module);
   tandem::bindings::bind_buffer(module);
   tandem::bindings::bind_probe(module);
+  tandem::bindings::bind_direct_reader(module);
   tandem::bindings::bind_transfer_rails(module);
   tandem::bindings::bind_transfer_memory(module);
   tandem::bindings::bind_transfer_engine(module);

@@ -25,6 +25,7 @@ from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
 from tandem.engine.engine import Engine
 from tandem.engine.process.instance_api import InstanceApi
+from tandem.engine.process.inventory import BlockInventory
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -80,6 +81,8 @@ class SimInstance:
         pool = BlockPool(self.num_blocks)
         self.planner = CostTierPlanner(world.tiers, block_size=BLOCK, block_bytes=BLOCK_BYTES)
         index = PrefixIndex(pool, BLOCK, identity=self.identity.digest)
+        self.inventory = BlockInventory()
+        index.observers.append(self.inventory)
         # Half of the instances plan ahead, so that every race is tried both ways.
         self.is_overlapped = world.random.random() < 0.5
         config = msgspec.structs.replace(ENGINE, overlap="on" if self.is_overlapped else "off")
@@ -139,7 +142,13 @@ class SimInstance:
             transfers = TransfersBySource((self.tier, self.reader))
         self.engine.attach_transfers(transfers)
         self.api = InstanceApi(
-            self.name, self.engine, clock, self.tier, self.reader, info=self.info
+            self.name,
+            self.engine,
+            clock,
+            self.tier,
+            self.reader,
+            info=self.info,
+            inventory=self.inventory,
         )
 
     @property
@@ -152,6 +161,7 @@ class SimInstance:
             max_model_len=MAX_LEN,
             block_size=BLOCK,
             num_blocks=self.num_blocks,
+            max_batch_tokens=ENGINE.max_batch_tokens,
             kv_bytes_per_token=BLOCK_BYTES // BLOCK,
             weight_bytes=1,
             num_parameters=1,

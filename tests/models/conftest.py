@@ -180,16 +180,17 @@ class Session:
     ) -> None:
         self.model, self.cache, self.table, self.adapter = model, cache, table, adapter
         self.length = 0
+        self.states = model.allocate_states(1)
 
     def chunk(self, token_ids: list[int], wants: str = "all") -> SequenceChunk:
-        chunk = SequenceChunk(token_ids, self.length, self.table, wants, self.adapter)
+        chunk = SequenceChunk(token_ids, self.length, self.table, wants, self.adapter, 0)
         self.length += len(token_ids)
         return chunk
 
     def run(self, token_ids: list[int], wants: str = "all") -> Any:
         chunks = [self.chunk(token_ids, wants)]
         batch = PagedBatch.build(chunks, self.cache.layout.block_size)
-        return self.model.forward(batch, self.cache)
+        return self.model.forward(batch, self.cache, states=self.states)
 
 
 @pytest.fixture

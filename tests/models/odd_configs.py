@@ -26,6 +26,11 @@ OWNED = {
     "max_position_embeddings": "moved; matters to a dynamic RoPE",
     "topk_method": "moved with groups",
     "sliding_window_pattern": "summed up in layer_types",
+    "linear_a_log_max": "of training",
+    "linear_a_log_min": "of training",
+    "linear_dt_init_floor": "of training",
+    "linear_dt_max": "of training",
+    "linear_dt_min": "of training",
 }
 """Fields that ``list_untouched`` passes over, and why."""
 WINDOWS = ("sliding_attention", "full_attention")
@@ -51,7 +56,7 @@ def make_odd(model_type: str, seed: int) -> Any:
             values[name] = not default.get(name, True) if seed == 0 else draw.random() < 0.5
     act = "hidden_activation" if "hidden_activation" in default else "hidden_act"
     acts = [a for a in ("silu", "gelu", "gelu_pytorch_tanh") if a != default[act]]
-    if model_type != "gpt_oss":
+    if model_type != "gpt_oss" and not _has_states(default):
         values[act] = draw.choice(acts if seed == 0 else [default[act], *acts])
     values["rms_norm_eps"] = draw.choice((1e-3, 1e-2, 0.05))
     if "query_pre_attn_scalar" in default:
@@ -70,6 +75,7 @@ def make_odd(model_type: str, seed: int) -> Any:
             values[name] = draw.choice(choices)
     _put_experts(values, default, draw, model_type)
     _put_windows(values, default, draw, seed)
+    _put_states(values, default, draw)
     ropes = [_make_rope(draw, model_type, seed) for _ in WINDOWS]
     is_layered = any(isinstance(value, dict) for value in default["rope_parameters"].values())
     values["rope_parameters"] = dict(zip(WINDOWS, ropes, strict=True)) if is_layered else ropes[0]
@@ -142,7 +148,36 @@ def _put_windows(
         values["layer_types"] += ["full_attention" if seed == 0 else draw.choice(WINDOWS)]
 
 
-PARTIAL = ("phi3", "glm4", "glm4_moe", "minimax_m2")
+def _has_states(default: dict[str, Any]) -> bool:
+    """Return True if layers have a convolution, with the model's activation: only SiLU runs."""
+    return "linear_conv_kernel_dim" in default
+
+
+def _put_states(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
+    if not _has_states(default):
+        return
+    keys = draw.choice((1, 2, 3))
+    values |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw.choice((1, 2))}
+    values["linear_key_head_dim"] = draw.choice((5, 8, 12))
+    values["linear_value_head_dim"] = draw.choice((7, 32, 36))
+    values["linear_conv_kernel_dim"] = draw.choice((2, 3, 5))
+    if "linear_allow_neg_eigval" in default:
+        values["linear_allow_neg_eigval"] = draw.choice((True, False))
+    kinds = ("linear_attention", "full_attention")
+    count = values["num_hidden_layers"]
+    drawn = [draw.choice(kinds) for _ in range(count - 2)]
+    values["layer_types"] = draw.sample([*drawn, *kinds], count)
+
+
+PARTIAL = (
+    "phi3",
+    "glm4",
+    "glm4_moe",
+    "minimax_m2",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 """Families whose attention takes the share of a head that a scaled RoPE rotates."""
 
 
@@ -175,6 +210,8 @@ def list_untouched(model_type: str) -> list[str]:
     return [
         name
         for name in sorted(list_read_fields(default) & default.to_dict().keys())
-        if name not in OWNED and not any(word in name for word in OF_TRAINING)
+        if name not in OWNED
+        if not (name == "hidden_act" and _has_states(default.to_dict()))
+        if not any(word in name for word in OF_TRAINING)
         if all(getattr(config, name) == getattr(default, name) for config in made)
     ]

@@ -98,6 +98,25 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-groups": ("glm4_moe", {"head_dim": 128, "n_group": 8, "topk_group": 4}),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 64, "hidden_size": 3072}),
     "gpt_oss": ("gpt_oss", {}),
+    "qwen3_next": ("qwen3_next", {"norm_topk_prob": True, "intermediate_size": 5120}),
+    "qwen3_5_text": (
+        "qwen3_5_text",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [11, 11, 10],
+                "mrope_interleaved": True,
+            }
+        },
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "olmo_hybrid-rotated": ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
     "deepseek_v2": ("deepseek_v2", {"num_experts_per_tok": 6}),
     "deepseek_v2-of-236b": (
         "deepseek_v2",

@@ -60,7 +60,7 @@ ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_ex
                       nb::object storage, bool is_float, int scale_bits, bool has_table,
                       const std::string& activation, float alpha, float limit, float up_offset,
                       bool has_bias, int64_t num_parts, std::vector<int> part_nodes,
-                      const std::optional<FormatFields>& down_format) {
+                      const std::optional<FormatFields>& down_format, bool is_apart) {
   ExpertBank::Config config =
       make_config({bits, group_size, has_minimum, is_float, scale_bits, has_table}, down_format,
                   num_experts, hidden_size, intermediate_size);
@@ -70,6 +70,7 @@ ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_ex
   // A negative number wraps to more than there can be.
   config.num_parts = static_cast<size_t>(num_parts);
   config.part_nodes = std::move(part_nodes);
+  config.is_apart = is_apart;
   if (!storage.is_none())
     config.storage = view_storage(std::move(storage), "kernels.create_experts");
   return new ExpertBank(take(ExpertBank::create(config)));
@@ -149,8 +150,9 @@ void run_expert_batch(const ExpertBank& bank, ThreadPool& pool, const ExpertBank
   run_released([&] { return bank.forward(pool, batch); });
 }
 
-void run_expert_views(const ExpertBank& bank, ThreadPool& pool, const TensorView& x,
-               const TensorView& ids, const TensorView& weights, const TensorView& out) {
+ExpertBank::Batch view_expert_batch(const ExpertBank& bank, const TensorView& x,
+                                    const TensorView& ids, const TensorView& weights,
+                                    const TensorView& out) {
   constexpr const char* kWhere = "kernels.run_experts";
   const size_t num_tokens = x.num_dims() > 0 ? x.shape(0) : 0;
   const size_t top_k = ids.num_dims() == 2 ? ids.shape(1) : 0;
@@ -159,9 +161,47 @@ void run_expert_views(const ExpertBank& bank, ThreadPool& pool, const TensorView
   check_dense(kWhere, "expert_ids", ids, num_tokens, top_k, ids.is_int64(), "int64");
   check_dense(kWhere, "weights", weights, num_tokens, top_k, weights.is_float32(), "float32");
   check_dense(kWhere, "out", out, num_tokens, hidden, out.is_float32(), "float32");
-  run_expert_batch(bank, pool,
-            {x.data(), x.is_bfloat16(), num_tokens, ids.data(), true, top_k,
-             static_cast<const float*>(weights.data()), static_cast<float*>(out.data())});
+  return {x.data(), x.is_bfloat16(), num_tokens, ids.data(), true, top_k,
+          static_cast<const float*>(weights.data()), static_cast<float*>(out.data())};
+}
+
+void run_expert_views(const ExpertBank& bank, ThreadPool& pool, const TensorView& x,
+                      const TensorView& ids, const TensorView& weights, const TensorView& out) {
+  run_expert_batch(bank, pool, view_expert_batch(bank, x, ids, weights, out));
+}
+
+using Places = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Memory = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void run_apart(const ExpertBank& bank, ThreadPool& pool, const TensorView& x,
+               const TensorView& ids, const TensorView& weights, const TensorView& out,
+               const Memory& memory, const Places& places, size_t first_expert, size_t end_expert,
+               bool is_added) {
+  constexpr const char* kWhere = "kernels.run_experts";
+  ExpertBank::Batch batch = view_expert_batch(bank, x, ids, weights, out);
+  if (places.shape(0) != bank.num_experts())
+    raise({Code::kShape, kWhere,
+           std::to_string(places.shape(0)) + " places: give one for each of " +
+               std::to_string(bank.num_experts()) + " experts", "places"});
+  std::vector<const uint8_t*> addresses(bank.num_experts(), nullptr);
+  const auto num_bytes = static_cast<int64_t>(memory.shape(0));
+  const auto expert_bytes = static_cast<int64_t>(bank.expert_bytes());
+  for (size_t e = 0; e < addresses.size(); ++e) {
+    const int64_t place = places.data()[e];
+    if (place < 0) continue;
+    const uint8_t* address = memory.data() + place;
+    if (expert_bytes > num_bytes || place > num_bytes - expert_bytes ||
+        reinterpret_cast<uintptr_t>(address) % 64 != 0)
+      raise({Code::kShape, kWhere,
+             "expert " + std::to_string(e) + " at byte " + std::to_string(place) + " of " +
+                 std::to_string(num_bytes) + ": give an aligned place that holds it", "places"});
+    addresses[e] = address;
+  }
+  batch.addresses = addresses.data();
+  batch.first_expert = first_expert;
+  batch.end_expert = end_expert;
+  batch.is_added = is_added;
+  run_expert_batch(bank, pool, batch);
 }
 
 // Pairs of a token and an expert that is here; ids are checked later.
@@ -318,11 +358,12 @@ void bind_kernels(nb::module_& module) {
            "has_table"_a = false, "activation"_a = "silu",
            "alpha"_a = 1.0f, "limit"_a = std::numeric_limits<float>::infinity(),
            "up_offset"_a = 0.0f, "has_bias"_a = false, "num_parts"_a = 1,
-           "part_nodes"_a = std::vector<int>(), "down_format"_a = nb::none(),
+           "part_nodes"_a = std::vector<int>(), "down_format"_a = nb::none(), "is_apart"_a = false,
            "Reserve the memory, where weights are zero until packed, or take `storage`: uint8,\n"
            "`count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n"
            "`part_nodes` are the NUMA nodes that the parts' own memory should lie on.\n"
-           "`down_format` has the fields of another integer format for the down projections.\n\n"
+           "`down_format` has the fields of another integer format for the down projections.\n"
+           "`is_apart`: no memory; `forward_apart` is told where weights are.\n\n"
            "Raises: UnsupportedError (format, ISA, storage for several parts); ShapeError (not\n"
            "    whole groups); ConfigError (unknown ISA or activation, a size below 1, more parts\n"
            "    than column blocks, nodes for another number of parts); CapacityError (memory);\n"
@@ -384,6 +425,18 @@ void bind_kernels(nb::module_& module) {
            "`delta`, float32 [pairs, 2 * inner_columns], is added to gate and up of each token and\n"
            "expert, sorted by expert; `kept`, bfloat16, takes what their activation sees.\n\n"
            "Raises: ShapeError (array or expert id; `out` is then untouched).")
+      .def("forward_apart", &run_apart, "pool"_a, "x"_a, "expert_ids"_a, "weights"_a, "out"_a,
+           "memory"_a, "places"_a, "first_expert"_a, "end_expert"_a, "is_added"_a,
+           "As `forward` with views, of a bank that is apart.\n\n"
+           "Args:\n"
+           "    pool, x, expert_ids, weights, out: as of `forward`.\n"
+           "    memory: holds packed experts.\n"
+           "    places: of each expert, its offset in the memory, or -1.\n"
+           "    first_expert: ids below add nothing.\n"
+           "    end_expert: ids from here on add nothing.\n"
+           "    is_added: add to `out`; over ascending ranges the sum is bitwise that of one call.\n\n"
+           "Raises: ShapeError (array, expert id or place); ConflictError (an expert without a\n"
+           "    place). `out` is then untouched.")
       .def("backward", &backward, "pool"_a, "x"_a.none(), "expert_ids"_a, "weights"_a, "d_out"_a,
            "d_x"_a, "d_weights"_a, "kept"_a = nb::none(), "delta"_a = nb::none(),
            "extra"_a = nb::none(), "d_gate_up"_a = nb::none(),
@@ -406,7 +459,7 @@ void bind_kernels(nb::module_& module) {
           "array",
           [](nb::handle self) {
             const ExpertBank& bank = nb::cast<const ExpertBank&>(self);
-            if (bank.num_parts() > 1)
+            if (bank.num_parts() > 1 || bank.is_apart())
               raise({Code::kUnsupported, "kernels.view_packed",
                      "the packed bytes of several parts do not lie together: use one part",
                      "num_parts"});

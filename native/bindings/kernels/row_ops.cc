@@ -171,19 +171,20 @@ void place_latents(const TensorView& q, const TensorView& kv, const TensorView& 
 }
 
 GateKind find_gate(const std::string& name) {
-  constexpr std::array<const char*, 3> kNames = {"silu", "gelu", "gelu_tanh"};
+  constexpr std::array<const char*, 4> kNames = {"silu", "gelu", "gelu_tanh", "sigmoid"};
   for (size_t i = 0; i < kNames.size(); ++i)
     if (name == kNames[i]) return static_cast<GateKind>(i);
   raise({Code::kConfig, "kernels.gate",
-         "unknown activation " + name + ": choose one of silu, gelu, gelu_tanh", "activation"});
+         "unknown activation " + name + ": choose one of silu, gelu, gelu_tanh, sigmoid", "activation"});
 }
 
 void gate(const TensorView& gate_up, const TensorView& out, const std::string& activation,
-          const TensorView* row_gate, ThreadPool* pool, const std::string& isa) {
+          const TensorView* row_gate, ThreadPool* pool, const std::string& isa,
+          const TensorView* up) {
   constexpr const char* kWhere = "kernels.gate";
   if (out.num_dims() != 2) refuse_view(kWhere, "out", out, "give [rows, size]");
   const size_t rows = out.shape(0), size = out.shape(1);
-  check_rows(kWhere, "gate_up", gate_up, rows, 2 * size);
+  check_rows(kWhere, "gate_up", gate_up, rows, up == nullptr ? 2 * size : size);
   check_rows(kWhere, "out", out, rows, size);
   check_same_type(kWhere, "out", out, gate_up);
   GateTask task;
@@ -193,8 +194,16 @@ void gate(const TensorView& gate_up, const TensorView& out, const std::string& a
     task.row_gate = row_gate->data();
     task.row_gate_stride = row_gate->stride(0);
   }
-  task.gate_up = gate_up.data();
-  task.gate_up_stride = gate_up.stride(0);
+  task.gate = gate_up.data();
+  task.gate_stride = gate_up.stride(0);
+  task.up = static_cast<const uint8_t*>(gate_up.data()) + size * float_bytes(gate_up.float_type());
+  task.up_stride = gate_up.stride(0);
+  if (up != nullptr) {
+    check_rows(kWhere, "up", *up, rows, size);
+    check_same_type(kWhere, "up", *up, gate_up);
+    task.up = up->data();
+    task.up_stride = up->stride(0);
+  }
   task.out = out.data();
   task.out_stride = out.stride(0);
   task.type = out.float_type();
@@ -324,9 +333,11 @@ void bind_row_ops(nb::module_& module) {
              "Raises: ShapeError; ConfigError or UnsupportedError (isa).");
   module.def("gate", &gate, "gate_up"_a, "out"_a, "activation"_a = "silu",
              "row_gate"_a.none() = nb::none(), "pool"_a.none() = nb::none(), "isa"_a = "",
+             "up"_a.none() = nb::none(),
              "out = f(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.\n\n"
-             "`activation` is silu, gelu (erf) or gelu_tanh. `row_gate` [rows, 1] multiplies each\n"
-             "row by its sigmoid. Raises: ShapeError; ConfigError or UnsupportedError (isa).");
+             "`activation` is silu, gelu (erf), gelu_tanh or sigmoid. `row_gate` [rows, 1] multiplies\n"
+             "each row by its sigmoid. With `up` [rows, size], which may be `out`, `gate_up` is the\n"
+             "gate alone, [rows, size]. Raises: ShapeError; ConfigError or UnsupportedError (isa).");
   module.def("soft_cap", &soft_cap, "x"_a, "cap"_a, "pool"_a.none() = nb::none(), "isa"_a = "",
              "x = cap * tanh(x / cap), in place, on float32 [rows, size].\n\n"
              "Raises: ShapeError; ConfigError (cap, isa); UnsupportedError (isa).");

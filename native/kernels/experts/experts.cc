@@ -143,6 +143,13 @@ Result<ExpertBank> ExpertBank::create(const Config& config) {
     bank.up_bias_.assign(config.num_experts * width, 0.0f);
     bank.down_bias_.assign(config.num_experts * bank.num_down_panels_ * kPanelColumns, 0.0f);
   }
+  if (config.is_apart) {
+    if (config.num_parts > 1 || config.storage)
+      return Error{Code::kUnsupported, "kernels.create_experts",
+                   "several parts, or storage, of weights that lie apart: use one part", "is_apart"};
+    bank.is_apart_ = true;
+    return planned;
+  }
   if (config.storage) {
     if (config.num_parts > 1)
       return Error{Code::kUnsupported, "kernels.create_experts",
@@ -299,7 +306,14 @@ Result<ExpertBank::Routing> ExpertBank::route(const Batch& batch) const {
                    "expert id " + std::to_string(id) + " of " + std::to_string(num_experts_) +
                        " experts: pass -1 for one that is elsewhere",
                    "expert_ids"};
-    if (id >= 0) ++next[static_cast<size_t>(id)];
+    if (id < 0) continue;
+    const size_t e = static_cast<size_t>(id);
+    if (e < batch.first_expert || e >= batch.end_expert) continue;
+    if (is_apart_ && (batch.addresses == nullptr || batch.addresses[e] == nullptr))
+      return Error{Code::kConflict, "kernels.run_experts",
+                   "expert " + std::to_string(id) + " is not in memory: read it first",
+                   "addresses"};
+    ++next[e];
   }
   Routing routing;
   size_t num_pairs = 0;
@@ -314,7 +328,9 @@ Result<ExpertBank::Routing> ExpertBank::route(const Batch& batch) const {
   routing.slots.resize(num_pairs);
   for (size_t i = 0; i < num_slots; ++i) {
     const int64_t id = id_at(i);
-    if (id < 0) continue;
+    if (id < static_cast<int64_t>(batch.first_expert) ||
+        static_cast<uint64_t>(id) >= batch.end_expert)
+      continue;
     const size_t pair = next[static_cast<size_t>(id)]++;
     routing.tokens[pair] = static_cast<int32_t>(i / batch.top_k);
     routing.weights[pair] = batch.weights[i];
@@ -323,8 +339,15 @@ Result<ExpertBank::Routing> ExpertBank::route(const Batch& batch) const {
   return routing;
 }
 
+const uint8_t* ExpertBank::find_expert(const Part& part, const Scratch& scratch,
+                                       size_t expert_id) const {
+  return is_apart_ ? scratch.addresses[expert_id] : part.data + expert_id * part.expert_bytes;
+}
+
 Status ExpertBank::forward(ThreadPool& pool, const Batch& batch) const {
   if (batch.num_tokens == 0) return {};
+  if (batch.is_added && parts_.size() > 1)
+    return {Code::kConflict, "kernels.run_experts", "parts cannot add to a sum", "is_added"};
   Result<Routing> routed = route(batch);
   if (!routed.is_ok()) return routed.error();
   const Routing& routing = routed.value();
@@ -341,6 +364,7 @@ Status ExpertBank::forward(ThreadPool& pool, const Batch& batch) const {
   Scratch scratch;
   scratch.delta = batch.delta;
   scratch.kept = batch.kept;
+  scratch.addresses = batch.addresses;
   scratch.x = take_operand(arena, format_, batch.num_tokens, hidden_row);
   for (const Part& part : parts_) {
     scratch.h.push_back(
@@ -406,7 +430,7 @@ Status ExpertBank::run_gate_up(ThreadPool& pool, const Routing& routing,
           kernels_->gate_up(
               {format_, activation_, scratch.x.row_size, scratch.x,
                routing.tokens.data() + share.first_pair, share.num_pairs,
-               part.data + share.expert_id * part.expert_bytes + block * block_bytes,
+               find_expert(part, scratch, share.expert_id) + block * block_bytes,
                hidden_panel_bytes_, panels, gate_bias_.empty() ? nullptr : &gate_bias_[bias_at],
                up_bias_.empty() ? nullptr : &up_bias_[bias_at], down_format_,
                scratch.h[task.part],
@@ -434,7 +458,7 @@ Status ExpertBank::run_down(ThreadPool& pool, const Routing& routing, const Scra
               down_bias_.empty() || task.part > 0
                   ? nullptr
                   : &down_bias_[active.expert_id * num_down_panels_ * kPanelColumns + column];
-          experts[e] = {part.data + active.expert_id * part.expert_bytes + part.gate_up_bytes +
+          experts[e] = {find_expert(part, scratch, active.expert_id) + part.gate_up_bytes +
                             first * part.down_panel_bytes,
                         bias, active.first_pair, active.num_pairs};
         }
@@ -443,7 +467,8 @@ Status ExpertBank::run_down(ThreadPool& pool, const Routing& routing, const Scra
                         experts.data(), experts.size(), part.down_panel_bytes, num_panels,
                         routing.tokens.data(), routing.weights.data(), out + column, hidden_size_,
                         batch.num_tokens,
-                        std::min(num_panels * kPanelColumns, hidden_size_ - column)});
+                        std::min(num_panels * kPanelColumns, hidden_size_ - column),
+                        batch.is_added});
         return Status();
       });
 }
@@ -467,6 +492,8 @@ Status ExpertBank::merge_parts(ThreadPool& pool, const std::vector<const float*>
 }
 
 Status ExpertBank::read_weights(ThreadPool& pool, size_t num_experts) const {
+  if (is_apart_)
+    return {Code::kConflict, "kernels.read_weights", "these weights lie apart", "num_experts"};
   for (const Part& part : parts_) {
     Status status = read_packed(pool, *kernels_, part.data, num_experts * part.expert_bytes);
     if (!status.is_ok()) return status;

@@ -11,6 +11,10 @@
 // p * nodes / parts. Each part sums its share of down over the experts; one more loop adds the
 // parts in their order. Results depend on the number of parts, not on the nodes.
 //
+// Weights that lie apart: a bank made with `is_apart` has no memory. Each forward() brings the address
+// of every expert that it computes, such as a slot of a cache over a disk, and may compute a range of
+// them, in ascending order over several calls; the sum is bitwise that of one call.
+//
 // Threads: forward() may be called by several threads at once; pack() of different experts as well,
 // but not of an expert that forward() uses.
 #pragma once
@@ -52,6 +56,8 @@ class ExpertBank {
     size_t num_parts = 1;
     // NUMA node that each part's own memory should lie on; empty: where it is first touched.
     std::vector<int> part_nodes;
+    // No memory: forward() is given addresses. One part, no storage.
+    bool is_apart = false;
   };
 
   // Everything borrowed for the call.
@@ -70,6 +76,12 @@ class ExpertBank {
     // of experts in fp32, in that.
     const float* delta = nullptr;
     void* kept = nullptr;
+    // [num_experts]: packed weights, of a bank that is apart; null for experts that are not here.
+    const uint8_t* const* addresses = nullptr;
+    // Experts [first_expert, end_expert) are computed; ids of others add nothing.
+    size_t first_expert = 0;
+    size_t end_expert = SIZE_MAX;
+    bool is_added = false;  // To what `out` holds.
   };
 
   // What backward() reads and writes; everything borrowed for the call.
@@ -92,7 +104,8 @@ class ExpertBank {
     float* d_weights = nullptr;      // [num_tokens, top_k], overwritten.
   };
 
-  // Errors: kUnsupported (format, ISA not here, storage for several parts), kShape (sizes that are
+  // Errors: kUnsupported (format, ISA not here, storage for several parts, several parts or storage of
+  // a bank that is apart), kShape (sizes that are
   // not whole groups), kConfig (ISA name, no experts, more parts than column blocks, an activation
   // that is none, nodes for another number of parts), kCapacity (memory), kNotFound (no such node).
   static Result<ExpertBank> create(const Config& config);
@@ -109,7 +122,8 @@ class ExpertBank {
   // Biases of one expert, zero before. Errors: kNotFound (expert), kConflict (made without).
   Status set_bias(size_t expert_id, const float* gate, const float* up, const float* down);
 
-  // Errors: kShape (an expert id; `out` is then untouched), those of ThreadPool.
+  // Errors: kShape (an expert id; `out` is then untouched), kConflict (an expert without weights, an
+  // addition of several parts; `out` is then untouched), those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
 
   // The gradient of forward() with respect to x and to the router weights, where the coding of
@@ -141,7 +155,8 @@ class ExpertBank {
   // Of the first part: experts one after the other; each: gate and up panels in turn, then down
   // panels.
   uint8_t* data() const { return parts_[0].data; }
-  bool is_writable() const { return !storage_ || storage_->is_writable; }
+  bool is_writable() const { return !is_apart_ && (!storage_ || storage_->is_writable); }
+  bool is_apart() const { return is_apart_; }
 
  private:
   struct Routing;
@@ -169,6 +184,7 @@ class ExpertBank {
   static Result<ExpertBank> plan(const Config& config);
   Part plan_part(size_t first, size_t size) const;
   Result<Routing> route(const Batch& batch) const;
+  const uint8_t* find_expert(const Part& part, const Scratch& scratch, size_t expert_id) const;
   // Runs tasks of all parts, each on its part's sub-pool; `count` says how many a part has.
   Status run_parts(ThreadPool& pool, FunctionRef<size_t(const Part&)> count,
                    FunctionRef<Status(const PartTask&)> run) const;
@@ -207,6 +223,7 @@ class ExpertBank {
   size_t num_down_panels_ = 0;
   Part whole_;                     // Sizes of the one part that a layer is unless it is split.
   std::vector<Part> parts_;
+  bool is_apart_ = false;
   std::shared_ptr<const Storage> storage_;
   // Empty without biases; rows of whole panels.
   std::vector<float> gate_bias_;

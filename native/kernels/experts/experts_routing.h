@@ -28,6 +28,7 @@ struct ExpertBank::Scratch {
   std::vector<const float*> sums;  // Of each part, [tokens, hidden]; empty for one part.
   const float* delta = nullptr;    // As of Batch.
   void* kept = nullptr;
+  const uint8_t* const* addresses = nullptr;  // As of Batch.
 };
 
 }  // namespace tandem

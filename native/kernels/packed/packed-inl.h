@@ -107,7 +107,7 @@ void down_panel(const DownTask& task, const ExpertRows& expert, size_t panel) {
 }
 
 void down(const DownTask& task) {
-  for (size_t token = 0; token < task.num_tokens; ++token)
+  for (size_t token = 0; token < task.num_tokens && !task.is_added; ++token)
     __builtin_memset(task.out + token * task.out_stride, 0, task.num_columns * sizeof(float));
   for (size_t e = 0; e < task.num_experts; ++e)
     for (size_t panel = 0; panel < task.num_panels; ++panel)

@@ -97,6 +97,7 @@ struct DownTask {
   size_t out_stride;
   size_t num_tokens;
   size_t num_columns;         // Of the block: more than those of all panels but the last.
+  bool is_added = false;      // To what out holds, which is bitwise the sum over more experts.
 };
 
 // out[rows, columns] = x panel^T + bias, or added to what is there.

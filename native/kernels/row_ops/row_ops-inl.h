@@ -129,14 +129,15 @@ template <GateKind kKind>
 TANDEM_INLINE inline F32 activate(F32 x) {
   if constexpr (kKind == GateKind::kSilu) return x * sigmoid(x);
   if constexpr (kKind == GateKind::kGeluTanh) return gelu_tanh(x);
+  if constexpr (kKind == GateKind::kSigmoid) return sigmoid(x);
   return gelu_erf(x);
 }
 
 template <GateKind kKind, class T>
 void gate_rows(const GateTask& task, size_t begin, size_t end) {
   for (size_t row = begin; row < end; ++row) {
-    const T* gate = static_cast<const T*>(task.gate_up) + row * task.gate_up_stride;
-    const T* up = gate + task.size;
+    const T* gate = static_cast<const T*>(task.gate) + row * task.gate_stride;
+    const T* up = static_cast<const T*>(task.up) + row * task.up_stride;
     T* out = static_cast<T*>(task.out) + row * task.out_stride;
     F32 scale = set_f32(1.0f);
     if (task.row_gate != nullptr)
@@ -166,6 +167,7 @@ void gate_typed(const GateTask& task, size_t begin, size_t end) {
 void gate(const GateTask& task, size_t begin, size_t end) {
   if (task.kind == GateKind::kSilu) return gate_typed<GateKind::kSilu>(task, begin, end);
   if (task.kind == GateKind::kGeluTanh) return gate_typed<GateKind::kGeluTanh>(task, begin, end);
+  if (task.kind == GateKind::kSigmoid) return gate_typed<GateKind::kSigmoid>(task, begin, end);
   gate_typed<GateKind::kGeluErf>(task, begin, end);
 }
 

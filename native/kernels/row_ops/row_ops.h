@@ -75,12 +75,14 @@ struct LatentsTask {
   size_t rotary_size = 0;  // Even.
 };
 
-enum class GateKind { kSilu, kGeluErf, kGeluTanh };
+enum class GateKind { kSilu, kGeluErf, kGeluTanh, kSigmoid };
 
-// out[row, i] = f(gate_up[row, i]) * gate_up[row, size + i], times sigmoid(row_gate[row]).
+// out[row, i] = f(gate[row, i]) * up[row, i], times sigmoid(row_gate[row]).
 struct GateTask {
-  const void* gate_up = nullptr;
-  size_t gate_up_stride = 0;
+  const void* gate = nullptr;
+  size_t gate_stride = 0;
+  const void* up = nullptr;  // May be `out`.
+  size_t up_stride = 0;
   void* out = nullptr;
   size_t out_stride = 0;
   const void* row_gate = nullptr;  // Null is none; items `row_gate_stride` apart.

@@ -89,10 +89,13 @@ std::vector<T> run_all(FloatType type, Isa isa, size_t size) {
 
   std::vector<T> gate_up = make<T>(2 * 2 * size), product(2 * size);
   std::vector<T> row_gate = make<T>(2);
-  for (GateKind kind : {GateKind::kSilu, GateKind::kGeluErf, GateKind::kGeluTanh}) {
+  for (GateKind kind :
+       {GateKind::kSilu, GateKind::kGeluErf, GateKind::kGeluTanh, GateKind::kSigmoid}) {
     GateTask gate;
-    gate.gate_up = gate_up.data();
-    gate.gate_up_stride = 2 * size;
+    gate.gate = gate_up.data();
+    gate.gate_stride = 2 * size;
+    gate.up = gate_up.data() + size;
+    gate.up_stride = 2 * size;
     gate.out = product.data();
     gate.out_stride = size;
     gate.type = type;

@@ -129,6 +129,13 @@ Status IoRing::submit(uint32_t num_awaited) {
   return {Code::kInternal, "transfer.file", describe_errno("io_uring_enter", errno), ""};
 }
 
+Status IoRing::wait(int timeout_ms) {
+  // The descriptor of a ring is readable while completions wait.
+  pollfd ready{rings_->fd, POLLIN, 0};
+  if (poll(&ready, 1, timeout_ms) >= 0 || errno == EINTR) return {};
+  return {Code::kInternal, "transfer.file", describe_errno("poll of io_uring", errno), ""};
+}
+
 bool IoRing::reap(Completion* completion) {
   const Rings& r = *rings_;
   uint32_t* head_word = r.cq_word(r.params.cq_off.head);
@@ -156,6 +163,7 @@ Result<std::unique_ptr<IoRing>> IoRing::create(uint32_t) {
 }
 void IoRing::prepare(bool, int, const iovec*, uint64_t, uint64_t) {}
 Status IoRing::submit(uint32_t) { return {}; }
+Status IoRing::wait(int) { return {}; }
 bool IoRing::reap(Completion*) { return false; }
 void IoRing::wake() {}
 

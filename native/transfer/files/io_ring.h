@@ -32,6 +32,8 @@ class IoRing {
   void prepare(bool is_write, int fd, const iovec* iov, uint64_t offset, uint64_t tag);
   // Hands over what is queued and waits for so many completions, or a wake. Errors: kInternal.
   Status submit(uint32_t num_awaited);
+  // Returns when there is a completion to reap, or the time is over. Errors: kInternal.
+  Status wait(int timeout_ms);
   // The next completion, if there is one.
   bool reap(Completion* completion);
   void wake();

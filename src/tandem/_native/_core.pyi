@@ -4,7 +4,7 @@ Native core of Tandem: machine topology, thread pool, aligned memory, probes, ke
 
 from collections.abc import Mapping, Sequence
 import enum
-from typing import Annotated, overload
+from typing import Annotated, Final, overload
 
 import numpy
 import numpy.typing
@@ -383,6 +383,80 @@ def probe_cuda() -> CudaProbe:
     """
     Ask the CUDA driver, loaded at run time. A process that forks afterwards cannot use CUDA in the child.
     """
+
+class DirectReader:
+    """
+    Reads ranges of files past the page cache, many at a time, into memory of its own.
+
+    The place of a read must not be reused before the read is over, even if its caller gave up.
+    Thread-safe; calls that wait release the GIL.
+    """
+
+    def __init__(self, memory_bytes: int, *, depth: int = 16, part_bytes: int = 524288, backend: str = 'auto') -> None:
+        """
+        Reserve the memory; pages are taken as reads write to them.
+
+        Args:
+            memory_bytes: of all places together.
+            depth: operations that the kernel has at a time.
+            part_bytes: of one operation, a multiple of ALIGNMENT.
+            backend: `auto`, `io_uring` or `threads`.
+
+        Raises: ConfigError; CapacityError (memory, threads); UnsupportedError (io_uring).
+        """
+
+    ALIGNMENT: Final[int] = ...
+    """Places, and the ranges that are read, are whole multiples of it."""
+
+    @staticmethod
+    def count_span(offset: int, length: int) -> int:
+        """
+        Bytes of the place that a read of a range needs; its first byte comes to
+        offset % ALIGNMENT of it.
+        """
+
+    def add_file(self, path: str) -> int:
+        """
+        Open a file and return its number.
+
+        Raises: NotFoundError; PermissionDeniedError; CapacityError; ConfigError (no regular
+            file, no bytes).
+        """
+
+    def begin(self, file: int, offset: int, length: int, at: int) -> int:
+        """
+        Begin to read a range to the place `at`, an aligned offset of the memory; return the
+        read's number.
+
+        Raises: NotFoundError (file); ConfigError (beyond the file or the memory, not aligned).
+        """
+
+    def is_done(self, read: int) -> bool:
+        """Return True if `finish` would not wait; hands over what was begun."""
+
+    def finish(self, read: int, timeout_ms: int) -> None:
+        """
+        Wait for a read; its number is then unknown.
+
+        Raises: CorruptionError (the file ends too soon, or was written since it was added);
+            InternalError (the disk fails); NotFoundError (no such read); DeadlineError (the
+            read goes on, and can be waited for again).
+        """
+
+    def direct_refusal(self, file: int) -> str:
+        """
+        Return why a file is read through the page cache; empty where it is not.
+        """
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that all reads so far brought."""
+
+    def array(self) -> numpy.typing.NDArray[numpy.uint8]:
+        """The memory, no copy; keeps it alive."""
 
 class FenceLedger:
     """
@@ -882,12 +956,13 @@ class ExpertBank:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, scale_bits: int = 0, has_table: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1, part_nodes: Sequence[int] = [], down_format: tuple[int, int, bool, bool, int, bool] | None = None) -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, scale_bits: int = 0, has_table: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1, part_nodes: Sequence[int] = [], down_format: tuple[int, int, bool, bool, int, bool] | None = None, is_apart: bool = False) -> None:
         """
         Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
         `count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
         `part_nodes` are the NUMA nodes that the parts' own memory should lie on.
         `down_format` has the fields of another integer format for the down projections.
+        `is_apart`: no memory; `forward_apart` is told where weights are.
 
         Raises: UnsupportedError (format, ISA, storage for several parts); ShapeError (not
             whole groups); ConfigError (unknown ISA or activation, a size below 1, more parts
@@ -974,6 +1049,22 @@ class ExpertBank:
         expert, sorted by expert; `kept`, bfloat16, takes what their activation sees.
 
         Raises: ShapeError (array or expert id; `out` is then untouched).
+        """
+
+    def forward_apart(self, pool: ThreadPool, x: TensorView, expert_ids: TensorView, weights: TensorView, out: TensorView, memory: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu', writable=False)], places: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], first_expert: int, end_expert: int, is_added: bool) -> None:
+        """
+        As `forward` with views, of a bank that is apart.
+
+        Args:
+            pool, x, expert_ids, weights, out: as of `forward`.
+            memory: holds packed experts.
+            places: of each expert, its offset in the memory, or -1.
+            first_expert: ids below add nothing.
+            end_expert: ids from here on add nothing.
+            is_added: add to `out`; over ascending ranges the sum is bitwise that of one call.
+
+        Raises: ShapeError (array, expert id or place); ConflictError (an expert without a
+            place). `out` is then untouched.
         """
 
     def backward(self, pool: ThreadPool, x: object, expert_ids: object, weights: object, d_out: object, d_x: object, d_weights: object, kept: object = None, delta: object = None, extra: object = None, d_gate_up: object = None) -> None:
@@ -1269,12 +1360,13 @@ def place_latents(q: TensorView, kv: TensorView, weight: TensorView, eps: float,
     Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
-def gate(gate_up: TensorView, out: TensorView, activation: str = 'silu', row_gate: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '') -> None:
+def gate(gate_up: TensorView, out: TensorView, activation: str = 'silu', row_gate: TensorView | None = None, pool: ThreadPool | None = None, isa: str = '', up: TensorView | None = None) -> None:
     """
     out = f(gate) * up, where `gate_up` [rows, 2 * size] holds the gate first.
 
-    `activation` is silu, gelu (erf) or gelu_tanh. `row_gate` [rows, 1] multiplies each
-    row by its sigmoid. Raises: ShapeError; ConfigError or UnsupportedError (isa).
+    `activation` is silu, gelu (erf), gelu_tanh or sigmoid. `row_gate` [rows, 1] multiplies
+    each row by its sigmoid. With `up` [rows, size], which may be `out`, `gate_up` is the
+    gate alone, [rows, size]. Raises: ShapeError; ConfigError or UnsupportedError (isa).
     """
 
 def soft_cap(x: TensorView, cap: float, pool: ThreadPool | None = None, isa: str = '') -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "ISA_VARIABLES",
     "LIBRARY_VARIABLES",
     "MAX_ISA",
+    "SIZE_PATTERN",
     "ConfigField",
     "Resolved",
     "YamlLoader",
@@ -37,12 +38,16 @@ __all__ = [
     "list_fields",
     "list_library_caps",
     "mask_secrets",
+    "parse_size",
     "parse_yaml",
     "read_environment",
     "read_max_isa",
     "resolve_config",
 ]
 
+SIZE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SIZE_PATTERN = r"^(\d+(\.\d+)? ?(B|KiB|MiB|GiB|TiB))?$"
+"""Of a setting that is a size, such as 16GiB; it may be empty."""
 ENV_PREFIX = "TANDEM_"
 MAX_ISA = "TANDEM_MAX_ISA"
 """The variable that caps the instruction set. It is none of the settings: it acts on libraries at
@@ -166,6 +171,12 @@ def check_bounds(config: msgspec.Struct, section: str) -> None:
         except msgspec.ValidationError as error:
             path = f"{section}.{name}"
             raise ConfigError("config.check", f"{path}: {error}", field=path) from error
+
+
+def parse_size(text: str) -> int:
+    """Return a size that ``SIZE_PATTERN`` matches in bytes; 0 if it is empty."""
+    number = text.rstrip("BKMGTi ")
+    return int(float(number) * SIZE_UNITS[text[len(number) :].strip()]) if number else 0
 
 
 def check_text(text: str | None, path: str) -> None:

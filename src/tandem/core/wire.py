@@ -21,6 +21,7 @@ __all__ = [
     "MIN_REPETITION_PENALTY",
     "WIRE_VERSION",
     "AddRequest",
+    "BlockChanges",
     "CancelRequest",
     "ClosePeer",
     "Continuation",
@@ -42,6 +43,7 @@ __all__ = [
     "SamplingParams",
     "StageChanged",
     "StepOutputs",
+    "StepRecord",
     "TierKv",
     "TokenLogprob",
 ]
@@ -187,6 +189,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     awaits_continuation: bool = False
     """With ``PrefillKv``: load the blocks, but do not compute before ``ContinueRequest`` comes or
     the lease has ended."""
+    expected_len: int = 0
+    """Tokens of the prompt whose KV the server believes to be there; they count as no load while
+    the request waits. Nothing else depends on it."""
     number: int = 0
     """Of those that this server sends this instance, from 1; see ``InstanceLoad``. 0: none."""
 
@@ -312,6 +317,41 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     may be negative. What requests share is counted for each."""
     largest_blocks: int = 0
     """Of the longest request that decodes, at its full length."""
+    queued_context: float = 0.0
+    """Of the queued tokens, the sum of the lengths that each will attend to."""
+    decode_tokens: int = 0
+    """KV tokens of the requests that decode here, or will."""
+    num_requests: int = 0
+    """Requests that are live here."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A step that was computed, for estimates of later ones."""
+
+    prefill_tokens: int
+    prefill_context: float
+    """Sum over these tokens of the length that each attends to."""
+    num_decodes: int
+    decode_tokens: int
+    """KV tokens that the decodes read."""
+    seconds: float
+
+
+class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
+    """Changes of the full blocks that can be found in an instance, by the heads of their keys.
+
+    A head is the first eight bytes of a block's key as a little-endian number. Changes of one
+    block between two messages are summed up in its last state.
+    """
+
+    stored: list[int] = []
+    removed: list[int] = []
+    in_store: list[int] = []
+    """Blocks that this instance has put into the store, or found there."""
+    lost_in_store: list[int] = []
+    """Blocks that it looked for there in vain."""
+    is_reset: bool = False
+    """Whatever was told before is void; ``stored`` is all there is."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
@@ -320,6 +360,10 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
     outputs: list[RequestOutput]
     load: InstanceLoad | None = None
     """None: it was told a moment ago, or has not changed."""
+    steps: list[StepRecord] = []
+    """Those since they were told last, but for the oldest of very many."""
+    blocks: BlockChanges | None = None
+    """None: there is no change, or nobody wants to know."""
 
 
 class InstanceStage(StrEnum):
@@ -379,6 +423,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     block_size: int
     num_blocks: int
+    max_batch_tokens: int = 1
+    """Tokens of one step at most."""
     kv_bytes_per_token: int
     weight_bytes: int
     num_parameters: int

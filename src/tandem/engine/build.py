@@ -15,14 +15,14 @@ import msgspec
 
 from tandem import _native
 from tandem.core.clock import Clock
-from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.errors import CapacityError, ConfigError, UnsupportedError
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import KvExtents, KvMemory
-from tandem.engine.memory import KvPlan, check_context, plan_kv_cache
+from tandem.engine.memory import DEFAULT_FRACTION, KvPlan, check_context, plan_kv_cache
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -33,6 +33,7 @@ from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
 from tandem.kernels.paged import PagedKvCache
 from tandem.models.config import ModelConfig
+from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.loader import CausalModel, count_mapped_bytes, load_model, make_kv_layout
 from tandem.models.planning.planner import plan_model
@@ -45,6 +46,14 @@ __all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
+GIB = 1 << 30
+
+TIER_KV_FRACTION = 0.2
+"""Of the memory beside the dense weights, for KV, where experts lie on disk: there an expert in
+memory saves more time than a block that nobody uses."""
+RUNTIME_BYTES = 1 << 30
+"""Of an instance beside weights and KV: Python, torch, activations of a step. Measured: 0.6 GiB
+after loading, and tens of KiB a token of a step."""
 
 MIN_SHARED_WEIGHTS = 2_000_000
 """Weights that a token reads in a layer, below which torch multiplies on one thread: its operations
@@ -78,6 +87,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{model.weight_bytes / MIB:.0f} MiB",
                 f"{spec.num_parameters:,} parameters",
             ),
+            *_tell_tier(model),
             ("dtype", spec.dtype, spec.dtype_reason),
             ("experts", model.experts.weight_format, model.experts.reason),
             (
@@ -148,7 +158,20 @@ def plan_engine(
         num_nodes=min(len(topology.numa_nodes), threads),
         deferred_experts=num_deferred,
     )
+    available, fraction = _count_available(topology) // num_siblings, DEFAULT_FRACTION
+    if engine_config.memory_bytes:
+        # What the interpreter and a step take comes out of it too.
+        available = max(0, min(available, engine_config.memory_bytes - RUNTIME_BYTES))
+    left = _share_memory(
+        available * num_siblings, model.weight_bytes, count_mapped_bytes(model), num_siblings
+    )
+    if model_config.expert_slots or (left < 0 and list_expert_sizes(model) is not None):
+        model = _plan_tier(model, model_config, engine_config, available)
+        left, fraction = available - (model.weight_bytes - model.expert_bytes), TIER_KV_FRACTION
     spec = model.spec
+    if spec.state_layout is not None:
+        what = f"{spec.model_type} keeps a state beside KV, for which requests have no slots yet"
+        raise UnsupportedError("engine.plan", what, field="model.path")
     own = spec.max_position_embeddings
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
@@ -157,10 +180,9 @@ def plan_engine(
         engine_config,
         block_bytes=layout.bytes_per_block,
         own_context=own,
-        available_bytes=_share_memory(
-            _count_available(topology), model.weight_bytes, count_mapped_bytes(model), num_siblings
-        ),
+        available_bytes=left,
         total_bytes=topology.memory_total_bytes,
+        fraction=fraction,
     )
     return EnginePlan(
         model=model,
@@ -177,6 +199,55 @@ def plan_engine(
         torch_threads=torch_threads,
         torch_threads_reason=torch_reason,
     )
+
+
+def _plan_tier(
+    model: ModelPlan, model_config: ModelConfig, engine_config: EngineConfig, available_bytes: int
+) -> ModelPlan:
+    """Return the plan with routed experts on disk, in the memory that KV leaves."""
+    left = available_bytes - (model.weight_bytes - model.expert_bytes)
+    layout = make_kv_layout(model.spec, engine_config.block_size, engine_config.kv_dtype)
+    if engine_config.num_kv_blocks:
+        kv_bytes = engine_config.num_kv_blocks * layout.bytes_per_block
+    elif engine_config.kv_cache_gib:
+        kv_bytes = int(engine_config.kv_cache_gib * GIB)
+    else:
+        kv_bytes = int(left * TIER_KV_FRACTION)
+    sizes = list_expert_sizes(model)
+    read_bytes = sizes.expert_bytes if sizes is not None else MIB
+    return plan_tier(
+        model,
+        budget_bytes=max(0, left - kv_bytes),
+        wanted_slots=model_config.expert_slots,
+        policy=model_config.expert_policy,
+        read_rate=measure_reads(Path(model.folder), read_bytes),
+    )
+
+
+def _tell_tier(model: ModelPlan) -> list[tuple[str, str, str]]:
+    """Return the rows of experts that lie on disk."""
+    tier = model.tier
+    if tier is None:
+        return []
+    num_experts = max(m.shape[0] for m in model.matrices if m.role == "experts")
+    share = tier.num_slots / num_experts
+    speed = f"{tier.read_rate / 1e9:.2f} GB/s, {tier.depth} reads of {tier.part_bytes >> 10} KiB"
+    if tier.read_rate and tier.missed_bytes:
+        rate = f"{tier.read_rate / tier.missed_bytes:.2f} tokens/s"
+        why = f"a token misses {tier.missed_bytes / MIB:.0f} MiB if choices are even: {rate}"
+    elif tier.read_rate:
+        why = "every expert has a slot: each is read once"
+    else:
+        why = "not measured"
+    return [
+        (
+            "experts on disk",
+            f"{tier.num_slots} of {num_experts} in each of {tier.num_layers} layers, "
+            f"{tier.size_bytes / MIB:.0f} MiB with {tier.num_staged} places for others",
+            f"{tier.reason}; {tier.policy} holds {share:.0%}",
+        ),
+        ("disk", speed if tier.read_rate else "unknown", why),
+    ]
 
 
 def _share_memory(
@@ -325,6 +396,7 @@ def build_engine(
         max_model_len_reason=plan.kv.max_model_len_reason,
         block_size=plan.layout.block_size,
         num_blocks=plan.kv.num_blocks,
+        max_batch_tokens=plan.config.max_batch_tokens,
         kv_bytes_per_token=plan.layout.bytes_per_token,
         weight_bytes=model.weight_bytes,
         num_parameters=spec.num_parameters,

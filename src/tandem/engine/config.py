@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.core.config import SIZE_PATTERN, parse_size
 from tandem.core.errors import ConfigError
 from tandem.core.spec import KvSharing
 
@@ -25,6 +26,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(ge=0.0, le=2.0**20, description="Memory for KV, GiB; 0 = a share of what is free."),
     ] = 0.0
+    memory: Annotated[
+        str,
+        Meta(
+            pattern=SIZE_PATTERN,
+            description="Memory of an instance, weights and KV together, such as 16GiB; empty = "
+            "what is free. Routed experts that do not fit stay on disk.",
+        ),
+    ] = ""
     kv_dtype: Annotated[
         KvDtype,
         Meta(
@@ -97,6 +106,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: Annotated[
         int, Meta(ge=0, le=4096, description="Compute threads; 0 = the cores allowed.")
     ] = 0
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory`` in bytes; 0 if it is empty."""
+        return parse_size(self.memory)
 
     def __post_init__(self) -> None:
         """Refuse values that fit their bounds but not each other.

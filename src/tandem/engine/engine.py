@@ -9,7 +9,7 @@ refused or cancelled at once, however long a step takes.
 import logging
 import secrets
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -34,6 +34,7 @@ from tandem.core.wire import (
     PromptLogprobs,
     RequestOutput,
     SamplingParams,
+    StepRecord,
     TokenLogprob,
 )
 from tandem.engine.checks import RequestChecks
@@ -49,6 +50,7 @@ from tandem.engine.stepping.describe import (
     describe_failure,
     describe_sequence,
     describe_start,
+    describe_step,
 )
 from tandem.engine.stepping.messages import (
     NO_SLOT,
@@ -83,6 +85,8 @@ RESTORED_TOKENS = 512
 """Computed at a time where a failed step has spoilt a state: rare, so a small step will do."""
 NO_FAILURES: Mapping[int, TandemError] = MappingProxyType({})
 DEFAULT_TIMELINES = 256
+MAX_STEP_RECORDS = 256
+"""Remembered while nobody is told."""
 MAX_ENDED_PREFILLS = 4096
 """Remembered, so that who asks after the end of a hold does not wait for it to begin."""
 
@@ -229,6 +233,8 @@ class Engine:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self.counters = Statistics()
+        self._steps: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
+        """Those since ``take_steps``."""
 
     def attach_transfers(self, transfers: BlockTransfers) -> None:
         """Set what moves blocks to and from lower tiers; before the first step. Not owned."""
@@ -355,6 +361,7 @@ class Engine:
             message_end=message.message_end,
             awaits_continuation=message.awaits_continuation,
             num_stored_blocks=num_stored_blocks,
+            expected_len=message.expected_len,
         )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         if message.continuation is not None:
@@ -436,6 +443,13 @@ class Engine:
         """Whether a block copied out still has its content; see ``Scheduler.is_unchanged``."""
         with self._lock:
             return self._scheduler.is_unchanged(block)
+
+    def take_steps(self) -> list[StepRecord]:
+        """Return the steps since the last call, but for the oldest of very many. Any thread."""
+        with self._lock:
+            steps = list(self._steps)
+            self._steps.clear()
+        return steps
 
     def get_stats(self) -> Statistics:
         """Return the scheduler's snapshot."""
@@ -639,10 +653,10 @@ class Engine:
             seconds = end_s - step.begin_s
             self.counters.num_steps += 1
             self.counters.step_seconds += seconds
+            record = describe_step(plan, seconds)
+            self._steps.append(record)
             if self._observer is not None:
-                prefills = [s for s in plan.sequences if s.phase is Phase.PREFILL]
-                num_prefilled = sum(s.num_tokens for s in prefills)
-                self._observer.note_step(num_prefilled, plan.num_tokens, seconds)
+                self._observer.note_step(record.prefill_tokens, plan.num_tokens, seconds)
             self._timelines.note_step(plan, seconds)
             self._prefilling = {}
             outputs = step.outputs + self._record(plan, result, failures, end_s)

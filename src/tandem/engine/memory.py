@@ -51,6 +51,7 @@ def plan_kv_cache(
     own_context: int,
     available_bytes: int,
     total_bytes: int,
+    fraction: float = DEFAULT_FRACTION,
 ) -> KvPlan:
     """Choose the number of blocks, and the context: the model's own, or less if it does not fit.
 
@@ -60,6 +61,7 @@ def plan_kv_cache(
         own_context: positions that the model knows; ``config.max_model_len`` is at most that.
         available_bytes: memory free now, after the weights are loaded.
         total_bytes: all memory of the machine.
+        fraction: of the free memory, when nothing is set.
 
     Raises: ConfigError if the cache cannot hold one request of the context that was asked for, or
         not one block, or is larger than the machine, with what would help.
@@ -76,12 +78,12 @@ def plan_kv_cache(
         # More than every running request at full length could never be used by requests, but
         # an idle block still serves as prefix cache: twice that is plenty.
         useful = 2 * config.max_running * needed
-        affordable = int(available_bytes * DEFAULT_FRACTION) // block_bytes
+        affordable = int(available_bytes * fraction) // block_bytes
         num_blocks = min(useful, affordable)
         reason = (
             f"twice {config.max_running} requests of {max_model_len} tokens"
             if useful <= affordable
-            else f"{DEFAULT_FRACTION:.0%} of {available_bytes / GIB:.1f} GiB free"
+            else f"{fraction:.0%} of {available_bytes / GIB:.1f} GiB free"
         )
     if num_blocks < needed and not config.max_model_len and num_blocks > 0:
         max_model_len = num_blocks * config.block_size

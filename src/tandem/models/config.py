@@ -58,6 +58,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "that computes. One is mapped from the cache; several are copied to their nodes.",
         ),
     ] = 0
+    expert_slots: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="Routed experts of each layer that memory holds while all of them lie on "
+            "disk; 0 = all in memory if they fit (engine.memory), else as many as fit.",
+        ),
+    ] = 0
+    expert_policy: Annotated[
+        Literal["lru"],
+        Meta(description="Which experts keep a slot: lru, those that were computed last."),
+    ] = "lru"
     deferred_experts: Annotated[
         Annotated[int, Meta(ge=0, le=8)] | Literal["auto"],
         Meta(

@@ -6,13 +6,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.core.config import check_bounds, check_text
+from tandem.core.config import SIZE_PATTERN, check_bounds, check_text, parse_size
 from tandem.core.errors import ConfigError
 
 __all__ = ["StoreConfig", "StoreElectionConfig"]
 
 
-UNIT_BYTES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 PAGE_BYTES = 4096
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 2**16, 2**39
 
@@ -104,7 +103,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory: Annotated[
         str,
         Meta(
-            pattern=r"^(\d+(\.\d+)? ?(B|KiB|MiB|GiB|TiB))?$",
+            pattern=SIZE_PATTERN,
             description="Memory of the store that `tandem serve` starts for itself, such as 8GiB; "
             "empty = none.",
         ),
@@ -205,11 +204,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def memory_bytes(self) -> int:
         """``memory`` as bytes, whole pages; 0 if it is empty."""
-        number = self.memory.rstrip("BKMGTi ")
-        if not number:
-            return 0
-        unit = self.memory[len(number) :].strip()
-        return int(float(number) * UNIT_BYTES[unit]) // PAGE_BYTES * PAGE_BYTES
+        return parse_size(self.memory) // PAGE_BYTES * PAGE_BYTES
 
     def __repr__(self) -> str:
         """Show the settings without the secret."""

@@ -5,80 +5,19 @@ what it was asked. What the client says is compared with the script; no test jud
 """
 
 import asyncio
-import json
-import threading
-import time
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import uvicorn
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from scripted_server import START_S, Script
 
 from tandem.bench.clients.client import LoadClient, Target
 from tandem.bench.clients.workloads import Conversation, Turn, make_multi_turn
 from tandem.core.errors import PeerLostError
-
-START_S = 30.0
-
-
-class Script:
-    """A server whose answers are texts of one token an event, at fixed times after the request."""
-
-    def __init__(self, *, tokens=5, first_s=0.0, gap_s=0.0, ending="[DONE]", status=200):
-        self.tokens, self.first_s, self.gap_s = tokens, first_s, gap_s
-        self.ending, self.status = ending, status
-        self.bodies, self.running, self.most = [], 0, 0
-        self.has_usage = True
-        routes = [
-            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "scripted"}]})),
-            Route("/v1/completions", self.answer, methods=["POST"]),
-            Route("/v1/chat/completions", self.answer, methods=["POST"]),
-        ]
-        config = uvicorn.Config(Starlette(routes=routes), port=0, log_level="error")
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-
-    async def answer(self, request):
-        body = await request.json()
-        self.bodies.append(body)
-        if self.status != 200:
-            return JSONResponse({"error": {"message": "not now"}}, status_code=self.status)
-
-        async def stream():
-            self.running += 1
-            self.most = max(self.most, self.running)
-            begin = time.perf_counter()
-            for i in range(self.tokens):
-                due = begin + self.first_s + self.gap_s * i
-                await asyncio.sleep(max(due - time.perf_counter(), 0))
-                part = {"text": f"t{i} "} if "prompt" in body else {"delta": {"content": f"t{i} "}}
-                yield f"data: {json.dumps({'choices': [{'index': 0, **part}]})}\n\n"
-            if self.has_usage:
-                details = {"cached_tokens": 7}
-                usage = {"prompt_tokens": 33, "completion_tokens": 2 * self.tokens}
-                usage["prompt_tokens_details"] = details
-                yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
-            self.running -= 1
-            if self.ending:
-                yield f"data: {self.ending}\n\n"
-
-        return StreamingResponse(stream(), media_type="text/event-stream")
-
-    def __enter__(self):
-        self.thread.start()
-        deadline = time.monotonic() + START_S
-        while not self.server.started:
-            assert time.monotonic() < deadline, "the scripted server did not start"
-            time.sleep(0.01)
-        port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        return self
-
-    def __exit__(self, *_):
-        self.server.should_exit = True
-        self.thread.join(START_S)
 
 
 def run(script, load, *, most=None, **target):
@@ -112,6 +51,15 @@ def test_records_are_what_the_server_sent():
     assert body["model"] == "scripted"
     assert (body["prompt"], body["max_tokens"], body["top_p"]) == ([1, 2, 3], 6, 0.5)
     assert (body["stream"], body["ignore_eos"], body["temperature"]) == (True, True, 0.0)
+
+
+@pytest.mark.parametrize("most", [None, 3])
+def test_connections_are_open_before_the_first_request(most):
+    """Opening one would count as the server's time to the first token."""
+    with Script(gap_s=0.01) as script:
+        run(script, plain(8), most=most)
+    assert len(script.listed) >= (most or 8)
+    assert script.answered <= script.listed
 
 
 def test_events_are_counted_where_there_is_no_usage():

@@ -7,6 +7,10 @@ import asyncio
 
 import pytest
 
+from tandem.conductor.fleet import Load
+from tandem.conductor.load_count import LoadCount
+from tandem.conductor.policies.table import make_policy
+from tandem.conductor.routes import InstanceRef
 from tandem.core.errors import CapacityError, ConfigError, ConflictError, PeerLostError
 from tandem.core.wire import (
     AddRequest,
@@ -16,19 +20,17 @@ from tandem.core.wire import (
     SamplingParams,
 )
 from tandem.engine.cluster.dispatcher import Dispatcher
-from tandem.engine.cluster.machine import InstanceRef, Limits
-from tandem.engine.cluster.selection import LeastLoadedPolicy
-from tandem.engine.process.load_count import LoadCount
+from tandem.engine.cluster.machine import Limits
 from tandem.engine.process.methods import CONTINUE
 
 TIMEOUT_S = 10.0
 
 
 class Info:
-    num_blocks, block_size, max_model_len = 100, 16, 2048
+    num_blocks, block_size, max_model_len, max_batch_tokens = 100, 16, 2048, 512
 
     def __init__(self, identity="a model"):
-        self.kv_identity = identity
+        self.kv_identity = identity.encode().hex()
 
 
 class ToyPort:
@@ -94,8 +96,15 @@ def run(work):
     return asyncio.run(bounded())
 
 
+def count_decoding(dispatcher):
+    dispatcher.note_change()
+    fleet = dispatcher.conductor.fleet
+    serving = [row for row in range(fleet.num_rows) if fleet.is_serving[row]]
+    return {fleet.name_of(row): int(fleet.num_decoding[row]) for row in serving}
+
+
 def make(*ports, **limits):
-    return Dispatcher(ports, LeastLoadedPolicy(), Limits(**limits))
+    return Dispatcher(ports, make_policy("prefix"), Limits(**limits))
 
 
 def test_a_stream_goes_on_at_another_instance_with_what_it_has():
@@ -108,10 +117,10 @@ def test_a_stream_goes_on_at_another_instance_with_what_it_has():
         a.die()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        loads = {view.ref.name: view.num_decoding for view in dispatcher.view_instances()}
+        loads = count_decoding(dispatcher)
         assert loads == {"b": 1}, "the load went with the request"
         a.restart()
-        loads = {view.ref.name: view.num_decoding for view in dispatcher.view_instances()}
+        loads = count_decoding(dispatcher)
         assert loads == {"a": 0, "b": 1}
         assert b.requests[0].continuation.token_ids == [5, 6]
         assert b.requests[0].continuation.seed == a.requests[0].sampling.seed
@@ -368,12 +377,14 @@ def test_a_view_is_what_an_instance_tells_and_what_it_was_sent_since():
         await dispatcher.submit(ask_as("r1"))
         await dispatcher.submit(ask_as("r2", 64))
         a.load.take(InstanceLoad(1, 1, (), 20, 7, 50, 9))
-        [view] = dispatcher.view_instances()
-        assert (view.queued_tokens, view.num_decoding, view.used_blocks) == (84, 8, 50 + 4 + 2)
-        assert view.largest_blocks == 9
+        fleet = dispatcher.conductor.fleet
+        row = fleet.find("a")
+        load = Load(*(int(value) for value in fleet.load[:, row]))
+        assert (load.queued_tokens, load.num_decoding, load.used_blocks) == (84, 8, 50 + 4 + 2)
+        assert (load.largest_blocks, load.num_requests) == (9, 1)
         a.load.take(InstanceLoad(2, 2, (), 30, 8, 44, 9))
-        [view] = dispatcher.view_instances()
-        assert (view.queued_tokens, view.num_decoding, view.used_blocks) == (30, 8, 56)
+        load = Load(*(int(value) for value in fleet.load[:, row]))
+        assert (load.queued_tokens, load.num_decoding, load.used_blocks) == (30, 8, 56)
         await dispatcher.close()
 
     run(work())

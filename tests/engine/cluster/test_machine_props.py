@@ -10,6 +10,7 @@ import math
 import random
 from dataclasses import dataclass
 
+from tandem.conductor.routes import Alone, InstanceRef, NoRoute, Pair, Place
 from tandem.core.errors import CapacityError, ConfigError, DeadlineError, PeerLostError
 from tandem.core.wire import (
     AddRequest,
@@ -20,21 +21,16 @@ from tandem.core.wire import (
     SamplingParams,
 )
 from tandem.engine.cluster.machine import (
-    Alone,
     Cancel,
     Continue,
     Continued,
     Deliver,
     DropLeg,
     Fail,
-    InstanceRef,
     LegFailed,
     LegOutput,
     Limits,
-    NoRoute,
     Note,
-    Pair,
-    Place,
     ReleaseLeg,
     RequestMachine,
     Submit,

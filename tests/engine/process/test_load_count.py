@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from step_runner import StepRunner
 
+from tandem.conductor.load_count import LoadCount
 from tandem.core.clock import ManualClock
 from tandem.core.errors import CapacityError
 from tandem.core.wire import (
@@ -28,7 +29,6 @@ from tandem.core.wire import (
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.process.instance_api import LOAD_INTERVAL_S, InstanceApi
-from tandem.engine.process.load_count import LoadCount
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -60,6 +60,9 @@ def expect(requests):
         num_decoding=len(lengths),
         free_blocks=NUM_BLOCKS - sum(blocks(n) + GROWTH_BLOCKS for n in lengths),
         largest_blocks=max((blocks(n + 3) for n in lengths), default=0),
+        queued_context=sum(n * n / 2 for n in lengths),
+        decode_tokens=sum(lengths),
+        num_requests=len(lengths),
     )
 
 

@@ -106,8 +106,10 @@ def test_the_default_context_is_what_fits_and_only_a_wish_is_refused(monkeypatch
     with pytest.raises(ConfigError, match=f"knows {own} positions: lower --max-model-len"):
         plan_context(own + 1)
     room = -1
+    # Experts that are no packed codes cannot stay on disk.
+    plain = ModelConfig(path="demo", dtype="bfloat16", expert_format="none")
     with pytest.raises(ConfigError, match="cannot hold one request"):
-        plan_context()
+        plan_engine(plain, EngineConfig())
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,13 @@ import pytest
 from test_disaggregation import Node
 from test_store_tier import LiveStore, Served
 
+from tandem.conductor.load_count import LoadCount
+from tandem.conductor.policies.table import make_policy
+from tandem.conductor.routes import InstanceRef
 from tandem.core.errors import PeerLostError
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput, SamplingParams
 from tandem.engine.cluster.dispatcher import Dispatcher
-from tandem.engine.cluster.machine import InstanceRef, Limits
-from tandem.engine.cluster.selection import LeastLoadedPolicy
-from tandem.engine.process.load_count import LoadCount
+from tandem.engine.cluster.machine import Limits
 from tandem.engine.process.methods import CONTINUE
 
 BLOCK = 16
@@ -145,7 +146,7 @@ class Cluster:
             for name, role in roles.items()
         }
         limits = Limits(lease_s=30.0, recovery_s=10.0, max_attempts=5)
-        self.dispatcher = Dispatcher(list(self.ports.values()), LeastLoadedPolicy(), limits)
+        self.dispatcher = Dispatcher(list(self.ports.values()), make_policy("prefix"), limits)
 
     async def __aenter__(self):
         for port in self.ports.values():
@@ -154,6 +155,7 @@ class Cluster:
                 for other in others:
                     await port.node.exchange.reader.open_peer(other.node.exchange.peer)
                 port.sources = frozenset(other.name for other in others)
+        self.dispatcher.note_change()
         return self
 
     async def __aexit__(self, *_):

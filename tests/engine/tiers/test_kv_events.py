@@ -37,7 +37,7 @@ def publish():
             stack.callback(publisher.close)
             pool = BlockPool(8)
             index = PrefixIndex(pool, BLOCK)
-            index.observer = publisher
+            index.observers.append(publisher)
             return publisher, index, pool
 
         yield make

@@ -8,7 +8,7 @@ is left. A failing seed prints itself; run it alone by its number.
 import pytest
 from kv_world import ROLES, KvWorld, Settings
 
-from tandem.engine.cluster.machine import InstanceRef
+from tandem.conductor.routes import InstanceRef
 from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.disaggregation import peers
 from tandem.engine.disaggregation.hand_over import HandOver

@@ -4,6 +4,7 @@ Method: the switches of published models, shrunk. Mutants are operators that lea
 that a family has; each must be refused, with its layer and name.
 """
 
+import copy
 import json
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import torch
 from published import PUBLISHED, make_published
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tandem import _native
 from tandem.cli.commands.verify import render_proof
 from tandem.core.errors import UnsupportedError
 from tandem.core.model.layers import Activation
@@ -21,6 +23,7 @@ from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.linear import Embedding, LmHead
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
@@ -28,6 +31,7 @@ from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedKvCache
+from tandem.kernels.states import StateCache
 from tandem.kernels.torch import attention as torch_attention
 from tandem.models.families import FAMILIES, open_checkpoint
 from tandem.models.identity import IGNORED_CONFIG
@@ -174,6 +178,25 @@ def take_keys_of_another_head(attention):
     weight = rows.reshape(-1, matrix.in_features)[: matrix.out_features].clone()
     weight[first:] = weight[first:].roll(attention.spec.head_dim, 0)
     matrix.pack_rows(0, weight)
+
+
+def change_rule(**changes):
+    """Return a mutation: the rule of every gated delta is made with other values."""
+
+    def change(layer):
+        rule = copy.copy(layer.rule)
+        rule.__dict__.pop("native", None)
+        for name, value in changes.items():
+            setattr(rule, name, value(rule))
+        layer.rule = rule
+
+    return spoil(GatedDelta, change)
+
+
+def skip_sigmoid(original, gate, out, activation, *others, **options):
+    """Run gated activations, but those of attention's outputs."""
+    if activation != "sigmoid":
+        original(gate, out, activation, *others, **options)
 
 
 MUTANTS = {
@@ -367,6 +390,51 @@ MUTANTS = {
         forget(MoeBlock, "_shared_gate", None),
         "mlp (MoeBlock)",
     ),
+    "convolution the other way around": (
+        "qwen3_next",
+        change_rule(conv_WC=lambda rule: rule.conv_WC.flip(0)),
+        "layers.0.linear_attn (GatedDelta)",
+    ),
+    "states decay at other rates": (
+        "qwen3_5_text",
+        change_rule(decay_rate_V=lambda rule: rule.decay_rate_V * 1.1),
+        "layers.0.linear_attn (GatedDelta)",
+    ),
+    "no bias of the decay": (
+        "olmo_hybrid",
+        change_rule(decay_bias_V=lambda rule: rule.decay_bias_V * 0),
+        "layers.0.linear_attn (GatedDelta)",
+    ),
+    "updates go half as far": (
+        "olmo_hybrid",
+        change_rule(beta_scale=lambda rule: 1.0),
+        "layers.0.linear_attn (GatedDelta)",
+    ),
+    "gate of the norm without its input": (
+        "qwen3_next",
+        change_rule(gate=lambda rule: "sigmoid"),
+        "layers.0.linear_attn (GatedDelta)",
+    ),
+    "norm of heads left out": (
+        "qwen3_5_moe_text",
+        change_rule(norm_v=lambda rule: torch.ones_like(rule.norm_v)),
+        "layers.0.linear_attn (GatedDelta)",
+    ),
+    "rows as the checkpoint has them": (
+        "qwen3_next",
+        respec(GatedDelta, is_by_key_head=False),
+        "layers.0.linear_attn (GatedDelta)",
+    ),
+    "a and b the other way around": (
+        "qwen3_5_text",
+        respec(GatedDelta, ba_names=lambda g: g.spec.ba_names[::-1]),
+        "layers.0.linear_attn (GatedDelta)",
+    ),
+    "output of attention not gated": (
+        "qwen3_next",
+        wrap(_native, "gate", skip_sigmoid),
+        "self_attn (Attention)",
+    ),
     "angles of another base": (
         "llama",
         forget(Rope, "inv_freq", lambda rope: rope.inv_freq * 1.01),
@@ -386,7 +454,7 @@ def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
     assert "NOT proved" in render_proof(proof)
 
 
-RULED = ["gemma2", "gemma3_text", "gpt_oss", "mistral", "minimax_m2", "deepseek_v3"]
+RULED = ["gemma2", "gemma3_text", "gpt_oss", "mistral", "minimax_m2", "deepseek_v3", "qwen3_next"]
 
 
 @pytest.mark.parametrize("name", RULED)
@@ -410,6 +478,17 @@ FED_WRONGLY = {
     "a block copied too short": (
         wrap(PagedKvCache, "copy_block", lambda f, cache, a, b, n: f(cache, a, b, n - 1)),
         "reused prefix",
+        "qwen3",
+    ),
+    "a state not copied": (
+        wrap(StateCache, "copy", lambda f, cache, source, target: None),
+        "reused prefix",
+        "qwen3_next",
+    ),
+    "a state that begins with another's": (
+        wrap(StateCache, "clear", lambda f, cache, slot: None),
+        "chunked",
+        "qwen3_5_text",
     ),
 }
 
@@ -417,10 +496,10 @@ FED_WRONGLY = {
 @pytest.mark.parametrize("mutant", FED_WRONGLY)
 def test_wrong_feeding_is_refused_as_such(mutant, monkeypatch):
     """Where each operator alone is right, the refusal says how the tokens were fed."""
-    mutate, feed = FED_WRONGLY[mutant]
+    mutate, feed, name = FED_WRONGLY[mutant]
     mutate(monkeypatch)
     monkeypatch.setattr(prove, "SEEDS", (0,))
-    problem = prove_config(make_published("qwen3"), with_flips=False).problem
+    problem = prove_config(make_published(name), with_flips=False).problem
     assert problem.startswith(feed)
     assert "no operator alone" in problem
 
@@ -534,7 +613,7 @@ def test_the_key_is_of_switches_not_of_sizes():
 
 REFUSED = {
     "mamba2": ({"model_type": "mamba2"}, "model_type", "state-space"),
-    "qwen3_next": ({"model_type": "qwen3_next"}, "model_type", "beside KV"),
+    "jamba": ({"model_type": "jamba"}, "model_type", "beside KV"),
     "layers": (
         {"model_type": "llama", "layer_types": ["linear_attention", "full_attention"]},
         "layer_types",

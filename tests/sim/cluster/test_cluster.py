@@ -77,7 +77,7 @@ def test_the_parts_are_the_products_own(monkeypatch):
         assert type(instance.scheduler) is Scheduler
         assert type(instance.pool) is BlockPool
         assert type(instance.index) is PrefixIndex
-    assert type(placing.policy).__module__.startswith("tandem.engine.cluster")
+    assert type(placing.conductor.policy).__module__.startswith("tandem.conductor")
     made = []
     real = RequestMachine.__init__
 

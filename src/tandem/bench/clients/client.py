@@ -20,7 +20,7 @@ Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_ERROR_CHARS = 200
 _MAX_OPENED = 512
-"""Connections that are opened before a run; a load of more opens the others as it needs them."""
+"""Connections that are opened, and requests that are encoded, before a run; others in it."""
 _OPEN_TIMEOUT_S = 10.0
 
 
@@ -123,7 +123,8 @@ class LoadClient:
         """
         await self.find_model()
         await self._open_connections(len(conversations))
-        firsts = [self._make_request(each.turns[0], each.history) for each in conversations]
+        # Encoded ahead, since requests that begin together would wait for each other's.
+        ready = [self._make_request(c.turns[0], c.history) for c in conversations[:_MAX_OPENED]]
         self._start = time.perf_counter()
         first = 0
         tasks: list[asyncio.Task[list[RequestRecord]]] = []
@@ -132,7 +133,8 @@ class LoadClient:
                 zip(conversations, arrivals, strict=True)
             ):
                 due = arrival if conversation.arrival_s is None else conversation.arrival_s
-                talk = self._talk(conversation, firsts[number], number, first, due)
+                opening = ready[number] if number < len(ready) else None
+                talk = self._talk(conversation, opening, number, first, due)
                 tasks.append(group.create_task(talk))
                 first += len(conversation.turns)
         return [record for task in tasks for record in task.result()]
@@ -170,7 +172,7 @@ class LoadClient:
     async def _talk(
         self,
         conversation: Conversation,
-        opening: httpx.Request,
+        opening: httpx.Request | None,
         number: int,
         first: int,
         due_s: float,
@@ -179,7 +181,7 @@ class LoadClient:
         records: list[RequestRecord] = []
         request = opening
         for i, turn in enumerate(conversation.turns):
-            if i:
+            if i or request is None:
                 request = self._make_request(turn, conversation.history)
             record = RequestRecord(
                 index=first + i,
@@ -237,6 +239,13 @@ class LoadClient:
         record: RequestRecord,
     ) -> None:
         record.sent_s = self.now()
+
+        async def note_sending(event: str, _: object) -> None:
+            # Of requests that begin together, each waits for the library's work on the others.
+            if event.endswith(".send_request_headers.started"):
+                record.sent_s = self.now()
+
+        request.extensions["trace"] = note_sending
         try:
             answer = await self._http.send(request, stream=True)
             try:

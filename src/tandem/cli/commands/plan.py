@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.errors import ConfigError
 
 __all__ = ["plan"]
@@ -61,6 +61,13 @@ def plan(
     linear_format: Annotated[
         str, typer.Option(help="Weight format of other matrices without a rule.")
     ] = "auto",
+    memory: Annotated[
+        str,
+        typer.Option(
+            help="Memory of this machine that serving may take, such as 16GiB: what stays on disk, "
+            "and how fast it is read."
+        ),
+    ] = "",
     list_known: Annotated[
         bool, typer.Option("--list", help="List the machines and models that are known by name.")
     ] = False,
@@ -102,6 +109,12 @@ def plan(
     if device.partition(":")[0] not in DEVICES:
         what = f"{device!r} is not one of {', '.join(DEVICES)}"
         raise typer.BadParameter(what, param_hint="'--device'")
+    if memory:
+        if rules is not None or device != "cpu":
+            what = "--memory plans serving on this machine's CPU: leave out --rules and --device"
+            raise typer.BadParameter(what, param_hint="'--memory'")
+        _plan_memory(model, memory, expert_format, linear_format, as_json=json)
+        return
     from tandem.models.loading.hub import resolve_folder
     from tandem.models.planning.plan_report import render_plan
     from tandem.models.planning.planner import plan_model
@@ -117,6 +130,28 @@ def plan(
         print_json(msgspec.to_builtins(planned))
     else:
         sys.stdout.write(render_plan(planned) + "\n")
+
+
+def _plan_memory(
+    model: str, memory: str, expert_format: str, linear_format: str, *, as_json: bool
+) -> None:
+    """Print what serving a model in so much memory would be."""
+    from tandem.engine.build import plan_engine
+    from tandem.engine.config import EngineConfig
+    from tandem.models.config import ModelConfig
+
+    try:
+        wish = msgspec.convert({"memory": memory}, EngineConfig)
+    except msgspec.ValidationError as error:
+        what = f"--memory {memory}: give a size such as 16GiB"
+        raise ConfigError("cli.plan", what, field="engine.memory") from error
+    planned = plan_engine(
+        ModelConfig(path=model, expert_format=expert_format, linear_format=linear_format), wish
+    )
+    if as_json:
+        print_json({**msgspec.structs.asdict(planned), "rows": planned.rows()})
+    else:
+        print_table(("what", "value", "why"), planned.rows())
 
 
 def _check_wishes(**fields: Any) -> Any:

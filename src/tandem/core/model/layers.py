@@ -16,10 +16,12 @@ __all__ = [
     "SILU",
     "SOFTMAX",
     "Activation",
+    "AttentionSpec",
     "DecoderLayerSpec",
     "EmbeddingSpec",
     "ExpertsSpec",
     "FrozenLinearSpec",
+    "GatedDeltaSpec",
     "GqaSpec",
     "HeadSpec",
     "LinearSpec",
@@ -154,6 +156,9 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """A score becomes cap * tanh(score / cap); 0 is none."""
     has_sinks: bool = False
     """True if each head has a logit that takes weight and adds nothing."""
+    has_out_gate: bool = False
+    """True if the projection of a head's queries gives as many more items, whose sigmoid multiplies
+    the head's output."""
 
     @property
     def is_full_norm(self) -> bool:
@@ -203,7 +208,57 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
         return self.q_rank or self.num_heads * self.head
 
 
-MixerSpec = GqaSpec | MlaSpec
+class GatedDeltaSpec(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="gated_delta"
+):
+    """A gated delta rule (Gated DeltaNet) of a layer, which keeps a state in place of KV."""
+
+    hidden_size: PositiveInt
+    num_k_heads: PositiveInt
+    num_v_heads: PositiveInt
+    """A multiple of ``num_k_heads``: each key head serves as many consecutive value heads."""
+    key_dim: PositiveInt
+    """Items of a head's key."""
+    value_dim: PositiveInt
+    """Items of a head's value."""
+    conv_width: PositiveInt
+    """Inputs that an output of the short convolution sees."""
+    norm_eps: float
+    norm_offset: float = 0.0
+    """Added to the weight of the norm of each head's output."""
+    beta_scale: float = 1.0
+    """How far an update goes is this times a sigmoid."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """Of z, on the normed output."""
+    qkvz_names: tuple[str, ...]
+    """The checkpoint's projections to queries, keys, values and z, one after the other."""
+    ba_names: tuple[str, ...]
+    """Those to b and a, the inputs of the gates."""
+    is_by_key_head: bool = False
+    """True if each of these has the rows of a key head together."""
+    norm_name: str = "norm"
+    out_name: str = "out_proj"
+
+    @property
+    def all_keys(self) -> int:
+        """Items of the keys of all heads."""
+        return self.num_k_heads * self.key_dim
+
+    @property
+    def all_values(self) -> int:
+        """Items of the values of all heads."""
+        return self.num_v_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: all queries, keys and values."""
+        return 2 * self.all_keys + self.all_values
+
+
+AttentionSpec = GqaSpec | MlaSpec
+"""A mixer that keeps KV."""
+
+MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec
 """The part of a layer that mixes tokens."""
 
 
@@ -303,6 +358,8 @@ class DecoderLayerSpec(
 
     norms: tuple[str, str, str, str]
     """Names of the norms before and after attention, before and after the MLP; empty is none."""
+    mixer_name: str = "self_attn"
+    """The part that mixes tokens."""
 
 
 OperatorSpec = (
@@ -310,6 +367,7 @@ OperatorSpec = (
     | NormSpec
     | GqaSpec
     | MlaSpec
+    | GatedDeltaSpec
     | LinearSpec
     | FrozenLinearSpec
     | HeadSpec

@@ -27,6 +27,7 @@ from tandem.core.spec import DTYPE_BYTES, ModelSpec
 __all__ = [
     "NO_FORMAT",
     "AdapterPlace",
+    "ExpertTierPlan",
     "FormatChoice",
     "LayerSpec",
     "MatrixPlan",
@@ -48,6 +49,7 @@ MatrixRole = Literal[
     "gate_up",
     "down",
     "router",
+    "gates",
     "experts",
     "other",
 ]
@@ -131,6 +133,8 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """``file:line`` of the rule that took it; empty for none."""
     weight_format: str = NO_FORMAT
     """The format of the matrices that the operator holds."""
+    score_format: str = NO_FORMAT
+    """The same of those of its matrices that score or gate, one that loses nothing."""
     keeps_codes: bool = False
     """True if matrices that the checkpoint has in codes keep them, each in a format of its own."""
     owner: str = ""
@@ -146,6 +150,35 @@ class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_format: str
     reason: str
+
+
+class ExpertTierPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory for routed experts that lie on disk."""
+
+    num_slots: PositiveInt
+    """Experts of each layer that memory holds."""
+    num_layers: PositiveInt
+    """Layers with routed experts."""
+    num_staged: PositiveInt
+    """Places for experts that pass by, of all layers together."""
+    slot_bytes: PositiveInt
+    """Of a place for one expert."""
+    policy: str
+    """Name of the policy that gives slots to experts."""
+    depth: PositiveInt
+    """Reads that the disk has at a time."""
+    part_bytes: PositiveInt
+    """Bytes of one of these."""
+    read_rate: float
+    """Bytes a second that the disk gave at this depth; 0 where nothing could be measured."""
+    missed_bytes: float
+    """Bytes that a token reads from disk, if all experts are chosen as often."""
+    reason: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all places."""
+        return (self.num_slots * self.num_layers + self.num_staged) * self.slot_bytes
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +205,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Shares of packed experts, each copied to memory of a NUMA node; 1 leaves them mapped."""
     packed_cache: str
     """The place of packed experts: a folder, ``off`` or ``auto``."""
+    tier: ExpertTierPlan | None = None
+    """The routed experts lie on disk, and this is what memory holds of them; None: all of them."""
     num_deferred_experts: NonNegativeInt = 0
     """Experts of an output token that are added one layer later, the least weighted."""
     notes: tuple[str, ...] = ()
@@ -196,6 +231,13 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     def expert_bytes(self) -> int:
         """Bytes of the routed experts as they are stored."""
         return sum(matrix.size_bytes for matrix in self.matrices if matrix.role == "experts")
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights that memory holds."""
+        if self.tier is None:
+            return self.weight_bytes
+        return self.weight_bytes - self.expert_bytes + self.tier.size_bytes
 
     @property
     def stored_bytes(self) -> tuple[int, int]:

@@ -12,6 +12,8 @@ from typing import Self
 import msgspec
 
 from tandem import _native
+from tandem.conductor.policies.policy import Policy
+from tandem.conductor.policies.table import make_policy
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import ConfigError, PeerLostError, TandemError
 from tandem.core.instance_status import InstanceRole, InstanceStats, InstanceStatus, sum_stats
@@ -28,7 +30,6 @@ from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import Limits
 from tandem.engine.cluster.member import ClusterMember
-from tandem.engine.cluster.selection import Policy, make_policy
 from tandem.engine.config import KvEventConfig
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher, ProcessLauncher
@@ -88,6 +89,7 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
             cores=cores,
             transfer=transfer,
             num_siblings=len(roles),
+            tells_blocks=True,
             kv_events=_offset_events(common.kv_events, index),
         )
         for index, ((name, role), cores) in enumerate(zip(roles, shares, strict=True))

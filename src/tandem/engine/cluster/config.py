@@ -40,11 +40,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ),
     ] = 0
     policy: Annotated[
-        Literal["prefix", "load"],
+        Literal["random", "round_robin", "load", "prefix", "sglang", "dynamo", "mooncake"],
         Meta(
-            description="How instances are chosen: prefix = the least loaded, where a prompt that "
-            "begins like an earlier one counts as computed on the instance that had it; load = the "
-            "least loaded alone.",
+            description="How instances are chosen: mooncake = the least predicted time to first "
+            "token (transfer + queue + prefill), and between tokens for decodes; prefix = the "
+            "fewest tokens to compute, where those whose KV is there count as computed; load = the "
+            "fewest alone; round_robin and random; sglang and dynamo = the rules of these routers.",
         ),
     ] = "prefix"
     lease_s: Annotated[

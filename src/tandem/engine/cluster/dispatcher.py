@@ -16,6 +16,10 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 
+from tandem.conductor.conductor import Conductor, Decision
+from tandem.conductor.load_count import LoadCount
+from tandem.conductor.policies.policy import Policy, Question
+from tandem.conductor.routes import InstanceRef, NoRoute, Place
 from tandem.core.errors import ConflictError, InternalError, PeerLostError, TandemError
 from tandem.core.wire import AddRequest, ContinueRequest, FinishReason, InstanceInfo, RequestOutput
 from tandem.engine.cluster.machine import (
@@ -27,21 +31,17 @@ from tandem.engine.cluster.machine import (
     DropLeg,
     Fail,
     Input,
-    InstanceRef,
     Leg,
     LegFailed,
     LegOutput,
     Limits,
-    NoRoute,
     Note,
-    Place,
     ReleaseLeg,
     RequestMachine,
     Submit,
 )
-from tandem.engine.cluster.selection import InstanceView, Policy
+from tandem.engine.cluster.placing import Placing
 from tandem.engine.cluster.table import State
-from tandem.engine.process.load_count import LoadCount
 from tandem.engine.process.methods import CONTINUE, InstanceMethod
 from tandem.engine.process.output_stream import OutputStream
 
@@ -123,6 +123,10 @@ class _Live:
         default_factory=dict[str, tuple[LoadCount, int]]
     )
     """Where each leg was counted when it was sent, and with which number."""
+    question: Question | None = None
+    """Made for the first decision, and kept for later ones."""
+    decision: Decision | None = None
+    """The latest one."""
     timer: asyncio.TimerHandle | None = None
     timer_s: float = math.inf
 
@@ -145,7 +149,9 @@ class Dispatcher:
         self, ports: Sequence[Port], policy: Policy, limits: Limits, *, max_history: int = 1024
     ) -> None:
         self._ports = {port.ref.name: port for port in ports}
-        self._policy = policy
+        self._placing = Placing(policy)
+        for port in ports:
+            self._placing.sync(port)
         self._limits = limits
         self._max_history = max_history
         self._live: dict[str, _Live] = {}
@@ -196,7 +202,9 @@ class Dispatcher:
 
     def note_change(self) -> None:
         """Record that an instance serves or not, or can read another; place waiting requests."""
-        if any(port.info is not None for port in self._ports.values()):
+        for port in self._ports.values():
+            self._placing.sync(port)
+        if self._placing.num_serving:
             self._outage_begin_s = None
         elif self._outage_begin_s is None:
             self._outage_begin_s = asyncio.get_running_loop().time()
@@ -218,9 +226,10 @@ class Dispatcher:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
 
-    def view_instances(self) -> list[InstanceView]:
-        """Return the instances that serve, with their loads."""
-        return [_view(port, port.info) for port in self._ports.values() if port.info is not None]
+    @property
+    def conductor(self) -> Conductor:
+        """Chooses the instances, and knows how they fare."""
+        return self._placing.conductor
 
     # ---------------------------------------------------------------- machines
 
@@ -291,7 +300,7 @@ class Dispatcher:
                 port = self._find(leg)
                 if port is not None:
                     # Counted before it is sent: the next request may be placed in this turn.
-                    request = port.load.note_sent(request)
+                    request = port.load.note_sent(_add_expected(request, leg, live.decision))
                     live.counts[leg.leg_id] = (port.load, request.number)
                 live.tasks[leg.leg_id] = self._call(self._submit(live, leg, request))
             case Continue(leg=leg, message=message):
@@ -325,17 +334,19 @@ class Dispatcher:
 
     def _place(self, live: _Live, place: Place) -> list[Action]:
         now_s = asyncio.get_running_loop().time()
-        views = self.view_instances()
-        is_down = any(port.info is None for port in self._ports.values())
+        is_down = self._placing.num_serving < len(self._ports)
         if place.identity is not None:
-            views = [view for view in views if view.ref.identity == place.identity]
-            if not (views or is_down or place.is_held):
+            is_served = self._placing.serves(place.identity)
+            if not (is_served or is_down or place.is_held):
                 # No instance that is starting might serve that model.
                 return live.machine.take(NoRoute(is_foreign=True), now_s)
         is_accepted = live.accepted.done()
         if not is_accepted and self._is_long_outage(now_s):
             return live.machine.take(NoRoute(), now_s)
-        route = self._policy.choose(place, live.request, views)
+        if live.question is None:
+            live.question = self._placing.describe(live.request)
+        live.decision = self._placing.place(place, live.question)
+        route = live.decision.route
         if isinstance(route, NoRoute) and is_accepted and is_down and not place.is_held:
             # The running ones refused it; one that is starting may not.
             route = None
@@ -372,6 +383,10 @@ class Dispatcher:
         port = self._ports[leg.instance.name]
         return port if port.ref == leg.instance and port.info is not None else None
 
+    def _sync(self, leg: Leg) -> None:
+        """Look whether an instance still serves: it may just have ended."""
+        self._placing.sync(self._ports[leg.instance.name])
+
     def _require(self, leg: Leg) -> Port:
         port = self._find(leg)
         if port is None:
@@ -388,12 +403,15 @@ class Dispatcher:
 
     async def _submit(self, live: _Live, leg: Leg, request: AddRequest) -> None:
         def put(output: RequestOutput) -> None:
+            if output.finish_reason is FinishReason.ERROR:
+                self._sync(leg)
             self._feed(live, LegOutput(leg.leg_id, output))
 
         try:
             await self._require(leg).submit(request, put)
         except TandemError as error:
             _uncount(live, leg.leg_id)
+            self._sync(leg)
             self._feed(live, LegFailed(leg.leg_id, error))
         except Exception as error:  # The edge of a task: the request must end after any error.
             logger.exception("request %s cannot be sent", leg.leg_id)
@@ -425,17 +443,9 @@ def _uncount(live: _Live, leg_id: str) -> None:
         load.note_over(number)
 
 
-def _view(port: Port, info: InstanceInfo) -> InstanceView:
-    load = port.load.estimate(info)
-    return InstanceView(
-        port.ref,
-        port.role,
-        port.sources,
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_model_len=info.max_model_len,
-        queued_tokens=load.queued_tokens,
-        num_decoding=load.num_decoding,
-        used_blocks=info.num_blocks - load.free_blocks,
-        largest_blocks=load.largest_blocks,
-    )
+def _add_expected(request: AddRequest, leg: Leg, decision: Decision | None) -> AddRequest:
+    """Tell an instance which prefix of the prompt it is believed to hold."""
+    chosen = None if decision is None else decision.chosen
+    if chosen is None or chosen.instance != leg.instance.name or not chosen.prefix_len:
+        return request
+    return msgspec.structs.replace(request, expected_len=chosen.prefix_len)

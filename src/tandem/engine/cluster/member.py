@@ -5,15 +5,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Self, TypeVar
 
+from tandem.conductor.load_count import LoadCount
+from tandem.conductor.routes import InstanceRef
 from tandem.core.adapter import AdapterSource
 from tandem.core.errors import TandemError, UnsupportedError
 from tandem.core.instance_status import InstanceRole
 from tandem.core.wire import AddRequest, InstanceInfo, RequestOutput, StageChanged
-from tandem.engine.cluster.machine import InstanceRef
 from tandem.engine.cluster.stats import StatsHistory
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher
-from tandem.engine.process.load_count import LoadCount
 from tandem.engine.process.methods import OPEN_PEER, InstanceMethod
 from tandem.engine.process.supervisor import InstanceSupervisor
 

@@ -42,6 +42,7 @@ from tandem.core.wire import (
 from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.process.instance_api import InstanceApi
+from tandem.engine.process.inventory import BlockInventory
 from tandem.engine.process.libraries import import_libraries
 from tandem.engine.process.methods import METHODS, STATS, InstanceMethod
 from tandem.engine.tiers.config import TierConfig
@@ -104,6 +105,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     transfer: TransferConfig | None = None
     """How blocks go from prefill instances to decode instances, with the secret that they share;
     None: this instance takes no part in that."""
+    tells_blocks: bool = False
+    """Servers are told which blocks it holds, to choose among instances by."""
     kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
     log_format: str = "text"
@@ -277,11 +280,16 @@ class Instance:
                 built.engine, built.identity, layout, cache.num_blocks, self._tier
             )
         if self._spec.kv_events.endpoint:
-            self._events = built.prefixes.observer = KvEventPublisher(
+            self._events = KvEventPublisher(
                 self._spec.kv_events,
                 block_size=built.cache.layout.block_size,
                 now=lambda: datetime.now(UTC).timestamp(),
             )
+            built.prefixes.observers.append(self._events)
+        inventory = None
+        if self._spec.tells_blocks:
+            inventory = BlockInventory()
+            built.prefixes.observers.append(inventory)
         info = msgspec.structs.replace(
             built.info,
             pid=os.getpid(),
@@ -300,6 +308,7 @@ class Instance:
             adapters,
             info=info,
             role=self._spec.role,
+            inventory=inventory,
             read_stats=self._read_stats,
         )
         self.set_stage(StageChanged(InstanceStage.READY))

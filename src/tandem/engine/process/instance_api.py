@@ -38,6 +38,7 @@ from tandem.core.wire import (
     TierKv,
 )
 from tandem.engine.engine import Engine
+from tandem.engine.process.inventory import BlockInventory
 from tandem.engine.process.methods import (
     ADD,
     CLOSE_PEER,
@@ -131,6 +132,7 @@ class InstanceApi:
         adapters: of the model; None: it takes none.
         info: of what runs.
         role: of the instance.
+        inventory: of its blocks; None: servers are not told of them.
         read_stats: collects the statistics; None: there are none.
     """
 
@@ -145,11 +147,13 @@ class InstanceApi:
         *,
         info: InstanceInfo,
         role: InstanceRole = "unified",
+        inventory: BlockInventory | None = None,
         read_stats: Callable[[], InstanceStats] | None = None,
     ) -> None:
         self.engine = engine
         self.info = info
         self._role = role
+        self._inventory = inventory
         self._read_stats = read_stats
         self._name = name
         self._clock = clock
@@ -217,6 +221,8 @@ class InstanceApi:
 
     def _note_arrival(self, peer: ServerPeer, number: int) -> _Arrivals:
         with self._counting:
+            if self._inventory is not None:
+                self._inventory.open(peer)
             arrivals = self._arrivals.setdefault(peer, _Arrivals())
             if number:
                 arrivals.num_received = max(arrivals.num_received, number)
@@ -331,6 +337,8 @@ class InstanceApi:
         logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
         with self._counting:
             self._arrivals.pop(peer, None)
+        if self._inventory is not None:
+            self._inventory.close(peer)
         for request_id in lost:
             if not self.engine.cancel(request_id):
                 self._owners.pop(request_id, None)
@@ -351,10 +359,17 @@ class InstanceApi:
             if owner is not None:
                 by_peer.setdefault(owner, []).append(output)
         loads = self._measure_loads(is_busy=bool(by_peer))
+        steps = self.engine.take_steps() if loads else []
         for peer in by_peer | loads:
+            load, blocks = loads.get(peer), None
+            if load is not None and self._inventory is not None:
+                blocks = self._inventory.take(peer)
+            event = StepOutputs(
+                by_peer.get(peer, []), load, steps if load is not None else [], blocks
+            )
             # A lost peer's requests are being cancelled on the other thread.
             with contextlib.suppress(TandemError):
-                peer.push_threadsafe(StepOutputs(by_peer.get(peer, []), loads.get(peer)))
+                peer.push_threadsafe(event)
 
     def _measure_loads(self, *, is_busy: bool) -> dict[ServerPeer, InstanceLoad]:
         """Return the load for each server to which it is news; none if it was just told.

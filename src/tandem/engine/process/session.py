@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 
+from tandem.conductor.load_count import LoadCount
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
 from tandem.core.wire import (
     AddRequest,
@@ -25,7 +26,6 @@ from tandem.core.wire import (
     StageChanged,
     StepOutputs,
 )
-from tandem.engine.process.load_count import LoadCount
 from tandem.engine.process.methods import ADD, INFO, InstanceMethod
 from tandem.rpc import Peer
 
@@ -172,6 +172,8 @@ class InstanceSession:
         if isinstance(event, StepOutputs):
             if event.load is not None:
                 self.load.take(event.load)
+            self.load.take_steps(event.steps)
+            self.load.take_blocks(event.blocks)
             for output in event.outputs:
                 put = self._sinks.get(output.request_id)
                 if put is None:

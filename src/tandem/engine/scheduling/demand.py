@@ -12,12 +12,16 @@ def measure_load(state: SchedulerState) -> InstanceLoad:
 
     Conservative: blocks that requests share are counted for each.
     """
-    queued_tokens = num_decoding = largest_blocks = 0
+    queued_tokens = num_decoding = decode_tokens = largest_blocks = 0
+    queued_context = 0.0
     num_needed = state.holds.num_pinned
     for request in state.requests.values():
-        queued_tokens += _count_queued(request)
+        num_queued = _count_queued(request)
+        queued_tokens += num_queued
+        queued_context += num_queued * (request.num_tokens - 0.5 * num_queued)
         if request.prefill_lease_s is None:
             num_decoding += 1
+            decode_tokens += request.num_tokens
             num_needed += state.count_blocks(request.num_tokens) + GROWTH_BLOCKS
             largest_blocks = max(largest_blocks, state.count_full_length(request))
         else:
@@ -27,6 +31,9 @@ def measure_load(state: SchedulerState) -> InstanceLoad:
         num_decoding=num_decoding,
         free_blocks=state.pool.num_blocks - num_needed,
         largest_blocks=largest_blocks,
+        queued_context=queued_context,
+        decode_tokens=decode_tokens,
+        num_requests=len(state.requests),
     )
 
 
@@ -36,4 +43,5 @@ def _count_queued(request: Request) -> int:
         return request.num_remaining_tokens if request.queue.is_prefilling else 0
     if request.state is RequestState.LOADING or request.prefill_kv is not None:
         return 0  # They are read from where they were computed.
-    return request.num_remaining_tokens
+    # What is cached is known when it is admitted; until then its sender's word counts.
+    return max(request.num_remaining_tokens - request.expected_len, 0)

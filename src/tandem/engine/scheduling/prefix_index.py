@@ -141,7 +141,7 @@ class PrefixIndex:
     """
 
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
-        self.observer: IndexObserver | None = None
+        self.observers: list[IndexObserver] = []
         self._pool = pool
         self._block_size = block_size
         self._identities = {"": identity}
@@ -303,8 +303,8 @@ class PrefixIndex:
             return existing
         node = self._link(parent, key, pack_tokens(token_ids), block_id)
         self._by_key[key] = node
-        if self.observer is not None:
-            self.observer.note_stored(node)
+        for observer in self.observers:
+            observer.note_stored(node)
         return node
 
     def insert_tail(self, parent: PrefixNode, token_ids: Sequence[int], block_id: int) -> None:
@@ -366,8 +366,8 @@ class PrefixIndex:
         self._by_key.clear()
         self._by_block.clear()
         self._lru.clear()
-        if self.observer is not None:
-            self.observer.note_cleared()
+        for observer in self.observers:
+            observer.note_cleared()
         return self._pool.num_free - num_free
 
     def check(self) -> None:
@@ -437,8 +437,8 @@ class PrefixIndex:
         del parent.sorted_tokens[bisect_left(parent.sorted_tokens, node.tokens)]
         if node.key is not None:
             del self._by_key[node.key]
-            if self.observer is not None:
-                self.observer.note_removed(node.key)
+            for observer in self.observers:
+                observer.note_removed(node.key)
         del self._by_block[node.block_id]
         node.is_linked = False
         node.parent = None

@@ -133,6 +133,7 @@ class Request:
             may go on differently; 0: unknown.
         num_stored_blocks: leading full blocks of the prompt that lower tiers or the device held
             when it arrived.
+        expected_len: tokens of the prompt that need not be computed, as its sender believes.
     """
 
     request_id: str
@@ -149,6 +150,7 @@ class Request:
     awaits_continuation: bool = False
     message_end: int = 0
     num_stored_blocks: int = 0
+    expected_len: int = 0
 
     sequence_id: int = 0
     """Order of arrival, from 1; names the request in a ``StepInput``."""

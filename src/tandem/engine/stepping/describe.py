@@ -3,18 +3,25 @@
 from collections.abc import Iterable
 
 from tandem.core.errors import ConfigError, InternalError, TandemError
-from tandem.core.wire import Pooling, SamplingParams
-from tandem.engine.scheduling.plan import ScheduledSequence
+from tandem.core.wire import Pooling, SamplingParams, StepRecord
+from tandem.engine.scheduling.plan import ScheduledSequence, StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.stepping.messages import (
     Logits,
+    Phase,
     PooledRows,
     SamplingRow,
     SequenceStart,
     StepSequence,
 )
 
-__all__ = ["describe_broken_row", "describe_failure", "describe_sequence", "describe_start"]
+__all__ = [
+    "describe_broken_row",
+    "describe_failure",
+    "describe_sequence",
+    "describe_start",
+    "describe_step",
+]
 
 
 def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
@@ -62,6 +69,20 @@ def describe_start(request: Request, seed: int, stop_ids: Iterable[int]) -> Sequ
         prompt_ids=request.prompt_ids if repeats else [],
         output_ids=list(request.output_ids) if params.has_penalties or params.grammar else [],
     )
+
+
+def describe_step(plan: StepPlan, seconds: float) -> StepRecord:
+    """Return the work of a step, for estimates of later ones."""
+    prefill_tokens = num_decodes = decode_tokens = 0
+    prefill_context = 0.0
+    for sequence in plan.sequences:
+        if sequence.phase is Phase.PREFILL:
+            prefill_tokens += sequence.num_tokens
+            prefill_context += sequence.num_tokens * (sequence.start + 0.5 * sequence.num_tokens)
+        else:
+            num_decodes += 1
+            decode_tokens += sequence.start + sequence.num_tokens
+    return StepRecord(prefill_tokens, prefill_context, num_decodes, decode_tokens, seconds)
 
 
 def describe_failure(error: Exception) -> InternalError:

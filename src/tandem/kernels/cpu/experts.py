@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -39,7 +40,7 @@ from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, convert_code
 from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat, split_pair
 from tandem.kernels.weights.recode import can_hold
 
-__all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes"]
+__all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes", "start_submitter"]
 
 
 def count_bytes(
@@ -88,6 +89,7 @@ class PackedExperts:
         is_bound: reserve each part's memory on the NUMA node of the sub-pool that computes it, and
             copy ``storage`` there even if there is one part. Where the kernel refuses, the memory
             lies where it is first touched, and the property ``is_bound`` is false.
+        is_apart: have no memory; a subclass says at each call where the experts are.
 
     Weights are zero until packed. ``forward`` is thread-safe once they are.
 
@@ -110,6 +112,7 @@ class PackedExperts:
         has_bias: bool = False,
         num_parts: int = 1,
         is_bound: bool = False,
+        is_apart: bool = False,
     ) -> None:
         self.weight_format = weight_format
         self.num_experts = num_experts
@@ -132,6 +135,7 @@ class PackedExperts:
             num_parts=num_parts,
             part_nodes=_list_part_nodes(pool, num_parts) if is_bound else [],
             down_format=_list_fields(weight_format.down),
+            is_apart=is_apart,
         )
         if storage is not None and is_copied:
             self._bank.load(pool, storage)
@@ -377,7 +381,7 @@ class PackedExperts:
         """
         out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
         tensors = (x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
-        submitter = _start_submitter(os.getpid())
+        submitter = start_submitter(os.getpid())
         return submitter.submit(self._bank.forward, self._pool, *tensors), out_TD
 
     def run(self, x_TD: Buffer, ids_TK: Buffer, weights_TK: Buffer, out_TD: Buffer) -> None:
@@ -398,7 +402,7 @@ class PackedExperts:
 
 
 @cache
-def _start_submitter(pid: int) -> ThreadPoolExecutor:
+def start_submitter(pid: int) -> ThreadPoolExecutor:
     """Return the thread that waits for the pool instead of the caller: one for each process.
 
     It holds the GIL to begin and to end only. A child has no threads of its parent's.
@@ -425,6 +429,10 @@ class WeightCache(Protocol):
 
         None: the memory that was given stays in use, and may be read until it is written.
         """
+        ...
+
+    def locate(self, name: str, size_bytes: int) -> Path | None:
+        """Return the file of the finished weights; None where there is none."""
         ...
 
 
@@ -478,13 +486,16 @@ class NativeExperts(RoutedExperts):
                 kept = cache.keep(name, packed)
                 if kept is not None or self.num_parts > 1:
                     self._experts = self._make(packed if kept is None else kept, self.num_parts)
+        self._load_biases(reader, name)
+        self.packed_bytes = self.num_experts * self._experts.expert_bytes
+        self.is_misplaced = self.num_parts > 1 and not self._experts.is_bound
+
+    def _load_biases(self, reader: WeightReader, name: str) -> None:
+        """Read the biases, if there are such: small, and so not in the cache."""
         if self.has_bias:
-            # Small, and so not in the cache.
             biases = read_biases(self, reader, name)
             for expert_id, (gate, up, down) in enumerate(zip(*biases, strict=True)):
                 self._experts.set_bias(expert_id, gate, up, down)
-        self.packed_bytes = self.num_experts * self._experts.expert_bytes
-        self.is_misplaced = self.num_parts > 1 and not self._experts.is_bound
 
     def _make(self, storage: NDArray[np.uint8] | None, num_parts: int) -> PackedExperts:
         return PackedExperts(

@@ -20,6 +20,7 @@ from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import RoutedExperts
+from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
@@ -105,7 +106,7 @@ class CpuStep:
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
         """See ``Step``."""
-        assert isinstance(attention, (Attention, MlaAttention)), "attention that is not ours"
+        assert isinstance(attention, Attention | MlaAttention | GatedDelta), "a mixer not ours"
         return self._mix(attention, Buffer(h_TD)).tensor
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
@@ -152,15 +153,20 @@ class CpuStep:
         )
         self._pending = branch_TD
 
-    def _mix(self, attention: Attention | MlaAttention, h_TD: Buffer) -> Buffer:
+    def _mix(self, attention: Attention | MlaAttention | GatedDelta, h_TD: Buffer) -> Buffer:
         """As ``mix``, in buffers of the step."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
+        if isinstance(attention, GatedDelta):
+            return self._mix_states(attention, h_TD)
         spec, layer_idx = attention.spec, attention.layer_idx
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = self._head_buffer("qkv", heads + 2 * kv_heads, d)
+        gates = heads if spec.has_out_gate else 0
+        qkv = product = self._head_buffer("qkv", gates + heads + 2 * kv_heads, d)
         mixed = self._head_buffer("mixed", heads, d)
-        attention.qkv_matrix.run(h_TD, qkv)
+        attention.qkv_matrix.run(h_TD, product)
+        if gates:
+            qkv = self._part(product, gates * d, product.tensor.shape[1], d)
         by_head = qkv.view
         q, k = attention.held_q, attention.held_k
         if spec.is_full_norm:
@@ -181,7 +187,42 @@ class CpuStep:
         if self._on_layer is not None:
             self._on_layer(layer_idx)
         self._attend(layer_idx, by_head, mixed.view, spec.scale, attention.rule)
+        if gates:
+            gate, rows = self._part(product, 0, gates * d), self._part(mixed, 0, gates * d)
+            _native.gate(gate.view, rows.view, "sigmoid", None, self._pool, up=rows.view)
         return mixed
+
+    def _mix_states(self, layer: GatedDelta, h_TD: Buffer) -> Buffer:
+        assert self._states is not None, "a layer with a state without slots"
+        spec, slots = layer.spec, self._states.layers[layer.state_idx]
+        channels, values, heads = spec.num_channels, spec.all_values, spec.num_v_heads
+        qkvz = self._buffer("qkvz", channels + values)
+        ba = self._buffer("ba", 2 * heads, layer.ba_matrix.out_dtype)
+        mixed = self._buffer("state_mixed", values)
+        layer.qkvz_matrix.run(h_TD, qkvz)
+        layer.ba_matrix.run(h_TD, ba)
+        layer.rule.native.run(
+            self._part(qkvz, 0, channels).view,
+            self._part(qkvz, channels, channels + values).view,
+            self._part(ba, heads, 2 * heads).view,
+            self._part(ba, 0, heads).view,
+            mixed.view,
+            slots.states.view,
+            slots.carried.view,
+            *self._state_rows,
+            self._pool,
+        )
+        return mixed
+
+    def _part(self, rows: Buffer, first: int, end: int, size: int = 0) -> Buffer:
+        """Return columns of a buffer of the step; viewed by heads if they have a size."""
+        key = ("part", id(rows), first, end, size)
+        found: Buffer | None = self._buffers.get(key)
+        if found is None:
+            part = rows.tensor[:, first:end]
+            view = view_tensor(part.unflatten(1, (-1, size))) if size else None
+            found = self._buffers[key] = Buffer(part, view)
+        return found
 
     def _mix_latents(self, attention: MlaAttention, h_TD: Buffer) -> Buffer:
         spec, layer_idx, eps = attention.spec, attention.layer_idx, attention.spec.norm_eps
@@ -239,10 +280,7 @@ class CpuStep:
         for num_heads, weight in parts:
             assert norm is not None and weight is not None, "a norm without weights"
             end = first + num_heads * d
-            key = ("qkv", first, end, d)
-            rows: Buffer | None = self._buffers.get(key)
-            if rows is None:
-                rows = self._buffers[key] = Buffer(qkv.tensor[:, first:end])
+            rows = self._part(qkv, first, end)
             _native.rms_norm(
                 rows.view,
                 weight.view,

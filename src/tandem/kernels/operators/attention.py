@@ -98,12 +98,21 @@ class Attention(Operator):
     def _list_sizes(self) -> tuple[int, ...]:
         """Outputs of each of ``qkv_names``."""
         d, heads, kv_heads = self.spec.head_dim, self.spec.num_heads, self.spec.num_kv_heads
-        sizes = (heads * d, kv_heads * d, kv_heads * d)
+        queries = heads * d * (2 if self.spec.has_out_gate else 1)
+        sizes = (queries, kv_heads * d, kv_heads * d)
         return (sum(sizes),) if len(self.spec.qkv_names) == 1 else sizes
 
     def _order_rows(self) -> Tensor | None:
-        """Which row of the checkpoint's q, k and v comes where; None: in their order."""
+        """Which row of the checkpoint's q, k and v comes where; None: in their order.
+
+        All heads' output gates, if there are such, come before their queries.
+        """
         size, d = self.spec.interleaved_size, self.spec.head_dim
+        if self.spec.has_out_gate:
+            sizes = self._list_sizes()
+            queries = torch.arange(sizes[0]).view(-1, 2, d)
+            first = torch.cat((queries[:, 1].flatten(), queries[:, 0].flatten()))
+            return torch.cat((first, torch.arange(sizes[0], sum(sizes))))
         if size == 0:
             return None
         items = torch.arange(d)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tandem.kernels.interfaces import Step, WeightReader
 from tandem.kernels.operators.attention import Attention
+from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
@@ -22,7 +23,7 @@ class LayerParts(NamedTuple):
     """
 
     attention_norm: RmsNorm | None
-    attention: Attention | MlaAttention
+    attention: Attention | MlaAttention | GatedDelta
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm | None
     mlp: Mlp | MoeBlock

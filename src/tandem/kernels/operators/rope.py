@@ -17,7 +17,7 @@ from tandem.core.model.layers import RopeSpec
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.operator import Operator
 
-__all__ = ["LayeredRope", "Rope", "apply_rope_"]
+__all__ = ["LayeredRope", "Rope", "Unrotated", "apply_rope_"]
 
 
 def _base_frequencies(p: RopeSpec) -> Tensor:
@@ -166,6 +166,15 @@ class LayeredRope(Operator):
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
         """The face of transformers' rotary embedding."""
         return self._ropes[layer_type](x, position_ids)
+
+
+class Unrotated:
+    """The ``Angles`` of a model without positions: they turn nothing, and change no bit."""
+
+    def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """See ``Angles``."""
+        cos = torch.ones(len(positions), 2, dtype=dtype, device=positions.device)
+        return cos, torch.zeros_like(cos)
 
 
 def apply_rope_(out: Tensor, x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> None:

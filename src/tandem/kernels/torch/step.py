@@ -8,9 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tandem.kernels.gated_delta import GatedDeltaRows
 from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.rope import apply_rope_
@@ -18,6 +20,7 @@ from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
+from tandem.kernels.torch.gated_delta import run_gated_delta
 from tandem.kernels.torch.latents import project_latents
 
 __all__ = ["TorchStep"]
@@ -113,10 +116,14 @@ class TorchStep:
         """See ``Step``."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
+        if isinstance(attention, GatedDelta):
+            return self._mix_states(attention, h_TD)
         assert isinstance(attention, Attention), "attention that is not ours"
         spec = attention.spec
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
+        gate = qkv[:, :heads] if spec.has_out_gate else None
+        qkv = qkv if gate is None else qkv[:, heads:]
         qk = qkv[:, : heads + kv_heads]
         normed = _norm_heads(attention, qk)
         cos, signed_sin = self._angles[spec.rope_idx]
@@ -127,7 +134,17 @@ class TorchStep:
         kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
         self.write_kv(attention.layer_idx, kv)
         q = qkv[:, :heads]
-        return self.attend(attention.layer_idx, q, kv, spec.scale, attention.rule)
+        mixed = self.attend(attention.layer_idx, q, kv, spec.scale, attention.rule)
+        return mixed if gate is None else mixed * torch.sigmoid(gate.flatten(1))
+
+    def _mix_states(self, layer: GatedDelta, h_TD: Tensor) -> Tensor:
+        assert self._states is not None, "a layer with a state without slots"
+        spec, (query_start, slot_ids) = layer.spec, self._state_rows
+        qkvz = layer.qkvz_matrix.forward(h_TD, dtype=h_TD.dtype)
+        b, a = layer.ba_matrix.forward(h_TD, dtype=torch.float32).chunk(2, -1)
+        channels = spec.num_channels
+        rows = GatedDeltaRows(qkvz[:, :channels], qkvz[:, channels:], a, b, query_start, slot_ids)
+        return run_gated_delta(layer.rule, rows, self._states.layers[layer.state_idx])
 
     def _mix_latents(self, attention: MlaAttention, h_TD: Tensor) -> Tensor:
         spec = attention.spec

@@ -14,7 +14,13 @@ from typing import Any
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.models.families.refused import UNEVEN, find_refusal
-from tandem.models.families.registry import FAMILIES, Family, classifies, find_family
+from tandem.models.families.registry import (
+    FAMILIES,
+    Family,
+    classifies,
+    find_family,
+    take_decoder,
+)
 from tandem.models.loading.hub import resolve_folder
 from tandem.models.planning.quantization import Quantization, read_quantization
 from tandem.models.sources.foreign import refuse_foreign_files
@@ -34,7 +40,7 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 """Beyond these a configuration is broken, not large; they bound what we allocate for it."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
 
 MODELS_PAGE = "docs/reference/models.md"
@@ -73,6 +79,7 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
     path = resolve_folder(path_or_id)
     refuse_foreign_files(path)
     folder, raw, generation = _read_config(path)
+    raw = take_decoder(raw)
     family = _check_family(raw)
     quantization = _check_quantization(raw, family)
     config = _build_config(raw, family)
@@ -370,7 +377,7 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim_of(config),
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=_find_intermediate(config),
         vocab_size=config.vocab_size,
         num_labels=config.num_labels if classifies(config) else 0,
         max_position_embeddings=config.max_position_embeddings,
@@ -381,6 +388,12 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         bos_token_id=config.bos_token_id,
         pad_token_id=config.pad_token_id,
     )
+
+
+def _find_intermediate(config: Any) -> int:
+    """Return the size of a dense MLP; of a class that has none, of the experts that all use."""
+    names = ("intermediate_size", "shared_expert_intermediate_size", "moe_intermediate_size")
+    return next(size for name in names if (size := getattr(config, name, None)))
 
 
 def _name_rope(ropes: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
 """Checkpoints whose tensors have other names than the modules of transformers.
 
 Mixtral's hub checkpoints, and those of families that follow it, call a MoE block
-``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. A model that classifies
-calls its head ``score``. Models that give embeddings are often stored without their head, and
-their names without ``model.``.
+``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. Models that also take
+images call their decoder ``model.language_model``. OLMo's hybrids call norms of layers otherwise.
+A model that classifies calls its head ``score``. Models that give embeddings are often stored
+without their head, and their names without ``model.``.
 """
 
 import re
@@ -20,20 +21,26 @@ from tandem.kernels.weights.formats import WeightFormat
 __all__ = ["RenamedReader", "rename_reader"]
 
 BLOCK = ".block_sparse_moe."
+DECODER = "model.language_model."
+HYBRID_NORMS = {
+    ".input_layernorm.": ".attention_layer_norm.",
+    ".post_attention_layernorm.": ".feedforward_layer_norm.",
+}
 _EXPERT = re.compile(r"(\.experts\.\d+\.)(gate|up|down)_proj\.")
 _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class RenamedReader:
-    """A ``WeightReader`` that is asked by the names of transformers' modules.
+    """A ``WeightReader`` that is asked for modules of transformers.
 
     Args:
-        reader: of the checkpoint.
-        rename: from the name of transformers to that of the checkpoint.
+        reader: has the tensors.
+        rename: gives the checkpoint's name of a module's tensor, or of a prefix of such names.
     """
 
     def __init__(self, reader: WeightReader, rename: Callable[[str], str]) -> None:
-        self._reader, self._rename = reader, rename
+        self._reader = reader
+        self._rename = rename
         self.dtype: torch.dtype = reader.dtype
         self.device: torch.device = reader.device
         self.execution = reader.execution
@@ -65,9 +72,25 @@ class RenamedReader:
         self._reader.skip(self._rename(prefix))
 
 
-def _rename_experts(name: str) -> str:
+def _rename_block(name: str) -> str:
     name = name.replace(".mlp.", BLOCK)
     return _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
+
+
+def _rename_decoder(name: str) -> str:
+    return re.sub(r"^model\.", DECODER, name)
+
+
+def _make_norm_rename(names: set[str]) -> Callable[[str], str]:
+    def rename(name: str) -> str:
+        if name in names:
+            return name
+        for ours, theirs in HYBRID_NORMS.items():
+            if ours in name and (renamed := name.replace(ours, theirs)) in names:
+                return renamed
+        return name
+
+    return rename
 
 
 def _replace_start(name: str, start: str, by: str) -> str:
@@ -76,11 +99,15 @@ def _replace_start(name: str, start: str, by: str) -> str:
 
 def rename_reader(reader: WeightReader, names: Iterable[str]) -> WeightReader:
     """Return a reader that takes the modules' names, whatever the checkpoint's ``names`` are."""
-    known = {*names}
-    if any(BLOCK in name for name in known):
-        reader = RenamedReader(reader, _rename_experts)
+    known = set(names)
     if "score.weight" in known:
         reader = RenamedReader(reader, partial(_replace_start, start="lm_head.", by="score."))
     if "embed_tokens.weight" in known:
         reader = RenamedReader(reader, partial(_replace_start, start="model.", by=""))
+    if any(BLOCK in name for name in known):
+        return RenamedReader(reader, _rename_block)
+    if any(name.startswith(DECODER) for name in known):
+        return RenamedReader(reader, _rename_decoder)
+    if any(norm in name for name in known for norm in HYBRID_NORMS.values()):
+        return RenamedReader(reader, _make_norm_rename(known))
     return reader

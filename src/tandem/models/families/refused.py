@@ -26,13 +26,14 @@ STATEFUL = {
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
     "minimax": "linear attention",
-    "qwen3_next": "linear attention",
     "recurrent_gemma": "recurrent layers",
     "rwkv": "recurrent layers",
     "xlstm": "recurrent layers",
     "zamba": "state-space layers",
     "zamba2": "state-space layers",
 }
+GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
+"""Families whose layers with a state are gated delta rules, which run here."""
 MISSING = {
     "granitemoe": "experts stored as input_linear and output_linear",
     "granitemoeshared": "experts stored as input_linear and output_linear",
@@ -71,12 +72,15 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
         return "per_layer_config", f"{model_type}: {UNEVEN}"
     listed = raw.get("layer_types")
     kinds = [kind for kind in listed if isinstance(kind, str)] if isinstance(listed, list) else []
+    has_states = model_type in GATED_DELTA
+    kinds = [kind for kind in kinds if not (has_states and kind == "linear_attention")]
     kind = next((kind for kind in kinds if STATE_LAYERS.search(kind)), None)
     if kind is not None:
         return "layer_types", f"{model_type} has layers of {kind}: it {BESIDE_KV}"
     if "chunked_attention" in kinds:
         return "layer_types", f"{model_type} has layers whose attention ends at borders of chunks"
-    field = next((key for key in raw if STATE_FIELDS.search(key) and raw[key]), None)
+    states = [] if has_states else [key for key in raw if STATE_FIELDS.search(key)]
+    field = next((key for key in states if raw[key]), None)
     if field is not None:
         return field, f"{model_type} has {field}: it {BESIDE_KV}"
     field = next((key for key in INDEXED_FIELDS if raw.get(key)), None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.models.families import deepseek, gpt_oss
 
-__all__ = ["FAMILIES", "PROVED_WITH", "Family", "classifies", "find_family"]
+__all__ = ["FAMILIES", "PROVED_WITH", "Family", "classifies", "find_family", "take_decoder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,8 @@ class Family:
     model_type: str
     config_type: str = ""
     """The ``model_type`` of transformers that reads its configuration; empty is its own."""
+    composite: str = ""
+    """The ``model_type`` of models of this decoder that also take images; only text runs."""
     is_moe: bool = False
     """Whether it has routed experts: for the nearest family that a refusal names."""
     expert_formats: tuple[str, ...] = ()
@@ -70,6 +72,10 @@ FAMILIES = {
             is_moe=True,
             find_problem=deepseek.find_problem,
         ),
+        Family(model_type="qwen3_next", is_moe=True),
+        Family(model_type="qwen3_5_text", composite="qwen3_5"),
+        Family(model_type="qwen3_5_moe_text", composite="qwen3_5_moe", is_moe=True),
+        Family(model_type="olmo_hybrid"),
         Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
     )
 }
@@ -77,6 +83,31 @@ FAMILIES = {
 
 PROVED_WITH = "5.24"
 """The version of transformers whose eager code CI compares with."""
+
+
+def take_decoder(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of the decoder within that of a model that also takes images.
+
+    Returns: ``raw`` itself where no family here is such a model's decoder.
+    """
+    composite, inner = raw.get("model_type"), raw.get("text_config")
+    family = next((f for f in FAMILIES.values() if f.composite and f.composite == composite), None)
+    if family is None or not isinstance(inner, dict):
+        return raw
+    outer = {name: raw[name] for name in OF_THE_WHOLE if name in raw}
+    return {**outer, **inner, "model_type": family.model_type, "architectures": None}
+
+
+OF_THE_WHOLE = (
+    "tie_word_embeddings",
+    "quantization_config",
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+)
+"""Fields that a composite configuration may state for its parts."""
 
 
 def find_family(model_type: str) -> Family | None:

@@ -11,6 +11,7 @@ from tandem.core.model.layers import (
     EmbeddingSpec,
     ExpertsSpec,
     FrozenLinearSpec,
+    GatedDeltaSpec,
     GqaSpec,
     HeadSpec,
     LinearSpec,
@@ -23,10 +24,12 @@ from tandem.core.model.layers import (
 )
 from tandem.core.model.plan import NO_FORMAT, ModulePlan
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer, LayerParts
 from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.frozen_linear import FrozenLinear
+from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.linear import Embedding, Linear, LmHead
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
@@ -39,6 +42,7 @@ from tandem.kernels.weights.formats import find_format
 from tandem.kernels.weights.matrix import MatrixSettings
 from tandem.models.loading.packed_cache import PackedCaches
 from tandem.models.planning.precision import choose_expert_parts
+from tandem.models.planning.state_mixers import has_gated_delta
 
 __all__ = ["Resources", "build_operator"]
 
@@ -53,6 +57,8 @@ class Resources:
     """Keeps packed experts between runs."""
     expert_parts: int = 0
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
+    share: TierShare | None = None
+    """Of the memory for experts that lie on disk, each layer's; None: all are in memory."""
 
 
 def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.Module:
@@ -67,11 +73,18 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
     settings = _make_settings(planned, resources.pool)
     match spec:
         case GqaSpec():
-            layer_idx = model.get_submodule(name).layer_idx
+            layer_idx = _count_before(model, name, has_state=False)
             return Attention(spec, layer_idx=layer_idx, settings=settings)
         case MlaSpec():
-            layer_idx = model.get_submodule(name).layer_idx
+            layer_idx = _count_before(model, name, has_state=False)
             return MlaAttention(spec, layer_idx=layer_idx, settings=settings)
+        case GatedDeltaSpec():
+            return GatedDelta(
+                spec,
+                state_idx=_count_before(model, name, has_state=True),
+                settings=settings,
+                gate_settings=_make_gate_settings(planned, resources.pool),
+            )
         case MlpSpec():
             return Mlp(spec, settings=settings)
         case RouterSpec():
@@ -110,6 +123,20 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
             assert_never(spec)
 
 
+def _count_before(model: Any, name: str, *, has_state: bool) -> int:
+    """Return how many layers before a mixer's own keep a state, or KV."""
+    layers = list(model.model.layers)[: model.get_submodule(name).layer_idx]
+    return sum(
+        any(isinstance(m, GatedDelta) or has_gated_delta(m) for m in layer.children()) == has_state
+        for layer in layers
+    )
+
+
+def _make_gate_settings(planned: ModulePlan, pool: ThreadPool) -> MatrixSettings:
+    name = planned.score_format
+    return MatrixSettings(None if name == NO_FORMAT else find_format(name), pool)
+
+
 def _make_settings(planned: ModulePlan, pool: ThreadPool) -> MatrixSettings:
     name = planned.weight_format
     weight_format = None if name == NO_FORMAT else find_format(name)
@@ -120,6 +147,15 @@ def _build_experts(spec: ExpertsSpec, planned: ModulePlan, resources: Resources)
     if planned.weight_format == NO_FORMAT:
         return Experts(spec)
     weight_format, caches = find_format(planned.weight_format), resources.caches
+    if resources.share is not None:
+        assert caches is not None, "experts on disk without a place"
+        return DiskExperts(
+            spec,
+            weight_format=weight_format,
+            pool=resources.pool,
+            cache=caches.open(weight_format.name),
+            share=resources.share,
+        )
     nodes = len(resources.pool.node_ids)
     return NativeExperts(
         spec,
@@ -141,8 +177,8 @@ def _build_layer(spec: DecoderLayerSpec, module: nn.Module) -> DecoderLayer:
     operators = {n: m for n, m in module.named_children() if isinstance(m, Operator)}
     norms = [operators[name] if name else None for name in spec.norms]
     first, attention_out, second, mlp_out = norms
-    attention, mlp = operators["self_attn"], operators["mlp"]
-    assert isinstance(attention, Attention | MlaAttention), attention
+    attention, mlp = operators[spec.mixer_name], operators["mlp"]
+    assert isinstance(attention, Attention | MlaAttention | GatedDelta), attention
     assert isinstance(mlp, Mlp | MoeBlock), mlp
     for norm in norms:
         assert norm is None or isinstance(norm, RmsNorm), norm

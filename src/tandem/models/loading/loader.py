@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ConflictError, ShapeError, UnsupportedError
+from tandem.core.model.layers import GatedDeltaSpec
 from tandem.core.model.plan import NO_FORMAT, MatrixPlan, ModelPlan
 from tandem.core.spec import (
     DTYPE_BYTES,
@@ -23,11 +24,11 @@ from tandem.core.spec import (
     ModelSpec,
 )
 from tandem.kernels.devices import DeviceContext, open_device
-from tandem.kernels.interfaces import WeightReader
+from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.operator import Operator, freeze
-from tandem.kernels.operators.rope import LayeredRope, Rope
+from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
 from tandem.kernels.paged import NO_SLOT, TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
@@ -36,8 +37,14 @@ from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import rename_reader
 from tandem.models.identity import list_config_values, make_kv_identity
 from tandem.models.loading.builders import Resources
+from tandem.models.loading.expert_disk import open_tier
 from tandem.models.loading.injection import apply_plan, require_no_meta
-from tandem.models.loading.packed_cache import PackedCaches, choose_root, has_manifest
+from tandem.models.loading.packed_cache import (
+    MIN_CACHED_BYTES,
+    PackedCaches,
+    choose_root,
+    has_manifest,
+)
 from tandem.models.loading.packed_writer import PackedWriter
 from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.loading.weight_digest import DigestCache, WeightHasher, name_packed_source
@@ -55,6 +62,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+IMAGE_PARTS = ("model.visual.", "visual.")
+"""Prefixes of tensors of models that also take images."""
 
 
 class CausalModel:
@@ -322,11 +332,13 @@ def load_model(
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
         # Parts on NUMA nodes are copies: with them the memory to write from would come on top.
-        is_behind = is_written_behind and plan.expert_parts == 1
+        # Experts that stay on disk are there before they are used.
+        is_behind = is_written_behind and plan.expert_parts == 1 and plan.tier is None
         source, hasher, caches = open_weights(
             checkpoint, plan, context, progress, stack, is_behind=is_behind
         )
-        resources = Resources(pool=pool, caches=caches, expert_parts=plan.expert_parts)
+        share = None if plan.tier is None else open_tier(plan.tier)
+        resources = Resources(pool=pool, caches=caches, expert_parts=plan.expert_parts, share=share)
         apply_plan(model, plan, resources)
         ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.
@@ -396,7 +408,7 @@ def count_mapped_bytes(plan: ModelPlan) -> int:
 
     These are packed experts that are kept; parts of them on NUMA nodes are copies of a process.
     """
-    if plan.expert_parts > 1 or _choose_packed_root(plan) is None:
+    if plan.expert_parts > 1 or plan.tier is not None or _choose_packed_root(plan) is None:
         return 0
     return sum(matrix.size_bytes for matrix in _list_packed(plan))
 
@@ -408,19 +420,33 @@ def _list_packed(plan: ModelPlan) -> list[MatrixPlan]:
 def _choose_packed_root(plan: ModelPlan) -> Path | None:
     if not _list_packed(plan):
         return None
-    return choose_root(plan.packed_cache, Path(plan.folder), plan.expert_bytes)
+    if plan.tier is not None and plan.packed_cache == "off":
+        what = "experts that stay on disk need a place there: give a folder, or auto"
+        raise ConfigError("models.load", what, field="model.packed_cache")
+    # Whatever their size, experts that stay on disk are kept.
+    size_bytes = plan.expert_bytes if plan.tier is None else MIN_CACHED_BYTES
+    return choose_root(plan.packed_cache, Path(plan.folder), size_bytes)
 
 
-def _find_ropes(module: nn.Module, plan: ModelPlan, device: torch.device) -> tuple[Rope, ...]:
+def _find_ropes(
+    module: nn.Module | None, plan: ModelPlan, device: torch.device
+) -> tuple[Angles, ...]:
     """Return the RoPEs of a model, by ``rope_idx`` of its layers.
 
     Those of the operator, or, where a rule keeps transformers' module, new ones with its angles:
     attentions that are replaced take theirs from the step.
     """
+    if module is None:
+        # A model without positions.
+        return (Unrotated(),)
     if isinstance(module, Rope | LayeredRope):
         ropes = module.ropes
     else:
-        specs = {layer.mixer.rope_idx: layer.rope for layer in plan.layers}
+        specs = {
+            layer.mixer.rope_idx: layer.rope
+            for layer in plan.layers
+            if not isinstance(layer.mixer, GatedDeltaSpec)
+        }
         known = [specs[i] for i in sorted(specs)]
         ropes = tuple(Rope(spec) for spec in known if spec is not None)
         if len(ropes) < len(known):
@@ -467,7 +493,9 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     first = checkpoint.config.num_hidden_layers
     prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
     why = "of a layer that predicts tokens further ahead"
-    return harmless | {name: why for name in source.entries if name.startswith(prefixes)}
+    harmless |= {name: why for name in source.entries if name.startswith((*prefixes, "mtp."))}
+    why = "of the part that sees images, which text does not need"
+    return harmless | {name: why for name in source.entries if name.startswith(IMAGE_PARTS)}
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:

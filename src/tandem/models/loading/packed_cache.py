@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAYOUT",
+    "MIN_CACHED_BYTES",
     "PackedCache",
     "PackedCaches",
     "PackedFile",
@@ -226,29 +227,37 @@ class PackedCache:
 
     def find(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
         """Return an operator's finished weights, mapped read-only; None where there are none."""
+        path = self.locate(name, size_bytes)
+        try:
+            return None if path is None else np.memmap(path, np.uint8, "r")
+        except OSError as error:
+            logger.warning("event=packed_file_refused path=%s error=%r", path, str(error))
+            return None
+
+    def locate(self, name: str, size_bytes: int) -> Path | None:
+        """Return the file of an operator's finished weights; None where there is none."""
         entry = self._files.get(name)
         if entry is None:
             return None
         path = self._path(name)
         try:
             info = path.stat()
-            size = info.st_size
-            risk = find_risk(info)
-            if risk:
-                logger.warning("event=packed_file_refused path=%s why=%r", path, risk)
-                return None
-            if not size_bytes == entry.size_bytes == size:
-                logger.warning(
-                    "event=packed_file_refused path=%s size_bytes=%d wanted_bytes=%d",
-                    path,
-                    size,
-                    size_bytes,
-                )
-                return None
-            return np.memmap(path, np.uint8, "r")
         except OSError as error:
             logger.warning("event=packed_file_refused path=%s error=%r", path, str(error))
             return None
+        risk = find_risk(info)
+        if risk:
+            logger.warning("event=packed_file_refused path=%s why=%r", path, risk)
+            return None
+        if not size_bytes == entry.size_bytes == info.st_size:
+            logger.warning(
+                "event=packed_file_refused path=%s size_bytes=%d wanted_bytes=%d",
+                path,
+                info.st_size,
+                size_bytes,
+            )
+            return None
+        return path
 
     def keep(self, name: str, packed: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
         """Write what was packed and return it mapped, to be used instead of the memory given.

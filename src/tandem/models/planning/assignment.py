@@ -15,6 +15,7 @@ from tandem.core.errors import NotFoundError
 from tandem.core.model.layers import (
     ExpertsSpec,
     FrozenLinearSpec,
+    GatedDeltaSpec,
     GqaSpec,
     HeadSpec,
     LinearSpec,
@@ -44,7 +45,7 @@ Workload = Literal["serving", "training"]
 """The built-in rules that apply: operators for steps, or frozen weights under adapters."""
 
 
-MULTIPLIED = (GqaSpec, MlaSpec, MlpSpec, LinearSpec, FrozenLinearSpec, HeadSpec)
+MULTIPLIED = (GqaSpec, MlaSpec, GatedDeltaSpec, MlpSpec, LinearSpec, FrozenLinearSpec, HeadSpec)
 """Specs of operators whose matrices take the format of linear modules."""
 
 
@@ -200,6 +201,7 @@ def _plan_one(
         operator=entry.name,
         spec=spec,
         weight_format=weight_format,
+        score_format=formats.router if isinstance(spec, GatedDeltaSpec) else NO_FORMAT,
         keeps_codes=keeps_codes,
         note=_note_devices(rule, device),
     )

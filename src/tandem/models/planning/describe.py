@@ -19,9 +19,11 @@ from tandem.core.model.layers import (
     EmbeddingSpec,
     ExpertsSpec,
     FrozenLinearSpec,
+    GatedDeltaSpec,
     GqaSpec,
     HeadSpec,
     LinearSpec,
+    MixerSpec,
     MlaSpec,
     MlpSpec,
     MoeBlockSpec,
@@ -48,12 +50,14 @@ from tandem.models.planning.probes import (
 )
 from tandem.models.planning.roles import (
     LAYER_NORMS,
+    MIXER_NAMES,
     count_kv_heads,
     find_gate_up,
     find_projections,
     has_layered_rope,
     observe_attentions,
 )
+from tandem.models.planning.state_mixers import observe_state_mixers
 
 __all__ = [
     "Describe",
@@ -64,6 +68,7 @@ __all__ = [
     "describe_embedding",
     "describe_experts",
     "describe_frozen_linear",
+    "describe_gated_delta",
     "describe_linear",
     "describe_lm_head",
     "describe_mla_attention",
@@ -91,6 +96,8 @@ class ModuleView:
     config: Any
     attentions: Mapping[str, AttentionCall | str]
     """See ``roles.observe_attentions``."""
+    state_mixers: Mapping[str, GatedDeltaSpec | str] = field(default_factory=dict)
+    """See ``state_mixers.observe_state_mixers``."""
     operators: Mapping[str, OperatorSpec] = field(default_factory=dict)
     """Specs of the modules below it that become operators, by dotted path."""
 
@@ -109,6 +116,7 @@ class Describer:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._attentions: dict[str, AttentionCall | str] | None = None
+        self._state_mixers: dict[str, GatedDeltaSpec | str] = {}
         self._found: dict[tuple[str, Describe], OperatorSpec | str] = {}
 
     def describe(self, name: str, describe: Describe) -> OperatorSpec:
@@ -136,7 +144,10 @@ class Describer:
         """
         if self._attentions is None:
             self._attentions = observe_attentions(self.model)
-        view = ModuleView(name, self.model, self.model.config, self._attentions, operators)
+            self._state_mixers = observe_state_mixers(self.model)
+        view = ModuleView(
+            name, self.model, self.model.config, self._attentions, self._state_mixers, operators
+        )
         return describe(self.model.get_submodule(name), view)
 
 
@@ -288,6 +299,9 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         raise UnfitModuleError(call)
     first, output = getattr(module, names[0]), module.o_proj
     d, heads = module.head_dim, output.in_features // module.head_dim
+    has_out_gate = len(names) > 1 and first.out_features == 2 * heads * d
+    if has_out_gate and call.interleaved_size:
+        raise UnfitModuleError(f"{type(module).__name__} rotates neighbours and gates its output")
     norm = describe_norm(module.q_norm) if hasattr(module, "q_norm") else None
     if norm is not None and norm.size not in (d, heads * d):
         raise UnfitModuleError(f"{type(module).__name__} norms {norm.size} items of q")
@@ -306,6 +320,7 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         window=call.rule.window,
         soft_cap=call.rule.soft_cap,
         has_sinks=call.rule.sinks is not None,
+        has_out_gate=has_out_gate,
     )
 
 
@@ -334,6 +349,14 @@ def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
         is_interleaved=has_interleaved_latents(view.config),
         rope_idx=_find_rope_idx(module, view.config),
     )
+
+
+def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
+    """Describe a gated delta rule, whose state takes the place of KV."""
+    found = view.state_mixers.get(view.name, "it was not there before the rules")
+    if isinstance(found, str):
+        raise UnfitModuleError(found)
+    return found
 
 
 def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:
@@ -413,7 +436,9 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
 
 def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     """Describe a layer all of whose parts become operators."""
-    _require(module, "self_attn", "mlp")
+    _require(module, "mlp")
+    mixer = next((name for name in MIXER_NAMES if hasattr(module, name)), MIXER_NAMES[0])
+    _require(module, mixer)
     # Dropout is of training.
     names = [n for n, m in module.named_children() if not isinstance(m, nn.Dropout)]
     parts = {n: view.operators.get(f"{view.name}.{n}") for n in names}
@@ -421,13 +446,11 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     if strange:
         raise UnfitModuleError(f"{', '.join(strange)}: no operators of ours")
     mlp = parts["mlp"]
-    if not isinstance(parts["self_attn"], GqaSpec | MlaSpec) or not isinstance(
-        mlp, MlpSpec | MoeBlockSpec
-    ):
-        raise UnfitModuleError("self_attn or mlp is not an operator of ours")
+    if not isinstance(parts[mixer], MixerSpec) or not isinstance(mlp, MlpSpec | MoeBlockSpec):
+        raise UnfitModuleError(f"{mixer} or mlp is not an operator of ours")
     if isinstance(mlp, MoeBlockSpec) and not _is_fusable(mlp, f"{view.name}.mlp", view):
         raise UnfitModuleError("mlp is not all operators of ours")
-    own = parts.keys() - {"self_attn", "mlp"}
+    own = parts.keys() - {mixer, "mlp"}
     norms = next((norms for norms in LAYER_NORMS if own == {n for n in norms if n}), None)
     if norms is None:
         raise UnfitModuleError(f"the norms {', '.join(sorted(own))} are of no known layer")
@@ -436,7 +459,7 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
             raise UnfitModuleError(f"{name} is not a norm of ours")
     if isinstance(mlp, MoeBlockSpec) and (not norms[2] or norms[3]):
         raise UnfitModuleError("experts need one norm, before them")
-    return DecoderLayerSpec(norms=norms)
+    return DecoderLayerSpec(norms=norms, mixer_name=mixer)
 
 
 def _is_fusable(block: MoeBlockSpec, name: str, view: ModuleView) -> bool:

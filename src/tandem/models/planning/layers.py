@@ -11,6 +11,7 @@ from torch import nn
 from tandem.core.errors import UnsupportedError
 from tandem.core.model.layers import (
     ExpertsSpec,
+    GatedDeltaSpec,
     GqaSpec,
     MixerSpec,
     MlaSpec,
@@ -27,6 +28,7 @@ from tandem.models.planning.describe import (
     Describer,
     describe_attention,
     describe_experts,
+    describe_gated_delta,
     describe_mla_attention,
     describe_mlp,
     describe_rotary,
@@ -40,6 +42,7 @@ from tandem.models.planning.roles import (
     find_projections,
     is_experts,
 )
+from tandem.models.planning.state_mixers import has_gated_delta
 
 __all__ = ["complete_spec", "list_layers", "place_matrices"]
 
@@ -59,7 +62,8 @@ def list_layers(describer: Describer) -> tuple[LayerSpec, ...]:
     found: list[LayerSpec] = []
     for index, layer in enumerate(layers):
         mixer = _read_mixer(layer, index, describer)
-        rope = ropes[mixer.rope_idx] if ropes else None
+        has_state = isinstance(mixer, GatedDeltaSpec)
+        rope = None if has_state or not ropes else ropes[mixer.rope_idx]
         mlp = _read_mlp(layer, index, describer)
         found.append(LayerSpec(index=index, mixer=mixer, rope=rope, mlp=mlp))
     return tuple(found)
@@ -111,13 +115,15 @@ def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec
             describe = describe_mla_attention
         elif find_projections(module):
             describe = describe_attention
+        elif has_gated_delta(module):
+            describe = describe_gated_delta
         else:
             continue
         try:
             found = describer.describe(f"model.layers.{index}.{name}", describe)
         except UnfitModuleError as error:
             raise UnsupportedError("models.read_layers", f"layer {index}: {error}") from error
-        assert isinstance(found, GqaSpec | MlaSpec), found
+        assert isinstance(found, MixerSpec), found
         return found
     raise UnsupportedError(
         "models.read_layers", f"layer {index}, {type(layer).__name__}, has no attention we know"
@@ -189,7 +195,10 @@ def complete_spec(
     moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
     first = moe[0] if moe else None
     total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
-    mixer = layers[0].mixer
+    mixer = next((x.mixer for x in layers if not isinstance(x.mixer, GatedDeltaSpec)), None)
+    if mixer is None:
+        what = "no layer has attention over all earlier tokens: give it one, as its KV is counted"
+        raise UnsupportedError("models.read_layers", what)
     if isinstance(mixer, MlaSpec):
         spec = msgspec.structs.replace(
             spec,
@@ -198,6 +207,7 @@ def complete_spec(
             kv_lora_rank=mixer.rank,
             rope_dim=mixer.rope,
         )
+    spec = _add_states(spec, [x.mixer for x in layers if isinstance(x.mixer, GatedDeltaSpec)])
     grouped = [layer.mixer for layer in layers if isinstance(layer.mixer, GqaSpec)]
     return msgspec.structs.replace(
         spec,
@@ -210,6 +220,29 @@ def complete_spec(
         sliding_window=max((mixer.window for mixer in grouped), default=0),
         num_parameters=total,
         num_active_parameters=total - _count_idle(moe, spec.hidden_size),
+    )
+
+
+def _add_states(spec: ModelSpec, mixers: list[GatedDeltaSpec]) -> ModelSpec:
+    """Return ``spec`` with the state of its layers.
+
+    Raises: UnsupportedError (states of several sizes).
+    """
+    if not mixers:
+        return spec
+    first = mixers[0]
+    sizes = {(m.num_v_heads, m.key_dim, m.value_dim, m.num_channels, m.conv_width) for m in mixers}
+    if len(sizes) > 1:
+        what = f"layers have states of {len(sizes)} sizes: all must have one"
+        raise UnsupportedError("models.read_layers", what)
+    return msgspec.structs.replace(
+        spec,
+        num_state_layers=len(mixers),
+        state_heads=first.num_v_heads,
+        state_key_dim=first.key_dim,
+        state_value_dim=first.value_dim,
+        conv_channels=first.num_channels,
+        conv_width=first.conv_width,
     )
 
 

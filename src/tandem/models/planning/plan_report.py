@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from tandem.core.model.layers import MixerSpec, MlaSpec
+from tandem.core.model.layers import GatedDeltaSpec, MixerSpec, MlaSpec
 from tandem.core.model.plan import LayerSpec, MatrixPlan, ModelPlan, MoeSpec
 from tandem.placement.rules import DEFAULT
 
@@ -50,9 +50,13 @@ def _list_layers(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
 def _tell_mixer(spec: MixerSpec) -> str:
     if isinstance(spec, MlaSpec):
         return f"mla {spec.num_heads}/1 heads of {spec.head}"
+    if isinstance(spec, GatedDeltaSpec):
+        heads = f"{spec.num_v_heads}/{spec.num_k_heads} heads of {spec.key_dim} x {spec.value_dim}"
+        return f"gated delta {heads}, convolution {spec.conv_width}"
     words = [f"gqa {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
     words += [f"window {spec.window}"] if spec.window else []
     words += ["sinks"] if spec.has_sinks else []
+    words += ["output gate"] if spec.has_out_gate else []
     words += ["q/k norm"] if spec.qk_norm is not None else []
     return ", ".join(words)
 

@@ -227,6 +227,8 @@ def _choose_group_formats(
     module: ModulePlan, group: list[RawMatrix], kept: StoredModel
 ) -> list[tuple[str, int]]:
     """Return formats, with their outputs, of matrices that become one; as ``read_matrix`` does."""
+    if group[0].role == "gates" and module.spec is not None:
+        return [(module.score_format, sum(m.shape[0] for m in group))]
     if module.keeps_codes:
         runs = _group_stored([kept.matrices.get(m.module) for m in group])
         if runs is not None:
@@ -326,6 +328,6 @@ def _give_reason(
     if module.operator == "default":
         return "a module of the skeleton"
     choice: FormatChoice = choices.linear
-    if role in ("experts", "router"):
+    if role in ("experts", "router", "gates"):
         choice = choices.experts if role == "experts" else choices.router
     return choice.reason

@@ -31,6 +31,7 @@ __all__ = [
     "find_norm_offset",
     "find_routing",
     "gives_whole_angles",
+    "key_module",
     "observe_attention",
     "read_frequencies",
 ]
@@ -87,6 +88,8 @@ def find_norm_offset(module: nn.Module) -> float:
     eps = getattr(made, "variance_epsilon", getattr(made, "eps", None))
     if eps is None:
         raise UnfitModuleError(f"{type(module).__name__} has no epsilon")
+    if "gate" in inspect.signature(type(module).forward).parameters:
+        raise UnfitModuleError(f"{type(module).__name__} also takes a gate")
     with torch.inference_mode():
         normed = torch.rms_norm(x, weight.shape, None, eps)
         theirs = made(x)
@@ -235,10 +238,10 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
     x = torch.empty(1, 1, model.config.hidden_size, device="meta")
     try:
         with torch.inference_mode():
-            cos, sin = _compute_angles(rotary, x, module)
+            angles = None if rotary is None else _compute_angles(rotary, x, module)
             module(
                 hidden_states=x,
-                position_embeddings=(cos, sin),
+                position_embeddings=angles,
                 attention_mask=None,
                 tandem_step=recorder,
             )
@@ -247,9 +250,22 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
         raise UnfitModuleError(what) from error
     if recorder.call is None:
         raise UnfitModuleError(f"{type(module).__name__} does not call the attention function")
-    width = cos.shape[-1]
+    if angles is None:
+        return recorder.call
+    width = angles[0].shape[-1]
     is_interleaved = gives_whole_angles(rotary) and _has_interleaved_rope(module, width)
     return replace(recorder.call, interleaved_size=width if is_interleaved else 0)
+
+
+def key_module(module: nn.Module) -> object:
+    """Return what mixers of one model differ by: their plain attributes and their parts."""
+    values = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str, type(None))) and name != "layer_idx"
+    }
+    parts = [(name, type(part)) for name, part in module.named_children()]
+    return (type(module), *sorted(values.items(), key=str), *parts)
 
 
 def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> Any:

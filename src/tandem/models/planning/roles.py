@@ -12,10 +12,16 @@ from typing import Any
 from torch import nn
 
 from tandem.core.model.plan import AdapterPlace, MatrixRole
-from tandem.models.planning.probes import AttentionCall, UnfitModuleError, observe_attention
+from tandem.models.planning.probes import (
+    AttentionCall,
+    UnfitModuleError,
+    key_module,
+    observe_attention,
+)
 
 __all__ = [
     "LAYER_NORMS",
+    "MIXER_NAMES",
     "RawMatrix",
     "Vectors",
     "count_experts",
@@ -48,6 +54,9 @@ LAYER_NORMS: tuple[tuple[str, str, str, str], ...] = (
 """Norms of a decoder layer: before and after its attention, before and after its MLP; empty is
 none. Which names a layer has says which of these it is."""
 
+MIXER_NAMES = ("self_attn", "linear_attn")
+"""A decoder layer's part that mixes tokens."""
+
 ROLES: dict[str, MatrixRole] = {
     "qkv_proj": "qkv",
     "q_proj": "qkv",
@@ -58,6 +67,16 @@ ROLES: dict[str, MatrixRole] = {
     "v_proj": "qkv",
     "kv_b_proj": "q_up",
     "o_proj": "attention_out",
+    "in_proj_qkvz": "qkv",
+    "in_proj_qkv": "qkv",
+    "in_proj_z": "qkv",
+    "g_proj": "qkv",
+    "in_proj_ba": "gates",
+    "in_proj_b": "gates",
+    "in_proj_a": "gates",
+    "b_proj": "gates",
+    "a_proj": "gates",
+    "out_proj": "attention_out",
     "gate_up_proj": "gate_up",
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
@@ -123,7 +142,7 @@ def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatr
                 vectors.num_buffered += buffer.numel()
                 vectors.buffered_bytes += buffer.numel() * buffer.itemsize
         for key, parameter in own.items():
-            if key.endswith("bias") or parameter.dim() < 2:
+            if key.endswith("bias") or parameter.dim() < 2 or isinstance(module, nn.Conv1d):
                 vectors.num_weights += parameter.numel()
                 continue
             role = _find_role(name, module)
@@ -204,7 +223,7 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
     for name, module in model.named_modules():
         if not find_projections(module):
             continue
-        key = _key_attention(module)
+        key = key_module(module)
         if key not in seen:
             try:
                 seen[key] = observe_attention(model, module)
@@ -212,17 +231,6 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
                 seen[key] = str(error)
         found[name] = seen[key]
     return found
-
-
-def _key_attention(module: nn.Module) -> object:
-    """Return what attentions of one model differ by: their plain attributes and their parts."""
-    values = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, (int, float, str, type(None))) and name != "layer_idx"
-    }
-    parts = [(name, type(part)) for name, part in module.named_children()]
-    return (type(module), *sorted(values.items(), key=str), *parts)
 
 
 def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:

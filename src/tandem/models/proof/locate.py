@@ -13,6 +13,7 @@ from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.loading.loader import CausalModel
+from tandem.models.planning.roles import MIXER_NAMES
 
 __all__ = ["locate_difference"]
 
@@ -111,11 +112,13 @@ def _locate_in_layer(
     """Give each part of a layer what eager's had, then the layer itself."""
     cache = ours.allocate_kv(-(-len(tokens) // BLOCK_SIZE), block_size=BLOCK_SIZE)
     table = list(range(cache.num_blocks))
-    batch = PagedBatch.build([SequenceChunk(tokens.tolist(), 0, table, "all")], BLOCK_SIZE)
+    chunk = SequenceChunk(tokens.tolist(), 0, table, "all", state_slot=0)
+    batch = PagedBatch.build([chunk], BLOCK_SIZE)
     execution = ours.context.choose_execution(ours.dtype)
 
     def begin() -> Any:
-        return execution.begin_step(batch, cache, ours.ropes, ours.dtype)
+        states = ours.allocate_states(1)
+        return execution.begin_step(batch, cache, ours.ropes, ours.dtype, states=states)
 
     for part, operator in layer.named_children():
         path = f"{name}.{part}"
@@ -123,7 +126,7 @@ def _locate_in_layer(
         if call is None:
             continue
         x = call.given[0].float()
-        if part == "self_attn":
+        if part in MIXER_NAMES:
             result = operator(x[None], tandem_step=begin())[0]
         else:
             result = operator(x)

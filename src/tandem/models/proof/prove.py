@@ -48,15 +48,23 @@ class _Runner:
     def __init__(self, folder: Path, pool: ThreadPool) -> None:
         self.model: CausalModel = load_model(plan_model(folder, dtype="float32"), pool)
         self._num_blocks = 4 * (NUM_TOKENS // BLOCK_SIZE + 1)
+        self._states = self.model.allocate_states(3)
 
     def make_cache(self) -> PagedKvCache:
         return self.model.allocate_kv(self._num_blocks, block_size=BLOCK_SIZE)
 
     def run(
-        self, cache: PagedKvCache, table: list[int], tokens: list[int], start: int = 0
+        self,
+        cache: PagedKvCache,
+        table: list[int],
+        tokens: list[int],
+        start: int = 0,
+        slot: int = 2,
     ) -> Tensor:
-        chunk = SequenceChunk(tokens, start, table, "all")
-        return self.model.forward(PagedBatch.build([chunk], BLOCK_SIZE), cache)
+        return self._forward([SequenceChunk(tokens, start, table, "all", state_slot=slot)], cache)
+
+    def _forward(self, chunks: list[SequenceChunk], cache: PagedKvCache) -> Tensor:
+        return self.model.forward(PagedBatch.build(chunks, BLOCK_SIZE), cache, states=self._states)
 
     def run_pieces(self, tokens: list[int], cuts: list[int]) -> Tensor:
         cache, table = self.make_cache(), [5, 0, 3, 9]
@@ -66,19 +74,22 @@ class _Runner:
     def run_reusing(self, tokens: list[int]) -> Tensor:
         """Share one block and a part of the next with a sequence that ran before."""
         cache = self.make_cache()
-        first = self.run(cache, [5, 0, 3, 9], tokens)
+        first = self.run(cache, [5, 0, 3, 9], tokens[:NUM_SHARED])
+        if self._states is not None:
+            self._states.copy(2, 0)
+        self.run(cache, [5, 0, 3, 9], tokens[NUM_SHARED:], NUM_SHARED)
         cache.copy_block(0, 7, NUM_SHARED - BLOCK_SIZE)
-        rest = self.run(cache, [5, 7, 11, 2], tokens[NUM_SHARED:], NUM_SHARED)
-        return torch.cat((first[:NUM_SHARED], rest))
+        rest = self.run(cache, [5, 7, 11, 2], tokens[NUM_SHARED:], NUM_SHARED, slot=0)
+        return torch.cat((first, rest))
 
     def run_beside(self, tokens: list[int]) -> Tensor:
         """Run the sequence in company of its own beginning."""
         cache = self.make_cache()
         chunks = [
-            SequenceChunk(tokens[:WINDOW], 0, [1], "all"),
-            SequenceChunk(tokens, 0, [5, 0, 3, 9], "all"),
+            SequenceChunk(tokens[:WINDOW], 0, [1], "all", state_slot=1),
+            SequenceChunk(tokens, 0, [5, 0, 3, 9], "all", state_slot=2),
         ]
-        return self.model.forward(PagedBatch.build(chunks, BLOCK_SIZE), cache)[WINDOW:]
+        return self._forward(chunks, cache)[WINDOW:]
 
 
 FEEDS: dict[str, Callable[[_Runner, list[int]], Tensor]] = {

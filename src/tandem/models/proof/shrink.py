@@ -35,6 +35,12 @@ LATENT_SIZES = {
     "v_head_dim": 24,
 }
 """With fewer rotated items YaRN's ramp between slow and fast ones would not show its ends."""
+STATE_SIZES = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 40,
+    "linear_conv_kernel_dim": 4,
+}
+"""Of layers with a state; a head's values are more than a panel of the kernels."""
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 Values = dict[str, Any]
@@ -163,6 +169,14 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
         for name, size in LATENT_SIZES.items():
             if values.get(name) is not None and not is_true_head:
                 values[name] = size
+    for name, size in STATE_SIZES.items():
+        if isinstance(values.get(name), int) and not is_true_head:
+            values[name] = min(values[name], size)
+    keys, heads_v = values.get("linear_num_key_heads"), values.get("linear_num_value_heads")
+    if isinstance(keys, int) and isinstance(heads_v, int):
+        tiny_keys = min(keys, 2)
+        values["linear_num_key_heads"] = tiny_keys
+        values["linear_num_value_heads"] = tiny_keys * min(heads_v // keys, 3)
     scalar = values.get("query_pre_attn_scalar")
     if scalar is not None:
         scaled = scalar * head_dim / true_head

@@ -116,7 +116,9 @@ def save_tiny(model: Any, folder: Path) -> None:
     is_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model.save_pretrained(folder)
+        # transformers would cut a convolution into equal parts, whatever sizes its parts have.
+        is_cut = any(hasattr(m, "conv1d") and hasattr(m, "g_proj") for m in model.modules())
+        model.save_pretrained(folder, save_original_format=not is_cut)
     finally:
         if is_shown:
             transformers_logging.enable_progress_bar()

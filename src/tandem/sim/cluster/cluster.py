@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tandem.conductor.routes import Alone, NoRoute, Pair, Place
 from tandem.core.errors import TandemError
 from tandem.core.loads.records import RequestRecord
 from tandem.core.loads.traces import TraceRow
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput
 from tandem.engine.cluster.machine import (
     Action,
-    Alone,
     Continue,
     Continued,
     Deliver,
@@ -27,10 +27,7 @@ from tandem.engine.cluster.machine import (
     LegFailed,
     LegOutput,
     Limits,
-    NoRoute,
     Note,
-    Pair,
-    Place,
     ReleaseLeg,
     RequestMachine,
     Submit,
@@ -165,7 +162,7 @@ class SimCluster:
         machine, now_s = live.machine, self._events.now_s
         match action:
             case Place():
-                route = self._placing.choose(action, machine.request)
+                route = self._placing.choose(action, machine.request, live.keys)
                 self._log(live, route)
                 return machine.take(NoRoute() if route is None else route, now_s)
             case Submit(leg=leg, request=request):

@@ -19,6 +19,7 @@ from tandem.core.wire import (
     InstanceLoad,
     KvHandle,
     RequestOutput,
+    StepRecord,
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.blocks import BlockPool
@@ -108,6 +109,8 @@ class SimInstance:
         self._is_running = False
         self._is_called = False
         self._wake_s = math.inf
+        self.on_step: Callable[[StepRecord], None] | None = None
+        """Told of each step when it begins, with the time that it will take."""
 
     # ---------------------------------------------------------------- calls
 
@@ -267,6 +270,8 @@ class SimInstance:
                     StepWork(0, 0.0, work.num_decodes, work.decode_tokens)
                 )
             self.prefill_s += max(seconds - alone_s, 0.0)
+        if self.on_step is not None:
+            self.on_step(StepRecord(*work, seconds))
         end_s = now_s + seconds
         if self.readers:
             self._announce(plan, end_s)

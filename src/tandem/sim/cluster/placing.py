@@ -1,14 +1,20 @@
-"""Where a request goes: the product's policy, shown the simulated instances.
+"""Where a request goes: the product's conductor, told of the simulated instances.
 
-The one module that knows the shape of policies. Loads are measured at the moment of a decision: as
-if every instance had just told its own.
+The one module that knows the shape of the conductor. Blocks and steps are told as they happen, and
+loads at the moment of a decision: as if every instance had just told its own.
 """
 
 from collections.abc import Iterable, Sequence
 
-from tandem.core.wire import AddRequest
-from tandem.engine.cluster.machine import InstanceRef, Place
-from tandem.engine.cluster.selection import InstanceView, Route, make_policy
+from tandem.conductor.conductor import Conductor
+from tandem.conductor.directory import Chain
+from tandem.conductor.fleet import InstanceFacts, Load
+from tandem.conductor.policies.policy import Question
+from tandem.conductor.policies.table import make_policy
+from tandem.conductor.routes import InstanceRef, Place, Route
+from tandem.core.wire import AddRequest, StepRecord
+from tandem.engine.process.inventory import cut_key
+from tandem.engine.scheduling.prefix_index import PrefixNode
 from tandem.sim.cluster.instance import SimInstance
 
 __all__ = ["Placing"]
@@ -16,44 +22,83 @@ __all__ = ["Placing"]
 IDENTITY = "simulated"
 
 
+class _Teller:
+    """Tells the conductor of one instance at once; an ``IndexObserver``."""
+
+    def __init__(self, conductor: Conductor, name: str) -> None:
+        self._conductor, self._name = conductor, name
+
+    def note_stored(self, node: PrefixNode) -> None:
+        """See ``IndexObserver``."""
+        assert node.key is not None, "a partial block has no key"
+        self._conductor.note_blocks(self._name, [cut_key(node.key)])
+
+    def note_removed(self, key: bytes) -> None:
+        """See ``IndexObserver``."""
+        self._conductor.note_blocks(self._name, removed=[cut_key(key)])
+
+    def note_cleared(self) -> None:
+        """See ``IndexObserver``."""
+        self._conductor.note_flushed(self._name)
+
+    def note_step(self, step: StepRecord) -> None:
+        """Take in a step."""
+        self._conductor.note_steps(self._name, [step])
+
+
 class Placing:
-    """Asks a policy.
+    """Asks a conductor.
 
     Args:
-        name: as ``cluster.policy``.
+        name: of its policy, as ``cluster.policy``.
         instances: of the run.
     """
 
     def __init__(self, name: str, instances: Iterable[SimInstance]) -> None:
-        self.policy = make_policy(name)
+        self.conductor = Conductor(make_policy(name))
         self._instances = list(instances)
-        self._refs = [InstanceRef(each.name, 0, IDENTITY) for each in self._instances]
-        prefills = frozenset(each.name for each in self._instances if each.role == "prefill")
-        self._sources = [
-            prefills if each.role == "decode" else frozenset[str]() for each in self._instances
-        ]
-
-    def choose(self, place: Place, request: AddRequest) -> Route | None:
-        """Return where a request goes; see ``Policy.choose``."""
-        return self.policy.choose(place, request, self._view())
-
-    def _view(self) -> Sequence[InstanceView]:
-        views: list[InstanceView] = []
-        for instance, ref, sources in zip(self._instances, self._refs, self._sources, strict=True):
-            load = instance.measure_load()
-            config = instance.setup.engine
-            views.append(
-                InstanceView(
-                    ref,
-                    instance.role,
-                    sources,
-                    num_blocks=config.num_kv_blocks,
-                    block_size=config.block_size,
-                    max_model_len=config.max_model_len,
-                    queued_tokens=load.queued_tokens,
-                    num_decoding=load.num_decoding,
-                    used_blocks=config.num_kv_blocks - load.free_blocks,
-                    largest_blocks=load.largest_blocks,
-                )
+        for each in self._instances:
+            config = each.setup.engine
+            facts = InstanceFacts(
+                config.num_kv_blocks,
+                config.block_size,
+                config.max_model_len,
+                config.max_batch_tokens,
             )
-        return views
+            self.conductor.join(each.name, each.role)
+            self.conductor.serve(InstanceRef(each.name, 0, IDENTITY), facts)
+            teller = _Teller(self.conductor, each.name)
+            each.index.observers.append(teller)
+            each.on_step = teller.note_step
+        prefills = [each.name for each in self._instances if each.role == "prefill"]
+        for each in self._instances:
+            if each.role == "decode":
+                self.conductor.set_sources(each.name, prefills)
+
+    def choose(self, place: Place, request: AddRequest, keys: Sequence[bytes]) -> Route | None:
+        """Return where a request goes; ``keys`` are those of its prompt's full blocks."""
+        size = self._instances[0].setup.engine.block_size
+        for each in self._instances:
+            self._tell_load(each)
+        question = Question(
+            request.request_id,
+            len(request.prompt_ids),
+            request.sampling.max_tokens,
+            [Chain([cut_key(key) for key in keys], size)],
+        )
+        return self.conductor.place(place, question).route
+
+    def _tell_load(self, instance: SimInstance) -> None:
+        load = instance.measure_load()
+        self.conductor.set_load(
+            instance.name,
+            Load(
+                queued_tokens=load.queued_tokens,
+                queued_context=load.queued_context,
+                num_decoding=load.num_decoding,
+                decode_tokens=load.decode_tokens,
+                num_requests=load.num_requests,
+                used_blocks=instance.setup.engine.num_kv_blocks - load.free_blocks,
+                largest_blocks=load.largest_blocks,
+            ),
+        )

@@ -1,0 +1,377 @@
+"""The conductor: takes in what happens in the fleet, and answers where a request goes.
+
+A policy only compares instances. Which may be compared at all, whether a request gets a pair or
+one instance, and when blocks may be read early is decided here, the same for every policy. All
+state is columns and maps that events keep current, so that a decision costs the same whatever is
+queued. Pure and single-threaded.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.conductor.directory import Chain, ExpectedBlocks, PrefixDirectory
+from tandem.conductor.estimator import StepEstimator
+from tandem.conductor.fleet import (
+    DECODE,
+    PREFILL,
+    ROLES,
+    UNIFIED,
+    Fleet,
+    InstanceFacts,
+    IntColumn,
+    Load,
+    Mask,
+)
+from tandem.conductor.policies.policy import Policy, Question
+from tandem.conductor.prediction import TtftParts, predict_tpot, predict_ttft
+from tandem.conductor.routes import Alone, InstanceRef, NoRoute, Pair, Place, Route
+from tandem.core.instance_status import InstanceRole
+from tandem.core.wire import GROWTH_BLOCKS, StepRecord
+
+__all__ = ["Candidate", "Conductor", "Decision"]
+
+MAX_CANDIDATES = 8
+"""Instances that a decision names, best first."""
+MAX_EXPECTED = 1 << 18
+"""Keys of blocks that instances were asked to compute."""
+TRANSFER_MEMORY = 0.8
+"""Of the speed of transfers, for each one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An instance that was considered for a prompt, and the times predicted for it."""
+
+    instance: str
+    prefix_len: int
+    """Tokens of the prompt that need not be computed there."""
+    transfer_s: float
+    queue_s: float
+    prefill_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.transfer_s + self.queue_s + self.prefill_s
+
+
+class Decision:
+    """The answer for one request.
+
+    Args:
+        route: None: wait until another instance serves.
+        names: of instances that were compared for the prompt, the chosen one first.
+        parts: times predicted for them.
+        tpot_s: predicted time between tokens where it decodes; None: not known yet.
+    """
+
+    __slots__ = ("_names", "_parts", "route", "tpot_s")
+
+    def __init__(
+        self,
+        route: Route | None,
+        names: Sequence[str] = (),
+        parts: TtftParts | None = None,
+        tpot_s: float | None = None,
+    ) -> None:
+        self.route, self.tpot_s = route, tpot_s
+        self._names, self._parts = names, parts
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The instance that computes the prompt; None: none is asked to."""
+        return self._describe(0) if self._names else None
+
+    @property
+    def considered(self) -> list[Candidate]:
+        """The chosen one, then the others with the least predicted times, best first."""
+        return [self._describe(at) for at in range(len(self._names))]
+
+    def _describe(self, at: int) -> Candidate:
+        parts = self._parts
+        assert parts is not None
+        return Candidate(
+            self._names[at],
+            int(parts.prefix_len[at]),
+            float(parts.transfer_s[at]),
+            float(parts.queue_s[at]),
+            float(parts.prefill_s[at]),
+        )
+
+
+class Conductor:
+    """Places the requests of a cluster.
+
+    Args:
+        policy: compares instances.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.fleet = Fleet()
+        self.directory = PrefixDirectory()
+        """Blocks that instances say they hold."""
+        self.stored = PrefixDirectory()
+        """Blocks that the store holds, all in row 0."""
+        self._expected = ExpectedBlocks(MAX_EXPECTED)
+        """Blocks that instances were asked to compute or to read."""
+        self._estimators: dict[int, StepEstimator] = {}
+
+    # ---------------------------------------------------------------- events
+
+    def join(self, name: str, role: InstanceRole) -> None:
+        """Take in an instance that belongs to the cluster from now on."""
+        row = self.fleet.join(name, role)
+        self._estimators[row] = StepEstimator(self.fleet.costs[:, row])
+
+    def leave(self, name: str) -> None:
+        """Take in that an instance belongs to the cluster no more."""
+        row = self.fleet.leave(name)
+        del self._estimators[row]
+        self._forget(row)
+
+    def serve(self, ref: InstanceRef, facts: InstanceFacts) -> None:
+        """Take in that a run of an instance serves. It holds no blocks and has no load yet."""
+        self._forget(self.fleet.serve(ref, facts))
+
+    def stop(self, name: str) -> None:
+        """Take in that an instance does not serve."""
+        self.fleet.stop(name)
+
+    def set_role(self, name: str, role: InstanceRole) -> None:
+        """Take in what an instance is for from now on."""
+        self.fleet.set_role(name, role)
+
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        """Take in that an instance takes no new requests, or takes them again."""
+        self.fleet.set_draining(name, is_draining=is_draining)
+
+    def set_sources(self, name: str, sources: Collection[str]) -> None:
+        """Take in whose blocks an instance can read."""
+        self.fleet.set_sources(name, sources)
+
+    def set_load(self, name: str, load: Load) -> None:
+        """Take in the load of an instance."""
+        row = self.fleet.find(name)
+        if row is not None:
+            self.fleet.set_load(row, load)
+
+    def note_steps(self, name: str, steps: Iterable[StepRecord]) -> None:
+        """Take in steps of an instance, in their order."""
+        row = self.fleet.find(name)
+        if row is None:
+            return
+        estimator = self._estimators[row]
+        for step in steps:
+            if estimator.note_step(step):
+                self.fleet.costs[:, row] = estimator.costs
+
+    def note_transfer(self, name: str, num_tokens: int, seconds: float) -> None:
+        """Take in how long an instance took to load the KV of tokens from elsewhere."""
+        row = self.fleet.find(name)
+        if row is not None and num_tokens > 0 and seconds > 0:
+            known = self.fleet.load_tokens_per_s[row]
+            speed = num_tokens / seconds
+            self.fleet.load_tokens_per_s[row] = (
+                TRANSFER_MEMORY * known + (1 - TRANSFER_MEMORY) * speed
+            )
+
+    def note_blocks(
+        self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
+    ) -> None:
+        """Take in which blocks an instance holds from now on, and which no more, by their keys."""
+        row = self.fleet.find(name)
+        if row is None:
+            return
+        self.directory.note_removed(row, removed)
+        self._expected.note_removed(row, removed)
+        self.directory.note_stored(row, stored)
+
+    def note_flushed(self, name: str) -> None:
+        """Take in that an instance holds no block any more."""
+        row = self.fleet.find(name)
+        if row is not None:
+            self._forget(row)
+
+    def note_in_store(self, stored: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
+        """Take in which blocks the store holds from now on, and which no more."""
+        self.stored.note_removed(0, removed)
+        self.stored.note_stored(0, stored)
+
+    def _forget(self, row: int) -> None:
+        self.directory.note_cleared(row)
+        self._expected.note_cleared(row)
+        self.policy.forget(row)
+
+    def get_step_error(self, name: str) -> float:
+        """Return the mean relative error of predicted steps of an instance."""
+        row = self.fleet.find(name)
+        return 0.0 if row is None else self._estimators[row].error
+
+    # ---------------------------------------------------------------- decisions
+
+    def place(self, place: Place, question: Question) -> Decision:
+        """Return where a request goes.
+
+        Args:
+            place: what is asked for, and which runs of instances are not to be tried again.
+            question: the request.
+        """
+        fleet = self.fleet
+        usable = fleet.find_usable(place.avoid, place.identity)
+        if place.is_held:
+            assert place.prefill is not None, "blocks are held by nobody"
+            return self._place_held(place.prefill, question, usable)
+        hits = self.count_hits(question.chains)
+        prefills = usable & (fleet.role == UNIFIED)
+        if place.needs_decode:
+            prefills |= usable & (fleet.role == PREFILL) & (self._count_readers(place) > 0)
+        else:
+            prefills |= usable & (fleet.role == PREFILL)
+        rows = np.flatnonzero(prefills)
+        if not len(rows):
+            return self._place_alone(place, question, usable, hits)
+        parts = self._predict(question, hits)
+        row = self.policy.choose_prefill(question, fleet, rows, hits, parts)
+        if fleet.role[row] == UNIFIED or not place.needs_decode:
+            resumed = self._find_resumed(place, usable)
+            row = row if resumed is None else resumed
+            return self._answer_alone(question, row, rows, parts)
+        decodes = np.flatnonzero(usable & (fleet.role == DECODE) & fleet.reads[:, row])
+        assert len(decodes), f"{fleet.name_of(row)} has no reader"
+        decode = self.policy.choose_decode(question, fleet, decodes, hits)
+        self._expect(question, row, decode)
+        # Blocks that are read early take room before their prompt is computed. Without room for
+        # all of them, requests would wait for each other: one for room here, one for blocks there.
+        is_early = place.is_resumed or self._has_room(decode, question)
+        route = Pair(self._ref(row), self._ref(decode) if is_early else None)
+        return self._decide(route, question, row, rows, parts, decode)
+
+    def count_hits(self, chains: Sequence[Chain]) -> IntColumn:
+        """Return how many tokens of a prompt each row holds, as far as is known."""
+        hits = np.zeros(self.fleet.num_rows, np.int64)
+        for chain in chains:
+            self.directory.match(chain, hits)
+            self._expected.match(chain, hits)
+        return hits
+
+    def count_stored(self, chains: Sequence[Chain]) -> int:
+        """Return how many tokens of a prompt the store holds, as far as is known."""
+        if not len(self.stored):
+            return 0
+        hits = np.zeros(1, np.int64)
+        for chain in chains:
+            self.stored.match(chain, hits)
+        return int(hits[0])
+
+    def _place_held(self, source: InstanceRef, question: Question, usable: Mask) -> Decision:
+        fleet = self.fleet
+        row = fleet.find(source.name)
+        if row is None:
+            return Decision(NoRoute())
+        readers = np.flatnonzero(usable & (fleet.role == DECODE) & fleet.reads[:, row])
+        if not len(readers):
+            return Decision(NoRoute())
+        hits = self.count_hits(question.chains)
+        decode = self.policy.choose_decode(question, fleet, readers, hits)
+        self._expect(question, decode)
+        tpot_s = self._predict_tpot(decode, question)
+        return Decision(Pair(None, self._ref(decode)), tpot_s=tpot_s)
+
+    def _count_readers(self, place: Place) -> IntColumn:
+        """Return how many decode instances that may be chosen can read each row."""
+        fleet = self.fleet
+        count = fleet.num_readers
+        for ref in place.avoid:
+            row = fleet.find(ref.name)
+            is_counted = row is not None and fleet.refs[row] == ref and fleet.is_reader(row)
+            if is_counted:
+                count = count - fleet.reads[row]
+        return count
+
+    def _place_alone(
+        self, place: Place, question: Question, usable: Mask, hits: IntColumn
+    ) -> Decision:
+        """Serve on one instance of any role, because there is no pair."""
+        parts = self._predict(question, hits)
+        resumed = self._find_resumed(place, usable)
+        if resumed is not None:
+            return self._answer_alone(question, resumed, np.array([resumed]), parts)
+        for number in range(len(ROLES)):
+            rows = np.flatnonzero(usable & (self.fleet.role == number))
+            if len(rows):
+                row = self.policy.choose_prefill(question, self.fleet, rows, hits, parts)
+                return self._answer_alone(question, row, rows, parts)
+        # One that drains will serve again, or another one takes its place.
+        is_any = bool(np.any(self.fleet.is_serving & ~self.fleet.is_draining))
+        return Decision(NoRoute() if is_any else None)
+
+    def _find_resumed(self, place: Place, usable: Mask) -> int | None:
+        """Return where the prompt was computed last: its blocks may still be in the cache there."""
+        if not place.is_resumed or place.prefill is None:
+            return None
+        row = self.fleet.find(place.prefill.name)
+        is_there = row is not None and usable[row] and self.fleet.refs[row] == place.prefill
+        return row if is_there else None
+
+    def _answer_alone(
+        self, question: Question, row: int, rows: IntColumn, parts: TtftParts
+    ) -> Decision:
+        self._expect(question, row)
+        return self._decide(Alone(self._ref(row)), question, row, rows, parts, row)
+
+    def _predict(self, question: Question, hits: IntColumn) -> TtftParts:
+        # An instance loads what the store has, whether its policy counted on that or not.
+        threshold = 1.0 if math.isinf(self.policy.threshold) else self.policy.threshold
+        stored_len = self.count_stored(question.chains)
+        return predict_ttft(self.fleet, question.prompt_len, hits, stored_len, threshold)
+
+    def _expect(self, question: Question, *rows: int) -> None:
+        bits = sum({1 << row for row in rows})
+        for chain in question.chains:
+            self._expected.note(bits, chain.keys)
+
+    def _decide(
+        self,
+        route: Route,
+        question: Question,
+        row: int,
+        rows: IntColumn,
+        parts: TtftParts,
+        decode: int,
+    ) -> Decision:
+        self.policy.note_placed(question, row)
+        others = rows[rows != row]
+        total_s = parts.total_s[others]
+        if len(others) >= MAX_CANDIDATES:
+            best = np.argpartition(total_s, MAX_CANDIDATES - 2)[: MAX_CANDIDATES - 1]
+            others, total_s = others[best], total_s[best]
+        named = [row, *others[np.argsort(total_s)].tolist()]
+        names = [self.fleet.name_of(each) for each in named]
+        return Decision(
+            route, names, parts.select(np.array(named)), self._predict_tpot(decode, question)
+        )
+
+    def _predict_tpot(self, row: int, question: Question) -> float:
+        return float(predict_tpot(self.fleet, np.array([row]), question.prompt_len)[0])
+
+    def _has_room(self, row: int, question: Question) -> bool:
+        """Whether a decode instance has room to read the blocks of a prompt besides all it has.
+
+        Conservative: blocks that requests share are counted for each, and the longest request must
+        be able to reach its full length, as the scheduler demands before it loads.
+        """
+        fleet = self.fleet
+        size = int(fleet.block_size[row])
+        needed = -(-question.prompt_len // size) + GROWTH_BLOCKS
+        total = min(question.prompt_len + question.max_tokens, int(fleet.max_model_len[row]))
+        largest = max(int(fleet.largest_blocks[row]), -(-total // size))
+        return int(fleet.used_blocks[row]) + needed + largest <= int(fleet.num_blocks[row])
+
+    def _ref(self, row: int) -> InstanceRef:
+        ref = self.fleet.refs[row]
+        assert ref is not None, f"row {row} is free"
+        return ref

@@ -1,0 +1,146 @@
+"""The prefix directory: which instances hold which blocks, by the blocks' keys.
+
+A key stands for a block and all before it (a chained hash, cut to 64 bits), so whoever holds a
+block of a chain is taken to hold those before it: ``match`` asks O(log(length)) keys for each
+length that differs. The directory is soft. A missing entry or a stale one gives a wrong prefix
+length, so a request that computes more than it had to; nothing else depends on it.
+
+Holders are bits of a Python integer, one for each row of the fleet. Pure.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.conductor.fleet import IntColumn
+
+__all__ = ["Chain", "ExpectedBlocks", "PrefixDirectory", "match_chain"]
+
+MAX_KEYS = 1 << 21
+"""Keys remembered, some 150 bytes each; the least recently noted ones are forgotten first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The keys of a prompt's full blocks under one KV identity."""
+
+    keys: Sequence[int]
+    block_size: int
+    """Tokens."""
+
+
+class PrefixDirectory:
+    """A bounded map from keys to the rows that hold them."""
+
+    def __init__(self, max_keys: int = MAX_KEYS) -> None:
+        self._holders: OrderedDict[int, int] = OrderedDict()
+        self._max_keys = max_keys
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def note_stored(self, row: int, keys: Iterable[int]) -> None:
+        """Record that a row holds blocks."""
+        holders, bit = self._holders, 1 << row
+        for key in keys:
+            holders[key] = holders.get(key, 0) | bit
+            holders.move_to_end(key)
+        while len(holders) > self._max_keys:
+            holders.popitem(last=False)
+
+    def note_removed(self, row: int, keys: Iterable[int]) -> None:
+        """Record that a row does not hold blocks any more."""
+        holders, bit = self._holders, 1 << row
+        for key in keys:
+            left = holders.get(key, 0) & ~bit
+            if left:
+                holders[key] = left
+            else:
+                holders.pop(key, None)
+
+    def note_cleared(self, row: int) -> None:
+        """Record that a row holds nothing. O(keys)."""
+        bit = 1 << row
+        held = [key for key, rows in self._holders.items() if rows & bit]
+        self.note_removed(row, held)
+
+    def match(self, chain: Chain, hits: IntColumn) -> None:
+        """Raise each row's entry of ``hits`` to the tokens of the chain that it holds."""
+        match_chain(chain, lambda key: self._holders.get(key, 0), hits)
+
+
+class ExpectedBlocks:
+    """The rows that were sent a prompt last, by the keys of its blocks; a bounded map.
+
+    Two generations, of which the older one is dropped when the younger is full: a prompt of many
+    blocks is noted at the speed of one update of a dictionary.
+    """
+
+    def __init__(self, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    def note(self, rows: int, keys: Sequence[int]) -> None:
+        """Record that rows, given as bits, will hold blocks."""
+        self._young.update(dict.fromkeys(keys, rows))
+        if len(self._young) > self._max_keys // 2:
+            self._young, self._old = {}, self._young
+
+    def note_removed(self, row: int, keys: Iterable[int]) -> None:
+        """Record that a row does not hold blocks any more."""
+        for generation in (self._young, self._old):
+            if generation:
+                for key in keys:
+                    if key in generation:
+                        generation[key] &= ~(1 << row)
+
+    def note_cleared(self, row: int) -> None:
+        """Record that a row holds nothing. O(keys)."""
+        for generation in (self._young, self._old):
+            self.note_removed(row, [key for key, rows in generation.items() if rows >> row & 1])
+
+    def match(self, chain: Chain, hits: IntColumn) -> None:
+        """See ``PrefixDirectory.match``."""
+        match_chain(chain, self._find, hits)
+
+    def _find(self, key: int) -> int:
+        rows = self._young.get(key)
+        return self._old.get(key, 0) if rows is None else rows
+
+
+def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> None:
+    """Raise each row's entry of ``hits`` to the tokens of a chain that it holds.
+
+    Args:
+        chain: of a prompt.
+        find: returns the rows that hold a block, as bits.
+        hits: changed in place.
+    """
+    keys = chain.keys
+    if not keys:
+        return
+    # Ranges of the chain with the rows that hold all before them; deeper blocks have fewer.
+    todo = [(0, len(keys), find(keys[0]))]
+    while todo:
+        begin, end, rows = todo.pop()
+        # Rows that hold the block at ``begin``; which of them hold more?
+        while rows and end - begin > 1:
+            middle = (begin + end) // 2
+            deeper = rows & find(keys[middle])
+            if deeper != rows:
+                todo.append((begin, middle, rows & ~deeper))
+            begin, rows = middle, deeper
+        if rows:
+            length = (begin + 1) * chain.block_size
+            np.maximum(hits, length, out=hits, where=_mark_bits(rows, len(hits)))
+
+
+def _mark_bits(rows: int, num_rows: int) -> npt.NDArray[np.bool_]:
+    """Return the rows of a number's bits as a mask."""
+    rows &= (1 << num_rows) - 1
+    packed = np.frombuffer(rows.to_bytes((num_rows + 7) // 8, "little"), np.uint8)
+    return np.unpackbits(packed, count=num_rows, bitorder="little").view(np.bool_)

@@ -1,0 +1,133 @@
+"""The cost of steps on one instance, learnt while it serves.
+
+    seconds = c . (1, prefill tokens, prefill x context, decodes, decode KV tokens)
+
+The costs c are those of least squares over the last steps, older ones counting less, with three
+changes. The squares are of relative errors, because a step of 2 ms and one of 2 s must both be
+predicted. A step that is far off counts less (Huber's weights), because a page fault or a busy
+neighbour is no property of the instance. No cost is negative: a feature whose cost would be is left
+out. A weak prior holds the costs of features that have not varied yet.
+
+``StepEstimator`` is fed by the live engine and by the simulator alike. Pure.
+"""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.core.wire import StepRecord
+
+__all__ = [
+    "DEFAULT_COSTS",
+    "NUM_FEATURES",
+    "StepEstimator",
+]
+
+DEFAULT_COSTS = (2e-3, 1e-4, 1e-9, 1e-4, 1e-8)
+"""Before any step was seen; a small model on two cores. Only their ratios matter then."""
+NUM_FEATURES = len(DEFAULT_COSTS)
+FORGETTING = 0.998
+"""Weight of a step after each later one: some 500 count."""
+PRIOR_WEIGHT = 1e-4
+"""Of the prior beside one step, in its relative units."""
+HUBER = 2.0
+"""Typical errors beyond which a step counts less."""
+FORGETTING_FAST = 0.95
+"""The same while predictions are off to one side: the machine is another one now."""
+MAX_BIAS = 0.15
+"""Mean of the signed error beyond which they are."""
+FIRST_ERROR = 0.5
+MIN_ERROR = 0.01
+ERROR_MEMORY = 0.98
+"""Of the mean error, for each step."""
+SOLVE_EVERY = 8
+"""Steps between two solutions; the first ones are solved one by one."""
+
+
+class StepEstimator:
+    """The costs of one instance.
+
+    Args:
+        prior: seconds by feature to begin with.
+    """
+
+    def __init__(self, prior: npt.ArrayLike = DEFAULT_COSTS) -> None:
+        self.costs = np.array(prior, np.float64)
+        """Seconds by feature; shape [NUM_FEATURES]."""
+        # In units of the prior all costs are about 1, whatever their features' scales.
+        self._scale = np.maximum(self.costs, np.array(DEFAULT_COSTS) * 1e-3)
+        self._squares = np.eye(NUM_FEATURES) * PRIOR_WEIGHT
+        self._products = np.full(NUM_FEATURES, PRIOR_WEIGHT)
+        self._spread = FIRST_ERROR
+        self.error = 0.0
+        """Mean of |predicted - real| / real over the last steps, predicted before each."""
+        self._bias = 0.0
+        """Mean of ln(predicted / real) over the last steps, bounded for each."""
+        self.num_steps = 0
+
+    def note_step(self, step: StepRecord) -> bool:
+        """Take in one step; True if the costs have changed."""
+        if step.seconds <= 0 or not math.isfinite(step.seconds):
+            return False
+        features = _list_features(step)
+        if not self.num_steps:
+            # The prior says how costs compare; the first step says how fast the machine is.
+            self._scale *= step.seconds / float(features @ self._scale)
+            self.costs[:] = self._scale
+        relative = float(features @ self.costs) / step.seconds - 1.0
+        off = abs(relative)
+        weight, forgetting = 1.0, FORGETTING
+        if self.num_steps:
+            memory = min(ERROR_MEMORY, 1 - 1 / (self.num_steps + 1))
+            self.error = memory * self.error + (1 - memory) * off
+            bound = HUBER * self._spread
+            weight = 1.0 if off <= bound else bound / off
+            sided = math.log(max(relative + 1.0, 0.1))
+            self._bias = ERROR_MEMORY * self._bias + (1 - ERROR_MEMORY) * min(max(sided, -1), 1)
+            if abs(self._bias) > MAX_BIAS:
+                weight, forgetting = 1.0, FORGETTING_FAST
+            self._spread = max(memory * self._spread + (1 - memory) * min(off, bound), MIN_ERROR)
+        else:
+            self.error = off
+        self.num_steps += 1
+        row = features * self._scale / step.seconds
+        self._squares *= forgetting
+        self._products *= forgetting
+        self._squares += weight * np.outer(row, row)
+        self._products += weight * row
+        self._squares[np.diag_indices(NUM_FEATURES)] += PRIOR_WEIGHT * (1 - forgetting)
+        self._products += PRIOR_WEIGHT * (1 - forgetting)
+        is_due = self.num_steps <= SOLVE_EVERY or self.num_steps % SOLVE_EVERY == 0
+        if is_due:
+            self._solve()
+        return is_due
+
+    def _solve(self) -> None:
+        """Find the costs, none of them negative, by leaving out features one by one."""
+        kept = np.ones(NUM_FEATURES, np.bool_)
+        found = np.zeros(NUM_FEATURES)
+        while kept.any():
+            part = np.linalg.solve(self._squares[np.ix_(kept, kept)], self._products[kept])
+            found[:] = 0.0
+            found[kept] = part
+            if part.min() >= 0:
+                break
+            kept[int(np.argmin(found))] = False
+        self.costs[:] = np.maximum(found, 0.0) * self._scale
+
+    def predict(self, step: StepRecord) -> float:
+        """Return the seconds that a step should take; its own are not looked at."""
+        return float(_list_features(step) @ self.costs)
+
+
+def _list_features(step: StepRecord) -> npt.NDArray[np.float64]:
+    return np.array(
+        (
+            1.0,
+            step.prefill_tokens,
+            step.prefill_context,
+            step.num_decodes,
+            step.decode_tokens,
+        )
+    )

@@ -1,0 +1,250 @@
+"""The fleet: every known instance as a row of columns, which events keep current.
+
+A row is an instance by name and stays its row over restarts until it leaves. Nothing is rebuilt
+for a decision: events write a few cells, policies read whole columns. Pure and single-threaded.
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.conductor.estimator import DEFAULT_COSTS, NUM_FEATURES
+from tandem.conductor.routes import InstanceRef
+from tandem.core.instance_status import InstanceRole
+
+__all__ = ["ROLES", "Fleet", "FloatColumn", "InstanceFacts", "IntColumn", "Load", "Mask"]
+
+IntColumn = npt.NDArray[np.int64]
+FloatColumn = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+ROLES: tuple[InstanceRole, ...] = ("unified", "prefill", "decode")
+"""By their number in the column ``role``; in an emergency each serves alone, in this order."""
+UNIFIED, PREFILL, DECODE = range(3)
+FIRST_ROWS = 8
+DEFAULT_TOKENS_PER_S = 50_000.0
+"""Of KV that is loaded instead of computed, while no transfer has been seen."""
+
+
+class InstanceFacts(NamedTuple):
+    """The facts of a run of an instance that policies use; fixed while it lives."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_batch_tokens: int
+    """Tokens of one step."""
+
+
+class Load(NamedTuple):
+    """The load of an instance, with all that was sent to it."""
+
+    queued_tokens: int = 0
+    """To be computed before their requests decode."""
+    queued_context: float = 0.0
+    """Of these tokens, the sum of the lengths that each attends to."""
+    num_decoding: int = 0
+    """Requests that decode there, or will."""
+    decode_tokens: int = 0
+    """Their KV."""
+    num_requests: int = 0
+    """All that are there, or on their way."""
+    used_blocks: int = 0
+    """That its requests need now, or will read."""
+    largest_blocks: int = 0
+    """Of the longest of them at its full length."""
+
+
+class Fleet:
+    """The columns. Row ``i`` of each is the instance of ``refs[i]``; free rows do not serve.
+
+    Attributes:
+        refs: the present runs; None where a row is free.
+        is_serving: it takes requests now.
+        is_draining: it takes no new ones.
+        role: a number of ``ROLES``.
+        reads: ``reads[d, p]``: instance d can read the blocks of p.
+        num_readers: decode instances that may be chosen and can read it.
+        load: one column for each field of ``Load``.
+        costs: seconds of a step by feature; see ``StepEstimator``.
+        load_tokens_per_s: KV that it loads from other instances or the store.
+    """
+
+    def __init__(self) -> None:
+        self.refs: list[InstanceRef | None] = []
+        self._rows: dict[str, int] = {}
+        self._free: list[int] = []
+        self._identities: dict[str, int] = {}
+        self.is_serving: Mask = np.zeros(0, np.bool_)
+        self.is_draining: Mask = np.zeros(0, np.bool_)
+        self.role: IntColumn = np.zeros(0, np.int64)
+        self.identity: IntColumn = np.zeros(0, np.int64)
+        self.reads: Mask = np.zeros((0, 0), np.bool_)
+        self.num_readers: IntColumn = np.zeros(0, np.int64)
+        self.facts: IntColumn = np.zeros((len(InstanceFacts._fields), 0), np.int64)
+        self.load: FloatColumn = np.zeros((len(Load._fields), 0))
+        self.costs: FloatColumn = np.zeros((NUM_FEATURES, 0))
+        self.load_tokens_per_s: FloatColumn = np.zeros(0)
+        self._grow(FIRST_ROWS)
+
+    def _grow(self, num_more: int) -> None:
+        old = len(self.refs)
+        self.refs += [None] * num_more
+        self._free += range(old + num_more - 1, old - 1, -1)
+        more = (0, num_more)
+        self.is_serving = np.pad(self.is_serving, more)
+        self.is_draining = np.pad(self.is_draining, more)
+        self.role = np.pad(self.role, more)
+        self.identity = np.pad(self.identity, more)
+        self.reads = np.pad(self.reads, more)
+        self.num_readers = np.pad(self.num_readers, more)
+        self.facts = np.pad(self.facts, ((0, 0), more), constant_values=1)
+        self.load = np.pad(self.load, ((0, 0), more))
+        self.costs = np.pad(self.costs, ((0, 0), more))
+        self.load_tokens_per_s = np.pad(
+            self.load_tokens_per_s, more, constant_values=DEFAULT_TOKENS_PER_S
+        )
+        # Views by name: a write to a row is seen in all of them.
+        (
+            self.num_blocks,
+            self.block_size,
+            self.max_model_len,
+            self.max_batch_tokens,
+        ) = self.facts
+        (
+            self.queued_tokens,
+            self.queued_context,
+            self.num_decoding,
+            self.decode_tokens,
+            self.num_requests,
+            self.used_blocks,
+            self.largest_blocks,
+        ) = self.load
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the columns."""
+        return len(self.refs)
+
+    @property
+    def names(self) -> list[str]:
+        """All known instances."""
+        return list(self._rows)
+
+    def find(self, name: str) -> int | None:
+        """Return the row of an instance; None if it is not known."""
+        return self._rows.get(name)
+
+    def name_of(self, row: int) -> str:
+        """Return the name of the instance of a row."""
+        ref = self.refs[row]
+        assert ref is not None, f"row {row} is free"
+        return ref.name
+
+    def role_of(self, row: int) -> InstanceRole:
+        """Return what the instance of a row is for."""
+        return ROLES[int(self.role[row])]
+
+    # ---------------------------------------------------------------- events
+
+    def join(self, name: str, role: InstanceRole) -> int:
+        """Add an instance that does not serve yet; return its row."""
+        assert name not in self._rows, f"{name} is known"
+        if not self._free:
+            self._grow(self.num_rows)
+        row = self._rows[name] = self._free.pop()
+        self.refs[row] = InstanceRef(name, -1)
+        self.role[row] = ROLES.index(role)
+        self.load_tokens_per_s[row] = DEFAULT_TOKENS_PER_S
+        self.costs[:, row] = self._guess_costs(row)
+        return row
+
+    def _guess_costs(self, row: int) -> FloatColumn:
+        """Return the mean of the others: a stranger is taken for one of them."""
+        others = [other for other in self._rows.values() if other != row]
+        if not others:
+            return np.array(DEFAULT_COSTS)
+        return self.costs[:, others].mean(axis=1)
+
+    def leave(self, name: str) -> int:
+        """Forget an instance; return its row, which another one may get."""
+        self.stop(name)
+        row = self._rows.pop(name)
+        self.refs[row] = None
+        self.is_draining[row] = False
+        self._free.append(row)
+        return row
+
+    def serve(self, ref: InstanceRef, facts: InstanceFacts) -> int:
+        """Record that a run of an instance serves; return its row."""
+        row = self._rows[ref.name]
+        self.refs[row] = ref
+        self.facts[:, row] = facts
+        self.identity[row] = self._number_identity(ref.identity)
+        self.load[:, row] = 0
+        self.is_serving[row] = True
+        self._count_readers()
+        return row
+
+    def stop(self, name: str) -> None:
+        """Record that an instance does not serve: it is gone, or starts anew."""
+        row = self._rows[name]
+        self.is_serving[row] = False
+        self.reads[row, :] = False
+        self.reads[:, row] = False
+        self.load[:, row] = 0
+        self._count_readers()
+
+    def set_role(self, name: str, role: InstanceRole) -> None:
+        """Record what an instance is for from now on."""
+        self.role[self._rows[name]] = ROLES.index(role)
+        self._count_readers()
+
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        """Record that an instance takes no new requests, or takes them again."""
+        self.is_draining[self._rows[name]] = is_draining
+        self._count_readers()
+
+    def set_sources(self, name: str, sources: Collection[str]) -> None:
+        """Record whose blocks an instance can read."""
+        reads = self.reads[self._rows[name]]
+        reads[:] = False
+        for source in sources:
+            row = self._rows.get(source)
+            if row is not None:
+                reads[row] = True
+        self._count_readers()
+
+    def set_load(self, row: int, load: Load) -> None:
+        """Record the load of an instance."""
+        self.load[:, row] = load
+
+    def is_reader(self, row: int) -> bool:
+        """Return whether an instance counts in ``num_readers``."""
+        is_open = self.is_serving[row] and not self.is_draining[row]
+        return bool(is_open and self.role[row] == DECODE)
+
+    def _count_readers(self) -> None:
+        decodes = self.is_serving & ~self.is_draining & (self.role == DECODE)
+        np.sum(self.reads[decodes], axis=0, out=self.num_readers)
+
+    # ---------------------------------------------------------------- questions
+
+    def find_usable(self, avoid: Collection[InstanceRef], identity: str | None) -> Mask:
+        """Return which rows may be chosen at all; a new array."""
+        usable = self.is_serving & ~self.is_draining
+        for ref in avoid:
+            row = self._rows.get(ref.name)
+            if row is not None and self.refs[row] == ref:
+                usable[row] = False
+        if identity is not None:
+            usable &= self.identity == self._number_identity(identity)
+        return usable
+
+    def _number_identity(self, identity: str) -> int:
+        return self._identities.setdefault(identity, len(self._identities))

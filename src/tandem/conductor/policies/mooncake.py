@@ -1,0 +1,50 @@
+"""Algorithm 1 of the Mooncake paper (FAST 2025): the least predicted time to first token.
+
+    TTFT = transfer + queue + prefill
+
+An instance whose own prefix is shorter than the best one by more than the balancing threshold is
+counted as if it fetched the best one; if it then wins, it does fetch it, which is how a hot prefix
+comes to lie on several instances. The decode instance is the one with the least predicted time
+between tokens.
+"""
+
+import numpy as np
+
+from tandem.conductor.fleet import Fleet, IntColumn
+from tandem.conductor.policies.policy import Question
+from tandem.conductor.prediction import TtftParts, predict_tpot
+
+__all__ = ["BALANCING_THRESHOLD", "MooncakePolicy"]
+
+BALANCING_THRESHOLD = 1.25
+"""The paper names none. Below it, what is fetched is less than a fifth of the prefix."""
+
+
+class MooncakePolicy:
+    """Prefill by predicted time to first token, decode by predicted time between tokens.
+
+    Args:
+        threshold: ``kvcache_balancing_threshold`` of the paper.
+    """
+
+    def __init__(self, threshold: float = BALANCING_THRESHOLD) -> None:
+        self.threshold = threshold
+
+    def choose_prefill(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
+    ) -> int:
+        """See ``Policy``."""
+        return int(rows[int(np.argmin(parts.total_s[rows]))])
+
+    def choose_decode(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
+    ) -> int:
+        """See ``Policy``."""
+        num_tokens = question.prompt_len + question.max_tokens // 2
+        return int(rows[int(np.argmin(predict_tpot(fleet, rows, num_tokens)))])
+
+    def note_placed(self, question: Question, row: int) -> None:
+        """See ``Policy``."""
+
+    def forget(self, row: int) -> None:
+        """See ``Policy``."""

@@ -1,0 +1,141 @@
+"""Policies that predict nothing: random, round robin, least loaded, and local-cache-aware."""
+
+import math
+from bisect import bisect_right
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.conductor.fleet import Fleet, IntColumn
+from tandem.conductor.policies.policy import Question
+from tandem.conductor.prediction import TtftParts
+
+__all__ = ["LeastLoaded", "PrefixAware", "RandomChoice", "RoundRobin"]
+
+
+class RandomChoice:
+    """Any instance, each as likely as the others.
+
+    Args:
+        seed: of its own random numbers (splitmix64), so that a run can be repeated.
+    """
+
+    threshold = math.inf
+
+    def __init__(self, seed: int = 0) -> None:
+        self._state = seed
+
+    def choose_prefill(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
+    ) -> int:
+        """See ``Policy``."""
+        return int(rows[self._draw() % len(rows)])
+
+    def choose_decode(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
+    ) -> int:
+        """See ``Policy``."""
+        return int(rows[self._draw() % len(rows)])
+
+    def note_placed(self, question: Question, row: int) -> None:
+        """See ``Policy``."""
+
+    def forget(self, row: int) -> None:
+        """See ``Policy``."""
+
+    def _draw(self) -> int:
+        mask = (1 << 64) - 1
+        self._state = (self._state + 0x9E3779B97F4A7C15) & mask
+        mixed = self._state
+        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & mask
+        return mixed ^ (mixed >> 31)
+
+
+class RoundRobin:
+    """One instance after the other, in the order of rows; prefill and decode each have a turn."""
+
+    threshold = math.inf
+
+    def __init__(self) -> None:
+        self._last_prefill = self._last_decode = -1
+
+    def choose_prefill(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
+    ) -> int:
+        """See ``Policy``."""
+        self._last_prefill = _find_next(rows, self._last_prefill)
+        return self._last_prefill
+
+    def choose_decode(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
+    ) -> int:
+        """See ``Policy``."""
+        self._last_decode = _find_next(rows, self._last_decode)
+        return self._last_decode
+
+    def note_placed(self, question: Question, row: int) -> None:
+        """See ``Policy``."""
+
+    def forget(self, row: int) -> None:
+        """See ``Policy``."""
+
+
+def _find_next(rows: IntColumn, last: int) -> int:
+    position = bisect_right(rows, last)
+    return int(rows[position % len(rows)])
+
+
+class LeastLoaded:
+    """The instance with the fewest tokens to compute, and the one with the fewest decodes."""
+
+    threshold = math.inf
+
+    def choose_prefill(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
+    ) -> int:
+        """See ``Policy``."""
+        return _find_least(rows, fleet.queued_tokens[rows], fleet.num_decoding[rows])
+
+    def choose_decode(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
+    ) -> int:
+        """See ``Policy``."""
+        return _find_least(rows, fleet.num_decoding[rows], fleet.used_blocks[rows])
+
+    def note_placed(self, question: Question, row: int) -> None:
+        """See ``Policy``."""
+
+    def forget(self, row: int) -> None:
+        """See ``Policy``."""
+
+
+class PrefixAware(LeastLoaded):
+    """The least loaded, where tokens whose KV the instance holds count as computed.
+
+    Blocks that a decode instance holds need not be read, nor take more room.
+    """
+
+    def choose_prefill(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
+    ) -> int:
+        """See ``Policy``."""
+        return _find_least(rows, fleet.queued_tokens[rows] - hits[rows], fleet.num_decoding[rows])
+
+    def choose_decode(
+        self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
+    ) -> int:
+        """See ``Policy``."""
+        needed = fleet.used_blocks[rows] - hits[rows] // fleet.block_size[rows]
+        return _find_least(rows, fleet.num_decoding[rows], needed)
+
+
+def _find_least(
+    rows: IntColumn, first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]
+) -> int:
+    """Return the row that is least by the first key, then by the second, then the lowest."""
+    least = first.min()
+    ties = np.flatnonzero(first == least)
+    if len(ties) > 1:
+        ties = ties[[int(np.argmin(second[ties]))]]
+    return int(rows[ties[0]])

@@ -1,0 +1,84 @@
+"""The times that a request would see on each instance, from costs, loads and prefixes. Pure."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.conductor.fleet import Fleet, FloatColumn, IntColumn
+
+__all__ = ["TtftParts", "predict_tpot", "predict_ttft"]
+
+
+@dataclass(frozen=True, slots=True)
+class TtftParts:
+    """The predicted time to first token, by row, in seconds.
+
+    Attributes:
+        transfer_s: to bring the prefix there.
+        queue_s: until what is queued there is computed.
+        prefill_s: of the tokens that it lacks.
+        total_s: of the three.
+        prefix_len: tokens of the prompt that need not be computed.
+    """
+
+    transfer_s: FloatColumn
+    queue_s: FloatColumn
+    prefill_s: FloatColumn
+    total_s: FloatColumn
+    prefix_len: IntColumn
+
+    def select(self, rows: IntColumn) -> "TtftParts":
+        """Return some of the rows."""
+        return TtftParts(
+            self.transfer_s[rows],
+            self.queue_s[rows],
+            self.prefill_s[rows],
+            self.total_s[rows],
+            self.prefix_len[rows],
+        )
+
+
+def predict_ttft(
+    fleet: Fleet,
+    prompt_len: int,
+    hits: IntColumn,
+    shared_len: int = 0,
+    threshold: float = math.inf,
+) -> TtftParts:
+    """Predict the time to first token on every row of the fleet, whether it serves or not.
+
+    Args:
+        fleet: borrowed.
+        prompt_len: tokens.
+        hits: of the prompt, tokens that each row holds.
+        shared_len: tokens of the prompt that any instance can load from elsewhere.
+        threshold: that ``shared_len`` must exceed a local prefix by, as a factor, for that.
+    """
+    prefix = np.minimum(hits, prompt_len - 1)
+    transfer_s = np.zeros(len(prefix))
+    if shared_len and not math.isinf(threshold):
+        shared_len = min(shared_len, prompt_len - 1)
+        is_fetched = shared_len > np.maximum(threshold * prefix, prefix)
+        np.divide(shared_len - prefix, fleet.load_tokens_per_s, out=transfer_s, where=is_fetched)
+        prefix[is_fetched] = shared_len
+    costs, budget = fleet.costs, fleet.max_batch_tokens
+    # Each step computes the decodes that are there as well.
+    step_s = costs[0] + costs[3] * fleet.num_decoding + costs[4] * fleet.decode_tokens
+    queued = fleet.queued_tokens
+    queue_s = (
+        costs[1] * queued + costs[2] * fleet.queued_context + np.ceil(queued / budget) * step_s
+    )
+    fresh = prompt_len - prefix
+    context = 0.5 * (prompt_len * prompt_len - prefix * prefix)
+    prefill_s = costs[1] * fresh + costs[2] * context + np.ceil(fresh / budget) * step_s
+    return TtftParts(transfer_s, queue_s, prefill_s, transfer_s + queue_s + prefill_s, prefix)
+
+
+def predict_tpot(fleet: Fleet, rows: IntColumn, num_tokens: int) -> FloatColumn:
+    """Predict the time between tokens if one more request of so many tokens decodes there."""
+    return (
+        fleet.costs[0, rows]
+        + fleet.costs[3, rows] * (fleet.num_decoding[rows] + 1)
+        + fleet.costs[4, rows] * (fleet.decode_tokens[rows] + num_tokens)
+    )

@@ -1,0 +1,197 @@
+"""The dispatcher's side of the conductor: its events come from ports, its questions from requests.
+
+Owns the conductor and what it was told of each port. All of it runs on one event loop.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem.conductor.conductor import Conductor, Decision
+from tandem.conductor.directory import Chain
+from tandem.conductor.fleet import InstanceFacts, Load
+from tandem.conductor.load_count import LoadCount
+from tandem.conductor.policies.policy import Policy, Question
+from tandem.conductor.routes import InstanceRef, Place
+from tandem.core.instance_status import InstanceRole
+from tandem.core.spec import make_root_key
+from tandem.core.wire import AddRequest, BlockChanges, InstanceInfo, StepRecord
+from tandem.engine.groups.chain import TOKEN_BYTES, hash_block, pack_tokens
+from tandem.engine.process.inventory import cut_key
+
+__all__ = ["Placing", "PlacingPort"]
+
+
+class PlacingPort(Protocol):
+    """An instance as it is chosen by; see ``tandem.engine.cluster.dispatcher.Port``."""
+
+    @property
+    def ref(self) -> InstanceRef:
+        """Its present run."""
+        ...
+
+    @property
+    def role(self) -> InstanceRole:
+        """What it is for."""
+        ...
+
+    @property
+    def info(self) -> InstanceInfo | None:
+        """What runs; None while it does not serve."""
+        ...
+
+    @property
+    def load(self) -> LoadCount:
+        """The load of its present run; asked for only while it serves."""
+        ...
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Names of the prefill instances whose blocks it can read now."""
+        ...
+
+
+class _Listener:
+    """Passes on what one run of an instance tells; a ``LoadListener``."""
+
+    def __init__(self, conductor: Conductor, port: PlacingPort, info: InstanceInfo) -> None:
+        self._conductor, self._name = conductor, port.ref.name
+        self._load, self._info = port.load, info
+
+    def note_load(self) -> None:
+        """See ``LoadListener``."""
+        load = self._load.estimate(self._info)
+        self._conductor.set_load(
+            self._name,
+            Load(
+                queued_tokens=load.queued_tokens,
+                queued_context=load.queued_context,
+                num_decoding=load.num_decoding,
+                decode_tokens=load.decode_tokens,
+                num_requests=load.num_requests,
+                used_blocks=self._info.num_blocks - load.free_blocks,
+                largest_blocks=load.largest_blocks,
+            ),
+        )
+
+    def note_steps(self, steps: Sequence[StepRecord]) -> None:
+        """See ``LoadListener``."""
+        self._conductor.note_steps(self._name, steps)
+
+    def note_blocks(self, blocks: BlockChanges) -> None:
+        """See ``LoadListener``."""
+        if blocks.is_reset:
+            self._conductor.note_flushed(self._name)
+        self._conductor.note_blocks(self._name, blocks.stored, blocks.removed)
+        self._conductor.note_in_store(blocks.in_store, blocks.lost_in_store)
+
+
+class Placing:
+    """Keeps a conductor current, and asks it.
+
+    Args:
+        policy: of the conductor.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.conductor = Conductor(policy)
+        self._runs: dict[str, InstanceRef] = {}
+        """Runs that the conductor believes to serve."""
+        self._listeners: dict[str, LoadCount] = {}
+        self._block_sizes: dict[str, int] = {}
+        """By identity of the KV, of runs that serve or have served."""
+
+    @property
+    def num_serving(self) -> int:
+        """Instances that serve."""
+        return len(self._runs)
+
+    def sync(self, port: PlacingPort) -> None:
+        """Tell the conductor what has changed of an instance. O(1) if nothing has."""
+        conductor, ref, info = self.conductor, port.ref, port.info
+        name = ref.name
+        row = conductor.fleet.find(name)
+        if row is None:
+            conductor.join(name, port.role)
+        elif conductor.fleet.role_of(row) != port.role:
+            conductor.set_role(name, port.role)
+        known = self._runs.get(name)
+        if known is not None and (info is None or known != ref):
+            self._stop(name)
+            known = None
+        if info is None:
+            return
+        if known is None:
+            self._serve(port, ref, info)
+        conductor.set_sources(name, port.sources)
+
+    def serves(self, identity: str) -> bool:
+        """Return whether an instance with this identity of KV serves."""
+        return any(ref.identity == identity for ref in self._runs.values())
+
+    def forget(self, name: str) -> None:
+        """Drop an instance that has left the cluster."""
+        if name in self._runs:
+            self._stop(name)
+        if self.conductor.fleet.find(name) is not None:
+            self.conductor.leave(name)
+
+    def _serve(self, port: PlacingPort, ref: InstanceRef, info: InstanceInfo) -> None:
+        facts = InstanceFacts(
+            info.num_blocks, info.block_size, info.max_model_len, info.max_batch_tokens
+        )
+        self.conductor.serve(ref, facts)
+        self._runs[ref.name] = ref
+        self._block_sizes[ref.identity] = info.block_size
+        listener = _Listener(self.conductor, port, info)
+        self._listeners[ref.name] = port.load
+        port.load.listener = listener
+        listener.note_load()
+
+    def _stop(self, name: str) -> None:
+        del self._runs[name]
+        self._listeners.pop(name).listener = None
+        self.conductor.stop(name)
+
+    def describe(self, request: AddRequest) -> Question:
+        """Return what the conductor is told of a request.
+
+        Cost: a SHA-256 of each block of the prompt for each KV identity that serves; none where
+        there is nothing to choose.
+        """
+        identities: set[str] = set()
+        if len(self._runs) > 1:
+            identities = {ref.identity for ref in self._runs.values()}
+        return Question(
+            request_id=request.request_id,
+            prompt_len=len(request.prompt_ids),
+            max_tokens=request.sampling.max_tokens,
+            chains=[
+                _make_chain(request, identity, self._block_sizes[identity])
+                for identity in sorted(identities)
+            ],
+        )
+
+    def place(self, place: Place, question: Question) -> Decision:
+        """Ask the conductor."""
+        return self.conductor.place(place, question)
+
+
+def _make_chain(request: AddRequest, identity: str, block_size: int) -> Chain:
+    """Return the heads of the keys that instances of an identity give the blocks of a prompt.
+
+    The identity of an adapter's KV is known to instances alone. Its chain has keys of our own, by
+    which only what was asked of instances is found again, not what they tell.
+    """
+    digest = bytes.fromhex(identity)
+    if request.adapter:
+        digest = hashlib.sha256(digest + request.adapter.encode()).digest()
+    parent = make_root_key(digest, request.cache_salt)
+    keys: list[int] = []
+    # A block that ends with the last token is left out: that token is always computed.
+    num_blocks = (len(request.prompt_ids) - 1) // block_size
+    tokens, size = pack_tokens(request.prompt_ids), block_size * TOKEN_BYTES
+    for start in range(0, num_blocks * size, size):
+        parent = hash_block(parent, tokens[start : start + size])
+        keys.append(cut_key(parent))
+    return Chain(keys, block_size)

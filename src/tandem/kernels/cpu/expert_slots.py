@@ -1,0 +1,387 @@
+"""Memory for routed experts that lie on disk, and the order in which they are read and computed.
+
+``ExpertTier`` owns the memory of all layers: slots, which hold experts from step to step, and a
+staging area for those that pass by. ``LayerSlots`` has one layer: a policy decides which experts
+take slots, the others pass by; experts are computed in ascending order while the next ones are
+read. An expert is one read.
+
+A read that fails raises, and the step with it; nothing is computed from bytes that did not come,
+and a place that a disk may still write to is not used again. One thread at a time.
+"""
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.core.errors import CapacityError, DeadlineError, TandemError
+from tandem.placement.expert_cache import CachePolicy, Insertion
+
+__all__ = ["ExpertReader", "ExpertTier", "LayerSlots", "TierCounters"]
+
+logger = logging.getLogger(__name__)
+
+READ_TIMEOUT_MS = 30_000
+"""Above what a disk needs that retries a bad sector; after it the step fails."""
+
+
+class ExpertReader(Protocol):
+    """Reads ranges of files into memory; ``tandem._native.DirectReader`` is one."""
+
+    def add_file(self, path: str) -> int:
+        """Open a file and return its number."""
+        ...
+
+    def begin(self, file: int, offset: int, length: int, at: int) -> int:
+        """Begin to read a range to a place of the memory; return the number of the read."""
+        ...
+
+    def is_done(self, read: int) -> bool:
+        """Return True if ``finish`` would not wait."""
+        ...
+
+    def finish(self, read: int, timeout_ms: int) -> None:
+        """Wait for a read. Raises: DeadlineError (it goes on); TandemError (it has failed)."""
+        ...
+
+    def array(self) -> NDArray[np.uint8]:
+        """Return the memory."""
+        ...
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Experts that steps have asked for, over all layers."""
+
+    hits: int = 0
+    """Computed from a slot that held them."""
+    inserted: int = 0
+    """Read into a slot."""
+    passed: int = 0
+    """Read into the staging area."""
+    guessed: int = 0
+    """Read into a slot before a step asked for them."""
+    guessed_right: int = 0
+    """Of these, computed before they were evicted."""
+    read_bytes: int = 0
+    """Of the experts that were read."""
+
+
+@dataclass(slots=True)
+class _Read:
+    """An expert on its way from the disk."""
+
+    number: int
+    place: int
+    is_staged: bool
+
+
+class ExpertTier:
+    """Memory for experts that lie on disk, of all layers of a model.
+
+    Args:
+        reader: whose memory it is; owned.
+        slot_bytes: of a place for one expert; whole multiples of ``alignment``.
+        num_slots: of all layers together.
+        num_staged: places of the staging area, at least 1.
+        max_insertions: slots of a layer that change hands in a step, at most.
+        alignment: of ranges that are read.
+    """
+
+    def __init__(
+        self,
+        reader: ExpertReader,
+        *,
+        slot_bytes: int,
+        num_slots: int,
+        num_staged: int,
+        max_insertions: int,
+        alignment: int,
+    ) -> None:
+        assert num_staged >= 1, num_staged
+        self.reader = reader
+        self.memory = reader.array()
+        self.slot_bytes = slot_bytes
+        self.alignment = alignment
+        self.max_insertions = max_insertions
+        self.num_staged = num_staged
+        self.counters = TierCounters()
+        self._num_slots = num_slots
+        self._num_given = 0
+        self._staged = [(num_slots + i) * slot_bytes for i in range(num_staged)]
+        self._lost: list[tuple[int, int]] = []
+        """Reads that were given up, each with its staged place, which it may still write to."""
+        self._is_stalled = False
+
+    def give_slots(self, count: int) -> list[int]:
+        """Return the places of a layer's slots.
+
+        Raises: CapacityError (all are given).
+        """
+        first = self._num_given
+        if first + count > self._num_slots:
+            what = f"{count} slots of {self._num_slots - first} left: plan the model anew"
+            raise CapacityError("kernels.give_slots", what)
+        self._num_given = first + count
+        return [(first + i) * self.slot_bytes for i in range(count)]
+
+    def take_staged(self) -> int | None:
+        """Return a free place of the staging area; None if there is none now."""
+        for read, place in [lost for lost in self._lost if self.reader.is_done(lost[0])]:
+            # It is over; nobody waits for how it ended.
+            with contextlib.suppress(TandemError):
+                self.reader.finish(read, 0)
+            self._lost.remove((read, place))
+            self._staged.append(place)
+        return self._staged.pop() if self._staged else None
+
+    def return_staged(self, place: int) -> None:
+        """Take a place of the staging area back."""
+        self._staged.append(place)
+
+    def give_up(self, read: int, place: int) -> None:
+        """Take a place back once the read that still writes to it has ended."""
+        self._lost.append((read, place))
+
+    def finish(self, read: int) -> None:
+        """Wait for a read; after one that took too long only for what is there already.
+
+        Raises: as ``ExpertReader.finish``.
+        """
+        try:
+            self.reader.finish(read, 0 if self._is_stalled else READ_TIMEOUT_MS)
+        except DeadlineError:
+            if not self._is_stalled:
+                logger.exception("event=disk_stalled timeout_ms=%d", READ_TIMEOUT_MS)
+            self._is_stalled = True
+            raise
+        except TandemError:
+            self._is_stalled = False
+            raise
+        self._is_stalled = False
+
+
+class LayerSlots:
+    """The experts of one layer: where those are that are in memory, and the reads of others.
+
+    Args:
+        tier: the memory.
+        path: the file, whose experts lie one after the other.
+        expert_bytes: of one expert.
+        num_experts: in the file.
+        num_slots: of this layer.
+        policy: decides about them.
+    """
+
+    def __init__(
+        self,
+        tier: ExpertTier,
+        path: Path,
+        *,
+        expert_bytes: int,
+        num_experts: int,
+        num_slots: int,
+        policy: CachePolicy,
+    ) -> None:
+        self._tier = tier
+        self._file = tier.reader.add_file(str(path))
+        self._expert_bytes = expert_bytes
+        self._policy = policy
+        self._free = tier.give_slots(num_slots)
+        self._slots: dict[int, int] = {}
+        """Place by expert that holds a slot, also while it is read."""
+        self._reads: dict[int, _Read] = {}
+        self._lost: list[tuple[int, int]] = []
+        """Reads of experts that lost their slot meanwhile, each with the slot."""
+        self._guessed: set[int] = set()
+        """Held because of a guess, and not computed yet."""
+        self.places = np.full(num_experts, -1, np.int64)
+        """Offset in the memory by expert; -1 if it is not there."""
+
+    def run(
+        self, ids: NDArray[np.int64], compute: Callable[[int, int, bool], None], *, is_cached: bool
+    ) -> None:
+        """Compute the experts that ``ids`` names, in ascending order, as they come.
+
+        Args:
+            ids: of all tokens; -1 is none.
+            compute: computes experts [first, end) from ``places``; told if earlier ones were.
+            is_cached: whether the policy is asked; otherwise the slots stay as they are.
+
+        Raises: what reads raise.
+        """
+        order: list[int] = np.unique(ids[ids >= 0]).tolist()
+        try:
+            self._run(order, compute, is_cached=is_cached)
+        finally:
+            self._end_staged()
+
+    def guess(self, expert_ids: list[int]) -> None:
+        """Begin to read experts that the next step may compute, likeliest first."""
+        insertions = self._policy.guess(expert_ids, self._tier.max_insertions)
+        self._insert(insertions)
+        self._guessed.update(insertion.expert_id for insertion in insertions)
+        self._tier.counters.guessed += len(insertions)
+        self._tier.counters.read_bytes += len(insertions) * self._expert_bytes
+
+    def _run(
+        self, order: list[int], compute: Callable[[int, int, bool], None], *, is_cached: bool
+    ) -> None:
+        passing = self._begin_missing(order, is_cached=is_cached)
+        # A decode computes each expert as it comes. A prefill prepares all its rows for each call,
+        # so it computes half the staging area while the other half is read.
+        grain = 1 if is_cached else max(1, self._tier.num_staged // 2)
+        first, is_added = 0, False
+        while first < len(order) or not is_added:
+            while passing and self._stage(passing[0]):
+                passing.popleft()
+            # The staging area fills in ascending order: from here on nothing is begun yet.
+            last = len(order) if not passing else order.index(passing[0])
+            if first == last < len(order):
+                what = "reads that were given up hold the whole staging area: see the kernel's log"
+                raise DeadlineError("kernels.read_expert", what)
+            end = min(first + grain, last)
+            for expert_id in order[first:end]:
+                self._finish(expert_id)
+            while end < last and self._is_here(order[end]):
+                self._finish(order[end])
+                end += 1
+            stop = len(self.places) if end == len(order) else order[end - 1] + 1
+            compute(order[first] if first < end else 0, stop, is_added)
+            for expert_id in order[first:end]:
+                self._release(expert_id)
+            first, is_added = end, True
+
+    def _begin_missing(self, order: list[int], *, is_cached: bool) -> deque[int]:
+        """Begin to read experts into slots; return those that pass by."""
+        counters = self._tier.counters
+        missing = [expert_id for expert_id in order if expert_id not in self._slots]
+        counters.hits += len(order) - len(missing)
+        counters.read_bytes += len(missing) * self._expert_bytes
+        if self._guessed:
+            counters.guessed_right += sum(expert_id in self._guessed for expert_id in order)
+            self._guessed.difference_update(order)
+        if is_cached:
+            insertions = self._policy.touch(order, self._tier.max_insertions)
+            self._insert(insertions)
+            counters.inserted += len(insertions)
+        passing = deque(expert_id for expert_id in missing if expert_id not in self._slots)
+        counters.passed += len(passing)
+        return passing
+
+    def _is_here(self, expert_id: int) -> bool:
+        read = self._reads.get(expert_id)
+        return True if read is None else self._tier.reader.is_done(read.number)
+
+    def _insert(self, insertions: list[Insertion]) -> None:
+        """Begin to read experts into slots."""
+        for insertion in insertions:
+            if insertion.evicted != -1:
+                self._evict(insertion.evicted)
+        for i, insertion in enumerate(insertions):
+            try:
+                place = self._take_slot()
+                try:
+                    self._begin(insertion.expert_id, place, is_staged=False)
+                except TandemError:
+                    self._free.append(place)
+                    raise
+            except TandemError:
+                for failed in insertions[i:]:
+                    self._policy.forget(failed.expert_id)
+                raise
+            self._slots[insertion.expert_id] = place
+
+    def _evict(self, expert_id: int) -> None:
+        place = self._slots.pop(expert_id)
+        self.places[expert_id] = -1
+        self._guessed.discard(expert_id)
+        read = self._reads.pop(expert_id, None)
+        if read is None:
+            self._free.append(place)
+        else:
+            self._lost.append((read.number, place))
+
+    def _take_slot(self) -> int:
+        """Return a free slot, after waiting for a read that still writes to it."""
+        if self._free:
+            return self._free.pop()
+        number, place = self._lost[0]
+        try:
+            self._tier.finish(number)
+        except DeadlineError:
+            raise
+        except TandemError:
+            logger.warning("event=guessed_read_failed read=%d", number)
+        del self._lost[0]
+        return place
+
+    def _stage(self, expert_id: int) -> bool:
+        """Begin to read an expert into the staging area; False if it is full."""
+        place = self._tier.take_staged()
+        if place is None:
+            return False
+        try:
+            self._begin(expert_id, place, is_staged=True)
+        except TandemError:
+            self._tier.return_staged(place)
+            raise
+        return True
+
+    def _begin(self, expert_id: int, place: int, *, is_staged: bool) -> None:
+        size = self._expert_bytes
+        number = self._tier.reader.begin(self._file, expert_id * size, size, place)
+        self._reads[expert_id] = _Read(number, place, is_staged)
+
+    def _finish(self, expert_id: int) -> None:
+        """Wait for an expert that is read, if it is."""
+        read = self._reads.get(expert_id)
+        if read is None:
+            assert self.places[expert_id] >= 0, f"expert {expert_id} is not read"
+            return
+        try:
+            self._tier.finish(read.number)
+        except DeadlineError:
+            raise
+        except TandemError:
+            del self._reads[expert_id]
+            if read.is_staged:
+                self._tier.return_staged(read.place)
+            else:
+                self._free.append(self._slots.pop(expert_id))
+                self._policy.forget(expert_id)
+            raise
+        del self._reads[expert_id]
+        offset = expert_id * self._expert_bytes
+        self.places[expert_id] = read.place + offset % self._tier.alignment
+
+    def _release(self, expert_id: int) -> None:
+        """Give back the place of an expert that passed by."""
+        if expert_id in self._slots:
+            return
+        place = int(self.places[expert_id])
+        self.places[expert_id] = -1
+        self._tier.return_staged(place - place % self._tier.alignment)
+
+    def _end_staged(self) -> None:
+        """Give back the staging area, after a step that failed too."""
+        for expert_id in [e for e, read in self._reads.items() if read.is_staged]:
+            read = self._reads[expert_id]
+            try:
+                self._finish(expert_id)
+            except DeadlineError:
+                del self._reads[expert_id]
+                self._tier.give_up(read.number, read.place)
+            except TandemError:
+                logger.warning("event=read_failed expert=%d", expert_id)
+            else:
+                self._release(expert_id)
+        here = np.flatnonzero(self.places >= 0).tolist()
+        for expert_id in here:
+            self._release(expert_id)

@@ -1,0 +1,181 @@
+"""Routed experts that lie on disk, computed from slots in DRAM.
+
+In a step of few tokens the layer's policy decides which experts take slots; a step of many, such as
+a prefill, passes by the cache and leaves it as it was. Results are bitwise those of
+``PackedExperts``: the kernels are the same, and experts are summed in the same order.
+
+Shapes: T tokens, D hidden, E experts, K experts per token.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem._native import ThreadPool
+from tandem.core.errors import CapacityError, UnsupportedError
+from tandem.core.model.layers import ExpertsSpec
+from tandem.kernels.cpu.expert_slots import ExpertTier, LayerSlots
+from tandem.kernels.cpu.experts import NativeExperts, PackedExperts, WeightCache, start_submitter
+from tandem.kernels.interfaces import WeightReader
+from tandem.kernels.native import Buffer
+from tandem.kernels.weights.formats import WeightFormat
+from tandem.placement.expert_cache import CachePolicy
+
+__all__ = ["DiskExperts", "TierShare", "TieredExperts"]
+
+MAX_CACHED_TOKENS = 16
+"""Tokens of a step up to which it goes through the cache: decodes of some requests and drafts. A
+prefill uses nearly all experts of a layer once, and would push out those that decodes use."""
+
+
+class TieredExperts(PackedExperts):
+    """Experts of one layer that lie in a file; see ``PackedExperts``, whose results these are.
+
+    Args:
+        tier: memory, shared by the layers.
+        path: the file that holds the packed experts, one after the other.
+        num_slots: of this layer.
+        policy: decides about the slots.
+        settings: of ``PackedExperts``: its arguments, without those of memory.
+    """
+
+    def __init__(
+        self,
+        *settings: Any,
+        tier: ExpertTier,
+        path: Path,
+        num_slots: int,
+        policy: CachePolicy,
+        **more: Any,
+    ) -> None:
+        super().__init__(*settings, **more, is_apart=True)
+        self._tier = tier
+        self._layer = LayerSlots(
+            tier,
+            path,
+            expert_bytes=self.expert_bytes,
+            num_experts=self.num_experts,
+            num_slots=num_slots,
+            policy=policy,
+        )
+
+    def run(self, x_TD: Buffer, ids_TK: Buffer, weights_TK: Buffer, out_TD: Buffer) -> None:
+        """See ``PackedExperts``; raises what a read of the disk raises."""
+        views = (x_TD.view, ids_TK.view, weights_TK.view, out_TD.view)
+        bank, pool, layer, memory = self._bank, self._pool, self._layer, self._tier.memory
+        ids = ids_TK.tensor.numpy()
+
+        def compute(first: int, end: int, is_added: bool) -> None:
+            bank.forward_apart(pool, *views, memory, layer.places, first, end, is_added)
+
+        layer.run(ids, compute, is_cached=len(ids) <= MAX_CACHED_TOKENS)
+
+    def guess(self, expert_ids: list[int]) -> None:
+        """Begin to read experts that the next step may compute, likeliest first."""
+        self._layer.guess(expert_ids)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        delta_PC: Tensor | None = None,
+        kept_PC: Tensor | None = None,
+    ) -> Tensor:
+        """See ``PackedExperts``; raises what a read of the disk raises, and for gradients."""
+        if delta_PC is not None or kept_PC is not None:
+            what = "experts on disk have no gradients: train with all of them in memory"
+            raise UnsupportedError("kernels.run_experts", what)
+        out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
+        tensors = (x_TD.detach(), ids_TK.long().contiguous(), weights_TK.detach(), out_TD)
+        self.run(*(Buffer(tensor) for tensor in tensors))
+        return out_TD
+
+    def submit(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    ) -> tuple[Future[None], Tensor]:
+        """See ``PackedExperts``."""
+        out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
+        tensors = (x_TD.detach(), ids_TK.long().contiguous(), weights_TK.detach(), out_TD)
+        submitter = start_submitter(os.getpid())
+        return submitter.submit(self.run, *(Buffer(tensor) for tensor in tensors)), out_TD
+
+
+@dataclass(frozen=True, slots=True)
+class TierShare:
+    """A layer's share of an ``ExpertTier``."""
+
+    tier: ExpertTier
+    num_slots: int
+    make_policy: Callable[[int], CachePolicy]
+    """Takes the number of slots."""
+
+
+class DiskExperts(NativeExperts):
+    """Experts in a weight format that stay on disk; see ``NativeExperts``.
+
+    Args:
+        spec: as of ``NativeExperts``.
+        weight_format: as of ``NativeExperts``.
+        pool: as of ``NativeExperts``.
+        cache: keeps the file that experts are read from.
+        share: memory for those in use.
+    """
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        *,
+        weight_format: WeightFormat,
+        pool: ThreadPool,
+        cache: WeightCache,
+        share: TierShare,
+    ) -> None:
+        super().__init__(spec, weight_format=weight_format, pool=pool, cache=cache)
+        self._disk_cache = cache
+        self._share = share
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Open the file of packed weights; pack and write it first if there is none.
+
+        Raises: CapacityError (it cannot be written).
+        """
+        cache, size_bytes = self._disk_cache, self.size_bytes
+        path = cache.locate(name, size_bytes)
+        if path is None:
+            self._experts = self._make(None, 1)
+            self._pack(reader, name)
+            cache.keep(name, self._experts.packed.reshape(-1))
+            path = cache.locate(name, size_bytes)
+        else:
+            reader.skip(f"{name}.")
+        if path is None:
+            raise CapacityError(
+                "kernels.load_experts",
+                f"{name}: packed experts have to be on disk and could not be written, the log says "
+                "why: name a folder with room by model.packed_cache",
+                field="model.packed_cache",
+            )
+        share = self._share
+        self._experts = TieredExperts(
+            self.weight_format,
+            self.num_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            pool=self._pool,
+            activation=self.activation,
+            has_bias=self.has_bias,
+            tier=share.tier,
+            path=path,
+            num_slots=share.num_slots,
+            policy=share.make_policy(share.num_slots),
+        )
+        self._load_biases(reader, name)
+        self.packed_bytes = share.num_slots * share.tier.slot_bytes

@@ -1,0 +1,89 @@
+"""Sizes of the memory for routed experts that lie on disk. Pure arithmetic, with reasons."""
+
+from typing import NamedTuple
+
+from tandem.core.errors import ConfigError
+
+__all__ = ["ExpertSizes", "TierSizes", "count_slot_bytes", "predict_missed_bytes", "size_tier"]
+
+GIB = 1 << 30
+MIB = 1 << 20
+ALIGNMENT = 4096
+"""Of what is read past the page cache."""
+MAX_STAGED = 32
+"""Places for experts that pass by: a prefill computes one half while the other is read."""
+STAGED_SHARE = 0.1
+"""Of the memory for experts, at most, that is staging area."""
+
+
+class ExpertSizes(NamedTuple):
+    """The routed experts of a model."""
+
+    num_layers: int
+    """That have such."""
+    num_experts: int
+    """Of a layer."""
+    top_k: int
+    expert_bytes: int
+    """Of one expert as it is packed, the largest of all layers."""
+
+
+class TierSizes(NamedTuple):
+    """Memory for experts that lie on disk."""
+
+    num_slots: int
+    """Of each layer."""
+    num_staged: int
+    slot_bytes: int
+    reason: str
+
+
+def count_slot_bytes(expert_bytes: int) -> int:
+    """Return the bytes of a place for an expert that begins anywhere in a file."""
+    whole = -(-expert_bytes // ALIGNMENT) * ALIGNMENT
+    return whole if whole == expert_bytes else whole + ALIGNMENT
+
+
+def size_tier(sizes: ExpertSizes, *, budget_bytes: int, wanted_slots: int = 0) -> TierSizes:
+    """Return how many experts of each layer memory holds.
+
+    Args:
+        sizes: of the model.
+        budget_bytes: for experts, staging area included.
+        wanted_slots: of each layer, as asked for; 0 is as many as fit.
+
+    Raises: ConfigError (not one slot fits).
+    """
+    slot = count_slot_bytes(sizes.expert_bytes)
+    affordable = int(budget_bytes * STAGED_SHARE) // slot
+    num_staged = max(2, min(MAX_STAGED, sizes.num_experts, affordable))
+    if wanted_slots:
+        count = min(wanted_slots, sizes.num_experts)
+        return TierSizes(count, num_staged, slot, "model.expert_slots")
+    count = (budget_bytes - num_staged * slot) // (slot * sizes.num_layers)
+    if count < 1:
+        least = (num_staged + sizes.num_layers) * slot
+        raise ConfigError(
+            "placement.size_tier",
+            f"{budget_bytes / MIB:,.0f} MiB are left for experts, and one slot for each of "
+            f"{sizes.num_layers} layers takes {least / MIB:,.0f}: raise --memory, lower "
+            "--engine.kv-cache-gib, or choose a smaller --expert-format",
+            field="engine.memory",
+        )
+    reason = f"what {budget_bytes / GIB:.2f} GiB hold; others are read when they are wanted"
+    return TierSizes(min(count, sizes.num_experts), num_staged, slot, reason)
+
+
+def predict_missed_bytes(
+    sizes: ExpertSizes, num_slots: int, hit_rate: float | None = None
+) -> float:
+    """Return the bytes that a token reads from disk.
+
+    Args:
+        sizes: of the model.
+        num_slots: of a layer.
+        hit_rate: of experts that are found in a slot, as a trace has it; None: choices are even,
+            so that it is the share of experts that have one. Real ones are less even.
+    """
+    hits = num_slots / sizes.num_experts if hit_rate is None else hit_rate
+    return (1 - hits) * sizes.top_k * sizes.num_layers * sizes.expert_bytes

@@ -1,0 +1,46 @@
+"""Goal: the directory tells how much of a prompt each row holds, and is bounded."""
+
+import random
+
+import numpy as np
+
+from tandem.conductor.directory import Chain, PrefixDirectory
+
+SIZE = 4
+
+
+def match(directory, keys, num_rows=200):
+    hits = np.zeros(num_rows, np.int64)
+    directory.match(Chain(keys, SIZE), hits)
+    return {row: int(hits[row]) for row in np.flatnonzero(hits)}
+
+
+def test_every_row_gets_the_length_that_it_holds():
+    chance = random.Random(4)
+    for _ in range(200):
+        directory, keys = PrefixDirectory(), list(range(chance.randrange(1, 40)))
+        lengths = {row: chance.randrange(len(keys) + 1) for row in chance.sample(range(200), 30)}
+        for row, length in lengths.items():
+            directory.note_stored(row, keys[:length])
+        assert match(directory, keys) == {r: n * SIZE for r, n in lengths.items() if n}
+        assert match(directory, [-1, *keys]) == {}
+
+
+def test_what_is_removed_or_cleared_is_not_found():
+    directory = PrefixDirectory()
+    for row in (3, 5):
+        directory.note_stored(row, range(10))
+    directory.note_removed(3, range(6, 10))
+    assert match(directory, range(10)) == {3: 24, 5: 40}
+    directory.note_cleared(5)
+    assert match(directory, range(10)) == {3: 24}
+    directory.note_cleared(3)
+    assert len(directory) == 0
+
+
+def test_it_is_bounded():
+    directory = PrefixDirectory(max_keys=100)
+    for chain in range(50):
+        directory.note_stored(1, range(chain * 100, chain * 100 + 60))
+    assert len(directory) == 100
+    assert match(directory, range(4900, 4960)) == {1: 60 * SIZE}

@@ -1,0 +1,151 @@
+"""Goal: a model whose layers keep a state gives each token the same bits however it is fed.
+
+Method: tiny random models, in float32, where the last bit of any other order of sums shows, and in
+bfloat16. A checkpoint of a model that also takes images is that of its decoder.
+"""
+
+import pytest
+import torch
+from loading import load_checkpoint
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3NextConfig
+
+from tandem._native import ThreadPool
+from tandem.core.errors import ShapeError
+from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.models.planning.planner import plan_model
+from tandem.models.proof.tiny import make_tiny, save_tiny
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 40,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+FORMATS = [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8g32")]
+PROMPTS = [[(7 * i + 11 * j) % 120 + 3 for j in range(n)] for i, n in enumerate((75, 1, 33))]
+WIDTH = 8
+"""Blocks of a sequence."""
+
+
+class Feeder:
+    """A model with the memory of three sequences."""
+
+    def __init__(self, folder, dtype, linear_format, num_threads=2):
+        pool = ThreadPool(num_threads)
+        self.model = load_checkpoint(folder, dtype=dtype, linear_format=linear_format, pool=pool)
+        self.cache = self.model.allocate_kv(3 * WIDTH, block_size=16)
+        self.states = self.model.allocate_states(4)
+
+    def run(self, *parts):
+        """Run (sequence, first position, tokens) in one step; return the logits of each."""
+        chunks = [
+            SequenceChunk(
+                tokens, start, list(range(WIDTH * i, WIDTH * i + WIDTH)), "all", state_slot=i
+            )
+            for i, start, tokens in parts
+        ]
+        batch = PagedBatch.build(chunks, 16)
+        logits = self.model.forward(batch, self.cache, states=self.states)
+        return logits.split([len(tokens) for *_, tokens in parts])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("hybrid")
+    save_tiny(make_tiny(Qwen3NextConfig(**SIZES, **EXPERTS), 0), place)
+    return place
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+def test_a_token_has_the_same_bits_however_it_is_fed(folder, formats):
+    """Alone, in company, in chunks, one by one, on one thread, and after a copy of the state."""
+    feeder = Feeder(folder, *formats)
+    assert feeder.model.is_fused
+    [whole] = feeder.run((0, 0, PROMPTS[0]))
+    together = feeder.run(*((i, 0, prompt) for i, prompt in enumerate(PROMPTS)))
+    assert torch.equal(together[0], whole)
+    for i in (1, 2):
+        assert torch.equal(feeder.run((i, 0, PROMPTS[i]))[0], together[i])
+    for cuts in ([30, 31, 40], list(range(1, 75))):
+        ends = [*cuts, 75]
+        pieces = [
+            feeder.run((0, start, PROMPTS[0][start:end]))[0]
+            for start, end in zip([0, *cuts], ends, strict=True)
+        ]
+        assert torch.equal(torch.cat(pieces), whole), cuts
+    feeder.run((0, 0, PROMPTS[0][:41]))
+    feeder.states.copy(0, 3)
+    feeder.run((0, 41, PROMPTS[1]))
+    feeder.states.copy(3, 0)
+    assert torch.equal(feeder.run((0, 41, PROMPTS[0][41:]))[0], whole[41:])
+    single = Feeder(folder, *formats, num_threads=1)
+    assert torch.equal(single.run((0, 0, PROMPTS[0]))[0], whole)
+    other = feeder.run((0, 0, [PROMPTS[0][0] + 1, *PROMPTS[0][1:]]))[0]
+    assert not torch.equal(other[-1], whole[-1])
+
+
+def test_layers_that_are_not_fused_are_the_same(folder, monkeypatch):
+    """The skeleton's own forward calls the mixers one by one."""
+    feeder = Feeder(folder, "float32", "auto")
+    [fused] = feeder.run((0, 0, PROMPTS[0]))
+    monkeypatch.setattr(feeder.model, "_fused", None)
+    assert torch.equal(feeder.run((0, 0, PROMPTS[0]))[0], fused)
+
+
+def test_a_step_without_slots_is_refused(folder):
+    """Each sequence needs a slot of its own of this model's states."""
+    feeder = Feeder(folder, "float32", "auto")
+    batch = PagedBatch.build([SequenceChunk([5], 0, [0], state_slot=0)], 16)
+    with pytest.raises(ShapeError, match="a slot of its own"):
+        feeder.model.forward(batch, feeder.cache)
+    without = PagedBatch.build([SequenceChunk([5], 0, [0])], 16)
+    with pytest.raises(ShapeError, match="a slot of its own"):
+        feeder.model.forward(without, feeder.cache, states=feeder.states)
+
+
+def test_a_plan_counts_layers_with_kv_and_those_with_a_state(folder):
+    """KV of the full layers alone; the state by its formula."""
+    plan = plan_model(folder, dtype="bfloat16")
+    assert (plan.spec.num_kv_layers, plan.spec.num_state_layers) == (1, 3)
+    layout = plan.spec.state_layout
+    assert layout is not None
+    channels = 2 * 2 * 16 + 4 * 40
+    assert layout.bytes_per_state == 3 * (4 * 2 * 16 * 32 * 4 + 3 * channels * 2)
+    roles = {matrix.role for matrix in plan.layers[0].matrices}
+    assert {"qkv", "gates", "attention_out", "experts"} <= roles
+    places = {place.module.rpartition(".")[2] for place in plan.layers[0].adapters}
+    assert {"in_proj_qkvz", "in_proj_ba", "out_proj"} <= places
+
+
+def test_a_model_that_sees_images_runs_as_its_decoder(tmp_path):
+    """The class of text comes from the configuration's part; towers and drafts are left unread."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    config = Qwen3_5Config(
+        text_config={**SIZES, "layer_types": ["linear_attention", "full_attention"] * 2},
+        vision_config={**vision, "out_hidden_size": 64, "num_position_embeddings": 16},
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    theirs = Qwen3_5ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    feeder = Feeder(tmp_path, "float32", "auto")
+    assert feeder.model.spec.model_type == "qwen3_5_text"
+    assert any(name.startswith("model.visual.") for name in feeder.model.ignored_weights)
+    with torch.inference_mode():
+        want = theirs(torch.tensor([PROMPTS[0]]), use_cache=False).logits[0]
+    torch.testing.assert_close(feeder.run((0, 0, PROMPTS[0]))[0], want, rtol=1e-4, atol=1e-5)
