@@ -10,6 +10,7 @@ from tandem.core.timeline import RequestTimeline
 from tandem.server.api import adapters, ollama, status, tokens
 from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
+from tandem.server.batches import endpoints as files
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
 from tandem.server.dialects.anthropic import answer_messages, count_message_tokens
@@ -27,7 +28,7 @@ from tandem.server.dialects.vectors.embeddings import answer_embed, answer_embed
 from tandem.server.dialects.vectors.scores import answer_rerank, answer_score
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
-from tandem.server.protocol import anthropic, responses, rules, sglang, vectors
+from tandem.server.protocol import anthropic, batches, responses, rules, sglang, vectors
 from tandem.server.protocol import ollama as own
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol import status as replies
@@ -110,6 +111,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         Endpoint("/v1/responses/{id}", _GET, get_response, responses.ResponseDocument),
         Endpoint("/v1/responses/{id}", ("DELETE",), delete_response, responses.DeletedResponse),
         Endpoint("/v1/responses/{id}/cancel", _POST, cancel_response, responses.ResponseDocument),
+        *_list_batches(),
         *_list_vectors(),
         *_list_ollama(),
         Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
@@ -205,6 +207,27 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         page = CONTENT_TYPE_LATEST.partition(";")[0]
         table.append(Endpoint("/metrics", _GET, status.get_metrics, str, media_type=page))
     return table
+
+
+def _list_batches() -> list[Endpoint]:
+    return [
+        # The body of an upload is a form, which no struct describes.
+        Endpoint("/v1/files", _POST, files.upload_file, batches.FileObject),
+        Endpoint("/v1/files", _GET, files.list_files, batches.FileList),
+        Endpoint("/v1/files/{id}", _GET, files.get_file, batches.FileObject),
+        Endpoint("/v1/files/{id}", ("DELETE",), files.delete_file, batches.DeletedFile),
+        Endpoint(
+            "/v1/files/{id}/content",
+            _GET,
+            files.get_file_content,
+            str,
+            media_type="application/octet-stream",
+        ),
+        Endpoint("/v1/batches", _POST, files.create_batch, batches.Batch, batches.BatchRequest),
+        Endpoint("/v1/batches", _GET, files.list_batches, batches.BatchList),
+        Endpoint("/v1/batches/{id}", _GET, files.get_batch, batches.Batch),
+        Endpoint("/v1/batches/{id}/cancel", _POST, files.cancel_batch, batches.Batch),
+    ]
 
 
 def _list_vectors() -> list[Endpoint]:
