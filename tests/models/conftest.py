@@ -182,8 +182,10 @@ class Session:
         self.length = 0
         self.states = model.allocate_states(1)
 
-    def chunk(self, token_ids: list[int], wants: str = "all") -> SequenceChunk:
-        chunk = SequenceChunk(token_ids, self.length, self.table, wants, self.adapter, 0)
+    def chunk(
+        self, token_ids: list[int], wants: str = "all", *, state_slot: int = 0
+    ) -> SequenceChunk:
+        chunk = SequenceChunk(token_ids, self.length, self.table, wants, self.adapter, state_slot)
         self.length += len(token_ids)
         return chunk
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tandem.conductor.admission import Admission, Rejection
 from tandem.conductor.directory import Chain, ExpectedBlocks, PrefixDirectory
 from tandem.conductor.estimator import StepEstimator
 from tandem.conductor.fleet import (
@@ -66,9 +67,10 @@ class Decision:
         names: of instances that were compared for the prompt, the chosen one first.
         parts: times predicted for them.
         tpot_s: predicted time between tokens where it decodes; None: not known yet.
+        rejection: why it is not accepted; there is no route then.
     """
 
-    __slots__ = ("_names", "_parts", "route", "tpot_s")
+    __slots__ = ("_names", "_parts", "rejection", "route", "tpot_s")
 
     def __init__(
         self,
@@ -76,8 +78,9 @@ class Decision:
         names: Sequence[str] = (),
         parts: TtftParts | None = None,
         tpot_s: float | None = None,
+        rejection: Rejection | None = None,
     ) -> None:
-        self.route, self.tpot_s = route, tpot_s
+        self.route, self.tpot_s, self.rejection = route, tpot_s, rejection
         self._names, self._parts = names, parts
 
     @property
@@ -107,10 +110,12 @@ class Conductor:
 
     Args:
         policy: compares instances.
+        admission: decides which requests are accepted; None: all are.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, admission: Admission | None = None) -> None:
         self.policy = policy
+        self.admission = Admission() if admission is None else admission
         self.fleet = Fleet()
         self.directory = PrefixDirectory()
         """Blocks that instances say they hold."""
@@ -211,15 +216,57 @@ class Conductor:
         row = self.fleet.find(name)
         return 0.0 if row is None else self._estimators[row].error
 
+    def note_first_token(self, request_id: str, now_s: float) -> None:
+        """Take in that the first token of a request has come."""
+        self.admission.note_first_token(request_id, now_s)
+
+    def note_end(self, request_id: str, now_s: float) -> None:
+        """Take in that a request has ended, in whatever way."""
+        self.admission.note_end(request_id, now_s)
+
     # ---------------------------------------------------------------- decisions
 
-    def place(self, place: Place, question: Question) -> Decision:
+    def place(
+        self, place: Place, question: Question, now_s: float = 0.0, *, is_new: bool = False
+    ) -> Decision:
         """Return where a request goes.
 
         Args:
             place: what is asked for, and which runs of instances are not to be tried again.
             question: the request.
+            now_s: monotonic.
+            is_new: it has not been accepted yet, and may be refused.
         """
+        decision = self._choose(place, question)
+        chosen = decision.chosen
+        if not is_new or decision.route is None or chosen is None:
+            return self._note_placed(question, decision)
+        ttft_s, tpot_s = chosen.ttft_s, decision.tpot_s
+        assert tpot_s is not None
+        rejection = self.admission.check(question, self.fleet, ttft_s, tpot_s, now_s)
+        if rejection is not None:
+            return Decision(None, rejection=rejection)
+        self.admission.note_accepted(question, ttft_s, now_s)
+        return self._note_placed(question, decision)
+
+    def _note_placed(self, question: Question, decision: Decision) -> Decision:
+        """Expect blocks where they will be computed and read."""
+        route = decision.route
+        if not isinstance(route, Pair | Alone):
+            return decision
+        refs = (route.prefill, route.decode) if isinstance(route, Pair) else (route.instance,)
+        rows = [self.fleet.find(ref.name) for ref in refs if ref is not None]
+        known = [row for row in rows if row is not None]
+        bits = 0
+        for row in known:
+            bits |= 1 << row
+        for chain in question.chains:
+            self._expected.note(bits, chain.keys)
+        if not isinstance(route, Pair) or route.prefill is not None:
+            self.policy.note_placed(question, known[0])
+        return decision
+
+    def _choose(self, place: Place, question: Question) -> Decision:
         fleet = self.fleet
         usable = fleet.find_usable(place.avoid, place.identity)
         if place.is_held:
@@ -243,7 +290,6 @@ class Conductor:
         decodes = np.flatnonzero(usable & (fleet.role == DECODE) & fleet.reads[:, row])
         assert len(decodes), f"{fleet.name_of(row)} has no reader"
         decode = self.policy.choose_decode(question, fleet, decodes, hits)
-        self._expect(question, row, decode)
         # Blocks that are read early take room before their prompt is computed. Without room for
         # all of them, requests would wait for each other: one for room here, one for blocks there.
         is_early = place.is_resumed or self._has_room(decode, question)
@@ -277,7 +323,6 @@ class Conductor:
             return Decision(NoRoute())
         hits = self.count_hits(question.chains)
         decode = self.policy.choose_decode(question, fleet, readers, hits)
-        self._expect(question, decode)
         tpot_s = self._predict_tpot(decode, question)
         return Decision(Pair(None, self._ref(decode)), tpot_s=tpot_s)
 
@@ -320,7 +365,6 @@ class Conductor:
     def _answer_alone(
         self, question: Question, row: int, rows: IntColumn, parts: TtftParts
     ) -> Decision:
-        self._expect(question, row)
         return self._decide(Alone(self._ref(row)), question, row, rows, parts, row)
 
     def _predict(self, question: Question, hits: IntColumn) -> TtftParts:
@@ -328,11 +372,6 @@ class Conductor:
         threshold = 1.0 if math.isinf(self.policy.threshold) else self.policy.threshold
         stored_len = self.count_stored(question.chains)
         return predict_ttft(self.fleet, question.prompt_len, hits, stored_len, threshold)
-
-    def _expect(self, question: Question, *rows: int) -> None:
-        bits = sum({1 << row for row in rows})
-        for chain in question.chains:
-            self._expected.note(bits, chain.keys)
 
     def _decide(
         self,
@@ -343,7 +382,6 @@ class Conductor:
         parts: TtftParts,
         decode: int,
     ) -> Decision:
-        self.policy.note_placed(question, row)
         others = rows[rows != row]
         total_s = parts.total_s[others]
         if len(others) >= MAX_CANDIDATES:
@@ -356,7 +394,8 @@ class Conductor:
         )
 
     def _predict_tpot(self, row: int, question: Question) -> float:
-        return float(predict_tpot(self.fleet, np.array([row]), question.prompt_len)[0])
+        rows = np.array([row])
+        return float(predict_tpot(self.fleet, rows, question.prompt_len, question.max_tokens)[0])
 
     def _has_room(self, row: int, question: Question) -> bool:
         """Whether a decode instance has room to read the blocks of a prompt besides all it has.

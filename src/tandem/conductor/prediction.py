@@ -75,10 +75,27 @@ def predict_ttft(
     return TtftParts(transfer_s, queue_s, prefill_s, transfer_s + queue_s + prefill_s, prefix)
 
 
-def predict_tpot(fleet: Fleet, rows: IntColumn, num_tokens: int) -> FloatColumn:
-    """Predict the time between tokens if one more request of so many tokens decodes there."""
-    return (
-        fleet.costs[0, rows]
-        + fleet.costs[3, rows] * (fleet.num_decoding[rows] + 1)
-        + fleet.costs[4, rows] * (fleet.decode_tokens[rows] + num_tokens)
+def predict_tpot(fleet: Fleet, rows: IntColumn, prompt_len: int, max_tokens: int) -> FloatColumn:
+    """Predict the mean time of a token if one more request decodes on instances.
+
+    Prompts that are queued there are computed between its tokens: at most a full step of them for
+    each, and all of them together once.
+
+    Args:
+        fleet: borrowed.
+        rows: of the instances.
+        prompt_len: tokens that its first decode reads.
+        max_tokens: that it may generate; half of them are taken for what it will.
+    """
+    costs = fleet.costs[:, rows]
+    num_tokens = max(max_tokens / 2, 1.0)
+    decode_s = (
+        costs[0]
+        + costs[3] * (fleet.num_decoding[rows] + 1)
+        + costs[4] * (fleet.decode_tokens[rows] + prompt_len + num_tokens / 2)
     )
+    queued, context = fleet.queued_tokens[rows], fleet.queued_context[rows]
+    queue_s = costs[1] * queued + costs[2] * context
+    # Of the queue, as much as a step takes.
+    step_share = np.minimum(fleet.max_batch_tokens[rows] / np.maximum(queued, 1.0), 1.0)
+    return decode_s + np.minimum(queue_s * step_share, queue_s / num_tokens)

@@ -19,6 +19,7 @@ __all__ = [
     "DeadlineError",
     "InternalError",
     "NotFoundError",
+    "OverloadError",
     "PeerLostError",
     "PermissionDeniedError",
     "ShapeError",
@@ -89,6 +90,23 @@ class CapacityError(TandemError):
     retryable = True
 
 
+class OverloadError(TandemError):
+    """The request's objectives cannot be kept now; nothing was begun.
+
+    Args:
+        retry_after_s: whole seconds after which they may be.
+    """
+
+    code = "overload"
+    retryable = True
+
+    def __init__(
+        self, where: str, what: str, *, field: str | None = None, retry_after_s: int = 1
+    ) -> None:
+        super().__init__(where, what, field=field)
+        self.retry_after_s = retry_after_s
+
+
 class UnsentError(CapacityError):
     """This side sent nothing, since the peer has left too much unread; may succeed in a moment.
 
@@ -143,6 +161,7 @@ ERROR_CODES: dict[str, type[TandemError]] = {
         NotFoundError,
         ConflictError,
         CapacityError,
+        OverloadError,
         PeerLostError,
         DeadlineError,
         CorruptionError,

@@ -378,6 +378,10 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     """None while no process runs."""
     num_restarts: int = 0
+    step_error: float = 0.0
+    """Mean relative error of the predicted times of its steps."""
+    is_draining: bool = False
+    """It takes no new requests."""
     sources: list[str] = []
     """Prefill instances whose blocks it can read."""
     refusals: dict[str, str] = {}

@@ -11,6 +11,7 @@ import msgspec
 
 __all__ = [
     "ChoiceTimeline",
+    "ConsideredInstance",
     "InstanceTimeline",
     "KvLoadRecord",
     "MissReason",
@@ -103,6 +104,19 @@ class KvLoadRecord(msgspec.Struct, kw_only=True):
     ``given_up`` or what the tier calls it."""
 
 
+class ConsideredInstance(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that was compared with others for a prompt, and the times predicted for it."""
+
+    instance: str
+    prefix_tokens: int
+    """Of the prompt, that need not be computed there."""
+    transfer_s: float
+    queue_s: float
+    prefill_s: float
+    ttft_s: float
+    """To the first token: the sum of the three."""
+
+
 class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """A request as one instance saw it."""
 
@@ -113,6 +127,11 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     sent_s: float = 0.0
     """When the server sent it there, after it had accepted the generation; other times count from
     its arrival there."""
+    considered: list[ConsideredInstance] = []
+    """The instances that were compared for the prompt, the chosen one first, then the others with
+    the least predicted times; in the first entry of a generation."""
+    real_ttft_s: float | None = None
+    """From the decision to the first token, for comparison; there too."""
     state: str
     """``waiting``, ``loading``, ``running``, ``preempted`` or ``finished``."""
     age_s: float

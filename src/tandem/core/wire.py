@@ -19,6 +19,7 @@ from tandem.core.kv_layout import KVLayout
 __all__ = [
     "GROWTH_BLOCKS",
     "MIN_REPETITION_PENALTY",
+    "NO_SLO",
     "WIRE_VERSION",
     "AddRequest",
     "BlockChanges",
@@ -41,6 +42,7 @@ __all__ = [
     "ReleaseHold",
     "RequestOutput",
     "SamplingParams",
+    "Slo",
     "StageChanged",
     "StepOutputs",
     "StepRecord",
@@ -160,6 +162,18 @@ class Continuation(msgspec.Struct, frozen=True, kw_only=True):
     """Of the random stream, concrete: with the position, all that the sampler remembers."""
 
 
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """Objectives of one request."""
+
+    ttft_s: Annotated[float, Meta(gt=0.0)] | None = None
+    """Seconds from arrival to the first token; None: as it comes."""
+    tpot_s: Annotated[float, Meta(gt=0.0)] | None = None
+    """Mean seconds of each later token."""
+
+
+NO_SLO = Slo()
+
+
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Start one generation; its tokens arrive as ``RequestOutput`` events."""
 
@@ -172,6 +186,10 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
     client: str = ""
     """Who sent it, in the server's words: different clients that wait get equal shares."""
+    weight: Annotated[float, Meta(gt=0.0)] = 1.0
+    """Of its client's share, beside those of others."""
+    slo: Slo = NO_SLO
+    """Decides about its acceptance; of no concern to instances."""
     cache_salt: str = ""
     """Requests of different salts never share cached blocks."""
     adapter: str = ""

@@ -31,7 +31,13 @@ from tandem.server.api.openapi import Handler
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
 from tandem.server.batches.worker import work_on_batches
-from tandem.server.config import ServerConfig, check_exposure, is_loopback, load_api_keys
+from tandem.server.config import (
+    ServerConfig,
+    check_exposure,
+    is_loopback,
+    load_api_keys,
+    load_terms,
+)
 from tandem.server.context import ServerContext
 from tandem.server.dialects.vectors.embeddings import read_pooling
 from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
@@ -93,6 +99,7 @@ def build_app(
         ConfigError: settings that contradict, or would let strangers in.
     """
     keys = load_api_keys(config)
+    terms = load_terms(config)
     check_exposure(config, keys)
     models = find_names(model, config.served_model_name, folder)
     metrics = ServerMetrics(models.first)
@@ -106,6 +113,7 @@ def build_app(
         lifecycle=Lifecycle(metrics),
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
+        terms=terms,
         has_admin_keys=bool(config.admin_api_key),
         adapter_folder=adapter_folder,
         read_store=read_store,

@@ -4,6 +4,7 @@ Owns no state and opens no socket; ``check_exposure`` and ``load_api_keys`` read
 name. Every field is described here and nowhere else: flags and documentation are generated.
 """
 
+import hashlib
 import ipaddress
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +13,16 @@ import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import ConfigError
+from tandem.server.objectives import ServiceTerms, TermsTable, parse_terms
 
-__all__ = ["ACCESS_LOGGER", "ServerConfig", "check_exposure", "is_loopback", "load_api_keys"]
+__all__ = [
+    "ACCESS_LOGGER",
+    "ServerConfig",
+    "check_exposure",
+    "is_loopback",
+    "load_api_keys",
+    "load_terms",
+]
 
 
 ACCESS_LOGGER = "tandem.server.access"
@@ -32,8 +41,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="Keys that clients may present as Bearer tokens.", extra={"secret": True}),
     ] = ()
     api_key_file: Annotated[
-        str | None, Meta(description="File of further API keys, one a line; # starts a comment.")
+        str | None,
+        Meta(
+            description="File of further API keys, one a line; # starts a comment. After a key may "
+            "follow its terms: ttft_ms=, tpot_ms=, priority= (lower is served first), weight= (of "
+            "its share)."
+        ),
     ] = None
+    slo: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Objectives of requests, 'ttft_ms=500,tpot_ms=50' for all or with "
+            "'model=NAME,' for one model; a key's terms and the headers x-slo-ttft-ms and "
+            "x-slo-tpot-ms of a request come before. cluster.admission says whether they are kept."
+        ),
+    ] = ()
     admin_api_key: Annotated[
         tuple[str, ...],
         Meta(
@@ -193,16 +215,7 @@ def load_api_keys(config: ServerConfig) -> tuple[str, ...]:
     """
     keys = list(config.api_key)
     if config.api_key_file is not None:
-        try:
-            text = Path(config.api_key_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                "server.load_api_keys",
-                f"cannot read {config.api_key_file}: {error}",
-                field="server.api_key_file",
-            ) from error
-        lines = (line.strip() for line in text.splitlines())
-        file_keys = [line for line in lines if line and not line.startswith("#")]
+        file_keys = [line.split()[0] for line in _read_key_lines(config.api_key_file)]
         if not file_keys:
             # An empty file must not quietly mean "no authentication".
             raise ConfigError(
@@ -219,6 +232,35 @@ def load_api_keys(config: ServerConfig) -> tuple[str, ...]:
                 field="server.api_key",
             )
     return tuple(dict.fromkeys(keys))
+
+
+def _read_key_lines(path: str) -> list[str]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "server.load_api_keys",
+            f"cannot read {path}: {error}",
+            field="server.api_key_file",
+        ) from error
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def load_terms(config: ServerConfig) -> TermsTable:
+    """Return the terms of requests that the settings and the file of keys name.
+
+    Raises:
+        ConfigError: the file cannot be read, or terms are not what they must be.
+    """
+    by_client: dict[str, ServiceTerms] = {}
+    if config.api_key_file is not None:
+        for line in _read_key_lines(config.api_key_file):
+            key, *words = line.split()
+            if words:
+                client = hashlib.sha256(key.encode()).hexdigest()
+                by_client[client] = parse_terms(words, "server.api_key_file")
+    return TermsTable(config.slo, by_client)
 
 
 def check_exposure(config: ServerConfig, keys: tuple[str, ...]) -> None:

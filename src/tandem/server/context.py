@@ -18,7 +18,13 @@ from starlette.types import Receive
 
 from tandem.core.adapter import AdapterInfo
 from tandem.core.clock import Clock, MonotonicClock
-from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, TandemError
+from tandem.core.errors import (
+    ConfigError,
+    NotFoundError,
+    OverloadError,
+    PeerLostError,
+    TandemError,
+)
 from tandem.core.instance_status import InstanceStats, StoreStatus
 from tandem.core.logs import current_request_id
 from tandem.core.wire import (
@@ -41,6 +47,7 @@ from tandem.server.edge.connection import limit_time, read_body, run_while_conne
 from tandem.server.engine import EngineClient
 from tandem.server.generation import Generation, GenerationGroup
 from tandem.server.lifecycle import Lifecycle
+from tandem.server.objectives import ServiceTerms, TermsTable
 from tandem.server.outputs.deltas import OutputParser
 from tandem.server.protocol.decode import decode_body, refuse_unsupported
 from tandem.server.telemetry.metrics import RequestTimer, ServerMetrics
@@ -61,6 +68,7 @@ __all__ = ["ChoicePlan", "RequestOptions", "ServedModel", "ServerContext", "Text
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
+MIN_TTFT_S = 0.001
 _STATS_TIMEOUT_S = 2.0
 """A scrape must not wait for a stuck instance; Prometheus itself gives up after ten seconds."""
 
@@ -122,6 +130,7 @@ class ServerContext:
     Attributes:
         models: what clients may ask for.
         has_keys: whether clients need an API key.
+        terms: objectives, priorities and shares.
         has_admin_keys: whether there are keys of an admin.
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
@@ -139,6 +148,7 @@ class ServerContext:
     timelines: TimelineRing
     tracer: RequestTracer | None = None
     has_keys: bool = False
+    terms: TermsTable = field(default_factory=TermsTable)
     grammars: GrammarChecks = field(init=False)
     has_admin_keys: bool = False
     adapter_folder: Path | None = None
@@ -217,6 +227,7 @@ class ServerContext:
             request_id=current_request_id.get(),
             path=http.url.path,
             traceparent=http.headers.get("traceparent", ""),
+            headers=http.headers,
         )
 
     def find_owner(self, http: Request) -> bytes:
@@ -344,13 +355,15 @@ class ServerContext:
             ClientGoneError: the client left; nothing is left queued.
         """
         limit_s = self.find_time_left(origin, options.timeout_s)
+        terms = self.terms.find(options.name, current_client.get(), origin.headers.get)
         generations = [
             self._make_generation(
                 index,
                 plan,
                 options,
                 limit_s,
-                RequestTimer(self.metrics, self.clock, origin.arrived_s),
+                RequestTimer(self.metrics, self.clock, origin.arrived_s, terms.slo),
+                self._shorten(terms, origin),
             )
             for index, plan in enumerate(plans)
         ]
@@ -368,9 +381,19 @@ class ServerContext:
                 await run_while_connected(receive, group.submit(self.engine))
         except BaseException as error:
             code = error.code if isinstance(error, TandemError) else "abort"
+            if isinstance(error, OverloadError):
+                self.metrics.count_slo("rejected")
             record.refuse(code, self.clock.now_s() - origin.arrived_s)
             raise
         return group
+
+    def _shorten(self, terms: ServiceTerms, origin: Origin) -> ServiceTerms:
+        """Take from the time to first token what has passed since the arrival."""
+        ttft_s = terms.slo.ttft_s
+        if ttft_s is None:
+            return terms
+        left_s = max(ttft_s - (self.clock.now_s() - origin.arrived_s), MIN_TTFT_S)
+        return terms._replace(slo=msgspec.structs.replace(terms.slo, ttft_s=left_s))
 
     def _trace(self, record: RequestRecord) -> None:
         if self.tracer is not None:
@@ -414,15 +437,18 @@ class ServerContext:
         options: RequestOptions,
         limit_s: float,
         timer: RequestTimer,
+        terms: ServiceTerms,
     ) -> Generation:
         request = AddRequest(
             # The client's own id may repeat, or be another's; the engine's never does.
             request_id=uuid.uuid4().hex,
             prompt_ids=plan.prompt_ids,
             sampling=plan.sampling,
-            priority=options.priority,
+            priority=options.priority + terms.priority,
             timeout_s=limit_s,
             client=current_client.get(),
+            weight=terms.weight,
+            slo=terms.slo,
             cache_salt=options.cache_salt,
             adapter="" if options.adapter is None else options.adapter.digest,
             message_end=plan.message_end,

@@ -11,13 +11,20 @@ from tandem.conductor.fleet import Load
 from tandem.conductor.load_count import LoadCount
 from tandem.conductor.policies.table import make_policy
 from tandem.conductor.routes import InstanceRef
-from tandem.core.errors import CapacityError, ConfigError, ConflictError, PeerLostError
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    OverloadError,
+    PeerLostError,
+)
 from tandem.core.wire import (
     AddRequest,
     FinishReason,
     InstanceLoad,
     RequestOutput,
     SamplingParams,
+    Slo,
 )
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import Limits
@@ -149,6 +156,28 @@ def test_a_request_waits_for_the_only_instance_to_come_back():
         await asyncio.sleep(0)
         a.send(6, finish_reason=FinishReason.LENGTH)
         assert [t async for output in stream for t in output.token_ids] == [5, 6]
+
+    run(work())
+
+
+def test_a_request_whose_objectives_cannot_be_kept_is_refused_and_leaves_nothing():
+    a = ToyPort("a")
+
+    async def work():
+        dispatcher = Dispatcher([a], make_policy("mooncake"), Limits(), admission="predicted")
+        a.load.take(InstanceLoad(1, 0, (), 90_000, 7, 50, 9))
+        with pytest.raises(OverloadError) as caught:
+            await dispatcher.submit(ask(slo=Slo(ttft_s=1.0)))
+        assert caught.value.retry_after_s > 5
+        assert (dispatcher.num_live, a.requests) == (0, [])
+        stream = await dispatcher.submit(ask())
+        a.send(5)
+        a.send(6, finish_reason=FinishReason.LENGTH)
+        assert [t async for output in stream for t in output.token_ids] == [5, 6]
+        choice = dispatcher.find_choice("r")
+        assert choice.decision.chosen.instance == "a"
+        assert choice.decision.chosen.queue_s > 5
+        assert choice.first_token_s is not None
 
     run(work())
 

@@ -109,7 +109,7 @@ REFUSED = {
         "spqr",
         "quantization_config.quant_method",
     ),
-    "activation": ({"hidden_act": "relu2"}, "relu2", "hidden_act"),
+    "activation": ({"hidden_act": "mish"}, "mish", "hidden_act"),
     "longrope": (
         {
             "rope_parameters": {
@@ -123,9 +123,9 @@ REFUSED = {
         "longrope",
         "rope_parameters.rope_type",
     ),
-    "LayerNorms": (
+    "layers that pass nothing on": (
         {"model_type": "stablelm", "architectures": None},
-        "LayerNorms with biases: no operator here has that: run it with",
+        "that pass no arguments on to their attention: no operator here has that: run it with",
         "model_type",
     ),
     "a router of its own": (
@@ -133,15 +133,10 @@ REFUSED = {
         "sparsemixer: no operator here has that: run it with",
         "model_type",
     ),
-    "multipliers": (
-        {"model_type": "granitemoe", "architectures": None, "embedding_multiplier": 12.0},
-        "input_linear and output_linear, and embedding_multiplier 12.0: no operator",
+    "experts of one matrix": (
+        {"model_type": "granitemoe", "architectures": None},
+        "input_linear and output_linear: no operator",
         "model_type",
-    ),
-    "multipliers alone": (
-        {"model_type": "granite", "architectures": None, "residual_multiplier": 0.22},
-        "granite has residual_multiplier 0.22: no operator here multiplies: run it with",
-        "residual_multiplier",
     ),
     "float8 weights": ({"dtype": "float8_e4m3fn"}, "float8", "dtype"),
 }

@@ -88,11 +88,20 @@ def test_feeding_changes_no_bit(name, tiny, open_session):
     first.cache.copy_block(8, 11, 5)
     second = open_session(model, cache=first.cache, table=[3, 11, 12, 13, 14])
     second.length = 21
+    if second.states is not None:
+        # A state is that after exactly these tokens.
+        before = open_session(model)
+        before.run(ids[:21])
+        second.states = before.states
     assert torch.equal(whole[21:], second.run(ids[21:]))
     cache = model.allocate_kv(24, block_size=16)
     beside = [open_session(model, cache=cache, table=list(range(a, a + 5))) for a in (0, 5, 10)]
-    chunks = [s.chunk(ids[:n]) for s, n in zip(beside, (7, 52, 1), strict=True)]
-    together = model.forward(PagedBatch.build(chunks, 16), cache)
+    chunks = [
+        s.chunk(ids[:n], state_slot=slot)
+        for slot, (s, n) in enumerate(zip(beside, (7, 52, 1), strict=True))
+    ]
+    states = model.allocate_states(len(chunks))
+    together = model.forward(PagedBatch.build(chunks, 16), cache, states=states)
     assert torch.equal(whole, together[7:59])
     one = load_checkpoint(folder, dtype="bfloat16", pool=ThreadPool(1))
     assert torch.equal(whole, open_session(one).run(ids))

@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from published import PUBLISHED, make_published
+from published import FIRST_USE, PUBLISHED, make_published
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem import _native
@@ -21,6 +21,7 @@ from tandem.core.model.layers import Activation
 from tandem.kernels import paged
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.linear import PANEL_COLUMNS
+from tandem.kernels.interfaces import AttentionRule
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.gated_delta import GatedDelta
@@ -28,7 +29,7 @@ from tandem.kernels.operators.linear import Embedding, LmHead
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
-from tandem.kernels.operators.norm import RmsNorm
+from tandem.kernels.operators.norm import LayerNorm, RmsNorm
 from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.states import StateCache
@@ -41,7 +42,7 @@ from tandem.models.proof.prove import find_key, prove_config
 from tandem.models.proof.shrink import shrink_config
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [*PUBLISHED, *FIRST_USE])
 def test_families_are_proved(name):
     """Each family of the page runs right, and the tiny model tells each of its switches."""
     # Fields of a second model of a family are those of the first, but where it is said.
@@ -296,7 +297,7 @@ MUTANTS = {
     "one expert fewer": (
         "qwen3_moe",
         forget(Router, "top_k", lambda r: r.top_k - 1),
-        "layers.0.mlp.gate (Router)",
+        "of the shape of weights",  # Choices of all layers have one shape.
     ),
     "biases of experts of the next": (
         "gpt_oss",
@@ -384,6 +385,25 @@ MUTANTS = {
         "minimax_m2",
         respec(Router, choice_bias=""),
         "e_score_correction_bias' in model.safetensors belongs to no module",
+    ),
+    "RoPE on a layer that has none": ("smollm3", respec(Attention, rope_idx=0), "self_attn"),
+    "a window on a layer of full attention": (
+        "exaone4",
+        forget(Attention, "rule", AttentionRule(3)),
+        "self_attn",
+    ),
+    "queries not scaled by position": (
+        "ministral3",
+        respec(Attention, position_scale=None),
+        "self_attn (Attention)",
+    ),
+    "logits not scaled": ("cohere", forget(LmHead, "scale", 1.0), "lm_head (LmHead)"),
+    "logits not divided": ("granite", forget(LmHead, "scale", 1.0), "lm_head (LmHead)"),
+    "gelu for a square": ("arcee", forget(Mlp, "activation", Activation("gelu")), "mlp (Mlp)"),
+    "a LayerNorm of another epsilon": (
+        "starcoder2",
+        respec(LayerNorm, eps=0.5),
+        "(LayerNorm)",
     ),
     "shared expert not gated": (
         "qwen2_moe",
@@ -588,9 +608,9 @@ def test_an_unknown_architecture_is_proved_once(save_config, tmp_path, monkeypat
 
 
 def test_an_architecture_that_differs_is_refused_where_it_does(save_config, tmp_path):
-    """SmolLM3 does not rotate in every fourth layer, which no operator here leaves out."""
-    with pytest.raises(UnsupportedError, match=r"self_attn \(Attention\)") as caught:
-        require.require_proof(save_config("smollm3"), root=tmp_path / "proofs")
+    """Ernie's router adds its bias to probabilities, which no rule here does."""
+    with pytest.raises(UnsupportedError, match=r"mlp\.gate: Ernie4_5_MoeTopKRouter") as caught:
+        require.require_proof(save_config("ernie4_5_moe"), root=tmp_path / "proofs")
     assert caught.value.field == "model_type"
 
 

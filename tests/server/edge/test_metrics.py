@@ -36,7 +36,8 @@ def test_every_metric_of_the_table_is_on_the_page(serve_text):
     # A label without a value has no sample.
     live.engine.more_stats = {spec.field: {"timeout": 1} for spec in list_stats() if spec.label}
     live.engine.fallbacks = {"prefill_peer_lost": 1}
-    assert live.post("/v1/completions", {"prompt": "a", "max_tokens": 3}).status_code == 200
+    body, slo = {"prompt": "a", "max_tokens": 3}, {"x-slo-ttft-ms": "60000"}
+    assert live.post("/v1/completions", body, headers=slo).status_code == 200
     names = {key[0] for key in scrape(live)}
     for metric in METRICS:
         suffix = "_bucket" if metric.kind == "histogram" else ""

@@ -6,69 +6,27 @@ one instance and on pairs, must end with their lengths, leave nothing behind, an
 prefix index holds without time.
 """
 
-import random
-
 import pytest
+from sim_scenarios import ONE, PAIR, draw_rows, make
 
+from tandem.conductor.conductor import Conductor
+from tandem.conductor.policies.table import make_policy
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.loads.traces import TraceRow
-from tandem.engine.cluster.machine import Limits, RequestMachine
+from tandem.engine.cluster.machine import RequestMachine
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.sim.cluster.cluster import SimCluster
-from tandem.sim.cluster.events import Events
-from tandem.sim.cluster.instance import SimInstance
-from tandem.sim.cluster.links import Links
-from tandem.sim.cluster.placing import Placing
 from tandem.sim.cluster.requests import repeat_rows, scale_rows
-from tandem.sim.cluster.run import make_setups, run_scenario
+from tandem.sim.cluster.run import build_cluster, make_setups, run_scenario
 from tandem.sim.cluster.scenario import parse_scenario
 from tandem.sim.replay.hits import IndexCache, count_hits
-
-COSTS = (
-    "{step_s: 0.01, prefill_token_s: 1e-4, prefill_context_s: 0, decode_s: 0, decode_token_s: 0}"
-)
-ONE = """
-instances: [{calibration: COSTS, kv_tokens: TOKENS, kv_bytes_per_token: 1000,
-  engine: {block_size: 512, max_batch_tokens: 2048, max_running: 64, max_queue: 10000}}]
-"""
-PAIR = """
-instances:
-  - {count: 2, role: prefill, calibration: COSTS, kv_tokens: TOKENS, kv_bytes_per_token: 1000,
-     engine: ENGINE}
-  - {count: 2, role: decode, calibration: COSTS, kv_tokens: TOKENS, kv_bytes_per_token: 1000,
-     engine: ENGINE}
-links: {gbps: 0.8, efficiency: 1.0, latency_us: 0, is_layerwise: LAYERWISE}
-"""
-ENGINE = "{block_size: 512, max_batch_tokens: 2048, max_running: 64, max_queue: 10000}"
-
-
-def make(text, tokens=2**20, *, layerwise="false"):
-    text = text.replace("COSTS", COSTS).replace("TOKENS", str(tokens)).replace("ENGINE", ENGINE)
-    return parse_scenario(text.replace("LAYERWISE", layerwise), "test")
 
 
 def build(scenario):
     """Return a cluster and its instances, without a load."""
-    events = Events()
-    links, instances = Links(events), {}
-    for setup in make_setups(scenario):
-        instances[setup.name] = SimInstance(setup, events, links, instances.__getitem__)
-    placing = Placing(scenario.policy, instances.values())
-    return SimCluster(instances, placing, events, Limits()), instances, placing
-
-
-def draw_rows(count, seed=1, gap_ms=300):
-    """Return conversations that go on, mixed, by one turn or another."""
-    chance = random.Random(seed)
-    talks, rows, fresh = [[0]], [], iter(range(1, 10**6))
-    for number in range(count):
-        ids = chance.choice(talks[-30:]) + [next(fresh) for _ in range(chance.randint(1, 6))]
-        talks.append(ids)
-        length = 512 * len(ids) - chance.randint(0, 511)
-        rows.append(TraceRow(number * gap_ms, length, chance.randint(1, 60), ids))
-    return rows
+    cluster = build_cluster(scenario)
+    return cluster, cluster.instances, cluster.placing
 
 
 def test_the_parts_are_the_products_own(monkeypatch):
@@ -77,7 +35,8 @@ def test_the_parts_are_the_products_own(monkeypatch):
         assert type(instance.scheduler) is Scheduler
         assert type(instance.pool) is BlockPool
         assert type(instance.index) is PrefixIndex
-    assert type(placing.conductor.policy).__module__.startswith("tandem.conductor")
+    assert type(placing.conductor) is Conductor
+    assert type(placing.conductor.policy) is type(make_policy("prefix"))
     made = []
     real = RequestMachine.__init__
 

@@ -87,7 +87,7 @@ def serve(
     warmup_requests: Annotated[int, typer.Option(min=0, help="Sent before, not counted.")] = 1,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY:MS", help="ttft, tpot or e2el in ms; may be repeated."),
+        typer.Option(metavar="KEY:MS", help="ttft, tpot, tbt or e2el in ms; may be repeated."),
     ] = None,
     slo_tps: Annotated[
         float | None,
@@ -283,8 +283,8 @@ def _read_objectives(words: list[str]) -> Objectives:
             limits[key] = float(value)
         except ValueError:
             limits[key] = -1.0
-        if key not in ("ttft", "tpot", "e2el") or not limits[key] > 0:
-            what = f"--goodput {word}: give ttft, tpot or e2el and milliseconds, as ttft:2000"
+        if key not in ("ttft", "tpot", "tbt", "e2el") or not limits[key] > 0:
+            what = f"--goodput {word}: give ttft, tpot, tbt or e2el and milliseconds, as ttft:2000"
             raise ConfigError("bench.serve", what)
     return Objectives(**limits)
 

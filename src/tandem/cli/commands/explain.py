@@ -159,6 +159,15 @@ def _render_facts(told: InstanceTimeline) -> list[str]:
             f"  {name}: {told.device_tokens} prompt tokens from the device, {told.loaded_tokens} "
             f"loaded, {told.computed_tokens} computed"
         )
+    if len(told.considered) > 1:
+        real = "" if told.real_ttft_s is None else f", came after {_time(told.real_ttft_s)}"
+        lines.append(f"  first token predicted{real}:")
+        lines += [
+            f"    {each.instance}: {_time(each.ttft_s)}, transfer {_time(each.transfer_s)} + queue "
+            f"{_time(each.queue_s)} + prefill {_time(each.prefill_s)}; {each.prefix_tokens} tokens "
+            "are there"
+            for each in told.considered
+        ]
     lookup = told.lookup
     if lookup is not None:
         found = f"{lookup.found_blocks} found" if lookup.is_answered else "no answer"

@@ -4,6 +4,7 @@ import typer
 
 from tandem.cli.simulating.hits import hits
 from tandem.cli.simulating.run import run
+from tandem.cli.simulating.studies import capacity, sweep
 
 __all__ = ["app"]
 
@@ -16,6 +17,8 @@ app = typer.Typer(
 )
 app.command("hits")(hits)
 app.command("run")(run)
+app.command("sweep")(sweep)
+app.command("capacity")(capacity)
 
 
 @app.callback()

@@ -1,15 +1,32 @@
 """``tandem sim run``: a scenario in virtual time."""
 
 import sys
+import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.cli.simulating.studies import read_changed
+
+if TYPE_CHECKING:
+    from tandem.sim.cluster.run import SimReport
 
 __all__ = ["run"]
+
+COLUMNS = (
+    "instance",
+    "role",
+    "busy",
+    "steps",
+    "prompts",
+    "hits",
+    "by the store",
+    "GB sent",
+    "preempted",
+)
 
 
 def run(
@@ -17,15 +34,14 @@ def run(
     trace: Annotated[
         Path | None, typer.Option(help="Trace in Mooncake's format, in the place of its own.")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Requests at most, in the place of its own.")
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="PATH=VALUE",
+            help="Replace a field, as load.rate_scale=2 or instances.*.count=8; may be repeated.",
+        ),
     ] = None,
-    rate_scale: Annotated[
-        float | None, typer.Option(help="Factor on the rate, in the place of its own.")
-    ] = None,
-    policy: Annotated[
-        str, typer.Option(help="How instances are chosen, in the place of its own.")
-    ] = "",
     output_file: Annotated[
         Path | None, typer.Option(help="Append the figures as a JSON line.")
     ] = None,
@@ -36,16 +52,17 @@ def run(
         Path | None, typer.Option(help="Write a JSON line for each decision.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the run, as PNG or SVG.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write picture and figures as one HTML file.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Serve a trace with simulated instances; print what its users would have seen."""
-    from tandem.bench.clients.report import draw_run, render_report
+    from tandem.bench.clients.report import render_report
     from tandem.sim.cluster.run import open_load, run_scenario
-    from tandem.sim.cluster.scenario import change_scenario, read_scenario
+    from tandem.sim.study.pictures import draw_load, write_page
 
-    wished = change_scenario(
-        read_scenario(scenario), trace=trace, limit=limit, rate_scale=rate_scale, policy=policy
-    )
+    wished = read_changed(scenario, trace, changes)
     outcome = run_scenario(wished, open_load(wished.load), on_done=make_bar())
     report = outcome.report
     if output_file is not None:
@@ -56,26 +73,47 @@ def run(
     if decisions is not None:
         _write_lines(decisions, outcome.decisions)
     if plot is not None:
-        draw_run(outcome.records, plot)
+        draw_load(outcome, plot)
+    if page is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            picture = Path(folder) / "run.png"
+            draw_load(outcome, picture)
+            title = report.scenario or scenario.stem
+            tables = {"Figures": _list_figures(report), "Instances": [COLUMNS, *_list_rows(report)]}
+            write_page(page, title, tables, [picture])
     if json:
         print_json(report)
         return
     sys.stdout.write(render_report(report) + "\n")
-    rows = [
+    print_table(COLUMNS, _list_rows(report), f"{report.events:,} events")
+
+
+def _list_rows(report: "SimReport") -> list[tuple[object, ...]]:
+    return [
         (
             each.name,
             each.role,
-            f"{each.busy_s / max(report.virtual_s, 1e-9):.0%}",
+            f"{each.busy_s / max(report.duration, 1e-9):.0%}",
             each.steps,
             each.requests,
             f"{each.hit_tokens / max(each.prompt_tokens, 1):.1%}",
+            f"{each.store_hit_tokens / max(each.prompt_tokens, 1):.1%}",
             f"{each.sent_bytes / 1e9:.0f}",
             each.preemptions,
         )
         for each in report.instances
     ]
-    columns = ("instance", "role", "busy", "steps", "prompts", "hits", "GB sent", "preempted")
-    print_table(columns, rows, f"{report.events:,} events")
+
+
+def _list_figures(report: "SimReport") -> list[tuple[object, ...]]:
+    from tandem.bench.clients.report import render_report
+
+    rows: list[tuple[object, ...]] = [("figure", "value")]
+    for line in render_report(report).splitlines():
+        name, _, value = line.rpartition(":")
+        if name:
+            rows.append((name, value.strip()))
+    return rows
 
 
 def _write_lines(path: Path, values: list[Any]) -> None:

@@ -40,8 +40,8 @@ class MooncakePolicy:
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
         """See ``Policy``."""
-        num_tokens = question.prompt_len + question.max_tokens // 2
-        return int(rows[int(np.argmin(predict_tpot(fleet, rows, num_tokens)))])
+        tpot_s = predict_tpot(fleet, rows, question.prompt_len, question.max_tokens)
+        return int(rows[int(np.argmin(tpot_s))])
 
     def note_placed(self, question: Question, row: int) -> None:
         """See ``Policy``."""

@@ -7,6 +7,7 @@ from typing import Protocol
 from tandem.conductor.directory import Chain
 from tandem.conductor.fleet import Fleet, IntColumn
 from tandem.conductor.prediction import TtftParts
+from tandem.core.wire import NO_SLO, Slo
 
 __all__ = ["Policy", "Question"]
 
@@ -20,12 +21,20 @@ class Question:
         prompt_len: tokens.
         max_tokens: to be generated at most.
         chains: the keys of its prompt, one chain for each KV identity that serves.
+        client: who sent it.
+        weight: of the client's share.
+        priority: lower is more urgent; above 0 it is less so than others.
+        slo: its objectives.
     """
 
     request_id: str
     prompt_len: int
     max_tokens: int
     chains: Sequence[Chain] = ()
+    client: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    slo: Slo = NO_SLO
 
 
 class Policy(Protocol):

@@ -11,17 +11,19 @@ from tandem.core.loads.records import Distribution, LoadReport, RequestRecord
 __all__ = ["Objectives", "describe", "find_percentile", "summarise"]
 
 
-class Objectives(msgspec.Struct, frozen=True, kw_only=True):
+class Objectives(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Latencies that a request has to keep, in milliseconds; None is any."""
 
     ttft: float | None = None
     tpot: float | None = None
+    tbt: float | None = None
+    """Mean of the longest tenth of the times between tokens."""
     e2el: float | None = None
 
     @property
     def is_set(self) -> bool:
         """True if there is one."""
-        return any(limit is not None for limit in (self.ttft, self.tpot, self.e2el))
+        return any(limit is not None for limit in (self.ttft, self.tpot, self.tbt, self.e2el))
 
     def are_kept(self, record: RequestRecord) -> bool:
         """Return True if a request succeeded within every limit."""
@@ -30,9 +32,11 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True):
             (self.tpot, record.tpot_s),
             (self.e2el, record.latency_s),
         )
-        return not record.error and all(
+        is_in_time = not record.error and all(
             limit is None or 1000 * value <= limit for limit, value in figures
         )
+        # Sorts the times of an answer: asked for last.
+        return is_in_time and (self.tbt is None or 1000 * record.tbt_s <= self.tbt)
 
 
 def find_percentile(ordered: Sequence[float], share: float) -> float:

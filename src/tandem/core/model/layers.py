@@ -24,6 +24,7 @@ __all__ = [
     "GatedDeltaSpec",
     "GqaSpec",
     "HeadSpec",
+    "LayerNormSpec",
     "LinearSpec",
     "MixerSpec",
     "MlaSpec",
@@ -32,6 +33,7 @@ __all__ = [
     "NonNegativeInt",
     "NormSpec",
     "OperatorSpec",
+    "PositionScale",
     "PositiveInt",
     "RopeSpec",
     "RotarySpec",
@@ -50,7 +52,8 @@ class Activation(msgspec.Struct, frozen=True):
     """
 
     name: str = "silu"
-    """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf) or ``gelu_tanh``."""
+    """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf), ``gelu_tanh`` or ``relu2``, the square
+    of the positive part."""
     alpha: float = 1.0
     """The factor within ``silu``'s sigmoid; positive."""
     limit: float | None = None
@@ -99,7 +102,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     head_dim: Annotated[int, Meta(ge=2)]
     """Items of a head that are rotated."""
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "none"] = "default"
+    """``none`` rotates nothing: all angles are 0."""
     rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
     max_position_embeddings: PositiveInt = 2048
     factor: Annotated[float, Meta(gt=0)] = 1.0
@@ -118,7 +122,8 @@ class RotarySpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     """The rotary embeddings of a model."""
 
     ropes: dict[str, RopeSpec]
-    """By type of layer; one under the empty name where all layers share it."""
+    """By type of layer; one under the empty name where all layers share it. Layers that rotate
+    nothing have the one under ``none``, the last."""
     is_half: bool = False
     """True if the module gives the angles of half a head, as gpt-oss's does."""
 
@@ -129,6 +134,25 @@ class NormSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     size: PositiveInt
     eps: float
     offset: float = 0.0
+
+
+class LayerNormSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="layer_norm"):
+    """A LayerNorm: ``(x - mean(x)) / std(x) * (offset + weight) + bias``."""
+
+    size: PositiveInt
+    eps: float
+    offset: float = 0.0
+    has_bias: bool = False
+
+
+class PositionScale(msgspec.Struct, frozen=True):
+    """A factor on the queries of position p: ``1 + beta * log(1 + p // length)``.
+
+    Llama 4's temperature, which Ministral 3 has too.
+    """
+
+    beta: float
+    length: PositiveInt
 
 
 class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="gqa"):
@@ -156,6 +180,8 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """A score becomes cap * tanh(score / cap); 0 is none."""
     has_sinks: bool = False
     """True if each head has a logit that takes weight and adds nothing."""
+    position_scale: PositionScale | None = None
+    """On queries, after they are rotated."""
     has_out_gate: bool = False
     """True if the projection of a head's queries gives as many more items, whose sigmoid multiplies
     the head's output."""
@@ -290,6 +316,8 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     """True if its weight is the embedding's."""
     soft_cap: float = 0.0
     """A logit becomes cap * tanh(logit / cap); 0 is none."""
+    scale: float = 1.0
+    """On the logits."""
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="embedding"):
@@ -301,7 +329,7 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
-    """A dense gated MLP, or the experts that every token uses."""
+    """A dense MLP, or the experts that every token uses."""
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -309,7 +337,15 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     activation: Activation | None = SILU
     """None where no operator of ours has the model's."""
     gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
-    """The checkpoint's: gate and up, or one matrix that holds both."""
+    """The checkpoint's: gate and up, or one matrix that holds both; up alone without a gate."""
+    down_name: str = "down_proj"
+    is_gated: bool = True
+    """False if it is ``down(f(up(x)))``."""
+
+    @property
+    def num_up_rows(self) -> int:
+        """Rows of gate and up together."""
+        return (1 + self.is_gated) * self.intermediate_size
 
 
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="router"):
@@ -365,6 +401,7 @@ class DecoderLayerSpec(
 OperatorSpec = (
     RotarySpec
     | NormSpec
+    | LayerNormSpec
     | GqaSpec
     | MlaSpec
     | GatedDeltaSpec

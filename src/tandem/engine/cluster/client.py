@@ -30,6 +30,7 @@ from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.machine import Limits
 from tandem.engine.cluster.member import ClusterMember
+from tandem.engine.cluster.placing import describe_candidate
 from tandem.engine.config import KvEventConfig
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher, ProcessLauncher
@@ -152,6 +153,7 @@ class ClusterClient:
             self._members,
             make_policy(config.policy) if policy is None else policy,
             Limits(config.lease_s, config.recovery_s, config.max_attempts),
+            admission=config.admission,
             max_history=specs[0].engine.timelines,
         )
         self._sources = specs[0].adapters
@@ -236,6 +238,7 @@ class ClusterClient:
                 stage=member.stage,
                 pid=member.supervisor.pid,
                 num_restarts=member.supervisor.num_restarts,
+                step_error=self._dispatcher.conductor.get_step_error(member.name),
                 sources=sorted(member.sources),
                 refusals=dict(member.refusals),
             )
@@ -322,11 +325,30 @@ class ClusterClient:
                 known |= {each.request_id: each for each in answer}
             elif not isinstance(answer, TandemError):
                 raise answer
-        return [
+        found = [
             msgspec.structs.replace(known[leg_id], request_id=request_id, sent_s=leg.sent_s)
             for leg_id, (request_id, leg) in legs.items()
             if leg_id in known
         ]
+        return self._add_predictions(found)
+
+    def _add_predictions(self, found: list[InstanceTimeline]) -> list[InstanceTimeline]:
+        """Put what was predicted for each request into its first entry."""
+        seen: set[str] = set()
+        told: list[InstanceTimeline] = []
+        for each in found:
+            choice = self._dispatcher.find_choice(each.request_id)
+            if choice is None or each.request_id in seen:
+                told.append(each)
+                continue
+            seen.add(each.request_id)
+            considered = [describe_candidate(one) for one in choice.decision.considered]
+            told.append(
+                msgspec.structs.replace(
+                    each, considered=considered, real_ttft_s=choice.first_token_s
+                )
+            )
+        return told
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo]:

@@ -48,6 +48,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "fewest alone; round_robin and random; sglang and dynamo = the rules of these routers.",
         ),
     ] = "prefix"
+    admission: Annotated[
+        Literal["none", "early", "predicted"],
+        Meta(
+            description="Which requests with objectives (server.slo) are accepted: none = all; "
+            "early = those whose predicted times keep them, as decodes are now; predicted = as "
+            "decodes will be at their first token. Others get 429 with Retry-After.",
+        ),
+    ] = "none"
     lease_s: Annotated[
         float,
         Meta(

@@ -12,15 +12,22 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from tandem.conductor.admission import AdmissionMode
 from tandem.conductor.conductor import Conductor, Decision
 from tandem.conductor.load_count import LoadCount
 from tandem.conductor.policies.policy import Policy, Question
 from tandem.conductor.routes import InstanceRef, NoRoute, Place
-from tandem.core.errors import ConflictError, InternalError, PeerLostError, TandemError
+from tandem.core.errors import (
+    ConflictError,
+    InternalError,
+    OverloadError,
+    PeerLostError,
+    TandemError,
+)
 from tandem.core.wire import AddRequest, ContinueRequest, FinishReason, InstanceInfo, RequestOutput
 from tandem.engine.cluster.machine import (
     Action,
@@ -45,7 +52,7 @@ from tandem.engine.cluster.table import State
 from tandem.engine.process.methods import CONTINUE, InstanceMethod
 from tandem.engine.process.output_stream import OutputStream
 
-__all__ = ["Dispatcher", "LegRecord", "Port"]
+__all__ = ["Choice", "Dispatcher", "LegRecord", "Port"]
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -109,6 +116,23 @@ class LegRecord:
 
 
 @dataclass(slots=True, eq=False)
+class Choice:
+    """The first decision for a request, and what came of it."""
+
+    decision: Decision
+    at_s: float
+    first_token_s: float | None = None
+    """After the decision; None while there is none."""
+
+
+class _Past(NamedTuple):
+    """An ended request."""
+
+    legs: list[LegRecord]
+    choice: Choice | None
+
+
+@dataclass(slots=True, eq=False)
 class _Live:
     machine: RequestMachine
     stream: OutputStream
@@ -127,6 +151,7 @@ class _Live:
     """Made for the first decision, and kept for later ones."""
     decision: Decision | None = None
     """The latest one."""
+    choice: "Choice | None" = None
     timer: asyncio.TimerHandle | None = None
     timer_s: float = math.inf
 
@@ -142,14 +167,21 @@ class Dispatcher:
         ports: all instances of the cluster; borrowed.
         policy: chooses among those that serve.
         limits: of each request.
+        admission: which requests are accepted.
         max_history: ended requests whose legs are remembered.
     """
 
     def __init__(
-        self, ports: Sequence[Port], policy: Policy, limits: Limits, *, max_history: int = 1024
+        self,
+        ports: Sequence[Port],
+        policy: Policy,
+        limits: Limits,
+        *,
+        admission: AdmissionMode = "none",
+        max_history: int = 1024,
     ) -> None:
         self._ports = {port.ref.name: port for port in ports}
-        self._placing = Placing(policy)
+        self._placing = Placing(policy, admission)
         for port in ports:
             self._placing.sync(port)
         self._limits = limits
@@ -157,7 +189,7 @@ class Dispatcher:
         self._live: dict[str, _Live] = {}
         self._unplaced: dict[str, tuple[_Live, Place]] = {}
         """In the order in which they began to wait for an instance."""
-        self._history: OrderedDict[str, list[LegRecord]] = OrderedDict()
+        self._history: OrderedDict[str, _Past] = OrderedDict()
         self._calls: set[asyncio.Task[None]] = set()
         self.on_end: Callable[[AddRequest], None] | None = None
         """Called with each request that has ended."""
@@ -215,7 +247,14 @@ class Dispatcher:
     def list_legs(self, request_id: str) -> list[LegRecord]:
         """Return where a request was sent, in that order; empty if it is forgotten."""
         live = self._live.get(request_id)
-        return list(self._history.get(request_id, ()) if live is None else live.legs)
+        past = self._history.get(request_id) if live is None else live
+        return [] if past is None else list(past.legs)
+
+    def find_choice(self, request_id: str) -> Choice | None:
+        """Return the first decision for a request; None if there was none, or it is forgotten."""
+        live = self._live.get(request_id)
+        past = self._history.get(request_id) if live is None else live
+        return None if past is None else past.choice
 
     async def close(self) -> None:
         """End every request with an error and every call."""
@@ -279,7 +318,8 @@ class Dispatcher:
         for leg_id in list(live.counts):
             _uncount(live, leg_id)
         self._unplaced.pop(request_id, None)
-        self._history[request_id] = live.legs
+        self.conductor.note_end(request_id, asyncio.get_running_loop().time())
+        self._history[request_id] = _Past(live.legs, live.choice)
         while len(self._history) > self._max_history:
             self._history.popitem(last=False)
         if not live.accepted.done():
@@ -319,6 +359,8 @@ class Dispatcher:
                     port.release_hold(leg.leg_id)
             case Deliver(output=output):
                 self._accept(live)
+                if output.token_ids:
+                    self._note_token(live)
                 live.stream.put(output)
             case Fail(error=error):
                 self._fail(live, error)
@@ -345,8 +387,20 @@ class Dispatcher:
             return live.machine.take(NoRoute(), now_s)
         if live.question is None:
             live.question = self._placing.describe(live.request)
-        live.decision = self._placing.place(place, live.question)
-        route = live.decision.route
+        is_new = not is_accepted and live.decision is None
+        live.decision = self._placing.place(place, live.question, now_s, is_new=is_new)
+        rejection, route = live.decision.rejection, live.decision.route
+        if rejection is not None:
+            live.accepted.set_exception(
+                OverloadError(
+                    "engine.submit", rejection.what, retry_after_s=rejection.retry_after_s
+                )
+            )
+            return live.machine.take(Cancel(), now_s)
+        if route is None and is_new:
+            live.decision = None  # It is asked about again when it can be placed.
+        elif live.choice is None and live.decision.chosen is not None:
+            live.choice = Choice(live.decision, now_s)
         if isinstance(route, NoRoute) and is_accepted and is_down and not place.is_held:
             # The running ones refused it; one that is starting may not.
             route = None
@@ -354,6 +408,13 @@ class Dispatcher:
             self._unplaced[live.request.request_id] = (live, place)
             return []
         return live.machine.take(route, now_s)
+
+    def _note_token(self, live: _Live) -> None:
+        choice = live.choice
+        if choice is not None and choice.first_token_s is None:
+            now_s = asyncio.get_running_loop().time()
+            choice.first_token_s = now_s - choice.at_s
+            self.conductor.note_first_token(live.request.request_id, now_s)
 
     def _is_long_outage(self, now_s: float) -> bool:
         """Whether the requests that waited since the last instance was lost have given up."""

@@ -7,7 +7,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from tandem.conductor.conductor import Conductor, Decision
+from tandem.conductor.admission import Admission, AdmissionMode
+from tandem.conductor.conductor import Candidate, Conductor, Decision
 from tandem.conductor.directory import Chain
 from tandem.conductor.fleet import InstanceFacts, Load
 from tandem.conductor.load_count import LoadCount
@@ -15,11 +16,12 @@ from tandem.conductor.policies.policy import Policy, Question
 from tandem.conductor.routes import InstanceRef, Place
 from tandem.core.instance_status import InstanceRole
 from tandem.core.spec import make_root_key
+from tandem.core.timeline import ConsideredInstance
 from tandem.core.wire import AddRequest, BlockChanges, InstanceInfo, StepRecord
 from tandem.engine.groups.chain import TOKEN_BYTES, hash_block, pack_tokens
 from tandem.engine.process.inventory import cut_key
 
-__all__ = ["Placing", "PlacingPort"]
+__all__ = ["Placing", "PlacingPort", "describe_candidate"]
 
 
 class PlacingPort(Protocol):
@@ -91,10 +93,11 @@ class Placing:
 
     Args:
         policy: of the conductor.
+        admission: of it.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.conductor = Conductor(policy)
+    def __init__(self, policy: Policy, admission: AdmissionMode = "none") -> None:
+        self.conductor = Conductor(policy, Admission(admission))
         self._runs: dict[str, InstanceRef] = {}
         """Runs that the conductor believes to serve."""
         self._listeners: dict[str, LoadCount] = {}
@@ -170,11 +173,27 @@ class Placing:
                 _make_chain(request, identity, self._block_sizes[identity])
                 for identity in sorted(identities)
             ],
+            client=request.client,
+            weight=request.weight,
+            priority=request.priority,
+            slo=request.slo,
         )
 
-    def place(self, place: Place, question: Question) -> Decision:
-        """Ask the conductor."""
-        return self.conductor.place(place, question)
+    def place(self, place: Place, question: Question, now_s: float, *, is_new: bool) -> Decision:
+        """Ask the conductor; see ``Conductor.place``."""
+        return self.conductor.place(place, question, now_s, is_new=is_new)
+
+
+def describe_candidate(candidate: Candidate) -> ConsideredInstance:
+    """Return what a timeline tells of an instance that was compared."""
+    return ConsideredInstance(
+        instance=candidate.instance,
+        prefix_tokens=candidate.prefix_len,
+        transfer_s=candidate.transfer_s,
+        queue_s=candidate.queue_s,
+        prefill_s=candidate.prefill_s,
+        ttft_s=candidate.ttft_s,
+    )
 
 
 def _make_chain(request: AddRequest, identity: str, block_size: int) -> Chain:

@@ -25,6 +25,7 @@ from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
+from tandem.kernels.operators.rope import scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
@@ -65,6 +66,7 @@ class CpuStep:
         )
         angles = [rope.compute(batch.positions, dtype) for rope in ropes]
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
+        self._positions = batch.positions
         self._dtype = dtype
         self._on_layer = on_layer
         self._states = states
@@ -183,6 +185,9 @@ class CpuStep:
             self._pool,
             weight_offset=0.0 if spec.qk_norm is None else spec.qk_norm.offset,
         )
+        if spec.position_scale is not None:
+            queries = self._part(qkv, 0, heads * d).tensor
+            queries *= scale_positions(spec.position_scale, self._positions, self._dtype)[:, None]
         self._attention.store(layer_idx, by_head, heads)
         if self._on_layer is not None:
             self._on_layer(layer_idx)

@@ -89,6 +89,7 @@ class LmHead(Linear):
         tied_to: gives the embedding whose weight this one shares, at loading; None is a head
             with a weight of its own.
         soft_cap: a logit becomes cap * tanh(logit / cap); 0 is none.
+        scale: on the logits, before the cap.
         settings: how the matrix is stored and run; a packed one is a copy of the embedding's.
     """
 
@@ -100,10 +101,12 @@ class LmHead(Linear):
         has_bias: bool = False,
         tied_to: Callable[[], nn.Module] | None = None,
         soft_cap: float = 0.0,
+        scale: float = 1.0,
         settings: MatrixSettings = TENSORS,
     ) -> None:
         super().__init__(hidden_size, vocab_size, has_bias=has_bias, settings=settings)
         self.soft_cap = soft_cap
+        self.scale = scale
         self._tied_to = tied_to
 
     def load(self, reader: WeightReader, name: str) -> None:
@@ -127,6 +130,8 @@ class LmHead(Linear):
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return logits [..., V], new, float32: sums are not rounded to the model's dtype first."""
         logits = self.matrix.forward(x_TK, dtype=torch.float32)
+        if self.scale != 1.0:
+            logits *= self.scale
         if self.soft_cap:
             self._execution.soft_cap_(logits, self.soft_cap)
         return logits

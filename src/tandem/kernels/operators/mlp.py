@@ -1,10 +1,10 @@
-"""The dense gated block. Shapes: T tokens, D hidden, F intermediate."""
+"""The dense block, gated or not. Shapes: T tokens, D hidden, F intermediate."""
 
 import torch
 from torch import Tensor
 
 from tandem.core.model.layers import MlpSpec
-from tandem.kernels.activation import activate
+from tandem.kernels.activation import activate, apply_function
 from tandem.kernels.interfaces import AdaptedPart, Matrix, MatrixWrapper, WeightReader
 from tandem.kernels.operators.lora import AdaptedRows
 from tandem.kernels.operators.operator import Operator
@@ -15,6 +15,8 @@ __all__ = ["Mlp"]
 
 class Mlp(Operator):
     """``down(f(gate(x)) * up(x))`` with gate and up as one matrix (arXiv:2002.05202).
+
+    Without a gate it is ``down(f(up(x)))``.
 
     Args:
         spec: its sizes, activation (a plain one) and names.
@@ -32,9 +34,9 @@ class Mlp(Operator):
         """Read gate, up and ``down_proj``."""
         spec, settings = self.spec, self.settings
         size, bias = spec.intermediate_size, spec.has_bias
-        rows = 2 * size // len(spec.gate_up_names)
+        rows = spec.num_up_rows // len(spec.gate_up_names)
         gate_up = [(f"{name}.{part}", rows) for part in spec.gate_up_names]
-        down = [(f"{name}.down_proj", spec.hidden_size)]
+        down = [(f"{name}.{spec.down_name}", spec.hidden_size)]
         # Where no module has to search for them.
         self.matrices: tuple[Matrix, Matrix] = (
             read_matrix(
@@ -48,18 +50,18 @@ class Mlp(Operator):
         gate_up, down = (wrapper.wrap_matrix(matrix) for matrix in self.matrices)
         self.matrices = (gate_up, down)
         spec = self.spec
-        rows = 2 * spec.intermediate_size // len(spec.gate_up_names)
+        rows = spec.num_up_rows // len(spec.gate_up_names)
         parts: dict[str, AdaptedPart] = {
             f"{name}.{part}": AdaptedRows(gate_up, spec.hidden_size, rows, i * rows)
             for i, part in enumerate(spec.gate_up_names)
         }
         down_part = AdaptedRows(down, spec.intermediate_size, spec.hidden_size)
-        return {**parts, f"{name}.down_proj": down_part}
+        return {**parts, f"{name}.{spec.down_name}": down_part}
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return [..., D], new."""
         gate_up, down = self.matrices
-        hidden = activate(self.activation, gate_up.forward(x_TD, dtype=x_TD.dtype))
+        hidden = self._activate(gate_up.forward(x_TD, dtype=x_TD.dtype))
         return down.forward(hidden, dtype=x_TD.dtype)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, gate_T1: Tensor | None = None) -> None:
@@ -68,7 +70,12 @@ class Mlp(Operator):
         ``gate_T1``: its sigmoid multiplies each token's output.
         """
         gate_up, down = self.matrices
-        hidden = activate(self.activation, gate_up.forward(x_TD, dtype=x_TD.dtype))
+        hidden = self._activate(gate_up.forward(x_TD, dtype=x_TD.dtype))
         if gate_T1 is not None:
             hidden *= torch.sigmoid(gate_T1)
         down.add_into_(residual_TD, hidden)
+
+    def _activate(self, gate_up: Tensor) -> Tensor:
+        if self.spec.is_gated:
+            return activate(self.activation, gate_up)
+        return apply_function(self.activation.name, gate_up)

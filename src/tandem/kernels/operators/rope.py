@@ -13,11 +13,11 @@ import math
 import torch
 from torch import Tensor
 
-from tandem.core.model.layers import RopeSpec
+from tandem.core.model.layers import PositionScale, RopeSpec
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.operator import Operator
 
-__all__ = ["LayeredRope", "Rope", "Unrotated", "apply_rope_"]
+__all__ = ["LayeredRope", "Rope", "Unrotated", "apply_rope_", "scale_positions"]
 
 
 def _base_frequencies(p: RopeSpec) -> Tensor:
@@ -74,6 +74,9 @@ def compute_frequencies(p: RopeSpec) -> tuple[Tensor, float]:
             return _yarn_frequencies(p, inv_freq, context), _yarn_attention_factor(p)
         case "llama3":
             return _llama3_frequencies(p, inv_freq, context), 1.0
+        case "none":
+            # The cosine of 0 is 1 and the sine 0: the rotation changes no bit.
+            return torch.zeros_like(inv_freq), 1.0
         case _:
             # "dynamic" leaves the frequencies alone up to the trained length.
             return inv_freq, 1.0
@@ -146,13 +149,14 @@ class LayeredRope(Operator):
     """Several RoPEs, by type of layer.
 
     Args:
-        ropes: by ``layer_types`` of the configuration.
+        ropes: by ``layer_types`` of the configuration; under the empty name that of all layers
+            that rotate, beside one that rotates nothing.
     """
 
     def __init__(self, ropes: dict[str, Rope]) -> None:
         super().__init__()
         for name, rope in ropes.items():
-            self.add_module(name, rope)
+            self.add_module(name or "all", rope)
         self._ropes = ropes
 
     @property
@@ -163,7 +167,9 @@ class LayeredRope(Operator):
     def load(self, reader: WeightReader, name: str) -> None:
         """Do nothing: the RoPEs, being modules of their own, are loaded by name."""
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str = ""
+    ) -> tuple[Tensor, Tensor]:
         """The face of transformers' rotary embedding."""
         return self._ropes[layer_type](x, position_ids)
 
@@ -175,6 +181,11 @@ class Unrotated:
         """See ``Angles``."""
         cos = torch.ones(len(positions), 2, dtype=dtype, device=positions.device)
         return cos, torch.zeros_like(cos)
+
+
+def scale_positions(scale: PositionScale, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the factor on the queries of each position [T], of ``dtype``."""
+    return (1 + scale.beta * torch.log(1 + torch.floor(positions / scale.length))).to(dtype)
 
 
 def apply_rope_(out: Tensor, x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> None:

@@ -15,7 +15,7 @@ from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.moe import MoeBlock
-from tandem.kernels.operators.rope import apply_rope_
+from tandem.kernels.operators.rope import apply_rope_, scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
@@ -81,6 +81,7 @@ class TorchStep:
         self._state_rows = (batch.query_start, batch.state_slots.tolist())
         self._routing = routing
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
+        self._positions = batch.positions
         self._slots = (batch.slot_blocks, batch.slot_offsets)
         self._runs = batch.slot_runs
         self._decodes, self._prefills = plan_attention(batch, cache)
@@ -134,6 +135,8 @@ class TorchStep:
         kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
         self.write_kv(attention.layer_idx, kv)
         q = qkv[:, :heads]
+        if spec.position_scale is not None:
+            q = q * scale_positions(spec.position_scale, self._positions, q.dtype)[:, None, None]
         mixed = self.attend(attention.layer_idx, q, kv, spec.scale, attention.rule)
         return mixed if gate is None else mixed * torch.sigmoid(gate.flatten(1))
 

@@ -41,7 +41,7 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu2")
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""

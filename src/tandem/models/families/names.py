@@ -2,13 +2,13 @@
 
 Mixtral's hub checkpoints, and those of families that follow it, call a MoE block
 ``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. Models that also take
-images call their decoder ``model.language_model``. OLMo's hybrids call norms of layers otherwise.
-A model that classifies calls its head ``score``. Models that give embeddings are often stored
-without their head, and their names without ``model.``.
+images call their decoder ``model.language_model``. OLMo's hybrids call norms of layers otherwise,
+and others single parts of a block (``PARTS``). A model that classifies calls its head ``score``.
+Models that give embeddings are often stored without their head, and their names without ``model.``.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -27,6 +27,13 @@ HYBRID_NORMS = {
     ".post_attention_layernorm.": ".feedforward_layer_norm.",
 }
 _EXPERT = re.compile(r"(\.experts\.\d+\.)(gate|up|down)_proj\.")
+PARTS = (
+    (".mlp.gate.weight", ".mlp.router.gate.weight"),  # Hunyuan 3, and the two after it.
+    (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+    (".mlp.shared_experts.", ".mlp.shared_mlp."),
+    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),  # Exaone.
+)
+"""Parts of names: the module's, and the checkpoint's where it is there."""
 _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -77,6 +84,13 @@ def _rename_block(name: str) -> str:
     return _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
 
 
+def _rename_parts(parts: Sequence[tuple[str, str]], name: str) -> str:
+    for module, stored in parts:
+        if module in name:
+            return name.replace(module, stored)
+    return name
+
+
 def _rename_decoder(name: str) -> str:
     return re.sub(r"^model\.", DECODER, name)
 
@@ -110,4 +124,9 @@ def rename_reader(reader: WeightReader, names: Iterable[str]) -> WeightReader:
         return RenamedReader(reader, _rename_decoder)
     if any(norm in name for name in known for norm in HYBRID_NORMS.values()):
         return RenamedReader(reader, _make_norm_rename(known))
-    return reader
+    parts = [
+        (module, stored)
+        for module, stored in PARTS
+        if any(stored in name for name in known) and not any(module in name for name in known)
+    ]
+    return RenamedReader(reader, partial(_rename_parts, parts)) if parts else reader

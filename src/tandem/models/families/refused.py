@@ -37,14 +37,11 @@ GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 MISSING = {
     "granitemoe": "experts stored as input_linear and output_linear",
     "granitemoeshared": "experts stored as input_linear and output_linear",
-    "phimoe": "LayerNorms with biases, and routers that choose by sparsemixer",
-    "stablelm": "LayerNorms with biases",
+    "nemotron": "decoder layers that pass no arguments on to their attention",
+    "stablelm": "decoder layers that pass no arguments on to their attention",
+    "phimoe": "routers that choose by sparsemixer",
 }
 """What architectures have that no operator here computes."""
-MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale")
-"""Fields by which whole activations are multiplied, which no operator here does."""
-MULTIPLIED = ("granite", "granitemoe", "granitemoeshared")
-"""Families that have them, by ``model_type``."""
 INSTEAD = "run it with transformers or llama.cpp"
 UNEVEN = "its configuration changes from layer to layer (per_layer_config)"
 """Sizes and switches of one layer alone, which no proof of a few layers would see."""
@@ -62,12 +59,8 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
     if model_type in STATEFUL:
         return "model_type", f"{model_type} has {STATEFUL[model_type]}: it {BESIDE_KV}"
     if isinstance(model_type, str) and model_type in MISSING:
-        multiplied = _tell_multipliers(raw)
-        what = MISSING[model_type] + (f", and {multiplied}" if multiplied else "")
+        what = MISSING[model_type]
         return "model_type", f"{model_type} has {what}: no operator here has that: {INSTEAD}"
-    if model_type in MULTIPLIED and (multiplied := _tell_multipliers(raw)):
-        field = multiplied.split()[0]
-        return field, f"{model_type} has {multiplied}: no operator here multiplies: {INSTEAD}"
     if raw.get("per_layer_config"):
         return "per_layer_config", f"{model_type}: {UNEVEN}"
     listed = raw.get("layer_types")
@@ -87,9 +80,3 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
     if field is not None:
         return field, f"{model_type} has {field}: its attention chooses tokens by an index"
     return None
-
-
-def _tell_multipliers(raw: dict[str, Any]) -> str:
-    """Return the multipliers of a configuration that change anything."""
-    found = {name: raw[name] for name in MULTIPLIERS if raw.get(name) not in (None, 1, 1.0)}
-    return ", ".join(f"{name} {value!r}" for name, value in found.items())

@@ -14,6 +14,7 @@ from tandem.core.model.layers import (
     GatedDeltaSpec,
     GqaSpec,
     HeadSpec,
+    LayerNormSpec,
     LinearSpec,
     MlaSpec,
     MlpSpec,
@@ -34,7 +35,7 @@ from tandem.kernels.operators.linear import Embedding, Linear, LmHead
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
-from tandem.kernels.operators.norm import RmsNorm
+from tandem.kernels.operators.norm import LayerNorm, RmsNorm
 from tandem.kernels.operators.operator import Operator
 from tandem.kernels.operators.rope import LayeredRope, Rope
 from tandem.kernels.torch.experts import Experts
@@ -97,6 +98,8 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
             return _build_layer(spec, model.get_submodule(name))
         case NormSpec():
             return RmsNorm(spec.size, spec.eps, spec.offset)
+        case LayerNormSpec():
+            return LayerNorm(spec)
         case RotarySpec():
             return build_rotary(spec)
         case EmbeddingSpec():
@@ -108,6 +111,7 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
                 has_bias=spec.has_bias,
                 tied_to=model.get_input_embeddings if spec.is_tied else None,
                 soft_cap=spec.soft_cap,
+                scale=spec.scale,
                 settings=settings,
             )
         case LinearSpec():
@@ -169,7 +173,7 @@ def _build_experts(spec: ExpertsSpec, planned: ModulePlan, resources: Resources)
 def build_rotary(spec: RotarySpec) -> Operator:
     """Build ``Rope``, or ``LayeredRope`` where it depends on the layer."""
     ropes = {name: Rope(rope, is_half=spec.is_half) for name, rope in spec.ropes.items()}
-    return ropes[""] if "" in ropes else LayeredRope(ropes)
+    return ropes[""] if len(ropes) == 1 and "" in ropes else LayeredRope(ropes)
 
 
 def _build_layer(spec: DecoderLayerSpec, module: nn.Module) -> DecoderLayer:

@@ -24,6 +24,10 @@ ATTENTION_NAME = "tandem_paged"
 """The name under which transformers' models find our attention."""
 
 
+UNSTATED = -1
+"""The window of a module that passes none; None is one that passes that it has none."""
+
+
 def attend_paged(
     module: nn.Module,
     query: Tensor,
@@ -32,7 +36,7 @@ def attend_paged(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = UNSTATED,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     tandem_step: Step,
@@ -48,8 +52,10 @@ def attend_paged(
     kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
     tandem_step.write_kv(layer_idx, kv)
     sinks = None if s_aux is None else Buffer(s_aux.float())
-    # Qwen2-MoE's attention has its window in the mask alone, which is not built here.
-    window = getattr(module, "sliding_window", None) if sliding_window is None else sliding_window
+    window = sliding_window
+    if window == UNSTATED:
+        # Qwen2-MoE's attention has its window in the mask alone, which is not built here.
+        window = getattr(module, "sliding_window", None)
     rule = AttentionRule(
         0 if window is None else window, 0.0 if softcap is None else softcap, sinks
     )

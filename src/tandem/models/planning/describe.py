@@ -7,7 +7,7 @@ has not is refused with what is missing. The skeleton is read and never changed.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
 from tandem.core.model.layers import (
+    Activation,
     DecoderLayerSpec,
     EmbeddingSpec,
     ExpertsSpec,
@@ -22,6 +23,7 @@ from tandem.core.model.layers import (
     GatedDeltaSpec,
     GqaSpec,
     HeadSpec,
+    LayerNormSpec,
     LinearSpec,
     MixerSpec,
     MlaSpec,
@@ -29,6 +31,7 @@ from tandem.core.model.layers import (
     MoeBlockSpec,
     NormSpec,
     OperatorSpec,
+    PositionScale,
     RopeSpec,
     RotarySpec,
     RouterSpec,
@@ -42,19 +45,23 @@ from tandem.models.planning.probes import (
     UnfitModuleError,
     find_activation,
     find_expert_activation,
+    find_layer_norm,
     find_layer_type,
     find_norm_offset,
     find_routing,
     gives_whole_angles,
     read_frequencies,
+    takes_positions,
 )
 from tandem.models.planning.roles import (
     LAYER_NORMS,
     MIXER_NAMES,
     count_kv_heads,
+    find_down,
     find_gate_up,
     find_projections,
     has_layered_rope,
+    is_gated,
     observe_attentions,
 )
 from tandem.models.planning.state_mixers import observe_state_mixers
@@ -69,6 +76,7 @@ __all__ = [
     "describe_experts",
     "describe_frozen_linear",
     "describe_gated_delta",
+    "describe_layer_norm",
     "describe_linear",
     "describe_lm_head",
     "describe_mla_attention",
@@ -80,8 +88,10 @@ __all__ = [
     "list_rope_names",
 ]
 
+GATED_NATIVELY = tuple(Activation(name) for name in ("silu", "gelu", "gelu_tanh"))
 ANGLE_TOLERANCE = 1e-5
 """Between two orders of computing frequencies in float32, relative."""
+NO_ROPE: Literal["none"] = "none"
 CHOICE_BIAS = "e_score_correction_bias"
 """The checkpoints' name of a bias of the choice alone; the router has it, or its block."""
 
@@ -190,13 +200,22 @@ def describe_lm_head(module: Any, view: ModuleView) -> HeadSpec:
     """Describe the projection to the vocabulary."""
     _require(module, "in_features", "out_features")
     soft_cap = getattr(view.config, "final_logit_softcapping", None) or 0.0
+    is_score = classifies(view.config)
     return HeadSpec(
         in_features=module.in_features,
         out_features=module.out_features,
         has_bias=_has_bias(module),
         is_tied=bool(view.config.tie_word_embeddings),
-        soft_cap=0.0 if classifies(view.config) else soft_cap,
+        soft_cap=0.0 if is_score else soft_cap,
+        scale=1.0 if is_score else _find_logit_scale(view.config),
     )
+
+
+def _find_logit_scale(config: Any) -> float:
+    """Return what logits are multiplied by: Cohere's factor, or one over Granite's divisor."""
+    factor = getattr(config, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    return float(1.0 if factor is None else factor) / float(1.0 if divisor is None else divisor)
 
 
 def describe_embedding(module: Any, view: ModuleView) -> EmbeddingSpec:
@@ -231,6 +250,16 @@ def describe_norm(module: Any, view: ModuleView | None = None) -> NormSpec:
     return NormSpec(size=module.weight.shape[0], eps=eps, offset=_NORM_OFFSETS[kind])
 
 
+def describe_layer_norm(module: Any, view: ModuleView | None = None) -> LayerNormSpec:
+    """Describe a LayerNorm."""
+    del view
+    _require(module, "weight")
+    offset, eps = find_layer_norm(module)
+    return LayerNormSpec(
+        size=module.weight.shape[0], eps=eps, offset=offset, has_bias=_has_bias(module)
+    )
+
+
 def list_rope_names(config: Any) -> list[str]:
     """Return the types of layers that have a RoPE of their own; one empty name if all share it."""
     return sorted(set(config.layer_types)) if has_layered_rope(config) else [""]
@@ -243,8 +272,12 @@ def describe_rotary(module: Any, view: ModuleView) -> RotarySpec:
     is_layered = names != [""]
     if not is_layered:
         _require(module, "inv_freq")
+    ropes = {name: _describe_rope(module, view.config, name) for name in names}
+    calls = view.attentions.values()
+    if any(isinstance(call, AttentionCall) and not call.rotates for call in calls):
+        ropes[NO_ROPE] = msgspec.structs.replace(ropes[names[0]], rope_type=NO_ROPE)
     return RotarySpec(
-        ropes={name: _describe_rope(module, view.config, name) for name in names},
+        ropes=ropes,
         is_half=not is_layered and not gives_whole_angles(module),
     )
 
@@ -277,8 +310,10 @@ def _describe_rope(module: Any, config: Any, name: str) -> RopeSpec:
     return spec
 
 
-def _find_rope_idx(module: Any, config: Any) -> int:
+def _find_rope_idx(module: Any, config: Any, *, rotates: bool = True) -> int:
     names = list_rope_names(config)
+    if not rotates:
+        return len(names)
     return 0 if names == [""] else names.index(find_layer_type(module, config))
 
 
@@ -315,13 +350,25 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         has_o_bias=_has_bias(output),
         qk_norm=norm,
         qkv_names=names,
-        rope_idx=_find_rope_idx(module, view.config),
+        rope_idx=_find_rope_idx(module, view.config, rotates=call.rotates),
         interleaved_size=call.interleaved_size,
         window=call.rule.window,
         soft_cap=call.rule.soft_cap,
         has_sinks=call.rule.sinks is not None,
         has_out_gate=has_out_gate,
+        position_scale=_find_position_scale(module, view.config),
     )
+
+
+def _find_position_scale(module: Any, config: Any) -> PositionScale | None:
+    """Return the factor of attentions that are told positions, by the fields that they read."""
+    rope = config.rope_parameters
+    beta, length = (
+        rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+    )
+    if not takes_positions(module) or beta is None or length is None:
+        return None
+    return PositionScale(float(beta), int(length))
 
 
 def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
@@ -360,18 +407,21 @@ def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
 
 
 def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:
-    """Describe a dense gated MLP."""
+    """Describe a dense MLP."""
     del view
     names = find_gate_up(module)
     if not names:
         raise UnfitModuleError(f"{type(module).__name__} has no gate_proj, up_proj, down_proj")
-    down = module.down_proj
+    down_name = find_down(module)
+    down = getattr(module, down_name)
     return MlpSpec(
         hidden_size=down.out_features,
         intermediate_size=down.in_features,
         has_bias=_has_bias(down),
         activation=find_activation(module),
         gate_up_names=names,
+        down_name=down_name,
+        is_gated=is_gated(names),
     )
 
 
@@ -450,6 +500,13 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
         raise UnfitModuleError(f"{mixer} or mlp is not an operator of ours")
     if isinstance(mlp, MoeBlockSpec) and not _is_fusable(mlp, f"{view.name}.mlp", view):
         raise UnfitModuleError("mlp is not all operators of ours")
+    if isinstance(mlp, MlpSpec) and not (mlp.is_gated and mlp.activation in GATED_NATIVELY):
+        raise UnfitModuleError("the native gate is of another activation")
+    if any(
+        getattr(where, name, None) not in (None, 1, 1.0)
+        for where, name in ((module, "residual_multiplier"), (view.config, "embedding_multiplier"))
+    ):
+        raise UnfitModuleError("branches or embeddings are multiplied")
     own = parts.keys() - {mixer, "mlp"}
     norms = next((norms for norms in LAYER_NORMS if own == {n for n in norms if n}), None)
     if norms is None:

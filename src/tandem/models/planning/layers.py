@@ -38,9 +38,11 @@ from tandem.models.planning.probes import UnfitModuleError
 from tandem.models.planning.roles import (
     RawMatrix,
     count_experts,
+    find_down,
     find_gate_up,
     find_projections,
     is_experts,
+    is_gated,
 )
 from tandem.models.planning.state_mixers import has_gated_delta
 
@@ -138,11 +140,16 @@ def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | M
             found = _try(describer, path, describe_mlp)
             if isinstance(found, MlpSpec):
                 return found
+            names, down_name = find_gate_up(part), find_down(part)
+            down = getattr(part, down_name)
             return MlpSpec(
-                hidden_size=part.down_proj.out_features,
-                intermediate_size=part.down_proj.in_features,
-                has_bias=part.down_proj.bias is not None,
+                hidden_size=down.out_features,
+                intermediate_size=down.in_features,
+                has_bias=down.bias is not None,
                 activation=None,
+                gate_up_names=names,
+                down_name=down_name,
+                is_gated=is_gated(names),
             )
         experts = getattr(part, "experts", None)
         if experts is not None and is_experts(experts):
@@ -163,7 +170,9 @@ def _read_experts(block: Any, path: str, describer: Describer) -> MoeSpec:
         num_experts=count,
         top_k=_find_top_k(block),
         intermediate_size=inner,
-        shared_intermediate_size=sum(child.down_proj.in_features for child in children),
+        shared_intermediate_size=sum(
+            getattr(child, find_down(child)).in_features for child in children
+        ),
         has_bias=hasattr(block.experts, "down_proj_bias"),
         router=router if isinstance(router, RouterSpec) else None,
         experts=experts if isinstance(experts, ExpertsSpec) else None,

@@ -19,6 +19,7 @@ from tandem.models.planning.describe import (
     describe_experts,
     describe_frozen_linear,
     describe_gated_delta,
+    describe_layer_norm,
     describe_linear,
     describe_lm_head,
     describe_mla_attention,
@@ -28,6 +29,7 @@ from tandem.models.planning.describe import (
     describe_rotary,
     describe_router,
 )
+from tandem.models.planning.probes import UnfitModuleError
 from tandem.placement.rules import DEFAULT, Rule
 
 __all__ = ["DEVICE_KWARGS", "FORMAT_KWARG", "OPERATORS", "OperatorEntry", "resolve_operator"]
@@ -77,6 +79,14 @@ def _choose_attention(module: Any) -> str:
 
 def _choose_feed_forward(module: Any) -> str:
     return "MoeBlock" if hasattr(module, "experts") else "Mlp"
+
+
+def _choose_norm(module: Any) -> str:
+    try:
+        describe_norm(module)
+    except UnfitModuleError:
+        return "LayerNorm"
+    return "RmsNorm"
 
 
 OPERATORS: Registry[OperatorEntry] = Registry("operator")
@@ -149,6 +159,8 @@ for _entry in (
     OperatorEntry("Embedding", describe_embedding),
     OperatorEntry("LmHead", describe_lm_head, takes_format=True),
     OperatorEntry("RmsNorm", describe_norm),
+    OperatorEntry("LayerNorm", describe_layer_norm),
+    OperatorEntry("Norm", None, choose=_choose_norm),
     OperatorEntry("Rope", describe_rotary),
     OperatorEntry("Attention", describe_attention, absorbs=True, takes_format=True),
     OperatorEntry("MlaAttention", describe_mla_attention, absorbs=True, takes_format=True),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tandem.core.model.layers import Activation, RoutingRule
-from tandem.kernels.activation import activate
+from tandem.kernels.activation import activate, apply_function
 from tandem.kernels.interfaces import AttentionRule
 from tandem.kernels.torch.execution import TorchExecution
 
@@ -27,6 +27,7 @@ __all__ = [
     "UnfitModuleError",
     "find_activation",
     "find_expert_activation",
+    "find_layer_norm",
     "find_layer_type",
     "find_norm_offset",
     "find_routing",
@@ -34,11 +35,14 @@ __all__ = [
     "key_module",
     "observe_attention",
     "read_frequencies",
+    "takes_positions",
 ]
 
-PLAIN_NAMES = ("silu", "gelu", "gelu_tanh")
+PLAIN_NAMES = ("silu", "gelu", "gelu_tanh", "relu2")
 TOLERANCE = 1e-5
 """Far above the rounding of float32, far below what tells two functions apart."""
+SCALE_NAMES = ("routed_scaling_factor", "router_scaling_factor")
+"""Names of a router's factor on its weights."""
 PROBE_TOKENS, MANY_PROBE_TOKENS = 32, 1024
 """The second of a router that the first leave more than one rule for: two rules of groups may
 choose alike for most tokens."""
@@ -57,6 +61,8 @@ class AttentionCall:
     """Its sinks are on the meta device."""
     interleaved_size: int = 0
     """Items of a head that are rotated as neighbours; 0 where halves are."""
+    rotates: bool = True
+    """False if it takes no angles."""
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
@@ -92,11 +98,40 @@ def find_norm_offset(module: nn.Module) -> float:
         raise UnfitModuleError(f"{type(module).__name__} also takes a gate")
     with torch.inference_mode():
         normed = torch.rms_norm(x, weight.shape, None, eps)
-        theirs = made(x)
+        theirs = _run_norm(made, x)
         for offset in (0.0, 1.0):
             if _is_close(theirs, normed * (weight + offset)):
                 return offset
     raise UnfitModuleError(f"{type(module).__name__} is not an RMSNorm")
+
+
+def _run_norm(made: Any, x: Tensor) -> Tensor:
+    try:
+        return made(x)
+    except TypeError as error:
+        raise UnfitModuleError(f"{type(made).__name__} takes more than its input") from error
+
+
+def find_layer_norm(module: nn.Module) -> tuple[float, float]:
+    """Return (what a LayerNorm adds to its weight, its epsilon).
+
+    Raises: UnfitModuleError (it is another norm).
+    """
+    generator = torch.Generator().manual_seed(0)
+    made = _make_real(module, generator)
+    parameters = dict(made.named_parameters())
+    weight, bias = parameters.pop("weight", None), parameters.pop("bias", None)
+    eps = getattr(made, "variance_epsilon", getattr(made, "eps", None))
+    if weight is None or weight.dim() != 1 or parameters or eps is None:
+        raise UnfitModuleError(f"{type(module).__name__} is neither an RMSNorm nor a LayerNorm")
+    x = torch.randn(3, len(weight), generator=generator) + 1.0
+    with torch.inference_mode():
+        theirs = _run_norm(made, x)
+        for offset in (0.0, 1.0):
+            ours = functional.layer_norm(x, weight.shape, weight + offset, bias, eps)
+            if _is_close(theirs, ours):
+                return offset, float(eps)
+    raise UnfitModuleError(f"{type(module).__name__} is neither an RMSNorm nor a LayerNorm")
 
 
 def find_activation(module: Any) -> Activation:
@@ -104,13 +139,14 @@ def find_activation(module: Any) -> Activation:
 
     Raises: UnfitModuleError (it holds none, or another).
     """
-    function = getattr(module, "act_fn", getattr(module, "activation_fn", None))
+    names = ("act_fn", "activation_fn", "act")
+    function = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if function is None:
         raise UnfitModuleError(f"{type(module).__name__} has no activation")
     x = torch.linspace(-6, 6, 97)
     theirs = function(x)
     for name in PLAIN_NAMES:
-        if _is_close(theirs, activate(Activation(name), torch.cat((x, torch.ones_like(x))))):
+        if _is_close(theirs, apply_function(name, x)):
             return Activation(name)
     raise UnfitModuleError(f"its activation is {type(function).__name__}")
 
@@ -190,7 +226,7 @@ def _gives(
 def _list_rules(gate: Any) -> list[RoutingRule]:
     groups = getattr(gate, "n_group", getattr(gate, "num_group", None)) or 1
     top_groups = getattr(gate, "topk_group", None) or 1
-    scale = float(getattr(gate, "routed_scaling_factor", 1.0))
+    scale = next((float(getattr(gate, name)) for name in SCALE_NAMES if hasattr(gate, name)), 1.0)
     choices: tuple[Literal[1, 2], ...] = (2, 1)
     sizes: list[tuple[int, int, Literal[1, 2]]] = [(1, 1, 2)]
     if top_groups < groups:
@@ -239,12 +275,8 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
     try:
         with torch.inference_mode():
             angles = None if rotary is None else _compute_angles(rotary, x, module)
-            module(
-                hidden_states=x,
-                position_embeddings=angles,
-                attention_mask=None,
-                tandem_step=recorder,
-            )
+            _run_attention(module, x, angles, recorder)
+            rotates = angles is not None and not _runs_without_angles(module, x)
     except Exception as error:
         what = f"{type(module).__name__} cannot be run alone: {error}"
         raise UnfitModuleError(what) from error
@@ -253,8 +285,36 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
     if angles is None:
         return recorder.call
     width = angles[0].shape[-1]
-    is_interleaved = gives_whole_angles(rotary) and _has_interleaved_rope(module, width)
-    return replace(recorder.call, interleaved_size=width if is_interleaved else 0)
+    is_interleaved = rotates and gives_whole_angles(rotary) and _has_interleaved_rope(module, width)
+    return replace(recorder.call, interleaved_size=width if is_interleaved else 0, rotates=rotates)
+
+
+def _run_attention(module: Any, x: Tensor, angles: Any, recorder: _Recorder) -> None:
+    stated: dict[str, Any] = {}
+    if takes_positions(module):
+        stated["position_ids"] = torch.empty(1, 1, device="meta")
+    module(
+        hidden_states=x,
+        position_embeddings=angles,
+        attention_mask=None,
+        tandem_step=recorder,
+        **stated,
+    )
+
+
+def takes_positions(module: Any) -> bool:
+    """Return True if an attention cannot be run without positions, beside their angles."""
+    stated = inspect.signature(type(module).forward).parameters.get("position_ids")
+    return stated is not None and stated.default is inspect.Parameter.empty
+
+
+def _runs_without_angles(module: Any, x: Tensor) -> bool:
+    """Return True if an attention never touches cos and sin: its layer rotates nothing."""
+    try:
+        _run_attention(module, x, (None, None), _Recorder())
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def key_module(module: nn.Module) -> object:

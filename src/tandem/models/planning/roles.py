@@ -26,10 +26,12 @@ __all__ = [
     "Vectors",
     "count_experts",
     "count_kv_heads",
+    "find_down",
     "find_gate_up",
     "find_projections",
     "has_layered_rope",
     "is_experts",
+    "is_gated",
     "list_adapter_places",
     "list_matrices",
     "observe_attentions",
@@ -81,6 +83,8 @@ ROLES: dict[str, MatrixRole] = {
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
     "down_proj": "down",
+    "c_fc": "gate_up",
+    "c_proj": "down",
     "lm_head": "head",
 }
 """Role of a linear module, by the last word of its path."""
@@ -242,10 +246,29 @@ def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
     return attention.k_proj.out_features // attention.head_dim
 
 
+MLP_NAMES = (
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("c_fc",), "c_proj"),
+)
+"""Names of a dense MLP's matrices: gate and up, then down. The last two have no gate."""
+
+
 def find_gate_up(module: Any) -> tuple[str, ...]:
-    """Return the names of a dense MLP's gate and up; empty: it is no such MLP."""
-    if isinstance(getattr(module, "down_proj", None), nn.Linear):
-        for names in (("gate_proj", "up_proj"), ("gate_up_proj",)):
-            if all(isinstance(getattr(module, n, None), nn.Linear) for n in names):
-                return names
+    """Return the names of a dense MLP's gate and up, or of up alone; empty: it is no such MLP."""
+    for names, down in MLP_NAMES:
+        if all(isinstance(getattr(module, n, None), nn.Linear) for n in (*names, down)):
+            return names
     return ()
+
+
+def find_down(module: Any) -> str:
+    """Return the name of the last matrix of a module that ``find_gate_up`` knows."""
+    names = find_gate_up(module)
+    return next(down for each, down in MLP_NAMES if each == names)
+
+
+def is_gated(names: tuple[str, ...]) -> bool:
+    """Return True if matrices of these names, of ``find_gate_up``, hold a gate."""
+    return any("gate" in name for name in names)

@@ -21,6 +21,7 @@ __all__ = ["HARMLESS", "OF_TRAINING", "flip_fields", "list_changes", "list_read_
 HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "max_position_embeddings": lambda values: True,
     "max_window_layers": lambda values: True,
+    "enable_moe_fp32_combine": lambda values: True,
     "use_sliding_window": lambda values: True,
     "sliding_window": lambda values: not _slides(values),
     "layer_types": lambda values: not _slides(values),

@@ -11,6 +11,7 @@ from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
+from tandem.kernels.operators.operator import Operator
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.loading.loader import CausalModel
 from tandem.models.planning.roles import MIXER_NAMES
@@ -27,7 +28,7 @@ def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
     """Return which operator first differs, each given eager's own input; empty if none does.
 
     Args:
-        ours: fused, in float32.
+        ours: in float32.
         eager: the same model, in float64.
         tokens: int64 [T].
     """
@@ -42,8 +43,6 @@ def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    if not ours.is_fused:
-        return "a module that the skeleton computes"
     embedding = ours.skeleton.model.embed_tokens(tokens)
     if _differs(embedding, seen["model.embed_tokens"].result):
         return "model.embed_tokens (Embedding)"
@@ -58,7 +57,7 @@ def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
     head = ours.skeleton.lm_head
     if _differs(head(last.result[0].float()), logits):
         return f"lm_head ({type(head).__name__})"
-    return ""
+    return "" if ours.is_fused else "a module that the skeleton computes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +103,12 @@ def _differs(ours: Tensor, theirs: Tensor) -> bool:
 
 def _locate_in_layer(
     ours: CausalModel,
-    layer: DecoderLayer,
+    layer: Any,
     name: str,
     seen: Seen,
     tokens: Tensor,
 ) -> str:
-    """Give each part of a layer what eager's had, then the layer itself."""
+    """Give each part of a layer what eager's had, then the layer itself, if it is an operator."""
     cache = ours.allocate_kv(-(-len(tokens) // BLOCK_SIZE), block_size=BLOCK_SIZE)
     table = list(range(cache.num_blocks))
     chunk = SequenceChunk(tokens.tolist(), 0, table, "all", state_slot=0)
@@ -123,7 +122,7 @@ def _locate_in_layer(
     for part, operator in layer.named_children():
         path = f"{name}.{part}"
         call = seen.get(path)
-        if call is None:
+        if call is None or not isinstance(operator, Operator):
             continue
         x = call.given[0].float()
         if part in MIXER_NAMES:
@@ -134,6 +133,8 @@ def _locate_in_layer(
         if _differs(result, call.result):
             inner = _locate_in_block(operator, path, seen) if isinstance(operator, MoeBlock) else ""
             return inner or f"{path} ({type(operator).__name__})"
+    if not isinstance(layer, DecoderLayer):
+        return ""
     call = seen[name]
     result = layer(call.given.float(), tandem_step=begin())
     return f"{name} ({type(layer).__name__})" if _differs(result, call.result) else ""

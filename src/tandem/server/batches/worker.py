@@ -36,6 +36,8 @@ MAX_LINES = 50_000
 LAST_PRIORITY = 2**31 - 1
 _RETRY_S = 1.0
 """Before a request is sent again that found the queue full or no instance."""
+_BUSY = (429, 503)
+"""The queue is full, no instance serves, or others' objectives could not be kept."""
 _MAX_ERRORS = 100
 """Wrong lines of an input file that are told."""
 _line_decoder = msgspec.json.Decoder(BatchLine)
@@ -224,7 +226,7 @@ class BatchWorker:
                 is_late.set()
                 await self._note(kept, line, 0, b"", "batch_expired")
                 return
-            if status != 503:
+            if status not in _BUSY:
                 await self._note(kept, line, status, answer, None)
                 return
             await asyncio.sleep(min(_RETRY_S, max(left_s, 0)))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 from starlette.responses import Response
 
-from tandem.core.errors import TandemError
+from tandem.core.errors import OverloadError, TandemError
 
 __all__ = [
     "ErrorBody",
@@ -33,6 +33,7 @@ _STATUS = {
     "permission_denied": 403,
     "conflict": 409,
     "capacity": 503,
+    "overload": 429,
     "peer_lost": 503,
     "deadline": 504,
 }
@@ -84,7 +85,9 @@ def describe_error(error: TandemError) -> HttpError:
     """Translate an error of the tree into its HTTP answer; unknown codes are 500."""
     status = _STATUS.get(error.code, 500)
     headers: dict[str, str] = {}
-    if error.code in _RETRY_AFTER_S:
+    if isinstance(error, OverloadError):
+        headers["Retry-After"] = str(error.retry_after_s)
+    elif error.code in _RETRY_AFTER_S:
         headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
     elif status >= 500:
         # The official clients repeat any 5xx, which would run a slow request again and again.

@@ -6,7 +6,7 @@ them. ``METRICS`` is the source of ``docs/reference/metrics.md``, and a test com
 """
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 import tandem
 from tandem.core.clock import Clock
 from tandem.core.instance_status import InstanceStats, InstanceStatus, StatSpec, list_stats
-from tandem.core.wire import InstanceStage
+from tandem.core.wire import NO_SLO, InstanceStage, Slo
 
 __all__ = ["METRICS", "MetricSpec", "RequestTimer", "ServerMetrics"]
 
@@ -79,6 +79,13 @@ METRICS: tuple[MetricSpec, ...] = (
         "Processes of this instance that were started after the first.",
     ),
     MetricSpec(
+        "tandem:conductor_step_error_ratio",
+        "gauge",
+        _INSTANCE,
+        "",
+        "Mean relative error of the predicted times of this instance's steps.",
+    ),
+    MetricSpec(
         "tandem:request_fallbacks_total",
         "counter",
         ("model_name", "reason"),
@@ -106,6 +113,14 @@ METRICS: tuple[MetricSpec, ...] = (
         ("model_name", "finished_reason"),
         "requests",
         "Generations that ended, by reason: stop, length, abort, deadline, error.",
+    ),
+    MetricSpec(
+        "tandem:slo_requests_total",
+        "counter",
+        ("model_name", "outcome"),
+        "requests",
+        "Generations with objectives: met, or which was missed (missed_ttft, missed_tpot), failed, "
+        "or rejected by cluster.admission.",
     ),
     MetricSpec(
         "tandem:time_to_first_token_seconds",
@@ -195,6 +210,13 @@ METRICS: tuple[MetricSpec, ...] = (
 )
 
 
+_INSTANCE_VALUES: dict[str, Callable[[InstanceStatus], float]] = {
+    "tandem:engine_instance_up": lambda each: float(each.stage.stage is InstanceStage.READY),
+    "tandem:engine_instance_restarts_total": lambda each: each.num_restarts,
+    "tandem:conductor_step_error_ratio": lambda each: each.step_error,
+}
+
+
 class ServerMetrics:
     """The metrics of one application.
 
@@ -220,6 +242,7 @@ class ServerMetrics:
         self.prompt_tokens = self._histogram(specs["request_prompt_tokens"])
         self.generation_tokens = self._histogram(specs["request_generation_tokens"])
         self._finished = self._counter(specs["request_success_total"])
+        self._slo = self._counter(specs["slo_requests_total"])
         self._http = self._counter(specs["http_requests_total"])
         self.registry.register(_EngineCollector(self))
         ProcessCollector(registry=self.registry)
@@ -240,6 +263,10 @@ class ServerMetrics:
     def count_finished(self, reason: str) -> None:
         """Count a generation that ended."""
         self._finished.labels(self._model_name, reason).inc()
+
+    def count_slo(self, outcome: str) -> None:
+        """Count a generation that had objectives."""
+        self._slo.labels(self._model_name, outcome).inc()
 
     def count_http(self, route: str, status: int) -> None:
         """Count an answer; ``route`` is a route's pattern, of which there are few."""
@@ -285,8 +312,7 @@ class ServerMetrics:
         family = make(spec.name, spec.help, labels=spec.labels)
         if spec.labels == _INSTANCE:
             for each in self._instances:
-                is_up = float(each.stage.stage is InstanceStage.READY)
-                amount = is_up if spec.kind == "gauge" else each.num_restarts
+                amount = _INSTANCE_VALUES[spec.name](each)
                 family.add_metric([self._model_name, each.name, each.role], amount)
         elif isinstance(value, dict):
             for label, amount in value.items():
@@ -321,12 +347,16 @@ class RequestTimer:
         "_first_s",
         "_last_s",
         "_metrics",
+        "_slo",
         "end_s",
         "num_tokens",
         "reason",
     )
 
-    def __init__(self, metrics: ServerMetrics, clock: Clock, arrived_s: float) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, clock: Clock, arrived_s: float, slo: Slo = NO_SLO
+    ) -> None:
+        self._slo = slo
         self._metrics = metrics
         self._clock = clock
         self._arrived_s = arrived_s
@@ -372,3 +402,18 @@ class RequestTimer:
         self._metrics.prompt_tokens.observe(prompt_len)
         self._metrics.generation_tokens.observe(num_tokens)
         self._metrics.count_finished(reason)
+        outcome = self._judge(reason, num_tokens)
+        if outcome is not None:
+            self._metrics.count_slo(outcome)
+
+    def _judge(self, reason: str, num_tokens: int) -> str | None:
+        """Say whether the objectives were kept; None: there were none, or nobody waited."""
+        slo, first_s = self._slo, self.first_token_s
+        if (slo.ttft_s is None and slo.tpot_s is None) or reason == "abort":
+            return None
+        if first_s is None or self.end_s is None or reason not in ("stop", "length", "tool_calls"):
+            return "failed"
+        if slo.ttft_s is not None and first_s > slo.ttft_s:
+            return "missed_ttft"
+        tpot_s = (self.end_s - first_s) / max(num_tokens - 1, 1)
+        return "missed_tpot" if slo.tpot_s is not None and tpot_s > slo.tpot_s else "met"

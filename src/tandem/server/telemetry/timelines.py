@@ -7,8 +7,9 @@ of generations, however many requests come.
 import hashlib
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tandem.core.timeline import ChoiceTimeline, InstanceTimeline, RequestTimeline
@@ -39,6 +40,8 @@ class Origin(NamedTuple):
     path: str
     traceparent: str
     """The header, unchecked; empty without one."""
+    headers: Mapping[str, str] = MappingProxyType({})
+    """All of them; read for the objectives of the request."""
 
 
 class SharingIdentity(NamedTuple):

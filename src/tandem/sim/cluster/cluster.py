@@ -36,6 +36,7 @@ from tandem.sim.cluster.events import Events
 from tandem.sim.cluster.instance import SimInstance
 from tandem.sim.cluster.placing import Placing
 from tandem.sim.cluster.requests import FIRST_OUTPUT_ID, KeyCache, make_request
+from tandem.sim.cluster.store import SimStore
 
 __all__ = ["Decision", "SimCluster"]
 
@@ -70,6 +71,7 @@ class SimCluster:
         events: the clock.
         limits: of each request.
         timeout_s: of a request; None is none.
+        store: of the instances, if they have one.
         on_done: told of each record that is complete.
     """
 
@@ -81,9 +83,11 @@ class SimCluster:
         limits: Limits,
         *,
         timeout_s: float | None = None,
+        store: SimStore | None = None,
         on_done: Callable[[RequestRecord], None] | None = None,
     ) -> None:
-        self._instances, self._placing, self._events = instances, placing, events
+        self.instances, self.placing, self.events = instances, placing, events
+        self.store = store
         self._limits, self._timeout_s, self._on_done = limits, timeout_s, on_done
         first = next(iter(instances.values()))
         size = first.setup.engine.block_size
@@ -97,7 +101,7 @@ class SimCluster:
         """Serve the requests of a trace, which are in order of arrival, to the end of all."""
         self._arrivals = iter(rows)
         self._expect_next()
-        self._events.run()
+        self.events.run()
         assert self.num_live == 0, f"{self.num_live} requests never end"
 
     # ---------------------------------------------------------------- arrivals
@@ -105,11 +109,11 @@ class SimCluster:
     def _expect_next(self) -> None:
         row = next(self._arrivals, None)
         if row is not None:
-            self._events.call_at(row.timestamp / 1e3, self._arrive, row)
+            self.events.call_at(row.timestamp / 1e3, self._arrive, row)
 
     def _arrive(self, row: TraceRow) -> None:
         number = len(self.records)
-        now_s = self._events.now_s
+        now_s = self.events.now_s
         request = make_request(row, number, self._timeout_s)
         record = RequestRecord(
             index=number,
@@ -129,7 +133,7 @@ class SimCluster:
     # ---------------------------------------------------------------- machines
 
     def _feed(self, live: _Live, message: Input) -> None:
-        self._run(live, live.machine.take(message, self._events.now_s))
+        self._run(live, live.machine.take(message, self.events.now_s))
 
     def _run(self, live: _Live, actions: Iterable[Action]) -> None:
         todo = list(actions)
@@ -141,28 +145,28 @@ class SimCluster:
         elif machine.deadline_s != live.timer_s:
             live.timer_s = machine.deadline_s
             if live.timer_s < math.inf:
-                self._events.call_at(live.timer_s, self._tick, live, live.timer_s)
+                self.events.call_at(live.timer_s, self._tick, live, live.timer_s)
 
     def _tick(self, live: _Live, when_s: float) -> None:
         if live.timer_s == when_s and not live.machine.is_over:
             live.timer_s = math.inf
-            self._run(live, live.machine.tick(self._events.now_s))
+            self._run(live, live.machine.tick(self.events.now_s))
 
     def _forget(self, live: _Live) -> None:
         if live.timer_s == -math.inf:
             return
         live.timer_s = -math.inf
         self.num_live -= 1
-        live.record.done_s = self._events.now_s
+        live.record.done_s = self.events.now_s
         if self._on_done is not None:
             self._on_done(live.record)
 
     def _execute(self, live: _Live, action: Action) -> list[Action]:
         """Carry out one action; return those that its outcome asks for at once."""
-        machine, now_s = live.machine, self._events.now_s
+        machine, now_s = live.machine, self.events.now_s
         match action:
             case Place():
-                route = self._placing.choose(action, machine.request, live.keys)
+                route = self.placing.choose(action, machine.request, live.keys)
                 self._log(live, route)
                 return machine.take(NoRoute() if route is None else route, now_s)
             case Submit(leg=leg, request=request):
@@ -171,12 +175,12 @@ class SimCluster:
                 except TandemError as error:
                     return machine.take(LegFailed(leg.leg_id, error), now_s)
             case Continue(leg=leg, message=message):
-                is_taken = self._instances[leg.instance.name].continue_request(message)
+                is_taken = self.instances[leg.instance.name].continue_request(message)
                 return machine.take(Continued(leg.leg_id, is_taken), now_s)
             case DropLeg(leg=leg):
-                self._instances[leg.instance.name].cancel(leg.leg_id)
+                self.instances[leg.instance.name].cancel(leg.leg_id)
             case ReleaseLeg(leg=leg):
-                self._instances[leg.instance.name].release_hold(leg.leg_id)
+                self.instances[leg.instance.name].release_hold(leg.leg_id)
             case Deliver(output=output):
                 _take_output(live.record, output)
             case Fail(error=error):
@@ -190,7 +194,7 @@ class SimCluster:
             self._feed(live, LegOutput(leg_id, output))
 
         token = FIRST_OUTPUT_ID + live.record.index
-        self._instances[name].add(request, live.record, put, token, live.keys)
+        self.instances[name].add(request, live.record, put, token, live.keys)
 
     def _log(self, live: _Live, route: Pair | Alone | NoRoute | None) -> None:
         kind, prefill, decode = "none", "", ""
@@ -207,7 +211,7 @@ class SimCluster:
                 kind, decode = "alone", chosen.name
             case _:
                 pass
-        at_s = self._events.now_s
+        at_s = self.events.now_s
         self.decisions.append(Decision(at_s, live.record.index, kind, prefill, decode))
 
 

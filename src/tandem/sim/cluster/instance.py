@@ -8,6 +8,7 @@ one, so that a token costs little; the moments of all of them are recorded.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tandem.core.instance_status import InstanceRole
 from tandem.core.loads.records import RequestRecord
@@ -20,21 +21,27 @@ from tandem.core.wire import (
     KvHandle,
     RequestOutput,
     StepRecord,
+    TierKv,
 )
 from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.blocks import BlockPool
-from tandem.engine.scheduling.loads import TierPlanner
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.stepping.messages import Phase
+from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.sim.cluster.events import Events
 from tandem.sim.cluster.handovers import HandOver
 from tandem.sim.cluster.links import Link, Links
 from tandem.sim.cluster.steps import StepModel, StepWork
+from tandem.sim.cluster.store import SimStore
 
 __all__ = ["InstanceSetup", "SimInstance"]
+
+TOLD_DECODES = 32
+"""Steps without prefill of which the conductor is told one: an estimator takes longer to learn from
+a step than a scheduler to plan it."""
 
 Put = Callable[[RequestOutput], None]
 
@@ -52,7 +59,7 @@ class InstanceSetup:
     nic_bytes_per_s: float
     is_layerwise: bool = True
     num_layers: int = 1
-    tiers: TierPlanner | None = None
+    bus_bytes_per_s: float = 1e11
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +85,7 @@ class SimInstance:
         events: the clock.
         links: carry its blocks.
         find_instance: returns another instance by name.
+        store: that it keeps full blocks in and loads them from; None: there is none.
     """
 
     def __init__(
@@ -86,16 +94,27 @@ class SimInstance:
         events: Events,
         links: Links,
         find_instance: Callable[[str], "SimInstance"],
+        store: SimStore | None = None,
     ) -> None:
         config = setup.engine
+        self.store = store
+        self.tiers: CostTierPlanner | None = None
+        if store is not None:
+            self.tiers = CostTierPlanner(
+                store.spec.tiers, block_size=config.block_size, block_bytes=setup.block_bytes
+            )
         self.setup = setup
         self.name = setup.name
         self.role: InstanceRole = setup.role
         self.pool = BlockPool(config.num_kv_blocks)
         self.index = PrefixIndex(self.pool, config.block_size)
-        self.scheduler = Scheduler(config, self.pool, self.index, setup.tiers)
+        self.scheduler = Scheduler(config, self.pool, self.index, self.tiers)
         self.ingress = Link(f"{setup.name}.in", setup.nic_bytes_per_s)
         self.egress = Link(f"{setup.name}.out", setup.nic_bytes_per_s)
+        self.bus = Link(f"{setup.name}.bus", setup.bus_bytes_per_s)
+        if store is not None:
+            num_bytes = store.spec.tokens // config.block_size * setup.block_bytes
+            self._segment = store.add_segment(num_bytes, self.egress, self.ingress, self.bus)
         self.block_bytes, self.num_layers = setup.block_bytes, setup.num_layers
         self.readers: dict[str, HandOver] = {}
         self.busy_s = 0.0
@@ -110,7 +129,8 @@ class SimInstance:
         self._is_called = False
         self._wake_s = math.inf
         self.on_step: Callable[[StepRecord], None] | None = None
-        """Told of each step when it begins, with the time that it will take."""
+        """Told when a step begins of the time that it will take: all that prefill, and one of
+        ``TOLD_DECODES`` others, which hardly differ."""
 
     # ---------------------------------------------------------------- calls
 
@@ -146,6 +166,7 @@ class SimInstance:
             kv_source=message.kv_source,
             prefill_lease_s=message.prefill_lease_s,
             awaits_continuation=message.awaits_continuation,
+            num_stored_blocks=self._count_stored(message, keys),
         )
         request.prefix.block_keys += keys
         seed = message.sampling.seed or 0
@@ -192,6 +213,37 @@ class SimInstance:
 
     # ---------------------------------------------------------------- loads
 
+    def _count_stored(self, message: AddRequest, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a prompt the device or the store holds."""
+        if self.store is None or not isinstance(message.kv_source, TierKv):
+            return 0
+        wanted = keys[: (len(message.prompt_ids) - 1) // self.setup.engine.block_size]
+        num_cached = self.index.count_cached_blocks(wanted)
+        return num_cached + self.store.count_stored(self._segment, wanted[num_cached:])
+
+    def _begin_tiers(self, plan: StepPlan) -> None:
+        """Keep what a plan says in the store, as the setting ``tiers.write`` has it."""
+        store = self.store
+        if store is None:
+            return
+        match store.spec.tiers.write:
+            case "write_through":
+                kept = plan.filled
+            case "on_evict":
+                kept = plan.evicted
+            case "off":
+                kept = []
+        if kept:
+            store.put(self._segment, [block.key for block in kept])
+
+    def _note_loaded(self, begin_s: float, request: Request, loads: Sequence[BlockLoad]) -> None:
+        assert self.tiers is not None, "a load without a store"
+        self.tiers.note_load(len(loads) * self.block_bytes, self._events.now_s - begin_s)
+        self.load_done(request, [load.block_id for load in loads])
+
+    def _note_missing(self, request: Request, loads: Sequence[BlockLoad]) -> None:
+        self.load_failed(request, [load.block_id for load in loads])
+
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
         """Report blocks that have come."""
         self.scheduler.load_done(request, block_ids)
@@ -215,7 +267,11 @@ class SimInstance:
         for load in plan.loads:
             by_request.setdefault(load.request, []).append(load)
         for request, loads in by_request.items():
-            assert request.prefill_kv is not None, f"{request.request_id} loads from nowhere"
+            if request.prefill_kv is None:
+                assert self.store is not None, f"{request.request_id} loads from nowhere"
+                done = partial(self._note_loaded, self._events.now_s)
+                self.store.load(self._segment, loads, done, self._note_missing)
+                continue
             source = self._find_instance(request.prefill_kv.instance)
             hand_over = HandOver(self, source, request, loads, self._events, self._links)
             self._reading[request.request_id] = hand_over
@@ -244,6 +300,8 @@ class SimInstance:
         scheduler = self.scheduler
         while True:
             plan = scheduler.schedule(now_s)
+            if plan.filled or plan.evicted:
+                self._begin_tiers(plan)
             if plan.loads or plan.dropped:
                 self._begin_loads(plan)
             for request in (*plan.expired, *plan.starved):
@@ -270,11 +328,14 @@ class SimInstance:
                     StepWork(0, 0.0, work.num_decodes, work.decode_tokens)
                 )
             self.prefill_s += max(seconds - alone_s, 0.0)
-        if self.on_step is not None:
+        if self.on_step is not None and (work.prefill_tokens or self.num_steps % TOLD_DECODES == 1):
             self.on_step(StepRecord(*work, seconds))
         end_s = now_s + seconds
         if self.readers:
             self._announce(plan, end_s)
+        if self.tiers is not None:
+            num_tokens = work.prefill_tokens + work.num_decodes
+            self.tiers.note_step(work.prefill_tokens, num_tokens, seconds)
         self._events.call_at(end_s, self._end_step, plan)
 
     def _announce(self, plan: StepPlan, end_s: float) -> None:

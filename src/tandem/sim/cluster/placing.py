@@ -70,6 +70,10 @@ class Placing:
             teller = _Teller(self.conductor, each.name)
             each.index.observers.append(teller)
             each.on_step = teller.note_step
+        stores = {id(each.store): each.store for each in self._instances}
+        for store in stores.values():
+            if store is not None:
+                store.on_change = self._note_in_store
         prefills = [each.name for each in self._instances if each.role == "prefill"]
         for each in self._instances:
             if each.role == "decode":
@@ -87,6 +91,9 @@ class Placing:
             [Chain([cut_key(key) for key in keys], size)],
         )
         return self.conductor.place(place, question).route
+
+    def _note_in_store(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        self.conductor.note_in_store(map(cut_key, stored), map(cut_key, removed))
 
     def _tell_load(self, instance: SimInstance) -> None:
         load = instance.measure_load()

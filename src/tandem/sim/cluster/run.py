@@ -1,7 +1,7 @@
 """From a scenario to a run: instances made of machines and models, requests of a trace, figures."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,24 @@ from tandem.placement.fitting import read_efficiencies
 from tandem.placement.shape import FORMAT_BYTES, read_shape
 from tandem.sim.cluster.cluster import Decision, SimCluster
 from tandem.sim.cluster.events import Events
+from tandem.sim.cluster.generators import find_generator, generate_rows
 from tandem.sim.cluster.instance import InstanceSetup, SimInstance
 from tandem.sim.cluster.links import Links
 from tandem.sim.cluster.placing import Placing
 from tandem.sim.cluster.requests import repeat_rows, scale_rows
 from tandem.sim.cluster.scenario import Group, LinkSpec, Load, Scenario
 from tandem.sim.cluster.steps import LearntSteps, PlannedSteps, StepModel
+from tandem.sim.cluster.store import SimStore
 
-__all__ = ["InstanceFigures", "Run", "SimReport", "make_setups", "open_load", "run_scenario"]
+__all__ = [
+    "InstanceFigures",
+    "Run",
+    "SimReport",
+    "build_cluster",
+    "make_setups",
+    "open_load",
+    "run_scenario",
+]
 
 
 class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +52,9 @@ class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Prompts that it looked up in its prefix index."""
     prompt_tokens: int
     hit_tokens: int
+    """Found in the prefix index, what the store brought in time included."""
+    store_hit_tokens: int
+    """Those that the store brought."""
     preemptions: int
     received_bytes: float
     sent_bytes: float
@@ -51,13 +64,15 @@ class SimReport(LoadReport, frozen=True, kw_only=True):
     """The figures of ``tandem bench serve``, and those of the cluster."""
 
     scenario: str
-    virtual_s: float
-    """From the first arrival until the last request ended."""
+    load_s: float
+    """From the first arrival until the last one, and a mean gap."""
     events: int
     prefill_s: float
     """Of all instances, for prompts."""
     hit_ratio: float
     """Share of prompt tokens that were found in a prefix index."""
+    store_hit_ratio: float
+    """Share of prompt tokens that the store brought."""
     fallbacks: dict[str, int]
     instances: list[InstanceFigures]
 
@@ -76,6 +91,7 @@ def make_setups(scenario: Scenario) -> list[InstanceSetup]:
     Raises: NotFoundError (a machine, a model); ConfigError; CapacityError (weights do not fit).
     """
     setups: list[InstanceSetup] = []
+    bus = 1e11 if scenario.store is None else scenario.store.bus_gb_per_s * 1e9
     for group in scenario.instances:
         steps, kv_bytes, num_layers, kv_tokens = _resolve(group)
         size = group.engine.block_size
@@ -96,6 +112,7 @@ def make_setups(scenario: Scenario) -> list[InstanceSetup]:
                     nic_bytes_per_s=_find_port(group, scenario.links),
                     is_layerwise=scenario.links.is_layerwise,
                     num_layers=num_layers,
+                    bus_bytes_per_s=bus,
                 )
             )
     if len({setup.engine.block_size for setup in setups}) > 1:
@@ -155,15 +172,50 @@ def open_load(load: Load) -> Iterator[TraceRow]:
 
     Raises: ConfigError (it names no trace); as ``read_rows``.
     """
-    if not load.trace:
-        what = "the scenario names no trace: give one with --trace"
+    rows: Iterable[TraceRow]
+    if load.generator is not None:
+        given = load.generator
+        rows = generate_rows(find_generator(given) if isinstance(given, str) else given)
+    elif load.trace:
+        rows = read_rows(Path(load.trace))
+    else:
+        what = "the scenario has neither a trace nor a generator: give --trace"
         raise ConfigError("sim.scenario", what, field="load.trace")
-    rows: Iterable[TraceRow] = read_rows(Path(load.trace))
     if load.repeat > 1:
         rows = repeat_rows(list(rows), load.repeat)
     if load.rate_scale != 1.0:
         rows = scale_rows(rows, load.rate_scale)
     return itertools.islice(rows, load.limit or None)
+
+
+def build_cluster(
+    scenario: Scenario, *, on_done: Callable[[RequestRecord], None] | None = None
+) -> SimCluster:
+    """Return the cluster of a scenario, which has served nothing.
+
+    Args:
+        scenario: of the run.
+        on_done: told of each request that has ended.
+
+    Raises: as ``make_setups``.
+    """
+    events = Events()
+    links = Links(events, scenario.links.latency_us / 1e6)
+    instances: dict[str, SimInstance] = {}
+    store = None
+    for setup in make_setups(scenario):
+        if scenario.store is not None and store is None:
+            store = SimStore(scenario.store, links, setup.block_bytes, lambda: events.now_s)
+        instances[setup.name] = SimInstance(setup, events, links, instances.__getitem__, store)
+    return SimCluster(
+        instances,
+        Placing(scenario.policy, instances.values()),
+        events,
+        Limits(lease_s=scenario.lease_s),
+        timeout_s=scenario.timeout_s,
+        store=store,
+        on_done=on_done,
+    )
 
 
 def run_scenario(
@@ -181,21 +233,9 @@ def run_scenario(
 
     Raises: as ``make_setups``.
     """
-    events = Events()
-    links = Links(events, scenario.links.latency_us / 1e6)
-    instances: dict[str, SimInstance] = {}
-    for setup in make_setups(scenario):
-        instances[setup.name] = SimInstance(setup, events, links, instances.__getitem__)
-    cluster = SimCluster(
-        instances,
-        Placing(scenario.policy, instances.values()),
-        events,
-        Limits(lease_s=scenario.lease_s),
-        timeout_s=scenario.timeout_s,
-        on_done=on_done,
-    )
+    cluster = build_cluster(scenario, on_done=on_done)
     cluster.run(rows)
-    figures = [_sum_up(instance) for instance in instances.values()]
+    figures = [_sum_up(instance) for instance in cluster.instances.values()]
     report = summarise(
         cluster.records,
         backend="tandem-sim",
@@ -208,16 +248,25 @@ def run_scenario(
         report=SimReport(
             **fields,
             scenario=scenario.name,
-            virtual_s=report.duration,
-            events=events.num_run,
+            load_s=_measure_load_s(cluster.records),
+            events=cluster.events.num_run,
             prefill_s=sum(each.prefill_s for each in figures),
             hit_ratio=sum(each.hit_tokens for each in figures) / max(prompt_tokens, 1),
+            store_hit_ratio=sum(each.store_hit_tokens for each in figures) / max(prompt_tokens, 1),
             fallbacks=cluster.fallbacks,
             instances=figures,
         ),
         records=cluster.records,
         decisions=cluster.decisions,
     )
+
+
+def _measure_load_s(records: Sequence[RequestRecord]) -> float:
+    """Return the time in which requests arrived, so that their number over it is their rate."""
+    if len(records) < 2:
+        return 1.0
+    span_s = records[-1].sent_s - records[0].sent_s
+    return max(span_s * len(records) / (len(records) - 1), 1e-9)
 
 
 def _sum_up(instance: SimInstance) -> InstanceFigures:
@@ -231,6 +280,7 @@ def _sum_up(instance: SimInstance) -> InstanceFigures:
         requests=stats.num_prefix_queries,
         prompt_tokens=stats.prefix_query_tokens,
         hit_tokens=stats.prefix_hit_tokens,
+        store_hit_tokens=stats.store_hit_tokens,
         preemptions=stats.num_preemptions,
         received_bytes=instance.ingress.moved_bytes,
         sent_bytes=instance.egress.moved_bytes,

@@ -4,8 +4,9 @@ Machines and models are those of ``tandem plan --list``, or files. Settings of a
 of ``tandem serve`` (``EngineConfig``), so a scenario says nothing that a server could not be told.
 """
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import yaml
@@ -16,10 +17,20 @@ from tandem.core.errors import ConfigError, NotFoundError
 from tandem.core.instance_status import InstanceRole
 from tandem.core.loads.figures import Objectives
 from tandem.engine.config import EngineConfig
+from tandem.sim.cluster.generators import Generator
 from tandem.sim.cluster.steps import Calibration
+from tandem.sim.cluster.store import StoreSpec
 
-__all__ = ["Group", "LinkSpec", "Load", "Scenario", "change_scenario", "parse_scenario",
-           "read_scenario"]  # fmt: skip
+__all__ = [
+    "Group",
+    "LinkSpec",
+    "Load",
+    "Scenario",
+    "change_scenario",
+    "parse_changes",
+    "parse_scenario",
+    "read_scenario",
+]
 
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -88,6 +99,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     trace: str = ""
     """A file in Mooncake's format."""
+    generator: Generator | str | None = None
+    """Statistics of a load, or the name of one that is known, in the place of a trace."""
     limit: Annotated[int, Meta(ge=0)] = 0
     """Requests at most; 0 is all."""
     rate_scale: Positive = 1.0
@@ -105,6 +118,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     seed: int = 1
     instances: Annotated[tuple[Group, ...], Meta(min_length=1)]
     links: LinkSpec = LinkSpec()
+    store: StoreSpec | None = None
     policy: str = "prefix"
     """As ``cluster.policy``."""
     lease_s: Positive = 30.0
@@ -148,31 +162,56 @@ def read_scenario(path: Path) -> Scenario:
     return scenario
 
 
-def change_scenario(
-    scenario: Scenario,
-    *,
-    trace: Path | None = None,
-    limit: int | None = None,
-    rate_scale: float | None = None,
-    policy: str = "",
-) -> Scenario:
-    """Return a scenario with some of its fields replaced, those that are given.
+def change_scenario(scenario: Scenario, changes: Mapping[str, Any]) -> Scenario:
+    """Return a scenario with some of its fields replaced.
 
-    Raises: ConfigError (a value is out of its bounds).
+    Args:
+        scenario: to be changed.
+        changes: values by path, as ``load.rate_scale``, ``instances.0.count``, or
+            ``instances.*.step_overhead_ms`` for all groups.
+
+    Raises: ConfigError (there is no such field, or a value is out of its bounds).
     """
-    load: dict[str, object] = {}
-    if trace is not None:
-        load["trace"] = str(trace)
-    if limit is not None:
-        load["limit"] = limit
-    if rate_scale is not None:
-        load["rate_scale"] = rate_scale
-    changed = msgspec.structs.replace(
-        scenario,
-        load=msgspec.structs.replace(scenario.load, **load),
-        policy=policy or scenario.policy,
-    )
+    fields = msgspec.json.decode(msgspec.json.encode(scenario))
+    for path, value in changes.items():
+        _set(fields, path.split("."), value, path)
     try:
-        return msgspec.convert(msgspec.to_builtins(changed), Scenario)
+        return msgspec.convert(fields, Scenario, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError("sim.scenario", str(error)) from error
+
+
+def _set(node: Any, keys: list[str], value: Any, path: str) -> None:
+    key, rest = keys[0], keys[1:]
+    if isinstance(node, list):
+        entries = cast("list[Any]", node)
+        if key == "*":
+            for each in entries:
+                _set(each, rest, value, path)
+            return
+        if not key.isdecimal() or int(key) >= len(entries) or not rest:
+            raise ConfigError("sim.scenario", f"{path}: no {key!r} among {len(entries)} entries")
+        _set(entries[int(key)], rest, value, path)
+    elif not rest:
+        node[key] = value
+    elif not isinstance(node.get(key), dict | list):
+        raise ConfigError("sim.scenario", f"{path}: the scenario has no {key!r} to change")
+    else:
+        _set(node[key], rest, value, path)
+
+
+def parse_changes(words: Iterable[str]) -> dict[str, Any]:
+    """Return the changes of ``PATH=VALUE`` words, values as YAML.
+
+    Raises: ConfigError.
+    """
+    changes: dict[str, Any] = {}
+    for word in words:
+        path, sign, value = word.partition("=")
+        if not sign or not path:
+            raise ConfigError("sim.scenario", f"--set {word}: give PATH=VALUE")
+        try:
+            changes[path] = parse_yaml(value)
+        except yaml.YAMLError as error:
+            raise ConfigError("sim.scenario", f"--set {word}: {error}") from error
+    return changes

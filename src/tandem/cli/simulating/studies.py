@@ -1,0 +1,162 @@
+"""``tandem sim sweep`` and ``tandem sim capacity``: many runs of one scenario."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+import yaml
+
+from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.core.config import parse_yaml
+from tandem.core.errors import ConfigError, NotFoundError
+
+__all__ = ["capacity", "sweep"]
+
+ScenarioArgument = Annotated[Path, typer.Argument(help="YAML file of a scenario.")]
+TraceOption = Annotated[
+    Path | None, typer.Option(help="Trace in Mooncake's format, in the place of its own.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Replace a field; may be repeated."),
+]
+FIGURES = ("request_throughput", "goodput", "attained", "hit_ratio")
+
+
+def read_changed(path: Path, trace: Path | None, changes: list[str] | None) -> Any:
+    """Return a scenario with what the command line replaces.
+
+    Raises: as ``read_scenario`` and ``change_scenario``.
+    """
+    from tandem.sim.cluster.scenario import change_scenario, parse_changes, read_scenario
+
+    given = parse_changes(changes or [])
+    if trace is not None:
+        given |= {"load.trace": str(trace.absolute()), "load.generator": None}
+    return change_scenario(read_scenario(path), given)
+
+
+def sweep(
+    scenario: ScenarioArgument,
+    axes: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH=V1,V2...", help="Fields and their values; all combinations."),
+    ],
+    output: Annotated[
+        Path, typer.Option(help="File of results, a JSON line a run; what is there is not run.")
+    ],
+    trace: TraceOption = None,
+    changes: SetOption = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw goodput against rate as PNG, a curve a combination.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Run every combination of some fields' values; go on where an earlier sweep was stopped."""
+    from tandem.sim.study.sweeps import run_sweep
+
+    def show(point: Any, done: int, total: int) -> None:
+        sys.stderr.write(f"{done} of {total}: {point.values}\n")
+
+    wished = read_changed(scenario, trace, changes)
+    points = run_sweep(wished, axes, output, jobs=jobs, on_done=show)
+    if plot is not None:
+        from tandem.sim.study.pictures import draw_goodput
+
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for point in points:
+            rest = {k: v for k, v in point.values.items() if k != "load.rate_scale"}
+            name = ", ".join(f"{k}={v}" for k, v in rest.items())
+            goodput = point.report["goodput"]
+            if goodput is None:
+                raise ConfigError("sim.sweep", "--plot: the scenario has no objectives (slo)")
+            rate = (point.report["completed"] + point.report["failed"]) / point.report["load_s"]
+            curves.setdefault(name, []).append((rate, goodput))
+        draw_goodput(curves, plot)
+    if json:
+        print_json(points)
+        return
+    names = list(points[0].values)
+    rows = [
+        (
+            *point.values.values(),
+            f"{(point.report['ttft_ms'] or {'mean': 0})['mean'] / 1e3:.2f}",
+            f"{(point.report['tpot_ms'] or {'mean': 0})['mean']:.1f}",
+            *(_round(point.report[name]) for name in FIGURES),
+        )
+        for point in points
+    ]
+    print_table((*names, "TTFT s", "TPOT ms", "req/s", "goodput", "attained", "hits"), rows)
+
+
+def _round(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def capacity(
+    scenario: ScenarioArgument,
+    trace: TraceOption = None,
+    changes: SetOption = None,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of requests that have to keep the objectives.")
+    ] = 0.9,
+    tolerance: Annotated[float, typer.Option(min=0.001, help="Relative, of the rate.")] = 0.05,
+    prices: Annotated[
+        Path | None, typer.Option(help="YAML: US dollars an hour by machine.")
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Find the largest rate at which enough requests keep the scenario's objectives."""
+    from tandem.sim.cluster.run import open_load, run_scenario
+    from tandem.sim.cluster.scenario import change_scenario
+    from tandem.sim.study.capacity import Probe, find_capacity, price_hour, price_tokens
+
+    wished = read_changed(scenario, trace, changes)
+    if not wished.slo.is_set:
+        raise ConfigError("sim.capacity", "the scenario has no objectives: give slo", field="slo")
+    usd = None if prices is None else price_hour(wished, _read_prices(prices))
+
+    def measure(scale: float) -> Probe:
+        base = wished.load.rate_scale
+        changed = change_scenario(wished, {"load.rate_scale": base * scale})
+        report = run_scenario(changed, open_load(changed.load)).report
+        probe = Probe(
+            rate_scale=scale,
+            request_rate=(report.completed + report.failed) / report.load_s,
+            attained=report.attained or 0.0,
+            goodput=report.goodput or 0.0,
+            tokens_per_s=report.total_throughput,
+        )
+        sys.stderr.write(f"{probe.request_rate:.3f} requests/s: {probe.attained:.1%} in time\n")
+        return probe
+
+    found = find_capacity(measure, share=share, tolerance=tolerance)
+    if usd is not None and found.best is not None:
+        cost = price_tokens(usd, found.best.tokens_per_s)
+        found = msgspec.structs.replace(found, usd_per_hour=usd, usd_per_million_tokens=cost)
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (f"{p.request_rate:.3f}", f"{p.attained:.1%}", f"{p.goodput:.3f}", f"{p.tokens_per_s:.0f}")
+        for p in found.probes
+    ]
+    print_table(("requests/s", "in time", "goodput", "tokens/s"), rows)
+    if found.best is None:
+        sys.stdout.write("no rate that was tried is served in time\n")
+        return
+    sys.stdout.write(f"{found.best.request_rate:.3f} requests/s are served\n")
+    if found.usd_per_million_tokens is not None:
+        sys.stdout.write(f"${found.usd_per_million_tokens:.3f} a million tokens\n")
+
+
+def _read_prices(path: Path) -> dict[str, float]:
+    try:
+        return msgspec.convert(parse_yaml(path.read_text("utf-8")), dict[str, float], strict=False)
+    except OSError as error:
+        raise NotFoundError("sim.capacity", f"cannot read {path}: {error}") from error
+    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        raise ConfigError("sim.capacity", f"{path}: dollars an hour by machine: {error}") from error

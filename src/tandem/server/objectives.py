@@ -1,0 +1,128 @@
+"""The terms on which requests are served: objectives, priority and share.
+
+Objectives are found field by field, in this order: the request's headers, the key's line in the key
+file, the model's entry of ``server.slo``, the entry without a model. Pure.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from tandem.core.errors import ConfigError
+from tandem.core.wire import NO_SLO, Slo
+
+__all__ = ["TPOT_HEADER", "TTFT_HEADER", "ServiceTerms", "TermsTable", "parse_terms"]
+
+TTFT_HEADER = "x-slo-ttft-ms"
+TPOT_HEADER = "x-slo-tpot-ms"
+MAX_MS = 3_600_000.0
+MAX_WEIGHT = 1000.0
+MAX_PRIORITY = 1000
+
+
+class ServiceTerms(NamedTuple):
+    """What a client, a model or a server asks for."""
+
+    slo: Slo = NO_SLO
+    priority: int = 0
+    """Added to that of each request; lower is served first."""
+    weight: float = 1.0
+    """Of its share of what is scarce, beside others'."""
+
+
+def parse_terms(words: Sequence[str], field: str) -> ServiceTerms:
+    """Read terms of the form NAME=VALUE: ttft_ms, tpot_ms, priority, weight.
+
+    Raises: ConfigError (another form; names the field).
+    """
+    values: dict[str, float] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        limits = {
+            "ttft_ms": (0.001, MAX_MS),
+            "tpot_ms": (0.001, MAX_MS),
+            "priority": (-MAX_PRIORITY, MAX_PRIORITY),
+            "weight": (0.001, MAX_WEIGHT),
+        }
+        if name not in limits or name in values:
+            what = f"{word!r}: give each of {', '.join(limits)} as NAME=VALUE, once at most"
+            raise ConfigError("server.parse_terms", what, field=field)
+        least, most = limits[name]
+        values[name] = _parse_number(text, least, most, field)
+    return ServiceTerms(
+        slo=_make_slo(values.get("ttft_ms"), values.get("tpot_ms")),
+        priority=int(values.get("priority", 0)),
+        weight=values.get("weight", 1.0),
+    )
+
+
+def _parse_number(text: str, least: float, most: float, field: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not least <= value <= most:
+        what = f"{text[:50]!r} is no number from {least:g} to {most:g}"
+        raise ConfigError("server.parse_terms", what, field=field)
+    return value
+
+
+def _make_slo(ttft_ms: float | None, tpot_ms: float | None) -> Slo:
+    return Slo(
+        ttft_s=None if ttft_ms is None else ttft_ms / 1e3,
+        tpot_s=None if tpot_ms is None else tpot_ms / 1e3,
+    )
+
+
+class TermsTable:
+    """The terms of one server.
+
+    Args:
+        entries: of ``server.slo``, each ``ttft_ms=T,tpot_ms=T``, with ``model=NAME`` for one model.
+        by_client: of clients, by the name that requests carry.
+
+    Raises: ConfigError (an entry of another form).
+    """
+
+    def __init__(
+        self, entries: Sequence[str] = (), by_client: Mapping[str, ServiceTerms] | None = None
+    ) -> None:
+        self._by_model: dict[str, ServiceTerms] = {}
+        self._by_client = {} if by_client is None else dict(by_client)
+        for entry in entries:
+            words = [word.strip() for word in entry.split(",") if word.strip()]
+            models = [word.removeprefix("model=") for word in words if word.startswith("model=")]
+            model = models[0] if models else ""
+            rest = [word for word in words if not word.startswith("model=")]
+            if len(models) > 1 or not rest or model in self._by_model:
+                what = f"{entry!r}: give objectives once for a model, and once without one"
+                raise ConfigError("server.parse_terms", what, field="server.slo")
+            self._by_model[model] = parse_terms(rest, "server.slo")
+
+    def find(
+        self, model: str, client: str, get_header: Callable[[str], str | None]
+    ) -> ServiceTerms:
+        """Return the terms of a request.
+
+        Args:
+            model: the name that was asked for.
+            client: who sends it.
+            get_header: returns a header of the request.
+
+        Raises: ConfigError (a header is no number).
+        """
+        own = self._by_client.get(client, ServiceTerms())
+        asked = _make_slo(
+            _read_header(get_header, TTFT_HEADER), _read_header(get_header, TPOT_HEADER)
+        )
+        sources = [asked, own.slo]
+        sources += [self._by_model[name].slo for name in (model, "") if name in self._by_model]
+        slo = Slo(
+            ttft_s=next((each.ttft_s for each in sources if each.ttft_s is not None), None),
+            tpot_s=next((each.tpot_s for each in sources if each.tpot_s is not None), None),
+        )
+        return own._replace(slo=slo)
+
+
+def _read_header(get_header: Callable[[str], str | None], name: str) -> float | None:
+    text = get_header(name)
+    return None if text is None else _parse_number(text, 0.001, MAX_MS, name)

@@ -1,0 +1,165 @@
+"""The KV store of a simulated cluster: the master's directory and policies, without bytes.
+
+Each instance's machine has a segment. A block is put where it was computed; a segment that is too
+full gives up its least recently used blocks, by the store's own watermark, step and order. Reading
+costs the links between the machine that has a block and the one that wants it, or the bus of the
+one that has it itself.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem._native import fill_rows, locate_rows
+from tandem.engine.scheduling.plan import BlockLoad
+from tandem.engine.scheduling.request import Request
+from tandem.engine.tiers.config import TierConfig
+from tandem.sim.cluster.links import Link, Links
+from tandem.store.config import StoreConfig
+from tandem.store.master.policies import count_bytes_to_evict
+from tandem.store.master.state.index import NO_ROW, Directory, Passes, Replica
+
+__all__ = ["Segment", "SimStore", "StoreSpec"]
+
+
+class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The store of a scenario."""
+
+    tokens: Annotated[int, Meta(ge=1)]
+    """Of KV in the segment of each instance."""
+    scope: Literal["global", "local"] = "global"
+    """local: an instance finds the blocks of its own segment alone."""
+    bus_gb_per_s: Annotated[float, Meta(gt=0)] = 100.0
+    """Gigabytes a second between a machine's memory and its accelerators, one direction."""
+    tiers: TierConfig = TierConfig()
+    """As the settings ``tiers`` of a server."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """The part of the store on one machine."""
+
+    number: int
+    capacity_bytes: int
+    egress: Link
+    ingress: Link
+    bus: Link
+    used_bytes: int = 0
+
+
+class SimStore:
+    """The blocks of all segments.
+
+    Args:
+        spec: of the scenario.
+        links: carry blocks.
+        block_bytes: of a block.
+        now_s: the clock.
+    """
+
+    def __init__(
+        self, spec: StoreSpec, links: Links, block_bytes: int, now_s: Callable[[], float]
+    ) -> None:
+        self.spec = spec
+        self.directory = Directory(Passes(fill_rows, locate_rows))
+        self.block_bytes = block_bytes
+        self.num_evicted = 0
+        self.on_change: Callable[[Sequence[bytes], Sequence[bytes]], None] | None = None
+        """Told of the keys of blocks that all instances find from now on, and of those that none
+        does any more."""
+        self._links, self._now_s = links, now_s
+        self._config = StoreConfig()
+        self._segments: list[Segment] = []
+
+    def add_segment(self, tokens_bytes: int, egress: Link, ingress: Link, bus: Link) -> Segment:
+        """Add the segment of a machine."""
+        segment = Segment(len(self._segments), tokens_bytes, egress, ingress, bus)
+        self._segments.append(segment)
+        return segment
+
+    def put(self, segment: Segment, keys: Sequence[bytes]) -> None:
+        """Keep blocks, unless they are there already."""
+        directory = self.directory
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        for key in keys:
+            name = self._name(segment, key)
+            row = directory.find(name)
+            if row != NO_ROW:
+                directory.touch(row)
+                continue
+            stored.append(key)
+            directory.insert(
+                name,
+                size=self.block_bytes,
+                checksum=0,
+                version=1,
+                replicas=[Replica(segment.number, 0)],
+            )
+            segment.used_bytes += self.block_bytes
+        num_bytes = count_bytes_to_evict(
+            segment.used_bytes,
+            segment.capacity_bytes,
+            high_watermark=self._config.high_watermark,
+            step=self._config.eviction_step,
+        )
+        if num_bytes > 0:
+            now_ms = int(self._now_s() * 1e3)
+            for row in directory.pick_victims(now_ms, num_bytes, segment.number):
+                removed.append(bytes.fromhex(directory.key(row).rpartition("/")[2]))
+                directory.remove(row)
+                segment.used_bytes -= self.block_bytes
+                self.num_evicted += 1
+        if self.on_change is not None and self.spec.scope == "global" and (stored or removed):
+            self.on_change(stored, removed)
+
+    def count_stored(self, segment: Segment, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks of a chain an instance finds, and note their use."""
+        directory = self.directory
+        until_ms = int(self._now_s() * 1e3) + self._config.lease_ms
+        count = 0
+        for key in keys:
+            row = directory.find(self._name(segment, key))
+            if row == NO_ROW:
+                break
+            directory.touch(row)
+            directory.extend_lease(row, until_ms)
+            count += 1
+        return count
+
+    def load(
+        self,
+        segment: Segment,
+        loads: Sequence[BlockLoad],
+        on_done: Callable[[Request, Sequence[BlockLoad]], None],
+        on_failed: Callable[[Request, Sequence[BlockLoad]], None],
+    ) -> None:
+        """Move blocks of one request to an instance; each is reported once."""
+        request = loads[0].request
+        by_source: dict[int, list[BlockLoad]] = {}
+        missing: list[BlockLoad] = []
+        for load in loads:
+            row = self.directory.find(self._name(segment, load.key))
+            if row == NO_ROW:
+                missing.append(load)
+            else:
+                source = self.directory.replicas(row)[0].host
+                by_source.setdefault(source, []).append(load)
+        for number, some in by_source.items():
+            source = self._segments[number]
+            if source is segment:
+                used: tuple[Link, ...] = (segment.bus,)
+            else:
+                used = (source.egress, segment.ingress)
+            size_bytes = len(some) * self.block_bytes
+            self._links.start(used, size_bytes, partial(on_done, request, some))
+        if missing:
+            on_failed(request, missing)
+
+    def _name(self, segment: Segment, key: bytes) -> str:
+        name = key.hex()
+        return name if self.spec.scope == "global" else f"{segment.number}/{name}"

@@ -1,0 +1,1 @@
+"""Studies: many runs of a scenario, and what they say together."""

@@ -1,0 +1,101 @@
+"""The largest rate that a cluster serves within its objectives, and what its tokens cost.
+
+The rate is found by bisection: it is doubled until too few requests keep the objectives, or halved
+until enough do, and then the interval is halved. Prices are of a file: US dollars an hour by
+machine.
+"""
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from tandem.core.errors import ConfigError
+from tandem.sim.cluster.scenario import Scenario
+
+__all__ = ["Capacity", "Probe", "find_capacity", "price_hour", "price_tokens"]
+
+MAX_DOUBLINGS = 8
+
+
+class Probe(msgspec.Struct, frozen=True, kw_only=True):
+    """One rate that was tried."""
+
+    rate_scale: float
+    request_rate: float
+    """Requests a second that arrived."""
+    attained: float
+    """Share of requests that kept the objectives."""
+    goodput: float
+    tokens_per_s: float
+    """Of prompts and answers."""
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a search."""
+
+    best: Probe | None
+    """The largest rate that was good enough; None where none was."""
+    probes: list[Probe]
+    """By rate."""
+    usd_per_hour: float | None = None
+    usd_per_million_tokens: float | None = None
+    """Of prompts and answers together, at the best rate."""
+
+
+def find_capacity(measure: Callable[[float], Probe], *, share: float, tolerance: float) -> Capacity:
+    """Find the largest factor on a load's rate at which a share of requests keeps the objectives.
+
+    Args:
+        measure: runs one factor.
+        share: of requests.
+        tolerance: relative, of the factor.
+    """
+    probes: dict[float, Probe] = {}
+
+    def holds(scale: float) -> bool:
+        probes[scale] = measure(scale)
+        return probes[scale].attained >= share
+
+    low = high = 1.0
+    if holds(1.0):
+        for _ in range(MAX_DOUBLINGS):
+            high = 2 * low
+            if not holds(high):
+                break
+            low = high
+    else:
+        for _ in range(MAX_DOUBLINGS):
+            low = high / 2
+            if holds(low):
+                break
+            high = low
+    if low < high and probes[low].attained >= share:
+        while high / low > 1 + tolerance:
+            middle = (low * high) ** 0.5
+            if holds(middle):
+                low = middle
+            else:
+                high = middle
+    good = [probe for probe in probes.values() if probe.attained >= share]
+    best = max(good, key=lambda probe: probe.rate_scale, default=None)
+    return Capacity(best=best, probes=sorted(probes.values(), key=lambda probe: probe.rate_scale))
+
+
+def price_hour(scenario: Scenario, prices: Mapping[str, float]) -> float:
+    """Return the price of a scenario's machines, US dollars an hour.
+
+    Raises: ConfigError (a machine has no price).
+    """
+    total = 0.0
+    for group in scenario.instances:
+        name = group.hardware or (group.calibration.machine if group.calibration else "")
+        if name not in prices:
+            what = f"no price of {name or 'a machine without a name'}: add it to the price file"
+            raise ConfigError("sim.capacity", what)
+        total += group.count * prices[name]
+    return total
+
+
+def price_tokens(usd_per_hour: float, tokens_per_s: float) -> float:
+    """Return US dollars a million tokens."""
+    return usd_per_hour / (tokens_per_s * 3600) * 1e6

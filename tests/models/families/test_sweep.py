@@ -1,0 +1,80 @@
+"""Goal: of all decoder classes of transformers, those listed run right, and none runs wrong.
+
+The list is drawn by this rule: every class registered for causal language models, with the
+configuration that its class has by default, shrunk. What is not served is refused in words; an
+exception of another kind would be a traceback for whoever tries such a model.
+"""
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tandem.models.families.refused import find_refusal
+from tandem.models.proof.prove import prove_config
+
+SERVED = [
+    "arcee",
+    "cohere",
+    "cohere2",
+    "cwm",
+    "deepseek_v3",
+    "ernie4_5",
+    "exaone4",
+    "exaone_moe",
+    "flex_olmo",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "granite",
+    "granite_swa",
+    "helium",
+    "hy_v3",
+    "hyperclovax",
+    "internlm3",
+    "iquestcoder",
+    "jais2",
+    "llama",
+    "mellum",
+    "minimax_m2",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "olmo_hybrid",
+    "olmoe",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "sarvam_mla",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    "vaultgemma",
+    "youtu",
+]
+BROKEN_DEFAULTS = {"gemma4_assistant", "musicgen", "musicgen_melody"}
+"""Classes that cannot be made without arguments."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - BROKEN_DEFAULTS))
+def test_every_decoder_is_served_right_or_refused_in_words(name):
+    config = CONFIG_MAPPING[name]()
+    if find_refusal(config.to_dict()) is not None:
+        assert name not in SERVED
+        return
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    config.architectures = [architecture if isinstance(architecture, str) else architecture[0]]
+    proof = prove_config(config, with_flips=False)
+    assert (proof.problem == "") is (name in SERVED), proof.problem
+    assert proof.is_proved is (name in SERVED)
