@@ -16,7 +16,7 @@ from tandem.core.spec import make_root_key
 from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams, TierKv
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.reuse import StatePolicy
-from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.scheduling.blocks import BlockPool, find_state_slot
 from tandem.engine.scheduling.loads import LoadDecision
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -100,6 +100,8 @@ class ToyTier:
         self.rng = rng
         self.fail_chance = fail_chance
         self.stored: dict[bytes, list[int]] = {}
+        self.states: dict[bytes, int] = {}
+        self.has_states = False
         self.moving: list[BlockLoad] = []
         self.storing = []
         self.num_dropped = 0
@@ -109,6 +111,8 @@ class ToyTier:
         num_blocks = 0
         while num_blocks < len(keys) and keys[num_blocks] in self.stored:
             num_blocks += 1
+        while self.has_states and num_blocks and keys[num_blocks - 1] not in self.states:
+            num_blocks -= 1
         # The same answer to the same question.
         rng = random.Random(f"{request.request_id} {num_matched} {num_blocks} {now_s}")
         if rng.random() < self.fail_chance:
@@ -127,11 +131,15 @@ class ToyTier:
             if self.rng.random() >= chance:
                 self.storing.append(block)
                 continue
-            content = list(runner.kv[block.block_id])
+            slot = find_state_slot(block.block_id)
+            content = runner.kv[block.block_id] if slot is None else [runner.states[slot]]
+            content = list(content)
             if self.is_stale(scheduler, block):
                 self.num_stale += 1
-            else:
+            elif slot is None:
                 self.stored[block.key] = content
+            else:
+                [self.states[block.key]] = content
 
     def is_stale(self, scheduler: Scheduler, block) -> bool:
         return not scheduler.is_unchanged(block)
@@ -142,6 +150,10 @@ class ToyTier:
         self.rng.shuffle(ending)
         for load in ending:
             self.moving.remove(load)
+            slot = find_state_slot(load.block_id)
+            if slot is not None:
+                self.end_state(load, slot, scheduler, runner)
+                continue
             content = self.stored.get(load.key)
             if isinstance(load.source, PrefillKv):
                 # The other instance computes the same prompt.
@@ -154,6 +166,15 @@ class ToyTier:
             else:
                 runner.kv[load.block_id] = list(content)
                 scheduler.load_done(load.request, [load.block_id])
+
+    def end_state(self, load, slot, scheduler: Scheduler, runner: ToyRunner) -> None:
+        content = self.states.get(load.key, POISON)
+        if content == POISON or self.rng.random() < self.fail_chance:
+            runner.states[slot] = POISON
+            scheduler.load_failed(load.request, [load.block_id])
+        else:
+            runner.states[slot] = content
+            scheduler.load_done(load.request, [load.block_id])
 
 
 def fingerprint(request: Request) -> list[int]:
@@ -215,7 +236,10 @@ class World:
         self.index = self.index_class(self.pool, BLOCK_SIZE, b"toy")
         parts = [self.config, self.pool, self.index, self.tier]
         if self.num_slots:
-            parts.append(StatePolicy(self.num_slots, self.every, min_gain=1))
+            at_blocks = self.tier is not None
+            parts.append(StatePolicy(self.num_slots, self.every, min_gain=1, at_blocks=at_blocks))
+        if self.tier is not None:
+            self.tier.has_states = bool(self.num_slots)
         self.scheduler = self.scheduler_class(*parts)
         self.runner = self.runner_class(self.num_blocks, self.rng, self.num_slots)
 
@@ -433,7 +457,7 @@ class World:
         moving = [load.block_id for load in self.tier.moving + plan.loads]
         assert len(moving) == len(set(moving)), f"two transfers into one block: {sorted(moving)}"
         from_tier = [x for x in self.tier.moving + plan.loads if isinstance(x.source, TierKv)]
-        assert len(from_tier) <= self.num_blocks // 4
+        assert sum(x.block_id >= 0 for x in from_tier) <= self.num_blocks // 4
         in_step = {c.src_block_id for c in plan.copies}.union(
             *(s.block_table for s in plan.sequences)
         )

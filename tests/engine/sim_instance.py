@@ -241,7 +241,7 @@ class SimInstance:
             "pinned by loads": state.loads.num_pinned,
             "live": int(self.engine.has_requests),
             "owned": self.api.num_owned,
-            "staging": self.world.tiers.staging_blocks - self.tier._staging.num_free,
+            "staging": self.world.tiers.staging_blocks - self.tier._blocks.staging.num_free,
             "tier tasks": len(self.tier._tasks),
             "loads": len(self.tier._loading) + len(self.tier._dropped),
             "reads": 0 if self.reader is None else self.reader.num_in_transfer,

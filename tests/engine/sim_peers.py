@@ -75,8 +75,10 @@ class SimPeerPort:
     def __init__(self, world, process: Process, memory: np.ndarray) -> None:
         self._world, self._process, self._memory = world, process, memory
 
-    async def open(self, address: str, buffer: str, *, deadline_s: float) -> SimPool:
-        assert buffer == "kv"
+    async def open(
+        self, address: str, buffer: str, states: str = "", *, deadline_s: float
+    ) -> SimPool:
+        assert (buffer, states) == ("kv", "")
         try:
             async with asyncio.timeout(deadline_s):
                 await self._world.travel()

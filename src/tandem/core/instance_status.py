@@ -253,6 +253,12 @@ class Statistics(msgspec.Struct, kw_only=True):
     stored_tokens: Annotated[
         int, _counter("backuped_tokens_total", "tokens", "Tokens whose KV was stored.")
     ] = 0
+    stored_states: Annotated[
+        int, _counter("kv_stored_states_total", "states", "Kept states put into the store.")
+    ] = 0
+    loaded_states: Annotated[
+        int, _counter("kv_loaded_states_total", "states", "States read from the store.")
+    ] = 0
     stored_bytes: Annotated[int, _counter("kv_store_bytes_total", "bytes", "Bytes stored.")] = 0
     store_seconds: Annotated[
         float, _counter("kv_store_seconds_total", "seconds", "Time of stores.")

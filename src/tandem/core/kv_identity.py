@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.core.kv_layout import KVLayout
+from tandem.core.state_layout import StateLayout
 
 __all__ = [
     "IDENTITY_VERSION",
@@ -111,6 +112,9 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     must agree on its tokens."""
     layout: KVLayout
     """Forbids: a block of another size, order or KV dtype cannot be read as ours."""
+    states: StateLayout | None = None
+    """The layout of states; None where no layer has one. Forbids: a state of another size or order
+    cannot be read as ours."""
     num_deferred_experts: NonNegativeInt = 0
     """Experts of a token whose output is added one layer later. Forbids: each layer reads other
     hidden states than without deferral."""
@@ -128,6 +132,8 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         fields = msgspec.to_builtins(self)
         if self.sharing != "strict":
             del fields["rounding"]
+        if self.states is None:
+            del fields["states"]  # Caches of other models are older than the field.
         return _hash_fields(b"tandem-kv-identity\0", fields)
 
     @property

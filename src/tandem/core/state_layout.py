@@ -8,7 +8,10 @@ from msgspec import Meta
 
 from tandem.core.kv_layout import DTYPE_BYTES
 
-__all__ = ["STATE_PANEL", "StateLayout", "StateSlice"]
+__all__ = ["NO_SLOT", "STATE_PANEL", "StateLayout", "StateSlice"]
+
+NO_SLOT = -1
+"""The state's slot of a sequence that has none."""
 
 STATE_PANEL = 32
 """Value columns of a head that lie side by side; the native kernels' own."""

@@ -423,6 +423,10 @@ class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: Annotated[int, Meta(ge=1)]
     buffer: str
     """Name of the registered memory that holds all its blocks, one after the other."""
+    state_buffer: str = ""
+    """The same of its slots of states; empty where the model has no state."""
+    state_bytes: Annotated[int, Meta(ge=0)] = 0
+    num_state_slots: Annotated[int, Meta(ge=0)] = 0
 
 
 class ClosePeer(msgspec.Struct, frozen=True):

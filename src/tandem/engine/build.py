@@ -15,14 +15,22 @@ import msgspec
 
 from tandem import _native
 from tandem.core.clock import Clock
-from tandem.core.errors import CapacityError, ConfigError, UnsupportedError
+from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.kv_memory import KvExtents, KvMemory
-from tandem.engine.memory import DEFAULT_FRACTION, KvPlan, check_context, plan_kv_cache
+from tandem.engine.memory import (
+    DEFAULT_FRACTION,
+    KvPlan,
+    StatePlan,
+    check_context,
+    plan_kv_cache,
+    plan_states,
+)
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -32,6 +40,7 @@ from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
 from tandem.kernels.paged import PagedKvCache
+from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
@@ -71,6 +80,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
     kv: KvPlan
+    states: StatePlan | None
+    """None: no layer has a state."""
     threads_reason: str
     deferral_reason: str
     torch_threads: int
@@ -108,12 +119,26 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{kv.size_bytes / MIB:.0f} MiB when all are used",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
+            *self._list_states(),
             ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
             ("step", f"{self.config.max_batch_tokens} tokens", "engine.max_batch_tokens"),
             ("requests", f"{self.config.max_running} running", "engine.max_running"),
             ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
             ("order", self.config.scheduling_order, "engine.scheduling_order"),
         ]
+
+    def _list_states(self) -> list[tuple[str, str, str]]:
+        states = self.states
+        if states is None:
+            return []
+        text = (
+            f"{states.num_slots} slots of {states.state_bytes / MIB:.1f} MiB, "
+            f"{states.size_bytes / MIB:.0f} MiB when all are used"
+        )
+        every = self.config.state_every
+        kept = "at ends of messages, prompts and answers and at branches"
+        kept += f", and every {every} tokens" if every else ""
+        return [("states", text, f"{states.reason}; kept {kept}")]
 
 
 class BuiltEngine(NamedTuple):
@@ -126,6 +151,8 @@ class BuiltEngine(NamedTuple):
     """Decides which instances may share KV."""
     prefixes: PrefixIndex
     cache: PagedKvCache
+    states: StateCache | None
+    """None: the model has no state."""
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
 
@@ -169,19 +196,26 @@ def plan_engine(
         model = _plan_tier(model, model_config, engine_config, available)
         left, fraction = available - (model.weight_bytes - model.expert_bytes), TIER_KV_FRACTION
     spec = model.spec
-    if spec.state_layout is not None:
-        what = f"{spec.model_type} keeps a state beside KV, for which requests have no slots yet"
-        raise UnsupportedError("engine.plan", what, field="model.path")
     own = spec.max_position_embeddings
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
+    states = None
+    if spec.state_layout is not None:
+        states = plan_states(
+            engine_config,
+            state_bytes=spec.state_layout.bytes_per_state,
+            available_bytes=left,
+            total_bytes=topology.memory_total_bytes,
+            fraction=fraction,
+        )
     kv = plan_kv_cache(
         engine_config,
         block_bytes=layout.bytes_per_block,
         own_context=own,
         available_bytes=left,
         total_bytes=topology.memory_total_bytes,
+        taken_bytes=0 if states is None else states.size_bytes,
         fraction=fraction,
     )
     return EnginePlan(
@@ -191,9 +225,11 @@ def plan_engine(
             engine_config,
             max_model_len=kv.max_model_len,
             num_kv_blocks=kv.num_blocks,
+            num_state_slots=0 if states is None else states.num_slots,
             threads=threads,
         ),
         kv=kv,
+        states=states,
         threads_reason=threads_reason,
         deferral_reason=deferral_reason,
         torch_threads=torch_threads,
@@ -318,6 +354,7 @@ def build_engine(
     *,
     tiers: TierConfig | None = None,
     allocate: Callable[[int], KvMemory] | None = None,
+    allocate_states: Callable[[int], KvMemory] | None = None,
     num_siblings: int = 1,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
@@ -330,6 +367,7 @@ def build_engine(
         tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
             what moves the blocks.
         allocate: makes the memory of all blocks, given its bytes; None: the device does.
+        allocate_states: the same of the slots of states.
         num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
@@ -364,12 +402,19 @@ def build_engine(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
     cache = model.context.make_kv_cache(plan.layout, plan.kv.num_blocks, blocks)
+    policy, states = None, None
+    if plan.states is not None:
+        policy = StatePolicy(
+            plan.states.num_slots, plan.config.state_every, at_blocks=tiers is not None
+        )
+        states = _make_states(model, plan.states, allocate_states)
     engine = Engine(
-        Scheduler(plan.config, pool, index, planner),
+        Scheduler(plan.config, pool, index, planner, policy),
         TorchRunner(
             model,
             cache,
             threads=plan.torch_threads,
+            states=states,
             grammars=Grammars(partial(_make_token_table, plan.model)),
             is_overlapped=plan.config.overlap == "on",
         ),
@@ -404,10 +449,22 @@ def build_engine(
         weight_version=model.weights_digest,
         system_fingerprint=identity.system_fingerprint,
         kv_identity=identity.digest.hex(),
+        num_state_slots=0 if plan.states is None else plan.states.num_slots,
+        state_bytes=0 if plan.states is None else plan.states.state_bytes,
         pid=0,
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity, index, cache, planner)
+    return BuiltEngine(engine, info, model, identity, index, cache, states, planner)
+
+
+def _make_states(
+    model: CausalModel, plan: StatePlan, allocate: Callable[[int], KvMemory] | None
+) -> StateCache | None:
+    layout = model.spec.state_layout
+    if allocate is None or layout is None:
+        return model.allocate_states(plan.num_slots)
+    memory = allocate(plan.size_bytes).array
+    return model.context.make_state_cache(layout, plan.num_slots, memory)
 
 
 def _make_token_table(plan: ModelPlan) -> TokenTable:

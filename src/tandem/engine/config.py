@@ -26,6 +26,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(ge=0.0, le=2.0**20, description="Memory for KV, GiB; 0 = a share of what is free."),
     ] = 0.0
+    num_state_slots: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Of a model whose layers have a state: states of requests and kept ones; "
+            "0 = from state_cache_gib.",
+        ),
+    ] = 0
+    state_cache_gib: Annotated[
+        float,
+        Meta(
+            ge=0.0, le=2.0**20, description="Memory for states, GiB; 0 = a share of what is free."
+        ),
+    ] = 0.0
+    state_every: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="A prefill keeps a state at multiples of so many tokens, beside ends of "
+            "messages, prompts and answers and where prompts branch; 0 = there alone.",
+        ),
+    ] = 4096
     memory: Annotated[
         str,
         Meta(

@@ -22,6 +22,7 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.core.instance_status import Statistics
+from tandem.core.state_layout import NO_SLOT
 from tandem.core.timeline import InstanceTimeline, StoreLookup
 from tandem.core.wire import (
     AddRequest,
@@ -53,7 +54,6 @@ from tandem.engine.stepping.describe import (
     describe_step,
 )
 from tandem.engine.stepping.messages import (
-    NO_SLOT,
     Logits,
     Phase,
     SampledToken,

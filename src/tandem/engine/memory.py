@@ -5,11 +5,14 @@ from typing import NamedTuple
 from tandem.core.errors import ConfigError
 from tandem.engine.config import EngineConfig
 
-__all__ = ["KvPlan", "check_context", "plan_kv_cache"]
+__all__ = ["KvPlan", "StatePlan", "check_context", "plan_kv_cache", "plan_states"]
 
 DEFAULT_FRACTION = 0.4
 """Of the free memory, when nothing is set: activations, the page cache that the weights are
 mapped through, and the user's other programs need the rest."""
+
+SLOTS_PER_REQUEST = 4
+"""The state of a running request, and as kept ones: at its last message, and of others before."""
 
 GIB = 1 << 30
 
@@ -28,6 +31,63 @@ class KvPlan(NamedTuple):
     def size_bytes(self) -> int:
         """Bytes of all blocks."""
         return self.num_blocks * self.block_bytes
+
+
+class StatePlan(NamedTuple):
+    """The slots of states that will be allocated."""
+
+    num_slots: int
+    state_bytes: int
+    reason: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all slots."""
+        return self.num_slots * self.state_bytes
+
+
+def plan_states(
+    config: EngineConfig,
+    *,
+    state_bytes: int,
+    available_bytes: int,
+    total_bytes: int,
+    fraction: float = DEFAULT_FRACTION,
+) -> StatePlan:
+    """Choose the number of slots of a model whose layers have a state.
+
+    Args:
+        config: ``num_state_slots`` wins over ``state_cache_gib`` wins over the default.
+        state_bytes: size of one state.
+        available_bytes: memory free now, after the weights are loaded.
+        total_bytes: all memory of the machine.
+        fraction: of the free memory, for KV and states, when nothing is set.
+
+    Raises: ConfigError if there is not room for one, or less memory than asked for.
+    """
+    if config.num_state_slots:
+        num_slots, reason = config.num_state_slots, "engine.num_state_slots"
+    elif config.state_cache_gib:
+        num_slots = int(config.state_cache_gib * GIB) // state_bytes
+        reason = "engine.state_cache_gib"
+    else:
+        # No more than for KV: a prefix needs both.
+        useful = SLOTS_PER_REQUEST * config.max_running
+        affordable = int(available_bytes * fraction / 2) // state_bytes
+        num_slots = min(useful, affordable)
+        reason = (
+            f"{SLOTS_PER_REQUEST} for each of {config.max_running} requests"
+            if useful <= affordable
+            else f"{fraction / 2:.0%} of {available_bytes / GIB:.1f} GiB free"
+        )
+    if num_slots < 1 or num_slots * state_bytes > total_bytes:
+        raise ConfigError(
+            "engine.plan_states",
+            f"{num_slots} states of {state_bytes / GIB:.3f} GiB (from {reason}) in a machine of "
+            f"{total_bytes / GIB:.1f} GiB: set --engine.num-state-slots",
+            field="engine.num_state_slots",
+        )
+    return StatePlan(num_slots, state_bytes, reason)
 
 
 def check_context(max_model_len: int, own: int) -> None:
@@ -51,6 +111,7 @@ def plan_kv_cache(
     own_context: int,
     available_bytes: int,
     total_bytes: int,
+    taken_bytes: int = 0,
     fraction: float = DEFAULT_FRACTION,
 ) -> KvPlan:
     """Choose the number of blocks, and the context: the model's own, or less if it does not fit.
@@ -62,6 +123,7 @@ def plan_kv_cache(
         available_bytes: memory free now, after the weights are loaded.
         total_bytes: all memory of the machine.
         fraction: of the free memory, when nothing is set.
+        taken_bytes: of the default's share, by states.
 
     Raises: ConfigError if the cache cannot hold one request of the context that was asked for, or
         not one block, or is larger than the machine, with what would help.
@@ -78,7 +140,7 @@ def plan_kv_cache(
         # More than every running request at full length could never be used by requests, but
         # an idle block still serves as prefix cache: twice that is plenty.
         useful = 2 * config.max_running * needed
-        affordable = int(available_bytes * fraction) // block_bytes
+        affordable = (int(available_bytes * fraction) - taken_bytes) // block_bytes
         num_blocks = min(useful, affordable)
         reason = (
             f"twice {config.max_running} requests of {max_model_len} tokens"

@@ -23,12 +23,12 @@ from torch import Tensor
 from tandem._native import KvPool
 from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.core.spec import NO_OUTPUT, KVLayout, MlaLayout
+from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.device import Device
 from tandem.kernels.native import is_native, view_tensor
 
 __all__ = [
-    "NO_SLOT",
     "TORCH_DTYPES",
     "PagedBatch",
     "PagedKvCache",
@@ -45,9 +45,6 @@ TORCH_DTYPES = {
 
 POOL_ALIGNMENT = 64
 """Bytes: a cache line, the widest vector load, and what direct I/O and devices are content with."""
-
-NO_SLOT = -1
-"""The state's slot of a sequence that has none."""
 
 MIN_RUN_TOKENS = 8
 """Mean length from which copying runs beats scattering tokens: a copy costs as much as 8 do."""

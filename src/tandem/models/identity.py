@@ -99,6 +99,7 @@ def make_kv_identity(
         dtype=spec.dtype,
         formats=formats,
         layout=layout,
+        states=spec.state_layout,
         num_deferred_experts=num_deferred_experts,
         sharing=sharing,
         rounding=_find_rounding_class(skeleton, spec, layout, formats),

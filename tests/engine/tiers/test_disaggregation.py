@@ -42,14 +42,14 @@ def wait_until(is_true, what):
 class Node:
     """An engine on a thread of its own; ``role`` None: without an exchange."""
 
-    def __init__(self, role, name="node", engine=None, **transfer) -> None:
+    def __init__(self, role, name="node", engine=None, model=None, **transfer) -> None:
         clock = MonotonicClock()
         self.exchange = None
         if role is not None:
             config = TransferConfig(secret=SECRET, **transfer)
             self.exchange = KvExchange(name, role, config, clock)
         self.built = build_engine(
-            ModelConfig(path="demo"),
+            model or ModelConfig(path="demo"),
             EngineConfig(
                 **{
                     "block_size": BLOCK,
@@ -61,11 +61,18 @@ class Node:
             ),
             clock,
             allocate=None if self.exchange is None else self.exchange.allocate,
+            allocate_states=None if self.exchange is None else self.exchange.allocate_states,
         )
         self.engine = self.built.engine
         if self.exchange is not None:
-            cache = self.built.cache
-            self.exchange.attach(self.engine, self.built.identity, cache.layout, cache.num_blocks)
+            cache, states = self.built.cache, self.built.states
+            self.exchange.attach(
+                self.engine,
+                self.built.identity,
+                cache.layout,
+                cache.num_blocks,
+                states=states and states.layout,
+            )
         self.outputs = {}
         self.gate = threading.Event()
         """Cleared: the engine takes no step."""
@@ -136,7 +143,8 @@ class Node:
 def hand_over(prefill, decode, number, *, is_early=True, lease_s=30.0, **fields):
     """Prefill on one, decode on the other; return the tokens of both."""
     name, other = f"p{number}", f"d{number}"
-    handle = KvHandle(request_id=name, num_tokens=len(PROMPT), lease_s=lease_s)
+    num_tokens = len(fields.get("prompt", PROMPT))
+    handle = KvHandle(request_id=name, num_tokens=num_tokens, lease_s=lease_s)
     if is_early:
         source = PrefillKv(instance="prefill", handle=handle)
         decode.add(other, kv_source=source, awaits_continuation=True, **fields)

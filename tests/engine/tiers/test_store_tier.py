@@ -23,7 +23,7 @@ from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.service import TierService
-from tandem.engine.tiers.store_tier import BlockMemory, make_object_key
+from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, make_object_key
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, HostService, MasterService, StoreConfig
@@ -82,12 +82,12 @@ class LiveStore:
 class Served:
     """One engine with its tier; ``generate`` asks the store first, as an instance does."""
 
-    def __init__(self, store, engine=None, **tiers) -> None:
+    def __init__(self, store, engine=None, model=None, **tiers) -> None:
         # What the store has is loaded however slow the machine is.
         base = {"lookup_timeout_ms": 5000, "min_wait_ms": 20_000, "decision": "load"}
         settings = TierConfig(**(base | tiers))
         self.built = build_engine(
-            ModelConfig(path="demo"),
+            model or ModelConfig(path="demo"),
             EngineConfig(block_size=BLOCK, num_kv_blocks=200, max_model_len=512, **(engine or {})),
             MonotonicClock(),
             tiers=settings if store is not None else None,
@@ -95,6 +95,7 @@ class Served:
         self.engine = self.built.engine
         self.tier = None
         if store is not None:
+            states = self.built.states
             self.tier = TierService(
                 store.config,
                 RpcConfig(),
@@ -105,6 +106,7 @@ class Served:
                 identity=self.built.identity.digest.hex(),
                 clock=MonotonicClock(),
                 on_load=self.built.planner.note_load,
+                states=states and StateMemory(states.view_bytes(), states.layout.bytes_per_state),
             )
             self.engine.attach_transfers(self.tier)
             self.tier.start(self.engine, timeout_s=TIMEOUT_S)

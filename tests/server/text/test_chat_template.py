@@ -9,7 +9,9 @@ import subprocess
 import sys
 import threading
 
+import msgspec
 import pytest
+from fake_engine import FakeEngine, make_info
 from serving import LiveServers
 from vocabularies import make_byte_level_tokenizer
 
@@ -210,3 +212,30 @@ def test_over_http_a_worker_that_hangs_is_retryable_and_a_refusal_is_not():
                 assert reply.json()["error"]["type"] == "server_error"
             if status == 400:
                 assert reply.json()["error"]["param"] == "messages"
+
+
+def test_a_model_with_states_learns_where_the_last_message_ends():
+    """What opens the answer is not part of the next turn's prompt, which drops the reasoning."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|><think>\n{% endif %}"
+    )
+    tokenizer = make_byte_level_tokenizer(chat_template=template)
+    info = msgspec.structs.replace(make_info(tokenizer.vocab_size), num_state_slots=4)
+    messages = [{"role": "user", "content": "the cat"}]
+    more = [{"role": "assistant", "content": "sat</think>on"}, {"role": "user", "content": "it"}]
+    with LiveServers(tokenizer) as servers:
+        live = servers.start(FakeEngine(info=info))
+        for asked in (messages, messages + more):
+            body = {"messages": asked, "max_tokens": 1}
+            assert live.post("/v1/chat/completions", body).status_code == 200
+        body |= {"add_generation_prompt": False}
+        assert live.post("/v1/chat/completions", body).status_code == 200
+        first, second, unasked = live.engine.requests
+    known = tokenizer.encode("<|user|>the cat\n", add_special_tokens=False)
+    assert first.prompt_ids[: first.message_end] == known
+    assert second.prompt_ids[: first.message_end] == known
+    assert first.prompt_ids[: len(known) + 12] != second.prompt_ids[: len(known) + 12]
+    opening = tokenizer.encode("<|assistant|><think>\n", add_special_tokens=False)
+    assert second.prompt_ids[second.message_end :] == opening
+    assert unasked.message_end == 0

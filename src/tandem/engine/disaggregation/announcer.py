@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tandem.core.clock import Clock
 from tandem.core.errors import ConflictError, TandemError, UnsupportedError
+from tandem.core.state_layout import NO_SLOT
 from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.head_slices import (
     ByteRange,
@@ -56,11 +57,18 @@ class PrefillAnnouncer:
         own: what the blocks of this instance hold.
         memory: of all blocks, one after the other; borrowed.
         clock: the engine's.
+        states: memory of all slots of states; None: the model has no state.
     """
 
     def __init__(
-        self, engine: Engine, own: KvPeer, memory: npt.NDArray[np.uint8], clock: Clock
+        self,
+        engine: Engine,
+        own: KvPeer,
+        memory: npt.NDArray[np.uint8],
+        clock: Clock,
+        states: npt.NDArray[np.uint8] | None = None,
     ) -> None:
+        self._states = states
         self._engine = engine
         self._own = own
         self._memory = memory
@@ -105,6 +113,8 @@ class PrefillAnnouncer:
 
     def _handle(self, call: IncomingCall) -> bytes | None:
         question = decode_question(call.payload)
+        if question.wants_state:
+            return msgspec.msgpack.encode(self._tell_state(question))
         if question.verify:
             # Without the lock, since it reads blocks and progress must not wait for that.
             return msgspec.msgpack.encode(self._verify(question))
@@ -185,6 +195,21 @@ class PrefillAnnouncer:
         is_moved = [after.block_ids[position] for position in question.verify] != block_ids
         verified = () if is_moved else tuple(zip(block_ids, checksums, strict=True))
         return KvAnswer(run=question.run, is_held=after.is_held, verified=verified)
+
+    def _tell_state(self, question: KvQuestion) -> KvAnswer:
+        """Say where the state after a prompt is, and what it is, if the prefill has ended."""
+        view = self._find_run(question)
+        if view is None:
+            return KvAnswer(run=None)
+        slot = view.request.state_notes.slot
+        if not view.is_held or self._states is None or slot == NO_SLOT:
+            return KvAnswer(run=question.run, is_held=view.is_held)
+        size = self._own.state_bytes
+        checksum = sum_ranges(self._states[slot * size : (slot + 1) * size], [(0, size)])
+        after = self._find_run(question)
+        if after is None or not after.is_held:
+            return KvAnswer(run=None)
+        return KvAnswer(run=question.run, is_held=True, state=(slot, checksum))
 
     def _find_run(self, question: KvQuestion) -> PrefillView | None:
         view = self._engine.find_prefill(question.request_id)

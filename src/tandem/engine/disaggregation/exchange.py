@@ -13,6 +13,7 @@ from tandem.core.errors import TandemError
 from tandem.core.instance_status import InstanceRole, Statistics
 from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout
+from tandem.core.state_layout import StateLayout
 from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
 from tandem.engine.disaggregation.hand_over import ReadTarget
@@ -25,6 +26,7 @@ from tandem.transfer import Buffer, TransferConfig, TransferEngine
 __all__ = ["KvExchange"]
 
 BUFFER_NAME = "kv"
+STATE_BUFFER_NAME = "states"
 
 
 class KvExchange:
@@ -46,6 +48,7 @@ class KvExchange:
         listen = config.listen if self._serves else ()
         self.transfer = TransferEngine(msgspec.structs.replace(config, name=name, listen=listen))
         self._buffer: Buffer | None = None
+        self._state_buffer: Buffer | None = None
         self.reader: ReaderService | None = None
         """None: the instance reads from no other."""
         self.announcer: PrefillAnnouncer | None = None
@@ -69,6 +72,12 @@ class KvExchange:
         )
         return self._buffer
 
+    def allocate_states(self, nbytes: int) -> Buffer:
+        """Make the memory of the slots of states, with the same rights; all of it is reserved."""
+        rights: Literal["read", False] = "read" if self._serves else False
+        self._state_buffer = self.transfer.allocate(nbytes, name=STATE_BUFFER_NAME, remote=rights)
+        return self._state_buffer
+
     def attach(
         self,
         engine: Engine,
@@ -76,6 +85,7 @@ class KvExchange:
         layout: KVLayout,
         num_blocks: int,
         tiers: BlockTransfers | None = None,
+        states: StateLayout | None = None,
     ) -> None:
         """Start what the role asks for, and name it to the engine; before its first step.
 
@@ -85,6 +95,7 @@ class KvExchange:
             layout: of the blocks.
             num_blocks: in the pool.
             tiers: takes the loads that come from no instance; None: there is none.
+            states: layout of the states in ``allocate_states``; None: the model has none.
         """
         assert self._buffer is not None, "allocate() comes first"
         memory = self._buffer.array
@@ -98,14 +109,23 @@ class KvExchange:
             num_blocks=num_blocks,
             buffer=BUFFER_NAME,
         )
+        state_memory = None
+        if states is not None and self._state_buffer is not None:
+            state_memory = self._state_buffer.array
+            own = msgspec.structs.replace(
+                own,
+                state_buffer=STATE_BUFFER_NAME,
+                state_bytes=states.bytes_per_state,
+                num_state_slots=state_memory.nbytes // states.bytes_per_state,
+            )
         if self._serves:
             self.peer = own
-            self.announcer = PrefillAnnouncer(engine, own, memory, self._clock)
+            self.announcer = PrefillAnnouncer(engine, own, memory, self._clock, state_memory)
             self.transfer.serve_calls(self.announcer.handle_calls)
             engine.attach_listener(self.announcer)
         if self._reads:
-            port = TransferPort(self.transfer, self._buffer)
-            target = ReadTarget(port, memory, own, self._clock, Statistics())
+            port = TransferPort(self.transfer, self._buffer, self._state_buffer)
+            target = ReadTarget(port, memory, own, self._clock, Statistics(), state_memory)
             self.reader = ReaderService(target, engine)
             parts = (self.reader,) if tiers is None else (tiers, self.reader)
             engine.attach_transfers(TransfersBySource(parts))

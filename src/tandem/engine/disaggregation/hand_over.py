@@ -29,6 +29,7 @@ from tandem.engine.disaggregation.messages import (
 )
 from tandem.engine.disaggregation.peers import OpenPeer
 from tandem.engine.disaggregation.ports import PeerPort, PoolRange
+from tandem.engine.scheduling.blocks import find_state_slot
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.request import Request
 
@@ -56,6 +57,8 @@ class ReadTarget:
     own: KvPeer
     clock: Clock
     counters: Statistics
+    states: npt.NDArray[np.uint8] | None = None
+    """All slots of states of this instance; None: the model has none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +97,8 @@ class HandOver:
         self._until_s = request.load.wait_until_s
         self._source_id = request.prefill_kv.handle.request_id
         self._digest = digest_prompt(request)
-        self._pending = [_Pending(load) for load in loads]
+        self._pending = [_Pending(load) for load in loads if load.block_id >= 0]
+        self._state = next((load for load in loads if load.block_id < 0), None)
         self._take = take
         self._all_layers = target.own.layout.num_layers
         self._run: Run | None = None
@@ -116,6 +120,39 @@ class HandOver:
                 await self._verify(batch)
                 if self._answer.run is None:
                     break  # Asked again, the instance reports its state.
+        if self._state is not None:
+            await self._read_state(self._state)
+
+    async def _read_state(self, load: BlockLoad) -> None:
+        """Read the state after the prompt, once the prefill has ended, and take it."""
+        target, facts = self._target, self._peer.facts
+        slot, size = find_state_slot(load.block_id), target.own.state_bytes
+        assert slot is not None, load
+        assert target.states is not None, "a state of a model without one"
+        while not self._answer.is_held:
+            self._note(await self._ask_until_answered())
+        before = await self._ask_state()
+        if before.state is None or before.state[0] >= facts.num_state_slots:
+            raise NotFoundError("kv_peer.ask", "the prefill holds no state")
+        read = PoolRange(slot * size, before.state[0] * size, size, is_state=True)
+        begin_s = target.clock.now_s()
+        deadline_s = min(READ_DEADLINE_S, self._remaining_s())
+        await target.port.read(self._peer.pool, [read], deadline_s=deadline_s)
+        target.counters.peer_read_exposed_seconds += target.clock.now_s() - begin_s
+        target.counters.peer_read_bytes += size
+        after = await self._ask_state()
+        self._remaining_s()
+        own = target.states[slot * size : (slot + 1) * size]
+        if after.state != before.state or after.state is None:
+            raise NotFoundError("kv_peer.read", "the prefill has let its state go")
+        if after.state[1] != sum_ranges(own, [(0, size)]):
+            raise CorruptionError("kv_peer.read", "the state is not what the prefill has")
+        self._take([load])
+
+    async def _ask_state(self) -> KvAnswer:
+        """Ask for the state of the run whose blocks were taken."""
+        deadline_s = min(CALL_DEADLINE_S, self._remaining_s())
+        return await self._ask(deadline_s, wants_state=True)
 
     def _remaining_s(self) -> float:
         remaining_s = self._until_s - self._target.clock.now_s()
@@ -131,7 +168,9 @@ class HandOver:
             except DeadlineError:
                 self._remaining_s()
 
-    async def _ask(self, deadline_s: float, verify: tuple[int, ...] = ()) -> KvAnswer:
+    async def _ask(
+        self, deadline_s: float, verify: tuple[int, ...] = (), *, wants_state: bool = False
+    ) -> KvAnswer:
         own = self._target.own
         question = KvQuestion(
             request_id=self._source_id,
@@ -140,6 +179,7 @@ class HandOver:
             num_known=len(self._block_ids),
             seen=(self._answer.num_complete, self._answer.num_layers),
             verify=verify,
+            wants_state=wants_state,
             wait_s=deadline_s,
             layout=own.layout,
             first_head=own.first_head,
@@ -161,7 +201,11 @@ class HandOver:
             len(block_ids) == answer.num_blocks >= answer.num_complete
             and answer.num_layers <= self._all_layers
             and all(block_id < self._peer.facts.num_blocks for block_id in answer.block_ids)
-            and not (answer.is_held and self._pending[-1].load.position >= answer.num_complete)
+            and not (
+                answer.is_held
+                and self._pending
+                and self._pending[-1].load.position >= answer.num_complete
+            )
         )
         if not is_sound:
             raise CorruptionError("kv_peer.ask", f"{self._peer.facts.name} answers nonsense")

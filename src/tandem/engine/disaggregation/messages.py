@@ -38,6 +38,8 @@ class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """Positions of blocks that the asker has read, below ``num_complete``: answered at once."""
     wait_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
     """How long the asker waits for the answer; after that the question may be forgotten."""
+    wants_state: bool = False
+    """Tell the state too: answered at once, as for ``verify``."""
     layout: KVLayout
     first_head: NonNegativeInt = 0
     """What the asker's blocks hold, for ``verify``."""
@@ -59,6 +61,9 @@ class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: NonNegativeInt = 0
     """Leading blocks of which ``num_layers`` layers may be read, at least ``num_complete``."""
     num_layers: NonNegativeInt = 0
+    state: tuple[NonNegativeInt, NonNegativeInt] | None = None
+    """The slot with the state after the prompt, and the CRC-32C of it; None: it was not asked for,
+    or the prefill has not ended."""
     verified: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
     """For each position of ``verify``: which block is there now (equal ones are merged), and the
     CRC-32C of the asker's heads in it, in the order of the asker's layout."""

@@ -123,7 +123,9 @@ class KvPeers:
         error: TandemError = PeerLostError(WHERE, f"{facts.name} tells no address")
         for address in facts.addresses:
             try:
-                pool = await self._port.open(address, facts.buffer, deadline_s=OPEN_DEADLINE_S)
+                pool = await self._port.open(
+                    address, facts.buffer, facts.state_buffer, deadline_s=OPEN_DEADLINE_S
+                )
             except TandemError as failure:
                 error = failure
                 continue

@@ -19,6 +19,8 @@ class PoolRange(NamedTuple):
     remote: int
     """Offset in the peer's."""
     length: int
+    is_state: bool = False
+    """Both offsets are in the pools of states."""
 
 
 class RemotePool(Protocol):
@@ -52,12 +54,15 @@ class RemotePool(Protocol):
 class PeerPort(Protocol):
     """Reads the pools of other instances into ours."""
 
-    async def open(self, address: str, buffer: str, *, deadline_s: float) -> RemotePool:
+    async def open(
+        self, address: str, buffer: str, states: str = "", *, deadline_s: float
+    ) -> RemotePool:
         """Connect to an instance. Cancelled, it leaves nothing open.
 
         Args:
             address: of its transfer engine.
             buffer: name of its pool.
+            states: name of its pool of states; empty for none.
             deadline_s: seconds from now.
 
         Raises: PeerLostError; DeadlineError; PermissionDeniedError; NotFoundError.

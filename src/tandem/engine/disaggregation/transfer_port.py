@@ -21,11 +21,15 @@ class OpenedPool:
         transfer: that opened it.
         segment: owned.
         buffer: name of the buffer.
+        states: the same of the states'; empty for none.
 
     Raises: NotFoundError; PeerLostError; DeadlineError.
     """
 
-    def __init__(self, transfer: TransferEngine, segment: Segment, buffer: str) -> None:
+    def __init__(
+        self, transfer: TransferEngine, segment: Segment, buffer: str, states: str = ""
+    ) -> None:
+        self.state_start = segment.buffer(states).offset if states else 0
         offered = segment.buffer(buffer)
         self.segment = segment
         self.name = segment.name
@@ -46,16 +50,22 @@ class TransferPort:
     Args:
         transfer: borrowed.
         pool: all blocks of this instance, registered with ``transfer``.
+        states: its slots of states, too; None: the model has no state.
     """
 
-    def __init__(self, transfer: TransferEngine, pool: Buffer) -> None:
+    def __init__(
+        self, transfer: TransferEngine, pool: Buffer, states: Buffer | None = None
+    ) -> None:
         self._transfer = transfer
+        self._states = states
         self._pool = pool
 
-    async def open(self, address: str, buffer: str, *, deadline_s: float) -> OpenedPool:
+    async def open(
+        self, address: str, buffer: str, states: str = "", *, deadline_s: float
+    ) -> OpenedPool:
         """See ``PeerPort.open``."""
         opening = asyncio.get_running_loop().run_in_executor(
-            None, self._connect, address, buffer, deadline_s
+            None, self._connect, address, buffer, states, deadline_s
         )
         try:
             return await asyncio.shield(opening)
@@ -73,18 +83,31 @@ class TransferPort:
     ) -> None:
         """See ``PeerPort.read``."""
         assert isinstance(pool, OpenedPool), pool
-        start, ours = pool.start, self._pool
+        starts = (pool.start, pool.state_start)
         await self._transfer.submit_ranges(
             Op.READ,
             pool.segment,
-            [(ours, each.local, start + each.remote, each.length) for each in ranges],
+            [
+                (
+                    self._find_pool(each),
+                    each.local,
+                    starts[each.is_state] + each.remote,
+                    each.length,
+                )
+                for each in ranges
+            ],
             deadline_s=deadline_s,
         )
 
-    def _connect(self, address: str, buffer: str, deadline_s: float) -> OpenedPool:
+    def _find_pool(self, part: PoolRange) -> Buffer:
+        pool = self._states if part.is_state else self._pool
+        assert pool is not None, "a state of a model without one"
+        return pool
+
+    def _connect(self, address: str, buffer: str, states: str, deadline_s: float) -> OpenedPool:
         segment = self._transfer.open(address, deadline_s=deadline_s)
         try:
-            return OpenedPool(self._transfer, segment, buffer)
+            return OpenedPool(self._transfer, segment, buffer, states)
         except TandemError:
             segment.close()
             raise

@@ -1,1 +1,1 @@
-"""Memory in groups: what layers of one kind keep of a sequence, and at which tokens all have it."""
+"""Memory in groups: states of sequences beside the KV cache, and which of them are kept."""

@@ -10,16 +10,21 @@ A step's copies are made in the order in which they were planned. A snapshot is 
 that saved it has completed, not before.
 """
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from tandem.core.instance_status import Statistics
+from tandem.core.state_layout import NO_SLOT
 from tandem.engine.groups.chain import pack_tokens
 from tandem.engine.groups.snapshots import Snapshot, SnapshotTable, choose_snapshots
+from tandem.engine.scheduling.blocks import KeyedBlock, make_state_id
 from tandem.engine.scheduling.plan import StateSave, StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
 from tandem.engine.scheduling.request import PrefixNotes, Request
-from tandem.engine.stepping.messages import NO_SLOT, StateCopy
+from tandem.engine.stepping.messages import StateCopy
 
 __all__ = ["MIN_GAIN", "StatePolicy", "StateReuse"]
 
@@ -28,14 +33,21 @@ MIN_GAIN = 16
 chunk that ends for it costs a step."""
 
 
+MAX_PARTINGS = 2
+"""Places where waiting prompts part from one that begins, at which its prefill ends a chunk."""
+
+
 class StatePolicy(NamedTuple):
     """How many states there is room for, and which are kept."""
 
     num_slots: int
-    """Of running requests and snapshots together."""
+    """For running requests and snapshots together."""
     every: int = 0
     """A prefill keeps a state at multiples of so many tokens; 0: at ends and branches alone."""
     min_gain: int = MIN_GAIN
+    at_blocks: bool = False
+    """The state of a message's end, and of prompts that part, is kept at the block's end before: a
+    lower tier has full blocks only."""
 
 
 class StateReuse:
@@ -66,6 +78,8 @@ class StateReuse:
         self._table = SnapshotTable(block_size)
         # A stack: the slot freed last is taken first, slots that were never taken last.
         self._free = list(range(policy.num_slots - 1, -1, -1))
+        self._generations = [0] * policy.num_slots
+        self._filled: list[KeyedBlock] = []
 
     @property
     def num_slots(self) -> int:
@@ -105,14 +119,59 @@ class StateReuse:
         )
         return match.cut(snapshot, self._block_size)
 
+    def is_expected(self, request: Request, found: int, others: Iterable[Request]) -> bool:
+        """Say whether a prefill in progress brings a state that a waiting request can go on from.
+
+        Args:
+            request: with the keys of all its full blocks.
+            found: tokens that it could take up now.
+            others: that are in the running set.
+        """
+        limit = request.num_tokens - 1
+        for other in others:
+            if not (other.queue.is_prefilling and other.is_scheduled):
+                continue
+            shared = min(_count_shared(request, other, self._block_size), limit)
+            if shared - found < self._policy.min_gain:
+                continue
+            first = max(found + self._policy.min_gain, other.num_computed_tokens + 1)
+            if any(first <= point <= shared for point in other.state_notes.points):
+                return True
+        return False
+
+    def note_arrival(self, request: Request, others: Iterable[Request]) -> None:
+        """Keep states where a new request parts from prefills in progress.
+
+        Args:
+            request: with the keys of all its full blocks.
+            others: that are in the running set.
+        """
+        gain = self._policy.min_gain
+        for other in others:
+            if not (other.queue.is_prefilling and self._is_enabled):
+                continue
+            shared = _count_shared(request, other, self._block_size)
+            shared, points = min(shared, request.num_tokens - 1), other.state_notes.points
+            is_new = not any(shared - gain < point <= shared for point in points)
+            if is_new and shared >= other.num_planned_tokens + gain:
+                insort(points, shared)
+
     def can_start(self) -> bool:
         """Say whether a slot is there for one more request, with a snapshot given up for it."""
         return bool(self._free) or any(not s.num_pins for s in self._table)
 
-    def start(self, plan: StepPlan, request: Request, match: PrefixMatch) -> None:
+    def start(
+        self, plan: StepPlan, request: Request, match: PrefixMatch, waiting: Iterable[Request]
+    ) -> None:
         """Give a request that is admitted a slot with the state that its match ends at.
 
         Call ``can_start`` first.
+
+        Args:
+            plan: gets the copy of the state.
+            request: that is admitted.
+            match: where it goes on.
+            waiting: requests that may go on from where they part from this one.
         """
         state, snapshot = request.state_notes, match.snapshot
         state.last = snapshot
@@ -127,6 +186,7 @@ class StateReuse:
                 snapshot.num_pins -= 1
                 self._table.remove(snapshot)
                 state.slot, state.last = snapshot.slot, snapshot.shorter
+                self._generations[state.slot] += 1
             else:
                 plan.state_loads.append(StateCopy(snapshot.slot, state.slot))
                 plan.pinned.append(snapshot)
@@ -137,10 +197,45 @@ class StateReuse:
         if not request.message_end:
             # The same prompt again takes up all of it but this.
             marks[0] = (request.prompt_len - 1) // self._block_size * self._block_size
-        policy = self._policy
+        # Most prompts part at the same few places: after the instructions that all have.
+        parting = Counter(_count_shared(request, other, self._block_size) for other in waiting)
+        marks += [position for position, _ in parting.most_common(MAX_PARTINGS)]
+        policy, size = self._policy, self._block_size
+        if policy.at_blocks:
+            marks = [mark - mark % size for mark in marks]
         state.points = choose_snapshots(
             match.num_tokens, request.num_tokens, marks, policy.every, policy.min_gain
         )
+
+    # ---------------------------------------------------------------- lower tiers
+
+    def count_blocks(self, keys: Sequence[bytes]) -> int:
+        """Return after how many leading blocks of a chain the longest state is that is here."""
+        depth = len(keys)
+        while depth and self._table.find_equal(keys[depth - 1], b"") is None:
+            depth -= 1
+        return depth
+
+    def take_filled(self) -> list[KeyedBlock]:
+        """Return the states that were kept where a block ends since the last call."""
+        filled, self._filled = self._filled, []
+        return filled
+
+    def get_generation(self, slot: int) -> int:
+        """Return how often a slot was taken: equal before and after means same content."""
+        return self._generations[slot]
+
+    def take_for_load(self, worth: int) -> int:
+        """Take a slot for a state from elsewhere, which saves so many tokens; maybe ``NO_SLOT``."""
+        return self._take(worth)
+
+    def end_load(self, request: Request, position: int, slot: int) -> None:
+        """Keep a state that came from elsewhere; the KV before it is in the index."""
+        self._keep(request, position, slot, is_new=False)
+
+    def free(self, slot: int) -> None:
+        """Give back a slot whose content is of no use."""
+        self._free.append(slot)
 
     # ---------------------------------------------------------------- snapshots
 
@@ -201,13 +296,15 @@ class StateReuse:
         if slot == NO_SLOT:
             return
         if is_sound and position > 0 and self._is_enabled:
-            self._keep(request, position, slot)
+            # It costs nothing now, so that little gain will do.
+            self._keep(request, position, slot, min_gain=1)
         else:
             self._free.append(slot)
         state.points, state.last = [], None
 
     def clear(self) -> None:
         """Forget all snapshots that no step in flight reads."""
+        self._filled.clear()
         for snapshot in [s for s in self._table if not s.num_pins]:
             self._table.remove(snapshot)
             self._free.append(snapshot.slot)
@@ -222,7 +319,15 @@ class StateReuse:
         slots = [*self._free, *(s.slot for s in self._table), *in_use]
         assert sorted(slots) == list(range(self.num_slots)), f"slots {sorted(slots)}"
 
-    def _keep(self, request: Request, position: int, slot: int) -> None:
+    def _keep(
+        self,
+        request: Request,
+        position: int,
+        slot: int,
+        *,
+        min_gain: int | None = None,
+        is_new: bool = True,
+    ) -> None:
         """Make a slot that holds a request's state a snapshot, if that is of use, or free it."""
         state, size = request.state_notes, self._block_size
         depth = position // size
@@ -238,25 +343,43 @@ class StateReuse:
             self._table.touch(equal)
             state.last = equal
             self._free.append(slot)
-        elif self._table.count_worth(snapshot) >= self._policy.min_gain and self._index.has_prefix(
-            parent_key, tail
-        ):
+        elif self._table.count_worth(snapshot) >= (
+            min_gain or self._policy.min_gain
+        ) and self._index.has_prefix(parent_key, tail):
             self._table.add(snapshot)
             state.last = snapshot
             self._counters.num_snapshots_taken += 1
+            if is_new and not tail:
+                state_id, generation = make_state_id(slot), self._generations[slot]
+                self._filled.append(KeyedBlock(parent_key, state_id, generation))
         else:
             self._free.append(slot)
 
     def _take(self, worth: int | None) -> int:
         """Take a slot, giving up a snapshot if none is free; ``NO_SLOT`` if none may be."""
         if self._free:
-            return self._free.pop()
+            slot = self._free.pop()
+            self._generations[slot] += 1
+            return slot
         victim = self._table.choose_victim(self._is_reachable, worth)
         if victim is None:
             return NO_SLOT
         self._table.remove(victim, is_evicted=True)
         self._counters.num_evicted_snapshots += 1
+        self._generations[victim.slot] += 1
         return victim.slot
 
     def _is_reachable(self, snapshot: Snapshot) -> bool:
         return self._index.has_prefix(snapshot.parent_key, snapshot.tail)
+
+
+def _count_shared(a: Request, b: Request, size: int) -> int:
+    """Return how many leading tokens two requests have in common."""
+    if a.prefix.root_key != b.prefix.root_key:
+        return 0
+    keys, others = a.prefix.block_keys, b.prefix.block_keys
+    num_keys = min(len(keys), len(others))
+    # A key vouches for all before it.
+    start = bisect_left(range(num_keys), True, key=lambda i: keys[i] != others[i]) * size
+    pairs = zip(a.get_tokens(start, start + size), b.get_tokens(start, start + size), strict=False)
+    return start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

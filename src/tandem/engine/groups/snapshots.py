@@ -48,7 +48,7 @@ class Snapshot:
     """A state of all layers that have one, at one token of one chain."""
 
     parent_key: bytes
-    """Of the last full block before it, or the root."""
+    """Names the last full block before it, or the root."""
     tail: bytes
     """The tokens after that block, packed; fewer than a block."""
     position: int
@@ -56,7 +56,7 @@ class Snapshot:
     shorter: "Snapshot | None" = None
     """The next shorter one of the chain that was kept when this one was taken."""
     level: int = 0
-    """Of the table when it was made or used last."""
+    """The table's level when it was made or used last."""
     num_pins: int = 0
     is_kept: bool = True
 

@@ -254,7 +254,7 @@ class Instance:
 
         tiers = None if self._spec.store is None else self._spec.tiers
         clock = MonotonicClock()
-        allocate = None
+        allocate = allocate_states = None
         if self._spec.transfer is not None:
             from tandem.engine.disaggregation.exchange import KvExchange
 
@@ -262,6 +262,7 @@ class Instance:
                 self._spec.name, self._spec.role, self._spec.transfer, clock
             )
             allocate = self._exchange.allocate
+            allocate_states = self._exchange.allocate_states
         built = build_engine(
             self._spec.model,
             self._spec.engine,
@@ -269,6 +270,7 @@ class Instance:
             show,
             tiers=tiers,
             allocate=allocate,
+            allocate_states=allocate_states,
             num_siblings=self._spec.num_siblings,
         )
         adapters, loaded, failures = self._load_adapters(built)
@@ -277,7 +279,12 @@ class Instance:
         if self._exchange is not None:
             layout, cache = built.cache.layout, built.cache
             self._exchange.attach(
-                built.engine, built.identity, layout, cache.num_blocks, self._tier
+                built.engine,
+                built.identity,
+                layout,
+                cache.num_blocks,
+                self._tier,
+                None if built.states is None else built.states.layout,
             )
         if self._spec.kv_events.endpoint:
             self._events = KvEventPublisher(
@@ -334,7 +341,7 @@ class Instance:
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
     ) -> None:
         from tandem.engine.tiers.service import TierService
-        from tandem.engine.tiers.store_tier import BlockMemory
+        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory
 
         layout = built.cache.layout
         tier = TierService(
@@ -345,6 +352,9 @@ class Instance:
             identity=built.identity.digest.hex(),
             clock=clock,
             on_load=planner.note_load,
+            states=None
+            if built.states is None
+            else StateMemory(built.states.view_bytes(), built.states.layout.bytes_per_state),
         )
         built.engine.attach_transfers(tier)
         tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)

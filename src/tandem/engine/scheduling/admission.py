@@ -42,7 +42,7 @@ class Admission:
             if budget == 0 or len(state.running) >= state.config.max_running:
                 return
             is_bypassed = request.queue.num_overtaken >= MAX_OVERTAKEN
-            if not is_bypassed and state.prefix.is_expected(request):
+            if not is_bypassed and state.prefix.is_expected(request, state.running):
                 request.queue.num_deferrals += 1
                 continue
             if awaits_prefill(state, request, now_s) or self._is_barred(request, now_s):
@@ -153,7 +153,7 @@ class Admission:
             self._note_overtaken(request)
             self._report_start(request, match, now_s)
         if state.states is not None:
-            state.states.start(plan, request, match)
+            state.states.start(plan, request, match, state.waiting[:MAX_CANDIDATES])
         shared = state.prefix.attach(request, match)
         num_tokens = state.limit_chunk(request, num_tokens)
         # Loads still in progress come too late.

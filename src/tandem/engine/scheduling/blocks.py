@@ -19,7 +19,14 @@ from typing import NamedTuple, Protocol
 
 from tandem.core.errors import CapacityError, ConfigError
 
-__all__ = ["BlockCopy", "BlockMemory", "BlockPool", "KeyedBlock"]
+__all__ = [
+    "BlockCopy",
+    "BlockMemory",
+    "BlockPool",
+    "KeyedBlock",
+    "find_state_slot",
+    "make_state_id",
+]
 
 
 class BlockCopy(NamedTuple):
@@ -34,15 +41,27 @@ class BlockCopy(NamedTuple):
     num_tokens: int
 
 
+def make_state_id(slot: int) -> int:
+    """Return the number by which transfers know a slot of states: below zero, as no block's is."""
+    return -1 - slot
+
+
+def find_state_slot(block_id: int) -> int | None:
+    """Return the slot that a number stands for; None: it is a block's."""
+    return -1 - block_id if block_id < 0 else None
+
+
 class KeyedBlock(NamedTuple):
-    """A full block of the prefix index, for a lower tier to store.
+    """A full block of the prefix index, or a kept state, for a lower tier to store.
 
     Not pinned: a copier asks ``Scheduler.is_unchanged`` afterwards, and discards the copy
     if the block has been given to another request meanwhile.
     """
 
     key: bytes
+    """Names the tokens up to its end."""
     block_id: int
+    """Or ``make_state_id`` of the slot."""
     generation: int
     """``BlockPool.get_generation`` when the block was reported."""
 

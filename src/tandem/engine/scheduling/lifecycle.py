@@ -66,6 +66,9 @@ class Lifecycle:
         self._num_added += 1
         request.sequence_id = self._num_added
         state.prefix.open(request)
+        if state.states is not None and state.prefix.is_enabled:
+            state.prefix.extend_keys(request)
+            state.states.note_arrival(request, state.running)
         queue = request.queue
         queue.max_total_tokens = min(
             request.prompt_len + request.sampling.max_tokens, state.max_len

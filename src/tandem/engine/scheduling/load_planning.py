@@ -6,6 +6,7 @@ and never so many that a running request could not reach its full length. So it 
 
 from collections.abc import Sequence
 
+from tandem.core.state_layout import NO_SLOT
 from tandem.core.wire import TierKv
 from tandem.engine.scheduling.admission import Admission, awaits_prefill
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
@@ -45,7 +46,7 @@ class LoadPlanning:
         reserved = sum(map(state.count_outstanding, state.running))
         largest = state.count_largest()
         for request in self._admission.order_waiting(now_s):
-            match = state.prefix.find(request, at_blocks=True)
+            match = state.prefix.find_blocks(request)
             # What is matched gets pinned, so that what is loaded can be inserted behind it.
             room = min(
                 state.count_available() - state.index.count_evictable(match) - reserved,
@@ -61,13 +62,23 @@ class LoadPlanning:
         self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> list[BlockLoad]:
         """Start to load at most ``room`` blocks for a waiting request, if there is a reason to."""
-        state = self._state
+        state, loaded_state = self._state, None
         if request.load.has_loaded or not request.can_reuse_prefix:
             return []
         if awaits_prefill(state, request, now_s):
             keys = state.prefix.list_prompt_keys(request, len(match.nodes))
             if len(keys) > room:
                 return []  # Another instance has computed it: wait for room.
+            if state.states is not None:
+                slot = state.states.take_for_load(request.prompt_len)
+                if slot == NO_SLOT:
+                    return []
+                loaded_state = (b"", slot)
+        elif state.states is not None:
+            choice = self._choose_with_state(request, match, room, now_s)
+            if choice is None:
+                return []
+            match, keys, loaded_state = choice
         else:
             keys = self._choose_from_tiers(request, match, room, now_s)
             if not keys:
@@ -75,10 +86,13 @@ class LoadPlanning:
         was_short = state.pool.is_short
         state.pool.reserve(len(keys))
         if state.pool.is_short and not was_short:
-            return []  # The room was counted before the memory ran out; the next plan counts anew.
+            # The room was counted before the memory ran out; the next plan counts anew.
+            if loaded_state is not None and state.states is not None:
+                state.states.free(loaded_state[1])
+            return []
         state.index.acquire(match)
         fresh = state.allocate(len(keys))
-        loads = state.loads.start(request, match, keys, fresh)
+        loads = state.loads.start(request, match, keys, fresh, loaded_state)
         if not loads:
             state.loads.give_up(request)
         if request.load.wait_until_s > now_s and (loads or request.awaits_continuation):
@@ -105,3 +119,34 @@ class LoadPlanning:
         if chosen:
             request.load.wait_until_s = now_s + decision.wait_s
         return chosen
+
+    def _choose_with_state(
+        self, request: Request, match: PrefixMatch, room: int, now_s: float
+    ) -> tuple[PrefixMatch, Sequence[bytes], tuple[bytes, int]] | None:
+        """Return what to load of blocks and the state behind them: all of it, or nothing.
+
+        Returns: the blocks that the device has before those to load, their keys, and the state's
+            key with a slot for it.
+        """
+        state = self._state
+        room = min(room, state.pool.num_blocks // LOADING_SHARE - state.loads.num_in_transfer)
+        if state.tiers is None or state.states is None:
+            return None
+        if not isinstance(request.kv_source, TierKv):
+            return None
+        num_reused = len(state.prefix.find(request, at_blocks=True).nodes)
+        keys = state.prefix.list_missing_keys(request, 0)
+        if len(keys) <= num_reused or state.prefix.is_expected(request, state.running):
+            return None
+        decision = state.tiers.choose_load(request, keys[num_reused:], num_reused, now_s)
+        end = min(num_reused + decision.num_blocks, len(keys))
+        lacking = keys[len(match.nodes) : end]
+        if decision.num_blocks <= 0 or len(lacking) > room:
+            return None
+        slot = state.states.take_for_load((end - num_reused) * state.config.block_size)
+        if slot == NO_SLOT:
+            return None
+        request.load.wait_until_s = now_s + decision.wait_s
+        nodes = match.nodes[:end]
+        match = PrefixMatch(nodes, len(nodes) * state.config.block_size)
+        return match, lacking, (keys[end - 1], slot)

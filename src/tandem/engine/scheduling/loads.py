@@ -17,7 +17,8 @@ from typing import NamedTuple, Protocol
 
 from tandem.core.errors import ConflictError
 from tandem.core.instance_status import Statistics
-from tandem.engine.scheduling.blocks import BlockPool
+from tandem.engine.groups.reuse import StateReuse
+from tandem.engine.scheduling.blocks import BlockPool, find_state_slot, make_state_id
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch, PrefixNode
 from tandem.engine.scheduling.prefix_reuse import PrefixReuse
@@ -81,6 +82,7 @@ class BlockLoads:
         prefix: learns which keys are about to come.
         block_size: tokens per block.
         counters: where blocks that came, and that did not, are counted.
+        states: whose slots states come to; None: the model has none.
     """
 
     def __init__(
@@ -90,8 +92,10 @@ class BlockLoads:
         prefix: PrefixReuse,
         block_size: int,
         counters: Statistics,
+        states: StateReuse | None = None,
     ) -> None:
         self._pool = pool
+        self._states = states
         self._index = index
         self._prefix = prefix
         self._block_size = block_size
@@ -104,7 +108,7 @@ class BlockLoads:
     @property
     def num_in_transfer(self) -> int:
         """Blocks that a transfer may write into now, with or without a waiting request."""
-        return len(self._in_transfer)
+        return sum(block_id >= 0 for block_id in self._in_transfer)
 
     @property
     def num_pinned(self) -> int:
@@ -114,7 +118,9 @@ class BlockLoads:
     def count_releasable(self, request: Request) -> int:
         """Return how many references ``give_up`` would release at once."""
         load = self._loads.get(request)
-        return 0 if load is None else len(load.path) + len(load.done)
+        if load is None:
+            return 0
+        return len(load.path) + sum(block_id >= 0 for block_id in load.done)
 
     def has_load(self, request: Request) -> bool:
         """Whether a load of this request has not ended."""
@@ -126,6 +132,7 @@ class BlockLoads:
         match: PrefixMatch,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
+        state: tuple[bytes, int] | None = None,
     ) -> list[BlockLoad]:
         """Begin to load blocks after those that the index holds of a request.
 
@@ -135,6 +142,8 @@ class BlockLoads:
             keys: of the blocks after them, as many as ``block_ids``; the last may be empty: the
                 tail of the prompt.
             block_ids: allocated by the caller; the references become ours.
+            state: key of the state at the end of these blocks, and a slot for it, which becomes
+                ours; None: none is loaded.
         """
         assert request not in self._loads, f"second load of request {request.request_id}"
         path = [node.block_id for node in match.nodes]
@@ -142,6 +151,12 @@ class BlockLoads:
             BlockLoad(request, position, key, block_id, request.kv_source)
             for position, (key, block_id) in enumerate(zip(keys, block_ids, strict=True), len(path))
         ]
+        self._num_pinned += len(path) + len(loads)
+        if state is not None:
+            # The last, so that it is taken in when all blocks before it are there.
+            state_key, slot = state
+            end = len(path) + len(loads)
+            loads.append(BlockLoad(request, end, state_key, make_state_id(slot), request.kv_source))
         root_or_last = (
             match.nodes[-1]
             if match.nodes
@@ -149,7 +164,6 @@ class BlockLoads:
         )
         self._loads[request] = _Load(root_or_last, path, len(path), list(loads))
         self._in_transfer.update({load.block_id: load for load in loads})
-        self._num_pinned += len(path) + len(loads)
         self._prefix.expect(request, [key for key in keys if key])
         request.load.has_loaded = True
         request.load.loaded_blocks = range(len(path), len(path))
@@ -208,8 +222,16 @@ class BlockLoads:
     def list_references(self) -> list[int]:
         """Return the block ids referenced here, one entry for each reference; for checks."""
         block_ids = [b for load in self._loads.values() for b in load.path]
-        block_ids += [b for load in self._loads.values() for b in load.done]
-        return block_ids + list(self._in_transfer)
+        return block_ids + [block_id for block_id in self._list_pending() if block_id >= 0]
+
+    def list_slots(self) -> list[int]:
+        """Return the slots of states that are used here; for checks."""
+        slots = [find_state_slot(block_id) for block_id in self._list_pending()]
+        return [slot for slot in slots if slot is not None]
+
+    def _list_pending(self) -> list[int]:
+        done = [b for load in self._loads.values() for b in load.done]
+        return done + list(self._in_transfer)
 
     def _end_transfers(self, request: Request, block_ids: Sequence[int]) -> _Load | None:
         """Record that nothing writes into these blocks any more; release those without a waiter."""
@@ -248,6 +270,15 @@ class BlockLoads:
         for pending in load.pending:
             if pending.block_id not in load.done:
                 break
+            slot = find_state_slot(pending.block_id)
+            if slot is not None:
+                assert self._states is not None, "a state of a model without one"
+                end = min(len(load.path) * size, request.prompt_len)
+                self._states.end_load(request, end, slot)
+                load.done.remove(pending.block_id)
+                self._counters.num_loaded_blocks -= 1
+                position += 1
+                continue
             start = len(load.path) * size
             if not pending.key:
                 tail = request.prompt_ids[start:]
@@ -270,5 +301,10 @@ class BlockLoads:
         return True
 
     def _release(self, block_ids: Sequence[int]) -> None:
-        self._index.release(block_ids)
-        self._num_pinned -= len(block_ids)
+        for slot in map(find_state_slot, block_ids):
+            if slot is not None:
+                assert self._states is not None, "a state of a model without one"
+                self._states.free(slot)
+        blocks = [block_id for block_id in block_ids if block_id >= 0]
+        self._index.release(blocks)
+        self._num_pinned -= len(blocks)

@@ -5,7 +5,7 @@ blocks that running prefills will compute, or loads will bring. The scheduler de
 is admitted and when; this decides which blocks are shared. Pure, single-threaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tandem.core.timeline import MissReason, PrefixMiss
 from tandem.engine.groups.reuse import StateReuse
@@ -73,14 +73,24 @@ class PrefixReuse:
         """
         if not self.is_enabled or not request.can_reuse_prefix:
             return PrefixMatch([], 0)
-        self._extend_keys(request)
+        match = self._match(request)
+        if self._states is not None:
+            tokens = request.get_tokens(0, request.num_tokens)
+            return self._states.cut(request.prefix, tokens, match, at_blocks=at_blocks)
+        return match.without_copy() if at_blocks else match
+
+    def find_blocks(self, request: Request) -> PrefixMatch:
+        """Return the full blocks that are there, with a state at their end or without one."""
+        if not self.is_enabled or not request.can_reuse_prefix:
+            return PrefixMatch([], 0)
+        return self._match(request).without_copy()
+
+    def _match(self, request: Request) -> PrefixMatch:
+        self.extend_keys(request)
         num_tokens = request.num_tokens
         token_ids = request.get_tokens(0, num_tokens) if request.output_ids else request.prompt_ids
         notes = request.prefix
-        match = self._index.match(notes.root_key, notes.block_keys, token_ids, num_tokens - 1)
-        if self._states is not None:
-            return self._states.cut(notes, token_ids, match, at_blocks=at_blocks)
-        return match.without_copy() if at_blocks else match
+        return self._index.match(notes.root_key, notes.block_keys, token_ids, num_tokens - 1)
 
     def explain_miss(self, request: Request) -> PrefixMiss | None:
         """Return where and why the reuse of a request's tokens ends; None if all are there."""
@@ -108,18 +118,24 @@ class PrefixReuse:
 
     def count_cached_blocks(self, request: Request) -> int:
         """Return how many leading full blocks of a request are cached, for ordering."""
-        self._extend_keys(request)
+        self.extend_keys(request)
         return self._index.count_cached_blocks(request.prefix.block_keys)
 
-    def is_expected(self, request: Request) -> bool:
-        """Whether this step, or a load, brings another request closer to a block that it shares.
+    def is_expected(self, request: Request, running: Iterable[Request]) -> bool:
+        """Say whether this step, or a load, brings another request closer to what it shares.
 
         So copies of a prompt that arrive together compute it once. The wait is bounded by the
         other's prompt or load, as it counts only while the other advances, and by
         ``MAX_DEFERRALS``.
+
+        Args:
+            request: that waits.
+            running: others, for a model with states.
         """
         if request.queue.num_deferrals >= MAX_DEFERRALS:
             return False
+        if self._states is not None and self.is_enabled and request.can_reuse_prefix:
+            return self._states.is_expected(request, self.find(request).num_tokens, running)
         other = self.find_provider(request)
         return other is not None and (other.is_scheduled or other.state is RequestState.LOADING)
 
@@ -137,7 +153,7 @@ class PrefixReuse:
 
         Not of one that ends with the last known token: that token is computed in any case.
         """
-        self._extend_keys(request)
+        self.extend_keys(request)
         return request.prefix.block_keys[num_cached : (request.num_tokens - 1) // self._block_size]
 
     def list_prompt_keys(self, request: Request, num_cached: int) -> list[bytes]:
@@ -145,7 +161,7 @@ class PrefixReuse:
 
         Empty for a last block that the prompt does not fill: another instance may have that one.
         """
-        self._extend_keys(request)
+        self.extend_keys(request)
         num_full, num_tail_tokens = divmod(request.prompt_len, self._block_size)
         keys = request.prefix.block_keys[num_cached:num_full]
         return [*keys, b""] if num_tail_tokens else keys
@@ -202,7 +218,7 @@ class PrefixReuse:
         position = request.prefix.num_indexed_blocks
         num_full = request.num_computed_tokens // size
         if position < num_full and node.is_linked:
-            self._extend_keys(request)
+            self.extend_keys(request)
             while position < num_full:
                 block_id = request.block_table[position]
                 tokens = request.get_tokens(position * size, (position + 1) * size)
@@ -237,7 +253,7 @@ class PrefixReuse:
         self._filled.clear()
         return self._index.clear()
 
-    def _extend_keys(self, request: Request) -> None:
+    def extend_keys(self, request: Request) -> None:
         """Compute the keys of all full blocks of known tokens that have none yet."""
         keys = request.prefix.block_keys
         size = self._block_size

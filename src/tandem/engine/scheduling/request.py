@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tandem.core.state_layout import NO_SLOT
 from tandem.core.timeline import PrefixMiss
 from tandem.core.wire import FinishReason, KvSource, PrefillKv, SamplingParams, TierKv
-from tandem.engine.stepping.messages import NO_SLOT, pack_block_ids
+from tandem.engine.stepping.messages import pack_block_ids
 
 if TYPE_CHECKING:
     from tandem.engine.groups.snapshots import Snapshot

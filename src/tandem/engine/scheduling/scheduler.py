@@ -39,7 +39,7 @@ from tandem.core.wire import FinishReason, InstanceLoad
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.scheduling.admission import Admission
-from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
+from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock, find_state_slot
 from tandem.engine.scheduling.demand import measure_load
 from tandem.engine.scheduling.lifecycle import NOT_FINISHED, Lifecycle
 from tandem.engine.scheduling.load_planning import LoadPlanning
@@ -206,6 +206,9 @@ class Scheduler:
         Ask after copying it out, and before the copy may be read: only ``schedule`` gives
         blocks away, so the memory was not written before it changed hands here.
         """
+        slot, states = find_state_slot(block.block_id), self._state.states
+        if slot is not None:
+            return states is not None and states.get_generation(slot) == block.generation
         return self._state.pool.get_generation(block.block_id) == block.generation
 
     def add_identity(self, adapter: str, identity: bytes) -> None:
@@ -219,8 +222,10 @@ class Scheduler:
         return self._state.prefix.make_keys(prompt_ids, cache_salt, adapter)
 
     def count_cached_blocks(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain the device holds."""
-        return self._state.index.count_cached_blocks(keys)
+        """Return how many leading blocks of a chain the device holds, with a state at their end."""
+        num_cached = self._state.index.count_cached_blocks(keys)
+        states = self._state.states
+        return num_cached if states is None else states.count_blocks(keys[:num_cached])
 
     def get_stats(self) -> Statistics:
         """Return gauges and counters for the metrics. O(1)."""
@@ -280,6 +285,8 @@ class Scheduler:
             state.in_flight.append(plan)
         plan.dropped = state.loads.take_dropped()
         plan.filled = state.prefix.take_filled()
+        if state.states is not None:
+            plan.filled += state.states.take_filled()
         plan.evicted, state.evicted = state.evicted, []
         state.wake_s = self._find_wake_s(plan, now_s)
         return plan

@@ -62,7 +62,7 @@ class SchedulerState:
             index, config.block_size, is_enabled=is_enabled, states=self.states
         )
         self.tiers = tiers if is_enabled else None
-        self.loads = BlockLoads(pool, index, self.prefix, config.block_size, counters)
+        self.loads = BlockLoads(pool, index, self.prefix, config.block_size, counters, self.states)
         self.holds = BlockHolds(pool, index, self.states)
         # The last token of a request needs no KV, but a prompt that is only scored does.
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
@@ -212,7 +212,7 @@ class SchedulerState:
         if self.states is not None:
             in_use = [r.state_notes.slot for r in self.running]
             in_use += [save.slot for plan in self.in_flight for save in plan.state_saves]
-            self.states.check([*in_use, *self.holds.list_slots()])
+            self.states.check([*in_use, *self.holds.list_slots(), *self.loads.list_slots()])
         num_listed = len(self.running) + len(self.loading) + len(self.waiting)
         assert num_listed == len(self.requests), (
             f"{len(self.running)} running, {len(self.loading)} loading and "

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.core.spec import NO_OUTPUT
+from tandem.core.state_layout import NO_SLOT
 from tandem.core.wire import Pooling, SamplingParams, TokenLogprob
 from tandem.engine.scheduling.blocks import BlockCopy
 
 __all__ = [
-    "NO_SLOT",
     "Logits",
     "Phase",
     "PooledRows",
@@ -34,10 +34,6 @@ __all__ = [
     "pack_block_ids",
     "select_sequences",
 ]
-
-
-NO_SLOT = -1
-"""The slot of a sequence of a model without a state."""
 
 
 class Phase(IntEnum):

@@ -1,6 +1,6 @@
 """The runner that computes with torch, on a ``CausalModel`` and its block-major KV cache."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
@@ -17,6 +17,7 @@ from tandem.engine.stepping.messages import (
     Phase,
     SampledToken,
     SequenceResult,
+    StateCopy,
     StepInput,
     StepResult,
     StepSequence,
@@ -26,6 +27,7 @@ from tandem.engine.stepping.runner import StepHandle
 from tandem.engine.stepping.sampler import gather_logprobs, sample_tokens
 from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
+from tandem.kernels.states import StateCache
 from tandem.models.loading.loader import CausalModel
 
 __all__ = ["TorchRunner"]
@@ -42,6 +44,7 @@ class TorchRunner:
         model: not owned; not called from elsewhere meanwhile.
         kv_cache: of the scheduler's blocks; owned.
         threads: that torch computes with.
+        states: of the scheduler's slots; owned. None: the model has no state.
         grammars: of requests that have one; owned. None: there are none.
         is_overlapped: steps run on a thread of their own, from ``begin`` on; otherwise on the
             thread that calls ``finish``.
@@ -53,11 +56,13 @@ class TorchRunner:
         kv_cache: PagedKvCache,
         *,
         threads: int,
+        states: StateCache | None = None,
         grammars: Grammars | None = None,
         is_overlapped: bool = False,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
+        self._state_cache = states
         self._threads = threads
         self._grammars = grammars
         self._states: dict[int, Future[GrammarState]] = {}
@@ -94,9 +99,11 @@ class TorchRunner:
         masks = self._begin_masks(step)
         for copy in step.copies:
             self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
+        self._copy_states(step.state_loads)
         chunks = [_make_chunk(sequence) for sequence in step.sequences]
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size, self._model.device)
-        hidden_RD = self._model.compute_hidden(batch, self._kv_cache, on_layer)
+        hidden_RD = self._model.compute_hidden(batch, self._kv_cache, on_layer, self._state_cache)
+        self._copy_states(step.state_saves)
         hidden_RD, vectors = self._take_pooled(step, hidden_RD)
         logits_RV = self._model.context.fetch(self._model.project(hidden_RD))
         result = self._read_logits(step, logits_RV, masks)
@@ -129,6 +136,11 @@ class TorchRunner:
             if sequence.pooled.is_end:
                 vectors[sequence.sequence_id] = vector
         return hidden_RD[kept], vectors
+
+    def _copy_states(self, copies: Sequence[StateCopy]) -> None:
+        for copy in copies:
+            assert self._state_cache is not None, "a state of a model without one"
+            self._state_cache.copy(copy.source, copy.target)
 
     def _begin_masks(self, step: StepInput) -> dict[int, Mask]:
         """Begin to compute the masks of the tokens that the step will draw, by sequence id."""
@@ -224,6 +236,7 @@ def _make_chunk(sequence: StepSequence) -> SequenceChunk:
         wants=WANTED_ROWS[sequence.logits],
         adapter=sequence.adapter,
         prompt_len=sequence.prompt_len,
+        state_slot=sequence.state_slot,
     )
 
 

@@ -21,7 +21,7 @@ from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import KvSource
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.store_tier import SOURCES, BlockMemory, StoreTier
+from tandem.engine.tiers.store_tier import SOURCES, BlockMemory, StateMemory, StoreTier
 from tandem.engine.transfers import LoadSink
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, StoreConfig
@@ -48,6 +48,7 @@ class TierService:
         identity: digest of the ``KvIdentity``.
         clock: measures rates.
         on_load: told the bytes and seconds of each read that succeeded; on the tier's thread.
+        states: memory of the engine's states; None: the model has none.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class TierService:
         identity: str,
         clock: Clock,
         on_load: Callable[[int, float], None],
+        states: StateMemory | None = None,
     ) -> None:
+        self._states = states
         self._store = msgspec.structs.replace(store, deadline_ms=config.load_deadline_ms, name="")
         self._rpc = rpc
         self._config = config
@@ -170,11 +173,18 @@ class TierService:
 
     async def _serve_connected(self) -> None:
         assert self._sink is not None
-        if self._memory.block_bytes > self._store.max_value_bytes:
+        limit = self._store.max_value_bytes
+        if self._memory.block_bytes > limit:
             raise CapacityError(
                 "kv_tier.open",
                 f"a block has {self._memory.block_bytes} bytes, store.max_value_bytes is "
-                f"{self._store.max_value_bytes}: raise it, or choose a smaller engine.block_size",
+                f"{limit}: raise it, or choose a smaller engine.block_size",
+            )
+        if self._states is not None and self._states.state_bytes > limit:
+            raise CapacityError(
+                "kv_tier.open",
+                f"a state has {self._states.state_bytes} bytes, store.max_value_bytes is {limit}: "
+                "raise it",
             )
         async with ClientService(self._store, self._rpc) as service:
             tier = StoreTier(
@@ -184,6 +194,7 @@ class TierService:
                 config=self._config,
                 clock=self._clock,
                 on_load=self._on_load,
+                states=self._states,
                 counters=self.counters,
             )
             tier.attach(self._sink)

@@ -1,7 +1,9 @@
-"""L3: full blocks of KV as objects of the store.
+"""L3: full blocks of KV, and states at their ends, as objects of the store.
 
 A block is one object: its key is that of the prefix chain, which the ``KvIdentity`` and the salt
-begin, so a block that may not be shared is not found. Data flows so:
+begin, so a block that may not be shared is not found. A kept state is one more, under the key of
+the block that it follows; it is stored after the blocks before it, and counts where all of them
+are found. Data flows so:
 
 - Write: the engine's thread reports blocks that became full or are being evicted. A full block is
   copied to a staging slot beside the steps, and stored only if it still was that block after the
@@ -28,7 +30,7 @@ from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, NotFoundError, ShapeError, TandemError
 from tandem.core.instance_status import Statistics
 from tandem.core.wire import KvSource, TierKv
-from tandem.engine.scheduling.blocks import KeyedBlock
+from tandem.engine.scheduling.blocks import KeyedBlock, find_state_slot
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.tiers.config import TierConfig
@@ -36,13 +38,15 @@ from tandem.engine.tiers.staging import StagingSlots
 from tandem.engine.transfers import LoadSink
 from tandem.store import AsyncStoreClient, Part, PutOptions, StoreBuffer
 
-__all__ = ["SOURCES", "BlockMemory", "StoreTier", "make_object_key"]
+__all__ = ["SOURCES", "BlockMemory", "StateMemory", "StoreTier", "make_object_key"]
 
 logger = logging.getLogger(__name__)
 
 SOURCES: frozenset[type[KvSource]] = frozenset({TierKv})
 """The kinds of sources that it reads."""
 
+STAGED_STATES = 2
+"""States that wait to be stored, in memory of their own; each may be as large as many blocks."""
 STORE_BATCH = 16
 """Blocks stored by one call: enough to hide its round trips."""
 LOAD_BATCH = 16
@@ -51,15 +55,16 @@ PROBE_BLOCKS = 4
 """Blocks written and read back at the start, as a test and for a first estimate of the rate."""
 
 
-def make_object_key(identity: str, key: bytes) -> str:
-    """Return the store's key of a block.
+def make_object_key(identity: str, key: bytes, *, is_state: bool = False) -> str:
+    """Return the store's key of a block, or of the state behind it.
 
     Args:
         identity: digest of the ``KvIdentity``; one prefix for each, so that all its blocks can be
             removed together.
         key: of the block's prefix chain, salt included.
+        is_state: a state's.
     """
-    return f"kv/{identity}/{key.hex()}"
+    return f"kv/{identity}/{'state/' if is_state else ''}{key.hex()}"
 
 
 class BlockMemory(NamedTuple):
@@ -72,9 +77,64 @@ class BlockMemory(NamedTuple):
     """Tokens of a block."""
 
 
+class StateMemory(NamedTuple):
+    """The memory of the engine's states."""
+
+    memory: npt.NDArray[np.uint8]
+    """All slots, one after the other."""
+    state_bytes: int
+
+
+class _Area:
+    """Memory of blocks or of states, with what waits to be stored of it.
+
+    Args:
+        client: which the memory is registered with.
+        memory: of all items, one after the other.
+        item_bytes: of one.
+        num_staged: items that may wait.
+    """
+
+    def __init__(
+        self,
+        client: AsyncStoreClient,
+        memory: npt.NDArray[np.uint8],
+        item_bytes: int,
+        num_staged: int,
+    ) -> None:
+        self._client = client
+        self._memory = memory
+        self.item_bytes = item_bytes
+        self.staging = StagingSlots(num_staged, item_bytes)
+        self._buffer: StoreBuffer = client.register(memory)
+        self._staging_buffer: StoreBuffer = client.register(self.staging.memory)
+
+    def copy_aside(self, index: int) -> int | None:
+        """Copy an item to a staging slot; None if none is free."""
+        slot = self.staging.take()
+        if slot is not None:
+            size = self.item_bytes
+            np.copyto(self.staging.view(slot), self._memory[index * size : (index + 1) * size])
+        return slot
+
+    def part(self, index: int) -> Part:
+        """An item in place."""
+        return Part(self._buffer, index * self.item_bytes, self.item_bytes)
+
+    def staged_part(self, slot: int) -> Part:
+        """An item that waits."""
+        return Part(self._staging_buffer, slot * self.item_bytes, self.item_bytes)
+
+    def close(self) -> None:
+        """Take the memory out of the client's."""
+        self._client.unregister(self._buffer)
+        self._client.unregister(self._staging_buffer)
+
+
 class _Staged(NamedTuple):
     key: bytes
     slot: int
+    is_state: bool
 
 
 class StoreTier:
@@ -87,6 +147,7 @@ class StoreTier:
         config: policies and bounds.
         clock: measures rates.
         on_load: told the bytes and seconds of each read that succeeded.
+        states: of the engine; None: the model has none.
         counters: to be added to; own ones if it is None.
         loop: where the client lives; the caller's own if it is None.
     """
@@ -100,6 +161,7 @@ class StoreTier:
         config: TierConfig,
         clock: Clock,
         on_load: Callable[[int, float], None],
+        states: StateMemory | None = None,
         counters: Statistics | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -112,9 +174,10 @@ class StoreTier:
         self._on_load = on_load
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._sink: LoadSink | None = None
-        self._staging = StagingSlots(config.staging_blocks, memory.block_bytes)
-        self._pool_buffer: StoreBuffer = client.register(memory.memory)
-        self._staging_buffer: StoreBuffer = client.register(self._staging.memory)
+        self._blocks = _Area(client, memory.memory, memory.block_bytes, config.staging_blocks)
+        self._states = None
+        if states is not None:
+            self._states = _Area(client, states.memory, states.state_bytes, STAGED_STATES)
         self._full: deque[KeyedBlock] = deque()
         self._staged: deque[_Staged] = deque()
         self._storing: asyncio.Task[None] | None = None
@@ -136,13 +199,16 @@ class StoreTier:
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
         """Return how many leading blocks of a chain the store holds; None if it does not answer.
 
-        The answer may be out of date before the blocks are read.
+        With states, blocks are counted up to the last one behind which there is a state. The answer
+        may be out of date before the blocks are read.
         """
         if not keys:
             return 0
         self.counters.num_lookups += 1
         self.counters.lookup_tokens += len(keys) * self._memory.block_size
         names = [make_object_key(self._identity, key) for key in keys]
+        if self._states is not None:
+            names += [make_object_key(self._identity, key, is_state=True) for key in keys]
         try:
             async with asyncio.timeout(self._config.lookup_timeout_ms / 1e3):
                 found = await self._client.exists_many(names)
@@ -153,7 +219,10 @@ class StoreTier:
             logger.debug("event=kv_lookup_failed error=%s", error)
             self.counters.num_lookup_timeouts += 1
             return None
+        found, has_state = found[: len(keys)], found[len(keys) :]
         num_found = found.index(False) if False in found else len(found)
+        while self._states is not None and num_found and not has_state[num_found - 1]:
+            num_found -= 1
         self.counters.found_tokens += num_found * self._memory.block_size
         return num_found
 
@@ -172,7 +241,10 @@ class StoreTier:
                 staged = self._copy_aside(block)
                 if staged is not None:
                     evicted.append(staged)
-        full = plan.filled if self._config.write == "write_through" else []
+        full = plan.filled
+        if self._config.write == "on_evict":
+            # A state is there for others as soon as the blocks before it are.
+            full = [item for item in full if find_state_slot(item.block_id) is not None]
         if evicted or full or plan.loads or plan.dropped:
             try:
                 self._loop.call_soon_threadsafe(
@@ -182,12 +254,23 @@ class StoreTier:
                 self._fail_loads(plan.loads, "offline")
 
     def _copy_aside(self, block: KeyedBlock) -> _Staged | None:
-        slot = self._staging.take()
+        area, index = self._locate(block.block_id)
+        slot = area.copy_aside(index)
         if slot is None:
             _count(self.counters.store_failures, "staging_full")
             return None
-        np.copyto(self._staging.view(slot), self._view(block.block_id))
-        return _Staged(block.key, slot)
+        return _Staged(block.key, slot, area is self._states)
+
+    def _locate(self, block_id: int) -> tuple[_Area, int]:
+        slot = find_state_slot(block_id)
+        if slot is None:
+            return self._blocks, block_id
+        assert self._states is not None, "a state of a model without one"
+        return self._states, slot
+
+    def _give_back(self, staged: _Staged) -> None:
+        area = self._states if staged.is_state and self._states is not None else self._blocks
+        area.staging.give_back(staged.slot)
 
     # ---------------------------------------------------------------- on the loop
 
@@ -201,7 +284,7 @@ class StoreTier:
     ) -> None:
         if self._is_closing:
             for staged in evicted:
-                self._staging.give_back(staged.slot)
+                self._give_back(staged)
             self._fail_loads(loads, "offline")
             return
         # One whose end was reported meanwhile would be remembered for ever.
@@ -217,7 +300,7 @@ class StoreTier:
             self._full.extend(full)
         else:
             for staged in evicted:
-                self._staging.give_back(staged.slot)
+                self._give_back(staged)
         while len(self._full) > self._config.max_queued_stores:
             self._full.popleft()
             _count(self.counters.store_failures, "queue_full")
@@ -251,9 +334,12 @@ class StoreTier:
 
     async def _load_batch(self, request: Request, loads: Sequence[BlockLoad]) -> bool:
         """Read blocks and report them; False if one of them did not come."""
-        size = self._memory.block_bytes
-        names = [make_object_key(self._identity, load.key) for load in loads]
-        parts = [Part(self._pool_buffer, load.block_id * size, size) for load in loads]
+        places = [self._locate(load.block_id) for load in loads]
+        names = [
+            make_object_key(self._identity, load.key, is_state=area is self._states)
+            for load, (area, _) in zip(loads, places, strict=True)
+        ]
+        parts = [area.part(index) for area, index in places]
         begin_s = self._clock.now_s()
         try:
             # The client's own deadline ends it; when it returns, nothing writes to our blocks.
@@ -261,15 +347,27 @@ class StoreTier:
         except TandemError as error:
             results = [error] * len(loads)
         seconds = self._clock.now_s() - begin_s
-        good = [load.block_id for load, r in zip(loads, results, strict=True) if r == size]
+        sizes = [area.item_bytes for area, _ in places]
+        good = [
+            load.block_id
+            for load, result, size in zip(loads, results, sizes, strict=True)
+            if result == size
+        ]
         if good:
-            self.counters.loaded_blocks += len(good)
-            self.counters.loaded_tokens += len(good) * self._memory.block_size
-            self.counters.loaded_bytes += len(good) * size
+            num_blocks = sum(block_id >= 0 for block_id in good)
+            num_bytes = sum(self._locate(block_id)[0].item_bytes for block_id in good)
+            self.counters.loaded_blocks += num_blocks
+            self.counters.loaded_states += len(good) - num_blocks
+            self.counters.loaded_tokens += num_blocks * self._memory.block_size
+            self.counters.loaded_bytes += num_bytes
             self.counters.load_seconds += seconds
-            self._on_load(len(good) * size, seconds)
+            self._on_load(num_bytes, seconds)
             self._get_sink().load_done(request, good)
-        bad = [(load, r) for load, r in zip(loads, results, strict=True) if r != size]
+        bad = [
+            (load, result)
+            for load, result, size in zip(loads, results, sizes, strict=True)
+            if result != size
+        ]
         for load, result in bad:
             self._get_sink().load_failed(
                 request, [load.block_id], self._note_bad_block(load, result)
@@ -284,14 +382,15 @@ class StoreTier:
         if is_foreign or isinstance(result, CorruptionError):
             # Else it would be found, and fail, again and again; the recomputed one replaces it.
             logger.warning("event=kv_block_bad reason=%s key=%s", reason, load.key.hex())
-            self._spawn(self._remove(load.key))
+            is_state = load.block_id < 0
+            self._spawn(self._remove(make_object_key(self._identity, load.key, is_state=is_state)))
         elif not isinstance(result, NotFoundError):
             logger.info("event=kv_load_failed error=%s", result)
         return reason
 
-    async def _remove(self, key: bytes) -> None:
+    async def _remove(self, name: str) -> None:
         try:
-            await self._client.remove(make_object_key(self._identity, key))
+            await self._client.remove(name)
         except TandemError as error:
             logger.info("event=kv_block_not_removed error=%s", error)
 
@@ -313,7 +412,9 @@ class StoreTier:
                 batch: list[_Staged] = []
                 while self._staged and len(batch) < STORE_BATCH:
                     batch.append(self._staged.popleft())
-                while self._full and len(batch) < STORE_BATCH and self._staging.num_free:
+                while self._full and len(batch) < STORE_BATCH:
+                    if not self._locate(self._full[0].block_id)[0].staging.num_free:
+                        break
                     block = self._full.popleft()
                     staged = self._copy_unchanged(block)
                     if staged is not None:
@@ -332,35 +433,45 @@ class StoreTier:
         if staged is not None and self._sink.is_unchanged(block):
             return staged
         if staged is not None:
-            self._staging.give_back(staged.slot)
+            self._give_back(staged)
         _count(self.counters.store_failures, "overwritten")
         return None
 
     async def _store_batch(self, batch: Sequence[_Staged]) -> None:
-        size = self._memory.block_bytes
+        areas = [self._blocks if not s.is_state else self._states for s in batch]
         begin_s = self._clock.now_s()
         try:
             results: Sequence[Any] = await self._client.put_from_many(
-                [make_object_key(self._identity, staged.key) for staged in batch],
-                [Part(self._staging_buffer, staged.slot * size, size) for staged in batch],
+                [
+                    make_object_key(self._identity, staged.key, is_state=staged.is_state)
+                    for staged in batch
+                ],
+                [
+                    area.staged_part(staged.slot)
+                    for staged, area in zip(batch, areas, strict=True)
+                    if area is not None
+                ],
                 PutOptions(same_machine=True),
             )
         except TandemError as error:
             results = [error] * len(batch)
         finally:
             for staged in batch:
-                self._staging.give_back(staged.slot)
+                self._give_back(staged)
         self.counters.store_seconds += self._clock.now_s() - begin_s
-        for result in results:
+        for staged, result in zip(batch, results, strict=True):
             if isinstance(result, TandemError):
                 _count(self.counters.store_failures, result.code)
                 logger.debug("event=kv_store_failed error=%s", result)
             elif result.value == "exists":
-                self.counters.store_existing_blocks += 1
+                self.counters.store_existing_blocks += not staged.is_state
+            elif staged.is_state and self._states is not None:
+                self.counters.stored_states += 1
+                self.counters.stored_bytes += self._states.item_bytes
             else:
                 self.counters.stored_blocks += 1
                 self.counters.stored_tokens += self._memory.block_size
-                self.counters.stored_bytes += size
+                self.counters.stored_bytes += self._blocks.item_bytes
 
     # ---------------------------------------------------------------- the whole tier
 
@@ -372,7 +483,7 @@ class StoreTier:
         self._generation += 1
         self._full.clear()
         while self._staged:
-            self._staging.give_back(self._staged.popleft().slot)
+            self._give_back(self._staged.popleft())
         if self._storing is not None:
             # A block whose put is in progress would survive the removal.
             await asyncio.wait((self._storing,), timeout=self._config.load_deadline_ms / 1e3)
@@ -383,17 +494,15 @@ class StoreTier:
 
         Raises: CorruptionError (other bytes came back); TandemError (the path does not work).
         """
-        size = self._memory.block_bytes
-        slots = [
-            slot for _ in range(2 * PROBE_BLOCKS) if (slot := self._staging.take()) is not None
-        ]
+        size, staging = self._memory.block_bytes, self._blocks.staging
+        slots = [slot for _ in range(2 * PROBE_BLOCKS) if (slot := staging.take()) is not None]
         half = len(slots) // 2
         keys = [make_object_key(self._identity, b"probe%d" % i) for i in range(half)]
         try:
             for number, slot in enumerate(slots[:half]):
-                self._staging.view(slot)[:] = number + 1
-            sources = [Part(self._staging_buffer, slot * size, size) for slot in slots[:half]]
-            targets = [Part(self._staging_buffer, slot * size, size) for slot in slots[half:]]
+                staging.view(slot)[:] = number + 1
+            sources = [self._blocks.staged_part(slot) for slot in slots[:half]]
+            targets = [self._blocks.staged_part(slot) for slot in slots[half:]]
             options = PutOptions(same_machine=True, upsert=True)
             for result in await self._client.put_from_many(keys, sources, options):
                 if isinstance(result, TandemError):
@@ -404,12 +513,12 @@ class StoreTier:
             for number, (slot, result) in enumerate(zip(slots[half:], results, strict=False)):
                 if isinstance(result, TandemError):
                     raise result
-                if not (self._staging.view(slot) == number + 1).all():
+                if not (staging.view(slot) == number + 1).all():
                     raise CorruptionError("kv_tier.probe", "the store gave back other bytes")
             self._on_load(half * size, seconds)
         finally:
             for slot in slots:
-                self._staging.give_back(slot)
+                staging.give_back(slot)
             await self._client.remove_many(keys)
 
     async def aclose(self) -> None:
@@ -417,15 +526,12 @@ class StoreTier:
         self._is_closing = True
         self._full.clear()
         while self._staged:
-            self._staging.give_back(self._staged.popleft().slot)
+            self._give_back(self._staged.popleft())
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._config.load_deadline_ms / 1e3)
-        self._client.unregister(self._pool_buffer)
-        self._client.unregister(self._staging_buffer)
-
-    def _view(self, block_id: int) -> npt.NDArray[np.uint8]:
-        size = self._memory.block_bytes
-        return self._memory.memory[block_id * size : (block_id + 1) * size]
+        self._blocks.close()
+        if self._states is not None:
+            self._states.close()
 
 
 def _count(counts: dict[str, int], reason: str) -> None:

@@ -23,13 +23,14 @@ from tandem.core.spec import (
     MlaLayout,
     ModelSpec,
 )
+from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.devices import DeviceContext, open_device
 from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.operator import Operator, freeze
 from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
-from tandem.kernels.paged import NO_SLOT, TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.models.adapters import ModelAdapters
