@@ -13,6 +13,9 @@ from tandem.cli import main
 URL = "--url=http://127.0.0.1:1"
 
 WORDS = [
+    "sim", "sim hits", "sim hit t.jsonl", "sim run", "sim run s.yaml --sets a=1",
+    "sim sweep s.yaml",
+    "sim capacity", "sim paper", "sim advise s.yaml", "sim hits t.jsonl --blocks",
     # A name that is no command, and near ones.
     "srve demo", "server demo", "start demo", "run demo", "ps", "models", "list", "stop",
     "finetun r.yaml", "benchmark engine", "doctr", "versoin", "config list", "config sho",
@@ -55,6 +58,10 @@ WORDS = [
 """Status 2."""
 
 INPUTS = [
+    "sim hits nothing.jsonl", "sim hits .", "sim run nothing.yaml", "sim run .",
+    "sim sweep nothing.yaml instances.0.count=1 --output x.jsonl", "sim capacity nothing.yaml",
+    "sim paper --trace nothing.jsonl --requests 10",
+    "sim advise nothing.yaml --prices nothing.yaml",
     "serve", "serve nothing", "serve ./nothing", "serve org/name", "serve nothing.gguf",
     "serve demo --port -1", "serve demo --port 99999", "serve demo --port http",
     "serve demo --host no.such.host.invalid --dry-run --port x",
@@ -127,7 +134,7 @@ def list_faults(run, status, cases):
         lines = err.strip().splitlines()
         if found != status:
             yield f"{words}: status {found}: {out[-200:]} {err[-300:]}"
-        elif words in ("bench", "config", "store"):
+        elif words in ("bench", "config", "sim", "store"):
             if "Usage:" not in out:
                 yield f"{words}: no help"
         elif len(lines) != 1 or not lines[0].startswith("tandem: "):

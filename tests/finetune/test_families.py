@@ -43,6 +43,13 @@ LATENT = {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+STATES = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 FAMILIES = {
     "llama": {},
     "qwen3_moe": MOE,
@@ -51,13 +58,19 @@ FAMILIES = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "deepseek_v3": {**MOE, **LATENT},
+    "qwen3_next": {**MOE, **STATES, "shared_expert_intermediate_size": 48},
+    # transformers saves its convolution in three parts of one size, whatever heads have.
+    "olmo_hybrid": {**STATES, "linear_value_head_dim": 8},
 }
 LARGEST_ANGLE = 0.02
 """Experts see activations rounded to bf16: a relative error of 2^-9 in each of a few products."""
 
 
 def make_config(name: str, **changes) -> PretrainedConfig:
-    return CONFIG_MAPPING[name](**{**COMMON, **FAMILIES[name], **changes})
+    values = {**COMMON, **FAMILIES[name], **changes}
+    if "layer_types" in values:
+        values["layer_types"] = values["layer_types"] * (values["num_hidden_layers"] // 2)
+    return CONFIG_MAPPING[name](**values)
 
 
 def find_gradient(model, ids: torch.Tensor) -> torch.Tensor:

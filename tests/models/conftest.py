@@ -25,6 +25,7 @@ from transformers import (  # noqa: E402
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
@@ -40,6 +41,7 @@ CONFIGS = {
     "gpt_oss": GptOssConfig,
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
+    "qwen3_next": Qwen3NextConfig,
 }
 
 COMMON = {
@@ -74,6 +76,17 @@ MOE = {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "sliding_window": 20,
+    },
+    "qwen3_next": {
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 40,
     },
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "deepseek_v3": {**LATENT, "q_lora_rank": 32, "n_group": 4, "topk_group": 2},

@@ -30,6 +30,9 @@ ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 
 EXTRA_NAMES = {
@@ -98,7 +101,7 @@ def add_tensor(
     wanted = gguf.GGMLQuantizationType[kind]
     block = gguf.GGML_QUANT_SIZES[wanted][0]
     array = np.ascontiguousarray(array, np.float32)
-    if array.ndim == 1 or "ffn_gate_inp" in name or array.shape[-1] % block:
+    if array.ndim == 1 or "ffn_gate_inp" in name or "conv1d" in name or array.shape[-1] % block:
         wanted = gguf.GGMLQuantizationType.F32
     if wanted == gguf.GGMLQuantizationType.F32:
         writer.add_tensor(name, array)
@@ -118,6 +121,9 @@ def rename(
         w = tensor.detach().float().numpy()
         if ".experts.gate_up_proj" in name:
             yield from split_experts(name, w, is_turned=architecture == "gpt-oss")
+            continue
+        if ".linear_attn." in name:
+            yield from rearrange_state(architecture, config, name, w)
             continue
         if name.endswith("kv_b_proj.weight") and not has_whole_kv:
             layer = name.split(".")[2]
@@ -143,13 +149,63 @@ def rename(
                 .swapaxes(1, 2)
                 .reshape(w.shape)
             )
-        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        is_centred = architecture in ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+        if is_centred and name.endswith("norm.weight") and "linear_attn." not in name:
             w = w + 1
         if architecture == "gpt-oss" and name.endswith("experts.down_proj"):
             w = w.swapaxes(1, 2)
         if name.endswith("shared_expert_gate.weight"):
             w = w[0]
         yield new, w
+
+
+STATE_NAMES = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "dt_bias": "ssm_dt.bias",
+    "A_log": "ssm_a",
+    "norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+}
+
+
+def rearrange_state(architecture: str, config: Any, name: str, w: np.ndarray) -> Any:
+    """Yield the tensors of a layer with a state: heads of values in turn, or rows by kind."""
+    layer, part = name.split(".")[2], name.partition(".linear_attn.")[2]
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    group = values // keys
+    if part == "in_proj_qkvz.weight":
+        heads = w.reshape(keys, -1, w.shape[-1])
+        ends = np.cumsum((key_dim, key_dim, group * value_dim))
+        q, k, v, z = (kind.reshape(-1, w.shape[-1]) for kind in np.split(heads, ends, axis=1))
+        yield f"blk.{layer}.attn_qkv.weight", np.concatenate((q, k, v))
+        yield f"blk.{layer}.attn_gate.weight", z
+        return
+    if part == "conv1d.weight":
+        w = w[:, 0]
+    if part == "A_log":
+        w = -np.exp(w)
+
+    def turn(rows: np.ndarray, size: int) -> np.ndarray:
+        by_head = rows.reshape(keys, group, size, *rows.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(rows.shape)
+
+    if architecture != "qwen3next":
+        first = 2 * keys * key_dim
+        if part in ("in_proj_qkv.weight", "conv1d.weight"):
+            w = np.concatenate((w[:first], turn(w[first:], value_dim)))
+        elif part == "in_proj_z.weight":
+            w = turn(w, value_dim)
+        elif part in ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias"):
+            w = turn(w, 1)
+        elif part == "out_proj.weight":
+            w = turn(w.T, value_dim).T
+    yield f"blk.{layer}.{STATE_NAMES[part]}", w
 
 
 def split_experts(name: str, w: np.ndarray, *, is_turned: bool) -> Any:
@@ -221,6 +277,15 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
             if config.n_group:
                 writer.add_expert_group_count(config.n_group)
                 writer.add_expert_group_used_count(config.topk_group)
+    if get("linear_num_key_heads"):
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+        if config.model_type != "qwen3_next":
+            writer.add_rope_dimension_sections([11, 11, 10, 0])
     if get("sliding_window"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":

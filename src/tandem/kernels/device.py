@@ -124,11 +124,24 @@ class Device(Protocol):
         """Return an event that is not recorded."""
         ...
 
-    def call_host(self, stream: Stream, function: Callable[[], None]) -> None:
+    def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
+        """Queue the operators that ``work`` calls, on tensors of the device.
+
+        A GPU runs ``work`` now, and what it queues later; captured, ``work`` runs once. So it must
+        not look at values, and decide nothing by what changes between launches.
+
+        Args:
+            stream: whose order the operators keep.
+            work: calls operators.
+            name: for timelines.
+        """
+        ...
+
+    def call_host(self, stream: Stream, function: Callable[[], None], name: str = "") -> None:
         """Queue a function that runs on the host when the stream gets there.
 
         It must not use the device. Captured, it runs at each launch. What it raises is raised by
-        ``Stream.synchronize``.
+        ``Stream.synchronize``; later work of the stream may be left out.
         """
         ...
 

@@ -1,12 +1,19 @@
-"""Sizes of the memory for routed experts that lie on disk. Pure arithmetic, with reasons."""
+"""Routed experts that lie on disk: sizes of their memory, and whether guesses pay. Pure."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem.core.errors import ConfigError
 
-__all__ = ["ExpertSizes", "TierSizes", "count_slot_bytes", "predict_missed_bytes", "size_tier"]
+__all__ = [
+    "ExpertSizes",
+    "GuessGate",
+    "TierSizes",
+    "count_slot_bytes",
+    "predict_missed_bytes",
+    "size_tier",
+]
 
-GIB = 1 << 30
 MIB = 1 << 20
 ALIGNMENT = 4096
 """Of what is read past the page cache."""
@@ -14,6 +21,13 @@ MAX_STAGED = 32
 """Places for experts that pass by: a prefill computes one half while the other is read."""
 STAGED_SHARE = 0.1
 """Of the memory for experts, at most, that is staging area."""
+MIN_RIGHT = 0.6
+"""Share of guesses that must be right before experts are read for them. A right one is read while
+the layer before computes; a wrong one costs the disk an expert, and another one its slot."""
+REMEMBERED = 0.97
+"""Weight of what was known before a step, of some tens of steps together."""
+MIN_GUESSES = 32
+"""Guesses that are compared before the first is acted on."""
 
 
 class ExpertSizes(NamedTuple):
@@ -70,7 +84,7 @@ def size_tier(sizes: ExpertSizes, *, budget_bytes: int, wanted_slots: int = 0) -
             "--engine.kv-cache-gib, or choose a smaller --expert-format",
             field="engine.memory",
         )
-    reason = f"what {budget_bytes / GIB:.2f} GiB hold; others are read when they are wanted"
+    reason = f"what {budget_bytes / MIB:,.0f} MiB hold; others are read when they are wanted"
     return TierSizes(min(count, sizes.num_experts), num_staged, slot, reason)
 
 
@@ -87,3 +101,23 @@ def predict_missed_bytes(
     """
     hits = num_slots / sizes.num_experts if hit_rate is None else hit_rate
     return (1 - hits) * sizes.top_k * sizes.num_layers * sizes.expert_bytes
+
+
+class GuessGate:
+    """Decides whether guesses of a layer's experts pay, by how often they were right."""
+
+    def __init__(self) -> None:
+        self.num_guessed = 0.0
+        """Guesses of experts that were not held, older ones counting less."""
+        self.num_right = 0.0
+
+    def note(self, guessed: Sequence[int], chosen: Sequence[int]) -> None:
+        """Compare the guesses of a step with its choices, whether or not they were acted on."""
+        right = set(chosen)
+        self.num_guessed = REMEMBERED * self.num_guessed + len(guessed)
+        self.num_right = REMEMBERED * self.num_right + sum(e in right for e in guessed)
+
+    @property
+    def is_open(self) -> bool:
+        """True if experts should be read before they are asked for."""
+        return self.num_guessed >= MIN_GUESSES and self.num_right >= MIN_RIGHT * self.num_guessed

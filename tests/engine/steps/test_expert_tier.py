@@ -15,7 +15,9 @@ from tandem.core.errors import ConfigError, InternalError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams
 from tandem.engine.build import build_engine, plan_engine
 from tandem.engine.config import EngineConfig
+from tandem.kernels.cpu.expert_slots import LayerSlots
 from tandem.models.config import ModelConfig
+from tandem.placement.expert_tier import GuessGate
 
 PROMPTS = [[(7 * i * i + 3) % 4000 + 3 for i in range(n)] for n in (75, 40, 9)]
 
@@ -66,6 +68,37 @@ def test_tokens_are_those_of_experts_in_memory(packed, expert_format):
         tier = built.model.plan.tier
         assert (tier.num_slots, tier.num_layers) == (2, 6)
         assert built.model.weight_bytes < built.model.plan.weight_bytes
+
+
+def test_guessed_experts_change_no_token_and_are_often_right(packed, monkeypatch):
+    """Read whenever there is a guess, right or not."""
+    expected, _ = generate(build(None, slots=0).engine, PROMPTS)
+    monkeypatch.setattr("tandem.placement.expert_tier.MIN_GUESSES", 0)
+    monkeypatch.setattr("tandem.placement.expert_tier.MIN_RIGHT", 0.0)
+    seen = []
+    insert = LayerSlots.guess
+
+    def note(self, expert_ids):
+        seen.extend(expert_ids)
+        insert(self, expert_ids)
+
+    monkeypatch.setattr(LayerSlots, "guess", note)
+    assert generate(build(packed, slots=3).engine, PROMPTS)[0] == expected
+    assert len(seen) > 50
+
+
+def test_a_gate_opens_by_what_was_right():
+    gate = GuessGate()
+    assert not gate.is_open
+    for _ in range(40):
+        gate.note([1, 2], [1, 5])
+    assert not gate.is_open
+    for _ in range(60):
+        gate.note([1, 2], [2, 1])
+    assert gate.is_open
+    for _ in range(60):
+        gate.note([1, 2], [7])
+    assert not gate.is_open
 
 
 def test_a_failed_read_is_the_error_of_requests_that_need_it(packed, monkeypatch):

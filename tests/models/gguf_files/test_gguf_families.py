@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf_writing import write_model
 from loading import load_checkpoint
+from test_gguf_formats import make_codes
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -63,6 +64,10 @@ LATENTS = {
     "qk_nope_head_dim": 32, "v_head_dim": 24, "head_dim": 16, "n_routed_experts": 8,
     "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2,
     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+STATES = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32, "rope_parameters": PARTIAL,
 }  # fmt: skip
 GROUPS = {"n_group": 4, "topk_group": 2}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
@@ -124,7 +129,15 @@ MODELS = {
         "deepseek_v3",
         LATENTS | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
     ),
+    "qwen3_next": (
+        "qwen3_next",
+        STATES | MOE | {"norm_topk_prob": True, "shared_expert_intermediate_size": 48},
+    ),
+    "qwen3_5": ("qwen3_5_text", STATES | {"tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", STATES | MOE | {"shared_expert_intermediate_size": 48}),
 }  # fmt: skip
+CENTRED = ("gemma2", "gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Norms hold 1 + weight, which rounds; and a decay's rate goes through its exponential."""
 WHOLE_KV = ("deepseek_v2 lite", "deepseek_v3 old")
 """Written as llama.cpp did before it kept MLA's keys and values in tensors of their own."""
 
@@ -168,10 +181,34 @@ def test_logits_are_those_of_the_folder(pair, open_session):
     ours, theirs = (
         open_session(load_checkpoint(path, dtype="float32")).run(tokens) for path in (file, folder)
     )
-    if "gemma" in name:
+    if name in CENTRED:
         assert torch.allclose(ours, theirs, atol=1e-4)
     else:
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [("Q8_0", True), ("Q4_0", True), ("Q6_K", False)])
+def test_codes_of_a_state_are_taken_over(kind, is_kept, tmp_path, open_session):
+    """Value heads change places in rows, and in whole blocks of inputs; else values are read."""
+    changes = {"linear_value_head_dim": 64, "linear_num_value_heads": 8, "hidden_size": 256}
+    config = CONFIG_MAPPING["qwen3_5_text"](**COMMON | STATES | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+
+    write_model(model, tmp_path / "model.gguf", kind, quantize=make_codes)
+    packed = load_checkpoint(tmp_path / "model.gguf", dtype="float32")
+    reasons = {m.role: m.reason for m in packed.plan.layers[0].matrices}
+    assert "as the checkpoint stores it" in reasons["qkv"]
+    assert ("as the checkpoint stores it" in reasons["attention_out"]) == is_kept
+    plain = load_checkpoint(
+        tmp_path / "model.gguf", dtype="float32", linear_format="f32", expert_format="f32"
+    )
+    tokens = list(range(5, 45))
+    got, want = (open_session(model).run(tokens) for model in (packed, plain))
+    assert float((got - want).norm() / want.norm()) < 0.05
 
 
 def test_copies_of_the_compressed_keys_and_values_are_not_needed(tmp_path, open_session):

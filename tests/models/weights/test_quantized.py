@@ -104,6 +104,39 @@ def test_every_kind_has_its_format_here():
     assert HELD.keys() == CODERS.keys()
 
 
+STATES = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 3,
+    "num_experts_per_tok": 3,
+}
+"""Heads are whole blocks, as published ones are, though rows of heads change places."""
+
+
+@pytest.mark.parametrize("kind", ["fp8 blocks", "ct int4 g32 sym"])
+def test_projections_of_a_state_keep_their_codes(kind, coded, open_session):
+    """Rows of codes are put in the order of the rule, with their scales."""
+
+    def is_coded(name):
+        return is_linear(name) or name.endswith("in_proj_qkvz.weight")
+
+    folder, plain = coded("qwen3_next", kind, is_coded, **STATES)
+    exact, _ = eager(plain)
+    packed = load_checkpoint(folder, dtype="float32")
+    first, second = ({m.role: m.weight_format for m in x.matrices} for x in packed.plan.layers)
+    for role in ("qkv", "attention_out", "experts"):
+        assert first[role] == second[role] == HELD[kind]
+    assert first["gates"] == "f32"
+    logits = open_session(packed).run(IDS)
+    assert relative(logits, exact) < LARGEST_ERROR
+    values = load_checkpoint(folder, dtype="float32", linear_format="f32", expert_format="f32")
+    assert relative(open_session(values).run(IDS), exact) < 1e-4
+
+
 @pytest.mark.parametrize("kind", list_kinds())
 def test_logits_are_those_of_the_decoded_weights(kind, coded, open_session):
     family = "qwen3_moe" if "g32" in kind or "fp8" in kind or "rows" in kind else "llama"

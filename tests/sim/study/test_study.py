@@ -11,6 +11,7 @@ from tandem.core.errors import ConfigError
 from tandem.sim.cluster.generators import Generator, generate_rows
 from tandem.sim.cluster.run import run_scenario
 from tandem.sim.cluster.scenario import change_scenario, parse_changes, parse_scenario
+from tandem.sim.study.advice import advise, list_options
 from tandem.sim.study.capacity import Probe, find_capacity, price_hour, price_tokens
 from tandem.sim.study.pictures import draw_goodput, draw_load, write_page
 from tandem.sim.study.sweeps import list_points, run_sweep
@@ -95,6 +96,23 @@ def test_prices():
     assert price_tokens(36.0, 1000.0) == pytest.approx(10.0)
     with pytest.raises(ConfigError, match="no price of 8xa800"):
         price_hour(SCENARIO, {})
+
+
+def test_advice_is_what_brings_most_for_least():
+    prices = {"8xa800": 16.0, "8468v-8xh800": 30.0}
+    options = list_options(SCENARIO, prices, None)
+    assert [(o.machine, o.role) for o in options] == [
+        ("", ""),
+        ("8xa800", "unified"),
+        ("8468v-8xh800", "unified"),
+    ]
+    assert sum(group.count for group in options[1].scenario.instances) == 4
+    assert options[2].scenario.instances[-1].hardware == "8468v-8xh800"
+    # 3 x 16 now; the dearer one does not fit any more.
+    assert len(list_options(SCENARIO, prices, 70.0)) == 2
+    attained = iter([0.5, 0.9, 0.9])
+    found = advise(options, lambda scenario: (next(attained), 1.0))
+    assert [each.machine for each in found] == ["8xa800", "8468v-8xh800", ""]
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ BENCHES = {
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",
     "moe": "tandem.bench.operators.moe",
+    "nvme": "tandem.bench.operators.nvme",
     "plan": "tandem.bench.serving.planned",
     "sampling": "tandem.bench.operators.sampling",
     "store": "tandem.bench.store",

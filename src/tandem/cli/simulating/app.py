@@ -3,8 +3,9 @@
 import typer
 
 from tandem.cli.simulating.hits import hits
+from tandem.cli.simulating.paper import paper
 from tandem.cli.simulating.run import run
-from tandem.cli.simulating.studies import capacity, sweep
+from tandem.cli.simulating.studies import advise, capacity, sweep
 
 __all__ = ["app"]
 
@@ -19,6 +20,8 @@ app.command("hits")(hits)
 app.command("run")(run)
 app.command("sweep")(sweep)
 app.command("capacity")(capacity)
+app.command("advise")(advise)
+app.command("paper")(paper)
 
 
 @app.callback()

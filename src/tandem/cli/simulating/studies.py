@@ -1,4 +1,4 @@
-"""``tandem sim sweep`` and ``tandem sim capacity``: many runs of one scenario."""
+"""``tandem sim sweep``, ``capacity`` and ``advise``: many runs of one scenario."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.config import parse_yaml
 from tandem.core.errors import ConfigError, NotFoundError
 
-__all__ = ["capacity", "sweep"]
+__all__ = ["advise", "capacity", "sweep"]
 
 ScenarioArgument = Annotated[Path, typer.Argument(help="YAML file of a scenario.")]
 TraceOption = Annotated[
@@ -153,10 +153,61 @@ def capacity(
         sys.stdout.write(f"${found.usd_per_million_tokens:.3f} a million tokens\n")
 
 
+def advise(
+    scenario: ScenarioArgument,
+    prices: Annotated[
+        Path, typer.Option(help="YAML: US dollars an hour by machine; all are candidates.")
+    ],
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="US dollars an hour of the whole cluster.")
+    ] = None,
+    trace: TraceOption = None,
+    changes: SetOption = None,
+    json: JsonFlag = False,
+) -> None:
+    """Say which machine to add next: the one with which most requests keep the objectives."""
+    from tandem.core.errors import CapacityError
+    from tandem.sim.cluster.run import make_setups, open_load, run_scenario
+    from tandem.sim.study import advice
+
+    wished = read_changed(scenario, trace, changes)
+    if not wished.slo.is_set:
+        raise ConfigError("sim.advise", "the scenario has no objectives: give slo", field="slo")
+    options: list[advice.Option] = []
+    for option in advice.list_options(wished, _read_prices(prices), budget):
+        try:
+            make_setups(option.scenario)
+        except CapacityError as error:
+            sys.stderr.write(f"{option.machine}: {error.what}\n")
+        else:
+            options.append(option)
+
+    def measure(changed: Any) -> tuple[float, float]:
+        report = run_scenario(changed, open_load(changed.load)).report
+        return report.attained or 0.0, report.goodput or 0.0
+
+    found = advice.advise(options, measure)
+    if json:
+        print_json(found)
+        return
+    rows = [
+        (
+            each.machine or "as it is",
+            each.role,
+            f"{each.usd_per_hour:.2f}",
+            f"{each.attained:.1%}",
+            f"{each.goodput:.3f}",
+        )
+        for each in found
+    ]
+    print_table(("add", "role", "$ an hour", "in time", "goodput"), rows)
+
+
 def _read_prices(path: Path) -> dict[str, float]:
     try:
         return msgspec.convert(parse_yaml(path.read_text("utf-8")), dict[str, float], strict=False)
     except OSError as error:
-        raise NotFoundError("sim.capacity", f"cannot read {path}: {error}") from error
+        what = f"cannot read {path}: {error.strerror}: give a YAML file of prices"
+        raise NotFoundError("sim.capacity", what) from error
     except (yaml.YAMLError, msgspec.ValidationError) as error:
         raise ConfigError("sim.capacity", f"{path}: dollars an hour by machine: {error}") from error

@@ -49,4 +49,5 @@ def read_rows(path: Path) -> Iterator[TraceRow]:
                     what = f"{path}, line {number}: no row of a trace: {error}"
                     raise ConfigError("loads.read_trace", what) from error
     except OSError as error:
-        raise NotFoundError("loads.read_trace", f"cannot read {path}: {error}") from error
+        what = f"cannot read {path}: {error.strerror}: give the path of a trace"
+        raise NotFoundError("loads.read_trace", what) from error

@@ -142,15 +142,21 @@ class CpuDevice:
         """See ``Device``."""
         return CpuEvent()
 
-    def call_host(self, stream: Stream, function: Callable[[], None]) -> None:
+    def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
         """See ``Device``; the caller runs it."""
+        del name
+        _as_own(stream).run(work)
+
+    def call_host(self, stream: Stream, function: Callable[[], None], name: str = "") -> None:
+        """See ``Device``; the caller runs it."""
+        del name
         _as_own(stream).run(function)
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> CpuGraph:
         """See ``Device``.
 
-        Only copies and host functions on ``stream`` are captured. Other operations are done at
-        once, as the CPU has no queue that they could be taken from.
+        Operators outside of ``run`` are done at once, as the CPU has no queue that they could be
+        taken from.
         """
         own = _as_own(stream)
         if own.captured is not None:

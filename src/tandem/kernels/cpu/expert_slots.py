@@ -205,7 +205,12 @@ class LayerSlots:
         """Offset in the memory by expert; -1 if it is not there."""
 
     def run(
-        self, ids: NDArray[np.int64], compute: Callable[[int, int, bool], None], *, is_cached: bool
+        self,
+        ids: NDArray[np.int64],
+        compute: Callable[[int, int, bool], None],
+        *,
+        is_cached: bool,
+        on_begun: Callable[[], None] | None = None,
     ) -> None:
         """Compute the experts that ``ids`` names, in ascending order, as they come.
 
@@ -213,14 +218,19 @@ class LayerSlots:
             ids: of all tokens; -1 is none.
             compute: computes experts [first, end) from ``places``; told if earlier ones were.
             is_cached: whether the policy is asked; otherwise the slots stay as they are.
+            on_begun: called when the disk has the reads of this layer, before it is waited for.
 
         Raises: what reads raise.
         """
         order: list[int] = np.unique(ids[ids >= 0]).tolist()
         try:
-            self._run(order, compute, is_cached=is_cached)
+            self._run(order, compute, is_cached=is_cached, on_begun=on_begun)
         finally:
             self._end_staged()
+
+    def list_missing(self, expert_ids: list[int]) -> list[int]:
+        """Return those that have no slot, in the order given."""
+        return [expert_id for expert_id in expert_ids if expert_id not in self._slots]
 
     def guess(self, expert_ids: list[int]) -> None:
         """Begin to read experts that the next step may compute, likeliest first."""
@@ -231,7 +241,12 @@ class LayerSlots:
         self._tier.counters.read_bytes += len(insertions) * self._expert_bytes
 
     def _run(
-        self, order: list[int], compute: Callable[[int, int, bool], None], *, is_cached: bool
+        self,
+        order: list[int],
+        compute: Callable[[int, int, bool], None],
+        *,
+        is_cached: bool,
+        on_begun: Callable[[], None] | None,
     ) -> None:
         passing = self._begin_missing(order, is_cached=is_cached)
         # A decode computes each expert as it comes. A prefill prepares all its rows for each call,
@@ -241,6 +256,9 @@ class LayerSlots:
         while first < len(order) or not is_added:
             while passing and self._stage(passing[0]):
                 passing.popleft()
+            if on_begun is not None:
+                on_begun()
+                on_begun = None
             # The staging area fills in ascending order: from here on nothing is begun yet.
             last = len(order) if not passing else order.index(passing[0])
             if first == last < len(order):

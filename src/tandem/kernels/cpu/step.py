@@ -7,6 +7,7 @@ Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim, E experts.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,22 @@ from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 
-__all__ = ["CpuStep"]
+__all__ = ["CpuStep", "ExpertChoice"]
+
+
+class ExpertChoice(NamedTuple):
+    """A layer's choice of experts, in buffers of the step that the next layer writes again."""
+
+    block: MoeBlock
+    experts: RoutedExperts
+    residual: Buffer
+    """[T, D]"""
+    x: Buffer
+    """[T, D]: normed, for the experts."""
+    ids: Buffer
+    """[T, K], int64."""
+    weights: Buffer
+    """[T, K]"""
 
 
 class CpuStep:
@@ -79,6 +95,27 @@ class CpuStep:
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """See ``Step``."""
+        choice = self.choose_experts_(layer, x_TD)
+        if choice is None:
+            return
+        self.run_shared_(choice)
+        routing, experts, x = self._routing, choice.experts, choice.x
+        ids, weights = choice.ids, choice.weights
+        if routing is not None and routing.defers:
+            self._add_deferring(routing, experts, choice.residual, x, ids, weights)
+        elif isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
+            out = self._buffer("experts_out", experts.hidden_size, torch.float32)
+            experts.run(x, ids, weights, out)
+            self.leave_sum_(out)
+        else:
+            residual = choice.residual.tensor
+            experts.add_into_(residual, x.tensor, ids.tensor, weights.tensor)
+
+    def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> "ExpertChoice | None":
+        """Run a fused layer up to its router's choice; None: it has no experts, and has run.
+
+        ``run_shared_`` and ``leave_sum_`` complete it, in any order.
+        """
         assert isinstance(layer, DecoderLayer), "a layer that is not fused"
         first_norm, attention, attention_out_norm, second_norm, mlp, mlp_out_norm = layer.parts
         x = self._view_residual(x_TD)
@@ -97,8 +134,19 @@ class CpuStep:
             if late is not None:
                 x.tensor.add_(late)
             self._run_mlp(mlp, x, h, mlp_out_norm)
-        else:
-            self._add_moe(mlp, x, h)
+            return None
+        return self._choose(mlp, x, h)
+
+    def run_shared_(self, choice: "ExpertChoice") -> None:
+        """Add the experts that every token uses, if the layer has such, to the residual stream."""
+        block = choice.block
+        if block.shared is not None:
+            self._add_shared(block, block.shared, choice.residual, choice.x)
+
+    def leave_sum_(self, out_TD: Buffer) -> None:
+        """Leave the experts' sum, float32, to the next norm, which adds it; kept until then."""
+        assert self._pending is None, "two addends without a norm between them"
+        self._pending = out_TD
 
     def complete_(self, x_TD: Tensor) -> None:
         """See ``Step``."""
@@ -319,10 +367,8 @@ class CpuStep:
             down_matrix.run(hidden, branch)
             self._norm_branch(out_norm, branch)
 
-    def _add_moe(self, block: MoeBlock, residual_TD: Buffer, x_TD: Buffer) -> None:
+    def _choose(self, block: MoeBlock, residual_TD: Buffer, x_TD: Buffer) -> "ExpertChoice":
         router, experts = block.operators
-        if block.shared is not None:
-            self._add_shared(block, block.shared, residual_TD, x_TD)
         dtype = router.matrix.out_dtype
         logits = self._buffer("router_logits", router.num_experts, dtype)
         weights = self._buffer("router_weights", router.top_k, dtype)
@@ -345,14 +391,7 @@ class CpuStep:
             self._pool,
             num_group_choices=rule.num_group_choices,
         )
-        if routing is not None and routing.defers:
-            self._add_deferring(routing, experts, residual_TD, x_TD, ids, weights)
-        elif isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
-            assert self._pending is None, "two addends without a norm between them"
-            self._pending = self._buffer("experts_out", experts.hidden_size, torch.float32)
-            experts.run(x_TD, ids, weights, self._pending)
-        else:
-            experts.add_into_(residual_TD.tensor, x_TD.tensor, ids.tensor, weights.tensor)
+        return ExpertChoice(block, experts, residual_TD, x_TD, ids, weights)
 
     def _add_deferring(
         self,

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,18 @@ from tandem.kernels.cpu.expert_slots import ExpertTier, LayerSlots
 from tandem.kernels.cpu.experts import NativeExperts, PackedExperts, WeightCache, start_submitter
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.native import Buffer
+from tandem.kernels.operators.moe import Router
 from tandem.kernels.weights.formats import WeightFormat
 from tandem.placement.expert_cache import CachePolicy
+from tandem.placement.expert_tier import GuessGate
 
 __all__ = ["DiskExperts", "TierShare", "TieredExperts"]
 
 MAX_CACHED_TOKENS = 16
 """Tokens of a step up to which it goes through the cache: decodes of some requests and drafts. A
 prefill uses nearly all experts of a layer once, and would push out those that decodes use."""
+MAX_GUESSES = 4
+"""Experts of a layer that a step reads before they are asked for."""
 
 
 class TieredExperts(PackedExperts):
@@ -65,8 +70,18 @@ class TieredExperts(PackedExperts):
             policy=policy,
         )
 
-    def run(self, x_TD: Buffer, ids_TK: Buffer, weights_TK: Buffer, out_TD: Buffer) -> None:
-        """See ``PackedExperts``; raises what a read of the disk raises."""
+    def run(
+        self,
+        x_TD: Buffer,
+        ids_TK: Buffer,
+        weights_TK: Buffer,
+        out_TD: Buffer,
+        on_begun: Callable[[], None] | None = None,
+    ) -> None:
+        """See ``PackedExperts``; raises what a read of the disk raises.
+
+        ``on_begun`` is called when the disk has the reads, before it is waited for.
+        """
         views = (x_TD.view, ids_TK.view, weights_TK.view, out_TD.view)
         bank, pool, layer, memory = self._bank, self._pool, self._layer, self._tier.memory
         ids = ids_TK.tensor.numpy()
@@ -74,11 +89,13 @@ class TieredExperts(PackedExperts):
         def compute(first: int, end: int, is_added: bool) -> None:
             bank.forward_apart(pool, *views, memory, layer.places, first, end, is_added)
 
-        layer.run(ids, compute, is_cached=len(ids) <= MAX_CACHED_TOKENS)
+        is_cached = len(ids) <= MAX_CACHED_TOKENS
+        layer.run(ids, compute, is_cached=is_cached, on_begun=on_begun)
 
-    def guess(self, expert_ids: list[int]) -> None:
-        """Begin to read experts that the next step may compute, likeliest first."""
-        self._layer.guess(expert_ids)
+    @property
+    def layer(self) -> LayerSlots:
+        """The slots."""
+        return self._layer
 
     def forward(
         self,
@@ -141,6 +158,11 @@ class DiskExperts(NativeExperts):
         super().__init__(spec, weight_format=weight_format, pool=pool, cache=cache)
         self._disk_cache = cache
         self._share = share
+        self._follower: DiskExperts | None = None
+        self._router: Router | None = None
+        self._gate = GuessGate()
+        self._guesses: list[int] = []
+        """Experts without a slot that this step was guessed to choose."""
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Open the file of packed weights; pack and write it first if there is none.
@@ -179,3 +201,37 @@ class DiskExperts(NativeExperts):
         )
         self._load_biases(reader, name)
         self.packed_bytes = share.num_slots * share.tier.slot_bytes
+
+    def follow(self, before: "DiskExperts", router: Router) -> None:
+        """Guess these experts while the layer before computes, by their router on its input.
+
+        Args:
+            before: the experts of the layer before.
+            router: of this layer.
+        """
+        self._router, self._gate = router, GuessGate()
+        before._follower = self
+
+    def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer) -> None:
+        """See ``NativeExperts``; begins to read what the next layer may need, if that pays."""
+        tiered, follower = self._experts, self._follower
+        assert isinstance(tiered, TieredExperts), "not loaded"
+        if self._guesses:
+            self._gate.note(self._guesses, ids_TK.tensor.flatten().tolist())
+            self._guesses = []
+        on_begun = None
+        if follower is not None and len(x_TD.tensor) <= MAX_CACHED_TOKENS:
+            on_begun = partial(follower._guess, x_TD.tensor)
+        tiered.run(x_TD, ids_TK, w_TK, out_TD, on_begun)
+
+    def _guess(self, x_TD: Tensor) -> None:
+        """Guess from the input of the layer before; read if guesses were right often enough."""
+        tiered, router = self._experts, self._router
+        assert isinstance(tiered, TieredExperts), "not loaded"
+        assert router is not None, "nothing to guess by"
+        _, _, ids_TK = router.route(x_TD)
+        # Each token's best first.
+        likeliest = list(dict.fromkeys(ids_TK.t().flatten().tolist()))
+        self._guesses = tiered.layer.list_missing(likeliest)[:MAX_GUESSES]
+        if self._guesses and self._gate.is_open:
+            tiered.layer.guess(self._guesses)

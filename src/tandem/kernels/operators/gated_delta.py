@@ -45,10 +45,7 @@ class GatedDelta(Operator):
         self.gate_settings = gate_settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the projections, and in float32 the convolution, the gates' and the norm's.
-
-        The convolution is one tensor, or three, of queries, keys and values.
-        """
+        """Read the projections, and in float32 the convolution, the gates' and the norm's."""
         spec = self.spec
         orders = list_rows(spec)
         rows = _list_sizes(spec)
@@ -71,19 +68,13 @@ class GatedDelta(Operator):
         self.output_matrix: Matrix = read_matrix(
             self, "out_", reader, self.settings, output, spec.all_values
         )
-        conv = torch.empty(spec.num_channels, 1, spec.conv_width, device=reader.device)
-        if reader.has(f"{name}.conv1d.weight"):
-            reader.read_into(f"{name}.conv1d.weight", conv)
-        else:
-            sizes = (spec.all_keys, spec.all_keys, spec.all_values)
-            for part, own in zip("qkv", conv.split(sizes), strict=True):
-                reader.read_into(f"{name}.{part}_conv1d.weight", own)
         parts = {
+            "conv1d.weight": (spec.num_channels, 1, spec.conv_width),
             "A_log": (spec.num_v_heads,),
             "dt_bias": (spec.num_v_heads,),
             f"{spec.norm_name}.weight": (spec.value_dim,),
         }
-        read = [conv]
+        read: list[Tensor] = []
         for part, shape in parts.items():
             tensor = torch.empty(shape, dtype=torch.float32, device=reader.device)
             reader.read_into(f"{name}.{part}", tensor)

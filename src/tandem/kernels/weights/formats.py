@@ -22,6 +22,7 @@ __all__ = [
     "WeightFormat",
     "dequantize",
     "find_format",
+    "find_whole_blocks",
     "list_floats",
     "pair_formats",
     "quantize",
@@ -260,12 +261,18 @@ def stack(matrices: "list[QuantizedMatrix]") -> QuantizedMatrix:
 
 
 def select_rows(matrix: QuantizedMatrix, rows: slice | NDArray[np.int64]) -> QuantizedMatrix:
-    """Return some outputs of a matrix whose outputs have scales of their own; contiguous.
+    """Return some outputs of a matrix; contiguous.
 
-    Raises: ShapeError (fp8, where blocks of outputs share one).
+    Raises: ShapeError (outputs of fp8 that are not whole blocks, each of which shares scales).
     """
     if matrix.weight_format.has_blocks:
-        raise ShapeError("kernels.select_rows", "outputs of fp8 share scales: take all of them")
+        blocks = None if isinstance(rows, slice) else find_whole_blocks(rows)
+        if blocks is None:
+            raise ShapeError("kernels.select_rows", "outputs of fp8 share scales: take all of them")
+        codes, scales = matrix.codes[rows], matrix.scales[blocks]
+        return QuantizedMatrix(
+            matrix.weight_format, np.ascontiguousarray(codes), np.ascontiguousarray(scales), None
+        )
     scales, minima = matrix.scales[rows], matrix.minima
     return QuantizedMatrix(
         matrix.weight_format,
@@ -273,6 +280,17 @@ def select_rows(matrix: QuantizedMatrix, rows: slice | NDArray[np.int64]) -> Qua
         np.ascontiguousarray(scales),
         None if minima is None else np.ascontiguousarray(minima[rows]),
     )
+
+
+def find_whole_blocks(
+    order: NDArray[np.integer], size: int = BLOCK_ROWS
+) -> NDArray[np.integer] | None:
+    """Return which block each run of ``size`` is in an order; None if one is not whole."""
+    if len(order) % size:
+        return None
+    runs = np.reshape(order, (-1, size))
+    is_whole = (runs[:, 0] % size == 0) & (np.diff(runs, axis=1) == 1).all(axis=1)
+    return runs[:, 0] // size if bool(is_whole.all()) else None
 
 
 def round_to_bf16(values: NDArray[np.floating]) -> NDArray[np.float32]:

@@ -20,7 +20,7 @@ from tandem.kernels.interfaces import Matrix, WeightReader
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.operator import Operator, freeze, read_rows
 from tandem.kernels.weights.blocks import CodedMatrix, convert_codes, select_outputs, stack_outputs
-from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat
+from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat, find_whole_blocks
 from tandem.kernels.weights.recode import can_hold, group_formats
 
 __all__ = ["TENSORS", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]
@@ -174,7 +174,8 @@ def _read_codes(
     if wanted is None or not all(held is not None and can_hold(wanted, held) for held in formats):
         return None
     if wanted.has_blocks and (
-        order is not None or any(rows % BLOCK_ROWS for _, rows in parts[:-1])
+        any(rows % BLOCK_ROWS for _, rows in parts[:-1])
+        or (order is not None and find_whole_blocks(order.numpy()) is None)
     ):
         return None
     matrices = [convert_codes(reader.read_packed(name), wanted) for name, _ in parts]

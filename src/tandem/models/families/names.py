@@ -3,12 +3,13 @@
 Mixtral's hub checkpoints, and those of families that follow it, call a MoE block
 ``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. Models that also take
 images call their decoder ``model.language_model``. OLMo's hybrids call norms of layers otherwise,
-and others single parts of a block (``PARTS``). A model that classifies calls its head ``score``.
-Models that give embeddings are often stored without their head, and their names without ``model.``.
+and have a convolution for each of queries, keys and values; others call single parts of a block
+otherwise (``PARTS``). A model that classifies calls its head ``score``. Models that give embeddings
+are often stored without their head, and their names without ``model.``.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from tandem.kernels.interfaces import Shard, WeightReader
 from tandem.kernels.weights.blocks import CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
+from tandem.models.sources.source import TensorEntry
 
 __all__ = ["RenamedReader", "rename_reader"]
 
@@ -79,6 +81,45 @@ class RenamedReader:
         self._reader.skip(self._rename(prefix))
 
 
+class HybridReader(RenamedReader):
+    """A reader of OLMo's hybrids.
+
+    Args:
+        reader: has the tensors.
+        entries: its tensors by name.
+    """
+
+    def __init__(self, reader: WeightReader, entries: Mapping[str, TensorEntry]) -> None:
+        super().__init__(reader, _make_norm_rename(set(entries)))
+        self._entries = entries
+
+    def has(self, name: str) -> bool:
+        """See ``WeightReader``."""
+        return super().has(name) or bool(self._find_parts(name))
+
+    def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        """See ``WeightReader``."""
+        parts = [] if shard is not None or super().has(name) else self._find_parts(name)
+        sizes = [self._entries[part].shape[0] for part in parts]
+        if not parts or sum(sizes) != len(out):
+            # Its error says what is missing.
+            super().read_into(name, out, shard)
+            return
+        for part, own in zip(parts, out.split(sizes), strict=True):
+            super().read_into(part, own)
+
+    def _find_parts(self, name: str) -> list[str]:
+        """Return the tensors that a convolution is made of; none for other names."""
+        if not name.endswith(CONVOLUTION):
+            return []
+        stem = name.removesuffix("conv1d.weight")
+        parts = [f"{stem}{part}_conv1d.weight" for part in "qkv"]
+        return parts if all(part in self._entries for part in parts) else []
+
+
+CONVOLUTION = "linear_attn.conv1d.weight"
+
+
 def _rename_block(name: str) -> str:
     name = name.replace(".mlp.", BLOCK)
     return _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
@@ -111,9 +152,14 @@ def _replace_start(name: str, start: str, by: str) -> str:
     return by + name.removeprefix(start) if name.startswith(start) else name
 
 
-def rename_reader(reader: WeightReader, names: Iterable[str]) -> WeightReader:
-    """Return a reader that takes the modules' names, whatever the checkpoint's ``names`` are."""
-    known = set(names)
+def rename_reader(reader: WeightReader, entries: Mapping[str, TensorEntry]) -> WeightReader:
+    """Return a reader that takes the modules' names, whatever those of the checkpoint are.
+
+    Args:
+        reader: of the checkpoint.
+        entries: its tensors by name.
+    """
+    known = set(entries)
     if "score.weight" in known:
         reader = RenamedReader(reader, partial(_replace_start, start="lm_head.", by="score."))
     if "embed_tokens.weight" in known:
@@ -123,7 +169,7 @@ def rename_reader(reader: WeightReader, names: Iterable[str]) -> WeightReader:
     if any(name.startswith(DECODER) for name in known):
         return RenamedReader(reader, _rename_decoder)
     if any(norm in name for name in known for norm in HYBRID_NORMS.values()):
-        return RenamedReader(reader, _make_norm_rename(known))
+        return HybridReader(reader, entries)
     parts = [
         (module, stored)
         for module, stored in PARTS

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.gguf.states import read_state_sizes
 from tandem.models.gguf.tokenizer import find_end_tokens
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import GgufTensor, Value
@@ -311,6 +312,46 @@ def _qwen3_moe(facts: Facts) -> Config:
     return config | _list_experts(facts)
 
 
+def _list_states(facts: Facts) -> Config:
+    try:
+        sizes = read_state_sizes(facts.architecture, facts.count)
+    except ValueError as error:
+        raise ConfigError(WHERE, f"{facts.architecture}: {error}") from error
+    blocks = facts.count("block_count") - facts.count("nextn_predict_layers", 0)
+    return {
+        "linear_num_key_heads": sizes.num_k_heads,
+        "linear_num_value_heads": sizes.num_v_heads,
+        "linear_key_head_dim": sizes.key_dim,
+        "linear_value_head_dim": sizes.value_dim,
+        "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
+        "layer_types": [
+            "linear_attention" if facts.has(f"blk.{i}.ssm_a") else "full_attention"
+            for i in range(blocks)
+        ],
+    }
+
+
+def _qwen3_next(facts: Facts) -> Config:
+    # src/models/qwen3next.cpp: norm_w is true.
+    config = {"model_type": "qwen3_next", "norm_topk_prob": True} | _list_states(facts)
+    return config | _list_shared(facts) | _list_experts(facts)
+
+
+def _qwen35(facts: Facts) -> Config:
+    return {"model_type": "qwen3_5_text"} | _list_states(facts)
+
+
+def _qwen35_moe(facts: Facts) -> Config:
+    config = {"model_type": "qwen3_5_moe_text"} | _list_states(facts)
+    return config | _list_shared(facts) | _list_experts(facts)
+
+
+def _list_shared(facts: Facts) -> Config:
+    return {
+        "shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
+    }
+
+
 def _olmoe(facts: Facts) -> Config:
     # src/models/olmoe.cpp: norm_w is false.
     clip = facts.number("attention.clamp_kqv", 0.0)
@@ -439,6 +480,9 @@ ARCHITECTURES: dict[str, Callable[[Facts], Config]] = {
     "qwen2moe": _qwen2_moe,
     "qwen3": _qwen3,
     "qwen3moe": _qwen3_moe,
+    "qwen3next": _qwen3_next,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35_moe,
     "olmoe": _olmoe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,

@@ -3,12 +3,17 @@
 llama.cpp's names are ``blk.LAYER.PART.weight``. Where its converter rearranged a weight, a
 ``Recipe`` says what to undo: rows of q and k of ``llama``, whose rotation pairs neighbours there;
 norms of Gemma, which hold ``1 + weight``; gate and up, in tensors apart; the compressed values of
-MLA, in tensors by use.
+MLA, in tensors by use; what layers with a state have (``states``).
 """
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.models.gguf.states import STATE_ARCHITECTURES, StateSizes
 
 __all__ = ["COPIES", "HARMLESS", "How", "Recipe", "make_recipes"]
 
@@ -26,6 +31,12 @@ class How(Enum):
     """gpt-oss: experts with inputs first, columns of the two tensors in turn."""
     TRANSPOSE = auto()
     """gpt-oss: experts with inputs first."""
+    ORDERED = auto()
+    """The tensors one below the other, rows in ``Recipe.order``."""
+    TURNED_INPUTS = auto()
+    """Inputs in ``Recipe.order``."""
+    LOG_RATE = auto()
+    """The file holds -exp(weight), in ``Recipe.order``."""
     JOIN_KV = auto()
     """MLA: keys [H, latent, d] and values [H, d, latent] become [H * (d + d), latent]."""
 
@@ -36,6 +47,8 @@ class Recipe:
 
     tensors: tuple[str, ...]
     how: How = How.PLAIN
+    order: NDArray[np.int64] | None = None
+    """Which row, or input, of the file each one is."""
 
 
 HARMLESS = {
@@ -100,18 +113,25 @@ SPECIAL = {
     "glm4": GLM4,
     "glm4moe": SECOND_NORM,
     "gpt-oss": SECOND_NORM,
+    **dict.fromkeys(STATE_ARCHITECTURES, SECOND_NORM),
 }
 """Where an architecture calls a module otherwise."""
+
+CENTRED_NORMS = ("gemma2", "gemma3", *STATE_ARCHITECTURES)
+"""Where norms hold 1 + weight, but for those of a state's heads."""
 
 MAX_LAYERS = 2048
 
 
-def make_recipes(architecture: str, tensors: Container[str]) -> dict[str, Recipe]:
+def make_recipes(
+    architecture: str, tensors: Container[str], sizes: StateSizes | None = None
+) -> dict[str, Recipe]:
     """Return what every weight that a skeleton may ask for is made of, by its name there.
 
     Args:
         architecture: as the file calls it.
         tensors: those of the file; recipes of which it has not all are left out.
+        sizes: of layers with a state.
     """
     recipes = {name: _choose(architecture, name, tensor) for name, tensor in TOP.items()}
     if TOP["lm_head.weight"] not in tensors:
@@ -128,6 +148,9 @@ def make_recipes(architecture: str, tensors: Container[str]) -> dict[str, Recipe
                 recipes[name] = _choose(architecture, name, f"{theirs}{part}.{kind}")
         for name, recipe in _list_special(architecture, theirs, tensors):
             recipes[ours + name] = recipe
+        if sizes is not None:
+            for name, recipe in _list_state(sizes, theirs, tensors):
+                recipes[f"{ours}linear_attn.{name}"] = recipe
     return {
         name: recipe
         for name, recipe in recipes.items()
@@ -138,9 +161,39 @@ def make_recipes(architecture: str, tensors: Container[str]) -> dict[str, Recipe
 def _choose(architecture: str, name: str, tensor: str) -> Recipe:
     if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
         return Recipe((tensor,), How.UNPERMUTE)
-    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+    if architecture in CENTRED_NORMS and name.endswith("norm.weight"):
         return Recipe((tensor,), How.MINUS_ONE)
     return Recipe((tensor,))
+
+
+def _list_state(
+    sizes: StateSizes, layer: str, tensors: Container[str]
+) -> Iterator[tuple[str, Recipe]]:
+    """Yield the weights of a layer with a state."""
+    qkv, z = f"{layer}attn_qkv.weight", f"{layer}attn_gate.weight"
+    heads = sizes.order_heads(1) if sizes.has_order else None
+    values = sizes.order_heads(sizes.value_dim) if sizes.has_order else None
+    # Of the convolution too, whose rows are [1, width] in transformers.
+    channels = sizes.order_channels()
+    whole = f"{layer}ssm_in.weight"
+    if whole in tensors:
+        # Of before the converter took it apart.
+        yield "in_proj_qkvz.weight", Recipe((whole,))
+    else:
+        yield "in_proj_qkvz.weight", Recipe((qkv, z), How.ORDERED, sizes.join_by_head())
+    yield "in_proj_ba.weight", Recipe((f"{layer}ssm_ba.weight",))
+    for name, tensor, how, order in (
+        ("in_proj_qkv.weight", "attn_qkv.weight", How.ORDERED, channels),
+        ("in_proj_z.weight", "attn_gate.weight", How.ORDERED, values),
+        ("in_proj_b.weight", "ssm_beta.weight", How.ORDERED, heads),
+        ("in_proj_a.weight", "ssm_alpha.weight", How.ORDERED, heads),
+        ("conv1d.weight", "ssm_conv1d.weight", How.ORDERED, channels),
+        ("dt_bias", "ssm_dt.bias", How.ORDERED, heads),
+        ("out_proj.weight", "ssm_out.weight", How.TURNED_INPUTS, values),
+        ("norm.weight", "ssm_norm.weight", How.PLAIN, None),
+    ):
+        yield name, Recipe((f"{layer}{tensor}",), How.PLAIN if order is None else how, order)
+    yield "A_log", Recipe((f"{layer}ssm_a",), How.LOG_RATE, heads)
 
 
 def _list_special(

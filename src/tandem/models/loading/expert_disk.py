@@ -9,16 +9,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from torch import nn
 
 from tandem._native import DirectReader
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model.plan import NO_FORMAT, ExpertTierPlan, ModelPlan, MoeSpec
 from tandem.kernels.cpu.expert_slots import ExpertTier
-from tandem.kernels.cpu.tiered_experts import TierShare
+from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
+from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.placement.expert_cache import EXPERT_POLICIES
 from tandem.placement.expert_tier import ExpertSizes, predict_missed_bytes, size_tier
 
-__all__ = ["ReadRate", "list_expert_sizes", "measure_reads", "open_tier", "plan_tier"]
+__all__ = [
+    "ReadRate",
+    "follow_experts",
+    "list_expert_sizes",
+    "measure_reads",
+    "open_tier",
+    "plan_tier",
+]
 
 MIB = 1 << 20
 MEASURED_BYTES = 48 * MIB
@@ -115,6 +124,21 @@ def open_tier(plan: ExpertTierPlan) -> TierShare:
         alignment=DirectReader.ALIGNMENT,
     )
     return TierShare(tier, plan.num_slots, EXPERT_POLICIES[plan.policy])
+
+
+def follow_experts(model: nn.Module) -> None:
+    """Let each layer's experts on disk be guessed while the layer before computes."""
+    before: DiskExperts | None = None
+    for block in model.modules():
+        if not isinstance(block, MoeBlock):
+            continue
+        parts = dict(block.named_children())
+        router, experts = parts.get(block.spec.gate_name), parts.get("experts")
+        if not isinstance(experts, DiskExperts):
+            continue
+        if before is not None and isinstance(router, Router):
+            experts.follow(before, router)
+        before = experts
 
 
 def measure_reads(folder: Path, read_bytes: int) -> ReadRate:

@@ -24,10 +24,15 @@ from tandem.core.spec import (
     ModelSpec,
 )
 from tandem.core.state_layout import NO_SLOT
+from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.step import CpuStep
+from tandem.kernels.device import Device
 from tandem.kernels.devices import DeviceContext, open_device
+from tandem.kernels.hybrid import HybridDecoder
 from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
+from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.operator import Operator, freeze
 from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
@@ -38,7 +43,7 @@ from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import rename_reader
 from tandem.models.identity import list_config_values, make_kv_identity
 from tandem.models.loading.builders import Resources
-from tandem.models.loading.expert_disk import open_tier
+from tandem.models.loading.expert_disk import follow_experts, open_tier
 from tandem.models.loading.injection import apply_plan, require_no_meta
 from tandem.models.loading.packed_cache import (
     MIN_CACHED_BYTES,
@@ -111,8 +116,40 @@ class CausalModel:
         """Of the last step, int64 [layers with experts, tokens, top_k]; the next one overwrites it.
         None where layers are not fused or have no experts."""
         self.adapters: ModelAdapters | None = None
+        self._hybrid: HybridDecoder | None = None
         self.packed_writer: PackedWriter | None = None
         """Writes packed weights behind; None where there is nothing to write."""
+
+    def enable_hybrid(self, device: Device, *, is_captured: bool = True) -> HybridDecoder:
+        """Run decode steps on a device with routed experts on the host; return what does.
+
+        Args:
+            device: runs this model's operators.
+            is_captured: see ``HybridDecoder``.
+
+        Raises: UnsupportedError (layers that are not one operator each, or have experts of no
+            weight format).
+        """
+        blocks = [] if self._fused is None else [layer.parts[4] for layer in self._fused]
+        experts = [b.operators[1] if isinstance(b, MoeBlock) else None for b in blocks]
+        held = [e for e in experts if e is not None]
+        if self._fused is None or not all(isinstance(e, NativeExperts) for e in held) or not held:
+            what = (
+                "only fused layers with routed experts in a weight format run in part on the host"
+            )
+            raise UnsupportedError("models.enable_hybrid", what)
+        top_k = max(b.operators[0].top_k for b in blocks if isinstance(b, MoeBlock))
+        self._hybrid = HybridDecoder(
+            device,
+            list(self._fused),
+            experts,  # type: ignore[arg-type] - checked above
+            (self.spec.hidden_size, top_k),
+            self.dtype,
+            has_shared=[isinstance(b, MoeBlock) and b.shared is not None for b in blocks],
+            num_deferred=self.plan.num_deferred_experts,
+            is_captured=is_captured,
+        )
+        return self._hybrid
 
     def enable_adapters(self, max_adapters: int) -> ModelAdapters:
         """Make the model take LoRA adapters, once, before its first step; return their table.
@@ -288,9 +325,13 @@ class CausalModel:
             hidden = hidden.index_select(0, batch.logit_rows)
         else:
             hidden = self._embed(batch.token_ids)
-            for layer in self._fused:
-                step.run_layer_(layer, hidden)
-            step.complete_(hidden)
+            if self._hybrid is not None and len(batch.query_start) - 1 == batch.num_tokens:
+                assert isinstance(step, CpuStep), "a step that does not stop at experts"
+                self._hybrid.run(step, routing, hidden)
+            else:
+                for layer in self._fused:
+                    step.run_layer_(layer, hidden)
+                step.complete_(hidden)
             if len(batch.logit_rows) != len(hidden):
                 hidden = hidden.index_select(0, batch.logit_rows)
             hidden = self._norm(hidden)
@@ -351,6 +392,8 @@ def load_model(
             "event=memory_not_bound what=weights why=%r",
             "the kernel refused mbind: they lie where threads touched them first",
         )
+    if plan.tier is not None:
+        follow_experts(model)
     loaded = CausalModel(model, plan, context, weights_digest, ignored)
     loaded.packed_writer = PackedWriter(unwritten) if unwritten else None
     return loaded

@@ -86,6 +86,9 @@ class DefaultFormats:
             return wish, False
         held = self.stored.find_format(name)
         keeps_codes = not isinstance(spec, ExpertsSpec) and self.stored.is_mixed(name)
+        if isinstance(spec, GatedDeltaSpec) and held is None:
+            # The inputs of its output may be in an order that takes blocks of codes apart.
+            keeps_codes = self.stored.has_codes(name)
         return default if held is None else held.name, keeps_codes
 
 

@@ -100,15 +100,22 @@ def _flatten(names: tuple[tuple[str, ...], tuple[str, ...], str]) -> tuple[str, 
 def _probe(module: Any, spec: GatedDeltaSpec) -> GatedDeltaSpec:
     """Return the spec with the options that give what the module computes."""
     generator = torch.Generator().manual_seed(0)
+    from transformers.utils import logging as transformers_logging
+
     made = _make_narrow(module, spec, generator)
     x = torch.randn(1, PROBE_TOKENS, PROBE_WIDTH, generator=generator)
     kind = type(module).__name__
+    verbosity = transformers_logging.get_verbosity()
+    # It warns that its fast kernels are not installed, which nothing here needs.
+    transformers_logging.set_verbosity_error()
     try:
         with torch.inference_mode():
             theirs = made(x)[0]
     except Exception as error:
         # Whatever code of transformers raises.
         raise UnfitModuleError(f"{kind} cannot be run alone: {error}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     orders = (True, False) if len(spec.qkvz_names) == 1 else (False,)
     options = product(orders, (1.0, 2.0), ("silu", "sigmoid"), (0.0, 1.0))
     for is_by_key_head, beta_scale, gate, offset in options:

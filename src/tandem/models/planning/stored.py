@@ -58,6 +58,10 @@ class StoredModel:
         formats = {matrix.weight_format for matrix in self.find(name)}
         return len(formats) > 1 and None not in formats
 
+    def has_codes(self, name: str) -> bool:
+        """Whether some matrix of a module is in codes that a format holds."""
+        return any(matrix.weight_format is not None for matrix in self.find(name))
+
 
 def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
     """Return what a checkpoint has as codes; nothing where it has values only.
@@ -68,7 +72,7 @@ def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
     if quantization is None and find_gguf(checkpoint.folder) is None:
         return StoredModel()
     # A head that shares the embedding's tensor may take its codes.
-    raw = [m for m in raw if m.role not in ("embedding", "router")]
+    raw = [m for m in raw if m.role not in ("embedding", "router", "gates")]
     try:
         source = open_source(checkpoint.folder, quantization=quantization)
     except NotFoundError:

@@ -16,16 +16,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem._native import decode_blocks
-from tandem.core.errors import ConfigError, NotFoundError, ShapeError, UnsupportedError
+from tandem.core.errors import (
+    ConfigError,
+    CorruptionError,
+    NotFoundError,
+    ShapeError,
+    UnsupportedError,
+)
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.device import Device
 from tandem.kernels.devices import choose_execution
 from tandem.kernels.interfaces import Execution, Shard
 from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, interleave_rows
-from tandem.kernels.weights.formats import WeightFormat, find_format
+from tandem.kernels.weights.formats import WeightFormat, find_format, find_whole_blocks
 from tandem.kernels.weights.recode import join_formats
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES
 from tandem.models.gguf.names import COPIES, HARMLESS, How, Recipe, make_recipes
+from tandem.models.gguf.states import StateSizes, find_sizes
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor
 from tandem.models.sources.mapping import MappedFiles
@@ -38,7 +45,14 @@ TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat
 CHUNK_WEIGHTS = 1 << 20
 """Decoded at once: what lies in float32 beside the result."""
 
-CODED_HOW = (How.PLAIN, How.UNPERMUTE, How.INTERLEAVE, How.TRANSPOSE)
+CODED_HOW = (
+    How.PLAIN,
+    How.UNPERMUTE,
+    How.INTERLEAVE,
+    How.TRANSPOSE,
+    How.ORDERED,
+    How.TURNED_INPUTS,
+)
 """What leaves the inputs of an output together, and so its codes as they are."""
 
 
@@ -77,9 +91,18 @@ class GgufSource:
             t.name: TensorEntry(t.name, self.files.paths[t.name], t.kind, t.shape, t.begin, t.end)
             for t in self.files.tensors.values()
         }
-        self._recipes = make_recipes(self.files.architecture, self.files.tensors)
+        self._recipes = make_recipes(
+            self.files.architecture, self.files.tensors, self._find_state_sizes()
+        )
         self._ledger = UseLedger(self.entries, progress)
         self._maps = MappedFiles()
+
+    def _find_state_sizes(self) -> StateSizes | None:
+        try:
+            return find_sizes(self.files.architecture, self.files.metadata)
+        except ValueError as error:
+            what = f"{self.path.name}: {error}: sizes of a state that do not fit"
+            raise ConfigError("models.open_weights", what) from error
 
     def __enter__(self) -> Self:
         return self
@@ -139,6 +162,24 @@ class GgufSource:
                 values = torch.empty(out.shape, dtype=torch.float32)
                 _fill(name, parts, values)
                 out.copy_(values - 1)
+            case How.ORDERED:
+                straight = torch.empty(out.shape, dtype=out.dtype)
+                _fill_rows(name, parts, straight)
+                out.copy_(straight[torch.from_numpy(_require_order(name, recipe, len(out)))])
+            case How.TURNED_INPUTS:
+                straight = torch.empty(out.shape, dtype=out.dtype)
+                _fill(name, parts, straight)
+                order = _require_order(name, recipe, out.shape[-1])
+                out.copy_(straight[..., torch.from_numpy(order)])
+            case How.LOG_RATE:
+                rates = torch.empty(out.shape, dtype=torch.float32)
+                _fill(name, parts, rates)
+                if bool((rates >= 0).any()):
+                    what = f"tensor {parts[0].shape} of {name!r} has a rate that does not decay"
+                    raise CorruptionError("models.read_weights", what)
+                logs = torch.log(-rates)
+                order = recipe.order
+                out.copy_(logs if order is None else logs[torch.from_numpy(order)])
             case How.INTERLEAVE:
                 _fill_interleaved(name, parts, out)
             case How.TRANSPOSE:
@@ -153,6 +194,8 @@ class GgufSource:
         if recipe is None or recipe.how not in CODED_HOW:
             return None
         kinds = [self.files.tensors[tensor].kind for tensor in recipe.tensors]
+        if recipe.how is How.TURNED_INPUTS and _find_blocks(recipe, kinds[0]) is None:
+            return None
         return join_formats(
             [find_format(BLOCK_TYPES[k].weight_format) if k in BLOCK_TYPES else None for k in kinds]
         )
@@ -171,15 +214,22 @@ class GgufSource:
             raise ShapeError("models.read_weights", what)
         if expert_id is not None:
             parts = [part.select(expert_id) for part in parts]
-        _require_equal(name, parts)
+        if recipe.how is not How.ORDERED:
+            _require_equal(name, parts)
         order = None
         if recipe.how is How.UNPERMUTE:
             order = self._unpermute(parts[0].shape[0])
+        elif recipe.how is How.ORDERED:
+            order = _require_order(name, recipe, sum(part.shape[0] for part in parts))
         elif recipe.how is How.INTERLEAVE:
             order = interleave_rows(parts[0].shape[0], len(parts))
         for tensor in recipe.tensors:
             self._ledger.mark(tensor)
         rows = tuple((part.kind, part.matrix) for part in parts)
+        if recipe.how is How.TURNED_INPUTS:
+            _require_order(name, recipe, parts[0].shape[-1])
+            blocks = _find_blocks(recipe, parts[0].kind)
+            rows = tuple((kind, _take_blocks(matrix, kind, blocks)) for kind, matrix in rows)
         matrix = BlockMatrix(wanted, parts[0].shape[-1], rows, order)
         if shard is None:
             return matrix
@@ -343,6 +393,44 @@ def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
     for part, size in zip(parts, sizes, strict=True):
         part.copy_into(out.narrow(axis, first, size))
         first += size
+
+
+def _fill_rows(name: str, parts: list[_Stored], out: Tensor) -> None:
+    """Copy tensors of any numbers of rows one below the other."""
+    flat = out.view(len(out), -1) if out.ndim > 1 else out
+    rest = {part.shape[1:] for part in parts}
+    if sum(part.shape[0] for part in parts) != len(out) or rest != {tuple(flat.shape[1:])}:
+        raise _refuse_shape(name, parts, out)
+    first = 0
+    for part in parts:
+        part.copy_into(flat[first : first + part.shape[0]])
+        first += part.shape[0]
+
+
+def _require_order(name: str, recipe: Recipe, size: int) -> NDArray[np.int64]:
+    """Return the order of a recipe that has one.
+
+    Raises: ShapeError (it is of another number of rows).
+    """
+    assert recipe.order is not None, name
+    if len(recipe.order) != size:
+        what = f"tensor {name!r} has {size} rows or inputs, and heads have {len(recipe.order)}"
+        raise ShapeError("models.read_weights", what)
+    return recipe.order
+
+
+def _find_blocks(recipe: Recipe, kind: str) -> NDArray[np.integer] | None:
+    """Return which block of the file each block of inputs is; None if blocks are taken apart."""
+    assert recipe.order is not None, recipe
+    return find_whole_blocks(recipe.order, BLOCK_SIZES[kind][0])
+
+
+def _take_blocks(
+    matrix: NDArray[np.uint8], kind: str, blocks: NDArray[np.integer] | None
+) -> NDArray[np.uint8]:
+    assert blocks is not None, "a format of blocks that are taken apart"
+    taken = matrix.reshape(len(matrix), -1, BLOCK_SIZES[kind][1])[:, blocks]
+    return np.ascontiguousarray(taken.reshape(matrix.shape))
 
 
 def _fill_interleaved(name: str, parts: list[_Stored], out: Tensor) -> None:

@@ -153,7 +153,9 @@ def read_scenario(path: Path) -> Scenario:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise NotFoundError("sim.scenario", f"cannot read {path}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        what = f"cannot read {path}: {why}: give the path of a scenario"
+        raise NotFoundError("sim.scenario", what) from error
     scenario = parse_scenario(text, path.name)
     trace = scenario.load.trace
     if trace and not Path(trace).is_absolute():

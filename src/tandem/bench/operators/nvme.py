@@ -1,0 +1,333 @@
+"""`tandem bench nvme`: routed experts computed from disk, beside pages mapped from the same file.
+
+The layers are those of Qwen3-30B-A3B (128 experts, 8 a token) with random weights in int4. Ours
+decodes tokens whose experts are read past the page cache into slots for a part of them; it begins
+with empty slots. The rivals map the file: nothing of it is resident before (by ``mincore``), and it
+is read as it is faulted in, or as MADV_WILLNEED on a token's experts asks for. They keep all that
+they have read, so memory is no limit to them here. Results are compared bitwise first.
+
+The ceiling is the longer of two times of the same round: the same tokens with all experts in
+memory, and as many experts read from the same file as ours missed, at the same size and depth.
+``planned`` is what the planner says, given that rate of the disk and these hits. The folder is made
+where temporary files are (TMPDIR).
+"""
+
+import ctypes
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tandem._native import DirectReader, ThreadPool, read_topology, recommend_threads
+from tandem.bench.harness import BenchCase, time_call
+from tandem.core.errors import DeadlineError
+from tandem.kernels.cpu.expert_slots import ExpertTier
+from tandem.kernels.cpu.experts import PackedExperts, count_bytes
+from tandem.kernels.cpu.tiered_experts import TieredExperts
+from tandem.kernels.weights.formats import find_format
+from tandem.models.loading.expert_disk import ReadRate, measure_reads
+from tandem.placement.expert_cache import LruPolicy
+from tandem.placement.expert_tier import ExpertSizes, count_slot_bytes, predict_missed_bytes
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["make_cases"]
+
+FORMAT = "int4g32"
+HIDDEN, INNER, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
+NUM_LAYERS, QUICK_LAYERS = 3, 1
+NUM_TOKENS, QUICK_TOKENS = 24, 12
+NUM_STAGED = 32
+REPEATED = 0.6
+"""Share of a token's experts that it has in common with the token before, in traces that repeat:
+between published hit rates of caches of a quarter and of half the experts."""
+READ_TIMEOUT_MS = 60_000
+DROPS = 500
+
+
+class _Model:
+    """Layers of random experts: in memory, in files, and the tokens that go through them.
+
+    Args:
+        folder: for the files.
+        num_layers: of the model.
+        num_tokens: of a trace.
+    """
+
+    def __init__(self, folder: Path, num_layers: int, num_tokens: int) -> None:
+        self.folder, self.num_layers, self.num_tokens = folder, num_layers, num_tokens
+        self.format = find_format(FORMAT)
+        self.pool = ThreadPool(recommend_threads(read_topology()).threads)
+        self.settings = (self.format, NUM_EXPERTS, HIDDEN, INNER)
+        size_bytes = count_bytes(*self.settings)
+        self.expert_bytes = size_bytes // NUM_EXPERTS
+        self.slot_bytes = count_slot_bytes(self.expert_bytes)
+        self.paths = [folder / f"{i}.packed" for i in range(num_layers)]
+        chance = torch.Generator().manual_seed(1)
+        self.x = torch.randn(num_tokens, 1, HIDDEN, generator=chance).bfloat16()
+        self.weights = torch.full((1, TOP_K), 1 / TOP_K)
+
+    @cached_property
+    def banks(self) -> list[PackedExperts]:
+        """All experts in memory; their bytes are written to the files."""
+        chance = torch.Generator().manual_seed(2)
+        gate_up = torch.randn(8, 2 * INNER, HIDDEN, generator=chance) * HIDDEN**-0.5
+        down = torch.randn(8, HIDDEN, INNER, generator=chance) * INNER**-0.5
+        banks: list[PackedExperts] = []
+        for path in self.paths:
+            bank = PackedExperts(*self.settings, pool=self.pool)
+            for expert_id in range(NUM_EXPERTS):
+                # Eight matrices, scaled: no two experts are equal, and packing takes seconds.
+                scale = 1 + 0.01 * (expert_id // 8)
+                both = gate_up[expert_id % 8] * scale
+                bank.pack_expert(expert_id, both[:INNER], both[INNER:], down[expert_id % 8])
+            with path.open("wb") as file:
+                file.write(bank.packed.data)
+                os.fsync(file.fileno())
+            banks.append(bank)
+        return banks
+
+    def make_trace(self, *, repeats: bool) -> list[list[torch.Tensor]]:
+        """Return the experts of each token in each layer, int64 [1, K]."""
+        chance = np.random.default_rng(3)
+        trace: list[list[torch.Tensor]] = []
+        kept = round(TOP_K * REPEATED) if repeats else 0
+        for i in range(self.num_tokens):
+            token: list[torch.Tensor] = []
+            for layer in range(self.num_layers):
+                old = trace[i - 1][layer][0].numpy()[:kept] if i else np.zeros(0, np.int64)
+                others = np.setdiff1d(np.arange(NUM_EXPERTS), old)
+                ids = np.concatenate([old, chance.choice(others, TOP_K - len(old), replace=False)])
+                chance.shuffle(ids)
+                token.append(torch.from_numpy(ids.astype(np.int64))[None])
+            trace.append(token)
+        return trace
+
+    def compute(
+        self, banks: "list[PackedExperts]", trace: list[list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Return the sums of all tokens and layers."""
+        return [
+            bank.forward(x, ids, self.weights)
+            for x, token in zip(self.x, trace, strict=True)
+            for bank, ids in zip(banks, token, strict=True)
+        ]
+
+
+class _Case:
+    """One size of the cache and one kind of trace."""
+
+    def __init__(self, model: _Model, num_slots: int, *, repeats: bool) -> None:
+        self.model, self.num_slots = model, num_slots
+        self.trace = model.make_trace(repeats=repeats)
+        self.missed_bytes = 0
+        self.hit_rate = 0.0
+        self.rates: list[float] = []
+        self.times: list[float] = []
+
+    @cached_property
+    def depth(self) -> ReadRate:
+        """Operations at a time, as a server would choose them here."""
+        return measure_reads(self.model.folder, self.model.expert_bytes)
+
+    @cached_property
+    def reader(self) -> DirectReader:
+        model = self.model
+        places = self.num_slots * model.num_layers + NUM_STAGED
+        reader = DirectReader(
+            places * model.slot_bytes, depth=self.depth.depth, part_bytes=self.depth.part_bytes
+        )
+        reader.array()[:] = 0  # Pages are there, as after the first tokens of a server.
+        return reader
+
+    def open(self) -> tuple[ExpertTier, list[PackedExperts]]:
+        """Return layers whose slots are empty."""
+        model = self.model
+        tier = ExpertTier(
+            self.reader,
+            slot_bytes=model.slot_bytes,
+            num_slots=self.num_slots * model.num_layers,
+            num_staged=NUM_STAGED,
+            max_insertions=self.num_slots,
+            alignment=DirectReader.ALIGNMENT,
+        )
+        layers: list[PackedExperts] = [
+            TieredExperts(
+                *model.settings,
+                pool=model.pool,
+                tier=tier,
+                path=path,
+                num_slots=self.num_slots,
+                policy=LruPolicy(self.num_slots),
+            )
+            for path in model.paths
+        ]
+        return tier, layers
+
+    def check(self) -> str:
+        """Compare all sums bitwise, of every way."""
+        wanted = self.model.compute(self.model.banks, self.trace)
+        tier, layers = self.open()
+        if not _equal(self.model.compute(layers, self.trace), wanted):
+            return "experts from disk give other sums"
+        counters = tier.counters
+        missed = counters.inserted + counters.passed
+        self.missed_bytes = counters.read_bytes
+        self.hit_rate = counters.hits / (counters.hits + missed)
+        with _Mapping(self.model) as mapping:
+            if not _equal(self.model.compute(mapping.banks, self.trace), wanted):
+                return "mapped experts give other sums"
+        return "ok"
+
+    def ours(self) -> float:
+        """Milliseconds of a token."""
+        _, layers = self.open()
+        seconds = time_call(lambda: self.model.compute(layers, self.trace))
+        return 1e3 * seconds / self.model.num_tokens
+
+    def mapped(self, *, will_need: bool) -> float:
+        """Milliseconds of a token over pages that are not there yet."""
+        model = self.model
+        with _Mapping(model) as mapping:
+            begin = time.perf_counter()
+            for x, token in zip(model.x, self.trace, strict=True):
+                for layer, ids in enumerate(token):
+                    if will_need:
+                        mapping.want(layer, ids[0].tolist())
+                    mapping.banks[layer].forward(x, ids, model.weights)
+            return 1e3 * (time.perf_counter() - begin) / model.num_tokens
+
+    def ceiling(self) -> float:
+        """Milliseconds of a token, by the slower of computing and reading."""
+        model = self.model
+        computing = time_call(lambda: model.compute(model.banks, self.trace))
+        self.times.append(computing)
+        reading = self._read(self.missed_bytes)
+        self.rates.append(self.missed_bytes / reading)
+        return 1e3 * max(computing, reading) / model.num_tokens
+
+    def planned(self) -> float:
+        """Milliseconds of a token as the planner says, given the rates of the round."""
+        model = self.model
+        sizes = ExpertSizes(model.num_layers, NUM_EXPERTS, TOP_K, model.expert_bytes)
+        missed = predict_missed_bytes(sizes, self.num_slots, self.hit_rate)
+        return 1e3 * max(self.times[-1] / model.num_tokens, missed / self.rates[-1])
+
+    def _read(self, size_bytes: int) -> float:
+        """Return the seconds that reading as many experts takes, in an order that is none."""
+        model, reader = self.model, self.reader
+        count = size_bytes // model.expert_bytes
+        files = [reader.add_file(str(path)) for path in model.paths]
+        chance = np.random.default_rng(4)
+        wanted = chance.permutation(model.num_layers * NUM_EXPERTS)
+        places = reader.array().nbytes // model.slot_bytes
+        begun: list[int] = []
+        begin = time.perf_counter()
+        for i in range(count):
+            layer, expert_id = divmod(int(wanted[i % len(wanted)]), NUM_EXPERTS)
+            if len(begun) == min(TOP_K, places):
+                reader.finish(begun.pop(0), READ_TIMEOUT_MS)
+            at = i % min(TOP_K + 1, places) * model.slot_bytes
+            offset = expert_id * model.expert_bytes
+            begun.append(reader.begin(files[layer], offset, model.expert_bytes, at))
+        for read in begun:
+            reader.finish(read, READ_TIMEOUT_MS)
+        return time.perf_counter() - begin
+
+
+class _Mapping:
+    """The files mapped, none of their pages resident. Use as a context manager."""
+
+    def __init__(self, model: _Model) -> None:
+        self._model = model
+        self._maps: list[mmap.mmap] = []
+        self.banks: list[PackedExperts] = []
+
+    def __enter__(self) -> "Self":
+        for path in self._model.paths:
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                array = np.frombuffer(mapped, np.uint8)
+                _drop(file.fileno(), array)
+            self._maps.append(mapped)
+            self.banks.append(
+                PackedExperts(*self._model.settings, pool=self._model.pool, storage=array)
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.banks.clear()
+        self._maps.clear()
+
+    def want(self, layer: int, expert_ids: list[int]) -> None:
+        """Ask for the experts of a token."""
+        size = self._model.expert_bytes
+        for expert_id in expert_ids:
+            first = expert_id * size // mmap.PAGESIZE * mmap.PAGESIZE
+            length = (expert_id + 1) * size - first
+            self._maps[layer].madvise(mmap.MADV_WILLNEED, first, length)
+
+
+def _drop(descriptor: int, array: np.ndarray) -> None:
+    """Put all pages of a file out of memory.
+
+    Raises: DeadlineError (some stay: another process maps them).
+    """
+    for _ in range(DROPS):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not count_resident(array):
+            return
+        # Read-ahead of the round before still brings some.
+        time.sleep(0.01)
+    raise DeadlineError("bench.nvme", "pages of the file stay in memory")
+
+
+def count_resident(array: np.ndarray) -> int:
+    """Return the pages of a mapping that are in memory."""
+    pages = -(-array.nbytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), found) != 0:
+        raise OSError(ctypes.get_errno(), "mincore")
+    return sum(byte & 1 for byte in bytes(found))
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def make_cases(*, quick: bool) -> Iterator[BenchCase]:
+    """Yield the cases: slots for a part of the experts, traces that repeat and such that do not."""
+    folder = Path(tempfile.mkdtemp(prefix="tandem-bench-"))
+    try:
+        model = _Model(
+            folder,
+            QUICK_LAYERS if quick else NUM_LAYERS,
+            QUICK_TOKENS if quick else NUM_TOKENS,
+        )
+        for num_slots, repeats in [(32, True)] if quick else [(32, True), (64, True), (32, False)]:
+            case = _Case(model, num_slots, repeats=repeats)
+            yield BenchCase(
+                name=f"format={FORMAT} layers={model.num_layers} slots={num_slots}/{NUM_EXPERTS} "
+                f"trace={'repeats' if repeats else 'even'}",
+                unit="ms/token",
+                ours=case.ours,
+                check=case.check,
+                rivals={
+                    "mapped": lambda case=case: case.mapped(will_need=False),
+                    "mapped willneed": lambda case=case: case.mapped(will_need=True),
+                },
+                ceiling=case.ceiling,
+                limits={"planned": case.planned},
+            )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,255 @@
+"""A CUDA GPU as a ``Device``: streams, events and graphs of torch, host functions of the driver.
+
+All of CUDA is in this file, and no decision: which work goes where is decided by those who queue
+it. torch has no host functions, so ``cuLaunchHostFunc`` is called in the driver's library, which
+is opened at run time; the build needs no CUDA. The driver calls back on a thread of its own, which
+takes the GIL. A function must not call CUDA; what it raises ends the stream's host functions until
+``synchronize`` raises it.
+
+This has run over a stand-in of the driver's library, and on no GPU yet (tools/hardware_check.py).
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import CapacityError, InternalError, UnsupportedError
+from tandem.kernels.device import Event, Graph, Stream
+
+__all__ = ["CudaDevice", "Driver"]
+
+LIBRARY = "libcuda.so.1"
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Driver:
+    """The calls of the driver's library that torch does not make.
+
+    Args:
+        library: name or path of it.
+
+    Raises: UnsupportedError (not there, too old, or it refuses); the text says which.
+    """
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        try:
+            opened = ctypes.CDLL(library)
+            self._launch_host = opened.cuLaunchHostFunc
+            self._name_error = opened.cuGetErrorName
+            init = opened.cuInit
+        except (OSError, AttributeError) as error:
+            what = f"{library} cannot be used ({error}): install a driver of CUDA 10 or later"
+            raise UnsupportedError("kernels.open_cuda", what) from error
+        self._launch_host.argtypes = (ctypes.c_void_p, HOST_FUNCTION, ctypes.c_void_p)
+        self._launch_host.restype = ctypes.c_int
+        self._name_error.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        self._name_error.restype = ctypes.c_int
+        init.argtypes, init.restype = (ctypes.c_uint,), ctypes.c_int
+        status = init(0)
+        if status != 0:
+            what = f"{library} found no device it can use: {self._find_name(status)}"
+            raise UnsupportedError("kernels.open_cuda", what)
+
+    def launch_host(self, stream: int, function: Any) -> None:
+        """Queue a ``HOST_FUNCTION``, which the caller keeps alive until it has run.
+
+        Args:
+            stream: handle of a stream.
+            function: called without an argument.
+
+        Raises: InternalError (the driver refuses).
+        """
+        status = self._launch_host(stream, function, None)
+        if status != 0:
+            what = f"cuLaunchHostFunc: {self._find_name(status)}"
+            raise InternalError("kernels.cuda", what)
+
+    def _find_name(self, status: int) -> str:
+        name = ctypes.c_char_p()
+        self._name_error(status, ctypes.byref(name))
+        return f"error {status}" if name.value is None else f"{name.value.decode()} ({status})"
+
+
+class CudaStream:
+    """See ``Stream``.
+
+    Args:
+        stream: of torch.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.kept: list[Any] = []
+        """Host functions that the driver may still call."""
+        self.captured: list[Any] | None = None
+        """The same of the graph that is captured, if one is."""
+        self.failure: BaseException | None = None
+
+    def wait(self, event: Event) -> None:
+        """See ``Stream``."""
+        assert isinstance(event, CudaEvent), "an event of another device"
+        self.stream.wait_event(event.event)
+
+    def synchronize(self) -> None:
+        """See ``Stream``."""
+        self.stream.synchronize()
+        self.kept.clear()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def wrap(self, function: Callable[[], None]) -> Any:
+        """Return a function that the driver can call; kept alive here."""
+
+        def call(_: int | None) -> None:
+            if self.failure is not None:
+                return
+            try:
+                function()
+            except BaseException as error:  # noqa: BLE001 - raised by synchronize.
+                self.failure = error
+
+        wrapped = HOST_FUNCTION(call)
+        (self.kept if self.captured is None else self.captured).append(wrapped)
+        return wrapped
+
+
+class CudaEvent:
+    """See ``Event``."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event()
+
+    def record(self, stream: Stream) -> None:
+        """See ``Event``."""
+        self.event.record(_as_own(stream).stream)
+
+    def is_done(self) -> bool:
+        """See ``Event``."""
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+        self.event.synchronize()
+
+
+class CudaGraph:
+    """See ``Graph``.
+
+    Args:
+        graph: of torch.
+        functions: that it calls; kept alive.
+    """
+
+    def __init__(self, graph: Any, functions: list[Any]) -> None:
+        self.graph = graph
+        self.functions = functions
+
+
+class CudaMemory:
+    """See ``DeviceMemory``: all of it is reserved from the start.
+
+    Args:
+        tensor: of all bytes.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.reserved_bytes = tensor.nbytes
+
+    def reserve(self, end_bytes: int) -> None:
+        """See ``Reservation``."""
+        assert end_bytes <= self.reserved_bytes, "beyond the memory"
+
+
+class CudaDevice:
+    """See ``Device``.
+
+    Args:
+        name: as torch writes it, such as ``cuda:0``.
+        driver: calls of the driver; None opens the library.
+
+    Raises: UnsupportedError (no such device here).
+    """
+
+    is_host = False
+    has_native_kernels = False
+
+    def __init__(self, name: str = "cuda", driver: Driver | None = None) -> None:
+        self.torch_device = torch.device(name)
+        self._driver = Driver() if driver is None else driver
+
+    def name_arithmetic(self) -> str:
+        """See ``Device``: libraries choose the order of sums by the chip."""
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        """See ``Device``."""
+        try:
+            return torch.zeros(size_bytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            what = f"{size_bytes} bytes on {self.torch_device}: {error}"
+            raise CapacityError("kernels.allocate", what) from error
+
+    def map_memory(self, size_bytes: int) -> CudaMemory:
+        """See ``Device``."""
+        return CudaMemory(self.allocate(size_bytes))
+
+    def allocate_staging(self, size_bytes: int) -> Tensor:
+        """See ``Device``: pages that stay where they are."""
+        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, source: Tensor, target: Tensor, stream: Stream | None = None) -> None:
+        """See ``Device``."""
+        if stream is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(_as_own(stream).stream):
+            target.copy_(source, non_blocking=True)
+
+    def make_stream(self) -> CudaStream:
+        """See ``Device``."""
+        return CudaStream(torch.cuda.Stream(self.torch_device))
+
+    def make_event(self) -> CudaEvent:
+        """See ``Device``."""
+        return CudaEvent()
+
+    def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
+        """See ``Device``."""
+        del name
+        with torch.cuda.stream(_as_own(stream).stream), torch.inference_mode():
+            work()
+
+    def call_host(self, stream: Stream, function: Callable[[], None], name: str = "") -> None:
+        """See ``Device``."""
+        del name
+        own = _as_own(stream)
+        self._driver.launch_host(own.stream.cuda_stream, own.wrap(function))
+
+    def capture(self, stream: Stream, work: Callable[[], None]) -> CudaGraph:
+        """See ``Device``."""
+        own, graph = _as_own(stream), torch.cuda.CUDAGraph()
+        if own.captured is not None:
+            raise InternalError("kernels.capture", "the stream is being captured already")
+        own.captured = functions = []
+        try:
+            with torch.cuda.graph(graph, stream=own.stream):
+                work()
+        finally:
+            own.captured = None
+        return CudaGraph(graph, functions)
+
+    def launch(self, graph: Graph, stream: Stream) -> None:
+        """See ``Device``."""
+        assert isinstance(graph, CudaGraph), "a graph of another device"
+        with torch.cuda.stream(_as_own(stream).stream):
+            graph.graph.replay()
+
+
+def _as_own(stream: Stream) -> CudaStream:
+    assert isinstance(stream, CudaStream), "a stream of another device"
+    return stream

@@ -1,0 +1,1 @@
+"""A device that is none, for tests: CPU operators behind the ``Device`` protocol."""

@@ -1,0 +1,265 @@
+"""A device that is none, in threads: for the order of work.
+
+Each stream is a thread that does its work in order, later than it was queued and beside other
+streams and the host, as a GPU would. Operators are the CPU's. Nothing here measures time: ``delay``
+lets a test hold work back, which must change no result.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import DeadlineError, InternalError
+from tandem.kernels.cpu.device import CPU, CpuMemory
+from tandem.kernels.device import Event, Graph, Stream
+from tandem.kernels.fake.memory import hide, on_device
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["FakeDevice"]
+
+WAIT_S = 60.0
+"""Of a host that waits for the device: far above what a step takes."""
+
+Work = Callable[[], None]
+
+
+class FakeStream:
+    """See ``Stream``.
+
+    Args:
+        delay: called with the name of a piece of work before it is done.
+    """
+
+    def __init__(self, delay: Callable[[str], None]) -> None:
+        self.captured: list[tuple[str, Work]] | None = None
+        self._delay = delay
+        self._ready = threading.Condition()
+        self._queue: deque[tuple[str, Work]] = deque()
+        self._num_queued = 0
+        self._num_done = 0
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, daemon=True, name="fake-stream")
+        self._thread.start()
+
+    def put(self, name: str, work: Work) -> None:
+        """Queue a piece of work, or keep it for the graph."""
+        if self.captured is not None:
+            self.captured.append((name, work))
+            return
+        with self._ready:
+            if self._is_closed:
+                raise InternalError("kernels.fake_device", "the stream's device is closed")
+            self._queue.append((name, work))
+            self._num_queued += 1
+            self._ready.notify_all()
+
+    def wait(self, event: Event) -> None:
+        """See ``Stream``."""
+        own = _as_event(event)
+        self.put("wait", partial(own.place.wait_done, own.number))
+
+    def synchronize(self) -> None:
+        """See ``Stream``."""
+        if self.captured is not None:
+            raise InternalError("kernels.capture", "waiting for a stream while it is captured")
+        with self._ready:
+            number = self._num_queued
+        self.wait_done(number)
+        with self._ready:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    @property
+    def num_queued(self) -> int:
+        """Pieces of work that were ever queued."""
+        with self._ready:
+            return self._num_queued
+
+    def is_done(self, number: int) -> bool:
+        """Return True if the first pieces of work, so many, are done."""
+        with self._ready:
+            return self._num_done >= number
+
+    def wait_done(self, number: int) -> None:
+        """Wait until the first pieces of work, so many, are done."""
+        with self._ready:
+            if not self._ready.wait_for(lambda: self._num_done >= number, WAIT_S):
+                raise DeadlineError("kernels.fake_device", f"a stream stood still for {WAIT_S} s")
+
+    def close(self) -> None:
+        """End the thread; what is queued still is done."""
+        with self._ready:
+            self._is_closed = True
+            self._ready.notify_all()
+        self._thread.join(WAIT_S)
+
+    def _work(self) -> None:
+        while True:
+            with self._ready:
+                self._ready.wait_for(lambda: self._queue or self._is_closed)
+                if not self._queue:
+                    return
+                name, work = self._queue.popleft()
+                is_skipped = self._failure is not None
+            try:
+                if not is_skipped:
+                    self._delay(name)
+                    work()
+            except BaseException as error:  # noqa: BLE001 - raised by synchronize.
+                with self._ready:
+                    self._failure = error
+            finally:
+                with self._ready:
+                    self._num_done += 1
+                    self._ready.notify_all()
+
+
+class FakeEvent:
+    """See ``Event``."""
+
+    def __init__(self, place: FakeStream) -> None:
+        self.place = place
+        self.number = 0
+
+    def record(self, stream: Stream) -> None:
+        """See ``Event``."""
+        self.place = _as_own(stream)
+        if self.place.captured is not None:
+            raise InternalError("kernels.capture", "an event of a captured stream is not kept")
+        self.number = self.place.num_queued
+
+    def is_done(self) -> bool:
+        """See ``Event``."""
+        return self.place.is_done(self.number)
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+        self.place.wait_done(self.number)
+
+
+class FakeGraph:
+    """See ``Graph``.
+
+    Args:
+        work: in order, each with its name; done at each launch.
+    """
+
+    def __init__(self, work: list[tuple[str, Work]]) -> None:
+        self.work = work
+
+
+class FakeDevice:
+    """See ``Device``. Use as a context manager, or close it: streams are threads.
+
+    Args:
+        delay: called on a stream's thread with the name of each piece of work before it is done.
+    """
+
+    torch_device = torch.device("cpu")
+    is_host = False
+    has_native_kernels = True
+
+    def __init__(self, delay: Callable[[str], None] = lambda _: None) -> None:
+        self._delay = delay
+        self._streams: list[FakeStream] = []
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the threads of all streams; idempotent."""
+        for stream in self._streams:
+            stream.close()
+        self._streams = []
+
+    def name_arithmetic(self) -> str:
+        """See ``Device``: operators are the CPU's."""
+        return CPU.name_arithmetic()
+
+    def allocate(self, size_bytes: int) -> Tensor:
+        """See ``Device``."""
+        return hide(CPU.allocate(size_bytes))
+
+    def map_memory(self, size_bytes: int) -> CpuMemory:
+        """See ``Device``; operators that run outside of a stream use it."""
+        return CPU.map_memory(size_bytes)
+
+    def allocate_staging(self, size_bytes: int) -> Tensor:
+        """See ``Device``: memory of the host."""
+        return CPU.allocate(size_bytes)
+
+    def copy(self, source: Tensor, target: Tensor, stream: Stream | None = None) -> None:
+        """See ``Device``."""
+        if stream is None:
+            _copy(source, target)
+        else:
+            _as_own(stream).put("copy", partial(_copy, source, target))
+
+    def make_stream(self) -> FakeStream:
+        """See ``Device``."""
+        self._streams.append(FakeStream(self._delay))
+        return self._streams[-1]
+
+    def make_event(self) -> FakeEvent:
+        """See ``Device``."""
+        if not self._streams:
+            self.make_stream()
+        return FakeEvent(self._streams[0])
+
+    def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
+        """See ``Device``."""
+        _as_own(stream).put(name or "run", partial(_run, work))
+
+    def call_host(self, stream: Stream, function: Callable[[], None], name: str = "") -> None:
+        """See ``Device``; the stream's thread is the host meanwhile."""
+        _as_own(stream).put(name or "host", function)
+
+    def capture(self, stream: Stream, work: Callable[[], None]) -> FakeGraph:
+        """See ``Device``."""
+        own = _as_own(stream)
+        if own.captured is not None:
+            raise InternalError("kernels.capture", "the stream is being captured already")
+        own.captured = captured = []
+        try:
+            work()
+        finally:
+            own.captured = None
+        return FakeGraph(captured)
+
+    def launch(self, graph: Graph, stream: Stream) -> None:
+        """See ``Device``."""
+        assert isinstance(graph, FakeGraph), "a graph of another device"
+        for name, work in graph.work:
+            _as_own(stream).put(name, work)
+
+
+def _run(work: Work) -> None:
+    with on_device(), torch.inference_mode():
+        work()
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    with on_device(), torch.inference_mode():
+        target.copy_(source)
+
+
+def _as_own(stream: Stream) -> FakeStream:
+    assert isinstance(stream, FakeStream), "a stream of another device"
+    return stream
+
+
+def _as_event(event: Event) -> FakeEvent:
+    assert isinstance(event, FakeEvent), "an event of another device"
+    return event

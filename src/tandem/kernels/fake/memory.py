@@ -1,0 +1,91 @@
+"""Memory of a device that is none: tensors that the host must not look into.
+
+The bytes are ordinary memory, so that CPU operators run on them, but only where a stream of the
+fake device works. Elsewhere a tensor gives its shape, its place and views of itself; whatever
+would read or write its values raises, as it would be wrong or slow on a real device.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import InternalError
+
+__all__ = ["DeviceTensor", "hide", "on_device"]
+
+_state = threading.local()
+
+PLACE_ONLY = frozenset(
+    {
+        "__getitem__",
+        "__len__",
+        "as_strided",
+        "data_ptr",
+        "detach",
+        "dim",
+        "element_size",
+        "expand",
+        "flatten",
+        "is_contiguous",
+        "narrow",
+        "numel",
+        "select",
+        "size",
+        "storage_offset",
+        "stride",
+        "t",
+        "transpose",
+        "unflatten",
+        "untyped_storage",
+        "view",
+    }
+)
+"""Methods that look at where a tensor lies, not at what it holds."""
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Let this thread use device memory meanwhile: it is a stream that does its work."""
+    before = getattr(_state, "is_device", False)
+    _state.is_device = True
+    try:
+        yield
+    finally:
+        _state.is_device = before
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor of the fake device."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator on a stream; on the host only what needs no values."""
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # An attribute, such as shape or dtype.
+            name = "dim"
+        if not getattr(_state, "is_device", False) and name not in PLACE_ONLY:
+            raise InternalError(
+                "kernels.fake_device",
+                f"the host called {name} on memory of the device: copy it to staging memory, or "
+                "run it on a stream",
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not getattr(_state, "is_device", False):
+            return hide(result)
+        return result
+
+
+def hide(tensor: Tensor) -> Tensor:
+    """Return the tensor as memory of the device."""
+    return tensor.as_subclass(DeviceTensor)

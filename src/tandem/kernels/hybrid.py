@@ -1,0 +1,311 @@
+"""A decode step with attention on a device and routed experts on the host, as one graph.
+
+The device's stream computes a layer up to its router's choice, copies what experts need to staging
+memory, and reaches a host function that submits them to a thread of the host. Then the device goes
+on with the shared experts, until a second host function waits for the sum, which is copied back.
+Host functions are work of the stream like any other, so that all layers are captured in one graph,
+made once for each batch size. A smaller batch launches the graph of the next size: what the host
+computes is the rows that live.
+
+Staging memory has fixed places, two for each batch size, used by layers in turn: a layer's may be
+written while the deferred experts of the layer before are computed from the other. Deferral is that
+of ``kernels.routing``, in the graph: late experts are submitted behind the immediate ones, and the
+next layer's wait adds their sum.
+
+What an expert raises on the host is kept; later host functions of that launch do nothing, the
+device ends its work, and ``run`` raises it.
+
+Shapes: B tokens of the graph, T of the batch, D hidden, K experts per token.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tandem.core.errors import UnsupportedError
+from tandem.kernels.cpu.step import ExpertChoice
+from tandem.kernels.device import Device, Graph, Stream
+from tandem.kernels.native import Buffer
+from tandem.kernels.operators.experts import MAX_RUN_S
+from tandem.kernels.routing import StepRouting
+
+__all__ = ["BATCH_SIZES", "HostExperts", "HybridDecoder", "LayeredStep"]
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens of graphs: a batch is at most doubled on the device, and there are few graphs to make."""
+
+
+class LayeredStep(Protocol):
+    """A step whose layers stop where experts are computed."""
+
+    def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> ExpertChoice | None:
+        """Run a layer up to its router's choice; None: it has no experts, and has run."""
+        ...
+
+    def run_shared_(self, choice: ExpertChoice) -> None:
+        """Add the experts that every token uses to the residual stream."""
+        ...
+
+    def leave_sum_(self, out_TD: Buffer) -> None:
+        """Leave the experts' sum to the next norm."""
+        ...
+
+    def complete_(self, x_TD: Tensor) -> None:
+        """Add what the last layer left to the residual stream."""
+        ...
+
+
+class HostExperts(Protocol):
+    """Routed experts of a layer on the host."""
+
+    def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer) -> None:
+        """Write the weighted sum to a float32 buffer."""
+        ...
+
+
+class Places:
+    """Memory for what goes between the device and the experts, of one layer at a time.
+
+    Args:
+        allocate: gives the bytes.
+        shape: (B, D, K).
+        dtype: of the hidden states.
+    """
+
+    def __init__(
+        self,
+        allocate: Callable[[int], Tensor],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        size, hidden, top_k = shape
+
+        def make(columns: int, kind: torch.dtype) -> Tensor:
+            return allocate(size * columns * kind.itemsize).view(kind).view(size, columns)
+
+        self.x_BD = make(hidden, dtype)
+        self.ids_BK = make(top_k, torch.int64)
+        self.late_BK = make(top_k, torch.int64)
+        """Experts that are added one layer later; -1 where a choice is in ``ids_BK``."""
+        self.weights_BK = make(top_k, torch.float32)
+        self.sum_BD = make(hidden, torch.float32)
+
+
+class Staging(Places):
+    """Places in the host's memory, with the sum of deferred experts."""
+
+    def __init__(
+        self, allocate: Callable[[int], Tensor], shape: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        super().__init__(allocate, shape, dtype)
+        self.carried_BD = torch.zeros(shape[0], shape[1], dtype=torch.float32)
+        """Written by the layer's deferred experts, read by the next layer's wait."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A graph's memory, and the step that it computes now."""
+
+    size: int
+    on_device: Places
+    staging: tuple[Staging, Staging]
+    graph: Graph | None = None
+    step: LayeredStep | None = None
+    routing: StepRouting | None = None
+    hidden: Tensor | None = None
+    """[T, D], the residual stream."""
+    num_live: int = 0
+    choice: ExpertChoice | None = None
+    jobs: "list[Future[None]]" = field(default_factory=list)
+    """Of the layer that runs, and the deferred ones of the layer before it, oldest first."""
+    failure: BaseException | None = None
+
+
+class HybridDecoder:
+    """Runs the layers of decode steps, experts on the host.
+
+    Not thread-safe: one step at a time.
+
+    Args:
+        device: computes all but routed experts.
+        layers: of the model, in order; given to the step.
+        experts: on the host, by layer; None where a layer has none.
+        has_shared: by layer, whether the step has work for ``run_shared_``.
+        shape: (D, K).
+        dtype: the model's.
+        num_deferred: experts of a token that are added one layer later.
+        is_captured: whether steps are graphs; otherwise the same work is queued each time.
+
+    Raises: UnsupportedError (experts are deferred into a layer that has none).
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layers: list[nn.Module],
+        experts: list[HostExperts | None],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        has_shared: list[bool],
+        num_deferred: int = 0,
+        is_captured: bool = True,
+    ) -> None:
+        self._device, self._layers, self._experts = device, layers, experts
+        self._has_shared = has_shared
+        self._shape, self._dtype = shape, dtype
+        self._num_deferred = num_deferred
+        self._is_captured = is_captured
+        have = [one is not None for one in experts]
+        first = have.index(True) if any(have) else len(have)
+        if num_deferred and not all(have[first:]):
+            what = "a layer without experts follows one that defers: serve with deferred_experts 0"
+            raise UnsupportedError("kernels.hybrid", what)
+        self._stream: Stream = device.make_stream()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tandem-hybrid")
+        self._batches: dict[int, _Batch] = {}
+
+    def close(self) -> None:
+        """End the thread of the experts."""
+        self._worker.shutdown()
+
+    def run(self, step: LayeredStep, routing: StepRouting | None, hidden_TD: Tensor) -> None:
+        """Run all layers on the residual stream, in place.
+
+        A GPU captures operators once, with the memory that they had: its steps of a size must have
+        theirs, ``hidden_TD`` included, at the same places. The fake device calls the step anew.
+
+        Raises: what experts or the device raise; the step may then be run again.
+        """
+        num_live = len(hidden_TD)
+        size = next((size for size in BATCH_SIZES if size >= num_live), num_live)
+        batch = self._batches.get(size)
+        if batch is None:
+            batch = self._batches[size] = self._make_batch(size)
+        batch.step, batch.routing, batch.hidden = step, routing, hidden_TD
+        batch.num_live, batch.failure, batch.jobs = num_live, None, []
+        if not self._is_captured:
+            self._queue(batch)
+        else:
+            if batch.graph is None:
+                work = partial(self._queue, batch)
+                batch.graph = self._device.capture(self._stream, work)
+            self._device.launch(batch.graph, self._stream)
+        try:
+            self._stream.synchronize()
+        finally:
+            # Nobody else waits for what is still computed from the staging memory.
+            for job in batch.jobs:
+                job.exception(MAX_RUN_S)
+            batch.jobs = []
+        if batch.failure is not None:
+            raise batch.failure
+
+    def _make_batch(self, size: int) -> _Batch:
+        device, shape = self._device, (size, *self._shape)
+        staging = [Staging(device.allocate_staging, shape, self._dtype) for _ in range(2)]
+        on_device = Places(device.allocate, shape, self._dtype)
+        return _Batch(size, on_device, (staging[0], staging[1]))
+
+    def _queue(self, batch: _Batch) -> None:
+        """Queue the work of a step; nothing here looks at its values."""
+        device, stream, here = self._device, self._stream, batch.on_device
+        for layer_idx, layer in enumerate(self._layers):
+            device.run(stream, partial(self._choose, batch, layer), f"layer {layer_idx}")
+            if self._experts[layer_idx] is None:
+                continue
+            there = batch.staging[layer_idx % 2]
+            device.copy(here.x_BD, there.x_BD, stream)
+            device.copy(here.ids_BK, there.ids_BK, stream)
+            device.copy(here.weights_BK, there.weights_BK, stream)
+            if self._num_deferred:
+                device.copy(here.late_BK, there.late_BK, stream)
+            device.call_host(stream, partial(self._submit, batch, layer_idx), f"submit {layer_idx}")
+            if self._has_shared[layer_idx]:
+                device.run(stream, partial(self._run_shared, batch), f"shared {layer_idx}")
+            device.call_host(stream, partial(self._wait, batch, layer_idx), f"wait {layer_idx}")
+            device.copy(there.sum_BD, here.sum_BD, stream)
+            device.run(stream, partial(self._leave_sum, batch), f"sum {layer_idx}")
+        device.run(stream, partial(self._complete, batch), "end")
+
+    # What the device does.
+
+    def _choose(self, batch: _Batch, layer: nn.Module) -> None:
+        step, here = batch.step, batch.on_device
+        assert step is not None and batch.hidden is not None, "no step"
+        choice = batch.choice = step.choose_experts_(layer, batch.hidden)
+        if choice is None:
+            return
+        weights_TK, ids_TK = choice.weights.tensor.float(), choice.ids.tensor
+        late_TK = None
+        if self._num_deferred and batch.routing is not None:
+            ids_TK, late_TK = batch.routing.split(ids_TK, weights_TK)
+        # Rows as the step has them: on a GPU all of the graph's, also those that do not live.
+        num_rows = len(ids_TK)
+        here.x_BD[:num_rows] = choice.x.tensor
+        here.ids_BK[:num_rows] = ids_TK
+        here.weights_BK[:num_rows] = weights_TK
+        if self._num_deferred:
+            here.late_BK[:num_rows] = -1 if late_TK is None else late_TK
+
+    def _run_shared(self, batch: _Batch) -> None:
+        assert batch.step is not None and batch.choice is not None, "no choice"
+        batch.step.run_shared_(batch.choice)
+
+    def _leave_sum(self, batch: _Batch) -> None:
+        assert batch.step is not None and batch.hidden is not None, "no step"
+        batch.step.leave_sum_(Buffer(batch.on_device.sum_BD[: len(batch.hidden)]))
+
+    def _complete(self, batch: _Batch) -> None:
+        assert batch.step is not None and batch.hidden is not None, "no step"
+        batch.step.complete_(batch.hidden)
+
+    # What the host does, on the stream's behalf.
+
+    def _submit(self, batch: _Batch, layer_idx: int) -> None:
+        """Give the host's thread the layer's experts; return at once."""
+        if batch.failure is not None:
+            return
+        experts, there, num_live = (
+            self._experts[layer_idx],
+            batch.staging[layer_idx % 2],
+            batch.num_live,
+        )
+        assert experts is not None, "a layer without experts"
+        x, weights = Buffer(there.x_BD[:num_live]), Buffer(there.weights_BK[:num_live])
+        ids, late = Buffer(there.ids_BK[:num_live]), Buffer(there.late_BK[:num_live])
+        out, carried = Buffer(there.sum_BD[:num_live]), Buffer(there.carried_BD[:num_live])
+        batch.jobs.append(self._worker.submit(experts.run, x, ids, weights, out))
+        if self._defers(layer_idx):
+            batch.jobs.append(self._worker.submit(experts.run, x, late, weights, carried))
+
+    # Staging memory is made in a step, and so takes no changes outside of this mode, which a thread
+    # of the device is not in.
+    @torch.inference_mode()
+    def _wait(self, batch: _Batch, layer_idx: int) -> None:
+        """Wait for the layer's immediate experts, and for what the layer before deferred."""
+        if batch.failure is not None:
+            return
+        there, before = batch.staging[layer_idx % 2], batch.staging[1 - layer_idx % 2]
+        is_carried = layer_idx > 0 and self._defers(layer_idx - 1)
+        due = 2 if is_carried else 1
+        try:
+            for job in batch.jobs[:due]:
+                job.result(MAX_RUN_S)
+        except BaseException as error:  # noqa: BLE001 - raised by ``run``.
+            batch.failure = error
+            there.sum_BD.zero_()
+            return
+        del batch.jobs[:due]
+        if is_carried:
+            num_live = batch.num_live
+            there.sum_BD[:num_live].add_(before.carried_BD[:num_live])
+
+    def _defers(self, layer_idx: int) -> bool:
+        is_last = layer_idx == len(self._layers) - 1
+        return bool(self._num_deferred) and self._experts[layer_idx] is not None and not is_last

@@ -1,0 +1,343 @@
+"""The tables of the Mooncake paper, simulated: ours beside theirs, from scenario files.
+
+A table is a file of ``sim/data/paper``: its rows name a system of ``systems.yaml``, what of it they
+change, the published number, and which run theirs is divided by. Nothing that a table assumes is in
+code. Runs that several rows need are made once, and kept in a file if there is one.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from hashlib import sha256
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.core.config import parse_yaml
+from tandem.core.errors import ConfigError, InternalError, NotFoundError
+from tandem.core.loads.figures import Objectives
+from tandem.core.loads.records import RequestRecord
+from tandem.sim.cluster.run import open_load, run_scenario
+from tandem.sim.cluster.scenario import Scenario, change_scenario
+
+__all__ = [
+    "Outcome",
+    "PaperRow",
+    "PaperTable",
+    "RowResult",
+    "Runs",
+    "list_tables",
+    "render_page",
+    "serve_scenario",
+]
+
+NEAR = 0.3
+"""Relative distance within which a figure counts as the published one."""
+
+
+class PaperRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One number of a table."""
+
+    name: str
+    system: str
+    against: str = ""
+    """System by whose figure ours is divided; the changes of the row are not made to it."""
+    set: dict[str, Any] = {}
+    published: float | None = None
+    """None: the paper prints a curve, or says no more than which way it goes."""
+    is_below: bool = False
+    """Without a number: the paper says that it is below 1."""
+    is_fitted: bool = False
+    load: str = ""
+    """A generated load in the place of the trace; then only the direction counts."""
+    tbt_ms: int = 0
+    figure: str = ""
+    """In the place of the table's."""
+
+
+class _Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    base: str
+    set: dict[str, Any] = {}
+
+
+class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One table."""
+
+    title: str
+    source: str
+    figure: str
+    unit: str
+    what: str
+    rows: list[PaperRow]
+    set: dict[str, Any] = {}
+    """Changes of every run."""
+    rates: tuple[float, ...] = (1.0,)
+    """Factors on the load's rate, for figures that are the best over rates."""
+    systems: dict[str, _Variant] = {}
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one run that tables use."""
+
+    key: str
+    completed: int
+    failed: int
+    ttft_s: float
+    hit_ratio: float
+    prefill_s: float
+    goodput: float
+    effective: dict[str, float]
+    """Requests a second within a TTFT of 30 s and a TBT of so many milliseconds."""
+    last_ttft_ratio: float
+
+
+class RowResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A row, and what we get for it."""
+
+    row: PaperRow
+    ours: float
+    is_right: bool
+    """In direction."""
+
+    @property
+    def off(self) -> float | None:
+        """Relative distance from the published number."""
+        return None if self.row.published is None else self.ours / self.row.published - 1
+
+
+def _data() -> Any:
+    return resources.files("tandem.sim") / "data" / "paper"
+
+
+def _read(name: str) -> Any:
+    return parse_yaml((_data() / name).read_text("utf-8"))
+
+
+@cache
+def _read_systems() -> dict[str, Scenario]:
+    return {
+        name: msgspec.convert(fields, Scenario, strict=False)
+        for name, fields in _read("systems.yaml").items()
+    }
+
+
+NAMES = (
+    "capacity",
+    "prefill_time",
+    "cache",
+    "scheduling",
+    "bandwidth",
+    "ratio",
+    "long_prompt",
+)
+
+
+def list_tables(names: Sequence[str] = ()) -> dict[str, PaperTable]:
+    """Return tables by name, all without names.
+
+    Raises: NotFoundError.
+    """
+    for name in names:
+        if name not in NAMES:
+            what = f"no table {name!r}: there is {', '.join(NAMES)}"
+            raise NotFoundError("sim.paper", what)
+    return {name: msgspec.convert(_read(f"{name}.yaml"), PaperTable) for name in names or NAMES}
+
+
+def _measure_effective(records: Sequence[RequestRecord], duration: float) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for tbt in (100, 200, 300):
+        kept = Objectives(ttft=30_000, tbt=tbt)
+        found[str(tbt)] = sum(kept.are_kept(record) for record in records) / duration
+    return found
+
+
+def serve_scenario(key: str, scenario: Scenario) -> Outcome:
+    """Run a scenario.
+
+    Raises: as ``run_scenario``; InternalError (no request succeeded).
+    """
+    run = run_scenario(scenario, open_load(scenario.load))
+    report = run.report
+    good = [record for record in run.records if not record.error]
+    if not good:
+        raise InternalError("sim.paper", f"no request of {report.scenario} succeeded")
+    return Outcome(
+        key=key,
+        completed=report.completed,
+        failed=report.failed,
+        ttft_s=statistics.fmean(record.ttft_s for record in good),
+        hit_ratio=report.hit_ratio,
+        prefill_s=report.prefill_s,
+        goodput=(report.goodput or 0.0) * report.duration / report.load_s,
+        effective=_measure_effective(run.records, report.load_s),
+        last_ttft_ratio=good[-1].ttft_s / good[0].ttft_s,
+    )
+
+
+class Runs:
+    """Runs scenarios of tables, each once.
+
+    Args:
+        trace: of the conversations.
+        num_requests: at most, of each run; 0 is all.
+        path: of a file of outcomes, which is read first and appended to; None: there is none.
+        on_run: told of each run before it is made, and of how many have been.
+        serve: runs one scenario, by its key.
+    """
+
+    def __init__(
+        self,
+        trace: Path,
+        num_requests: int,
+        path: Path | None = None,
+        on_run: Callable[[str, int], None] | None = None,
+        serve: Callable[[str, Scenario], Outcome] | None = None,
+    ) -> None:
+        self._trace, self._num_requests, self._path = trace, num_requests, path
+        self._on_run = on_run
+        self._serve = serve_scenario if serve is None else serve
+        self._done: dict[str, Outcome] = {}
+        if path is not None and path.exists():
+            for line in path.read_bytes().splitlines():
+                outcome = msgspec.json.decode(line, type=Outcome)
+                self._done[outcome.key] = outcome
+
+    def measure(self, table: PaperTable) -> list[RowResult]:
+        """Return the rows of a table with our figures."""
+        results = [self._measure_row(table, row) for row in table.rows]
+        absolute = [each for each in results if not each.row.against and each.row.published]
+        ours = sorted(absolute, key=lambda each: each.ours)
+        theirs = sorted(absolute, key=lambda each: each.row.published or 0.0)
+        is_ordered = ours == theirs
+        return [
+            msgspec.structs.replace(each, is_right=is_ordered) if each in absolute else each
+            for each in results
+        ]
+
+    def _measure_row(self, table: PaperTable, row: PaperRow) -> RowResult:
+        figure = row.figure or table.figure
+        changes = dict(table.set)
+        if row.load:
+            changes |= {"load.generator": row.load}
+        value = self._find(table, row.system, changes | row.set, figure, row.tbt_ms)
+        if row.against:
+            base = self._find(table, row.against, changes, figure, row.tbt_ms)
+            value = value / base if base else float("inf")
+        if row.published is None:
+            is_right = value < 1 if row.is_below else True
+        else:
+            is_right = (value > 1) == (row.published > 1)
+        return RowResult(row=row, ours=value, is_right=is_right)
+
+    def _find(
+        self, table: PaperTable, system: str, changes: Mapping[str, Any], figure: str, tbt_ms: int
+    ) -> float:
+        variant = table.systems.get(system)
+        if variant is not None:
+            system, changes = variant.base, dict(changes) | variant.set
+        base = _read_systems()[system]
+        if figure == "capacity":
+            outcomes = [
+                self._run(base, dict(changes) | {"load.rate_scale": rate}) for rate in table.rates
+            ]
+            return max(outcome.effective[str(tbt_ms)] for outcome in outcomes)
+        outcome = self._run(base, changes)
+        if figure not in Outcome.__struct_fields__:
+            raise ConfigError("sim.paper", f"{table.title}: no figure {figure!r}")
+        return float(getattr(outcome, figure))
+
+    def _run(self, base: Scenario, changes: Mapping[str, Any]) -> Outcome:
+        given = {"load.limit": self._num_requests} | dict(changes)
+        trace = given.get("load.trace")
+        path = self._trace
+        if isinstance(trace, str):
+            path = Path(str(_data() / trace))
+        # The path is no part of the key: where a trace lies changes nothing.
+        key_of = change_scenario(base, given)
+        key = sha256(msgspec.json.encode(key_of) + path.name.encode()).hexdigest()[:16]
+        if key not in self._done:
+            if self._on_run is not None:
+                self._on_run(f"{base.name}, {dict(changes)}", len(self._done))
+            scenario = change_scenario(base, given | {"load.trace": str(path)})
+            outcome = self._serve(key, scenario)
+            self._done[key] = outcome
+            if self._path is not None:
+                with self._path.open("ab") as file:
+                    file.write(msgspec.json.encode(outcome) + b"\n")
+        return self._done[key]
+
+
+INTRODUCTION = """\
+# The Mooncake paper, reproduced
+
+Made by `tandem sim paper --trace TRACE --requests {requests} --output docs/reproduction.md`.
+Mooncake's evaluation cannot be repeated from outside, as its scheduler and engine are not public.
+This page repeats it with the scheduler, prefix index, store directory and conductor that also
+serve, over models of the paper's machines. Every assumption is in `src/tandem/sim/data/paper/`. One
+parameter (`gpu_compute`) was fitted, to the row that says so, and then predicts all others. Rows of
+loads that are not at hand run on a generator with the published statistics: they are marked
+*generated*, and count for direction alone. {requests_text}
+"""
+
+
+def render_page(results: Mapping[str, Sequence[RowResult]], num_requests: int) -> str:
+    """Return the page in Markdown."""
+    tables = list_tables(list(results))
+    text = f"Each run serves the first {num_requests:,} requests of the trace, or of its load."
+    lines = [
+        INTRODUCTION.format(
+            requests=num_requests, requests_text=text if num_requests else "Each run is whole."
+        )
+    ]
+    counted = [
+        each
+        for rows in results.values()
+        for each in rows
+        if each.off is not None and not each.row.load and not each.row.is_fitted
+    ]
+    near = sum(abs(each.off or 0.0) <= NEAR for each in counted)
+    every = [each for rows in results.values() for each in rows]
+    right = sum(each.is_right for each in every)
+    lines.append(
+        f"**{right} of {len(every)} rows are right in direction and order. Of the {len(counted)} "
+        "of the conversation trace that have a published number and were not fitted, "
+        f"{near} are within {NEAR:.0%}.**"
+    )
+    for name, rows in results.items():
+        table = tables[name]
+        lines += ["", f"## {table.title}", "", f"{table.source}. {table.what.strip()}", ""]
+        lines += [
+            f"| row | published | ours ({table.unit}) | off | direction |",
+            "|---|---|---|---|---|",
+        ]
+        for each in rows:
+            published = "" if each.row.published is None else f"{each.row.published:g}"
+            off = "" if each.off is None else f"{each.off:+.0%}"
+            off = "fitted" if each.row.is_fitted else off
+            direction = "right" if each.is_right else "**wrong**"
+            lines.append(
+                f"| {each.row.name} | {published} | {each.ours:.3g} | {off} | {direction} |"
+            )
+        reasons = _read_reasons().get(name)
+        if reasons:
+            lines += ["", reasons.strip()]
+    lines += [
+        "",
+        "## What is not reproduced here",
+        "",
+        "| published | command | needs |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {each['what']} | {each['command']} | {each['needs']} |"
+        for each in _read("lacking.yaml")
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _read_reasons() -> dict[str, str]:
+    """Return why rows of a table are off, by table."""
+    return _read("reasons.yaml") or {}

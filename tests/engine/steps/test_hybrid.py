@@ -1,0 +1,219 @@
+"""Goal: a decode step with experts on the host, beside a device, gives bitwise the CPU's tokens.
+
+Method: the demo model, and a tiny DeepSeek-V3 with shared experts and a dense layer, through the
+whole engine on a device that is none: its streams are threads, its memory is closed to the host.
+Work is held back at seeded moments. Tokens are compared with the same model without a device.
+"""
+
+import random
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="models need the `serve` extra")
+transformers = pytest.importorskip("transformers", reason="models need the `serve` extra")
+
+from tandem.core.clock import MonotonicClock  # noqa: E402 - after the skip
+from tandem.core.errors import UnsupportedError  # noqa: E402
+from tandem.core.wire import AddRequest, FinishReason, SamplingParams  # noqa: E402
+from tandem.engine.build import build_engine  # noqa: E402
+from tandem.engine.config import EngineConfig  # noqa: E402
+from tandem.kernels.cpu.experts import NativeExperts  # noqa: E402
+from tandem.kernels.fake.device import FakeDevice  # noqa: E402
+from tandem.kernels.hybrid import HybridDecoder  # noqa: E402
+from tandem.models.config import ModelConfig  # noqa: E402
+
+PROMPTS = [[(7 * i * i + 3) % 120 + 3 for i in range(n)] for n in (20, 9, 33)]
+LENGTHS = (12, 5, 8)
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three layers: one dense, two with routed and shared experts."""
+    torch.manual_seed(3)
+    config = transformers.DeepseekV3Config(
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        q_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=24,
+        first_k_dense_replace=1,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        max_position_embeddings=512,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() > 1:
+                tensor.normal_(0, tensor.shape[-1] ** -0.5)
+    path = tmp_path_factory.mktemp("deepseek_v3")
+    model.save_pretrained(path)
+    return path
+
+
+def build(path, *, deferred=0):
+    config = EngineConfig(kv_cache_gib=0.02, block_size=16, max_batch_tokens=64)
+    model = ModelConfig(
+        path=str(path),
+        dtype="bfloat16",
+        expert_format="bf16",
+        packed_cache="off",
+        deferred_experts=deferred,
+    )
+    return build_engine(model, config, MonotonicClock())
+
+
+def generate(engine, prompts=PROMPTS, lengths=LENGTHS):
+    """Tokens and last output of each prompt; batches shrink as requests end."""
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+        engine.add(AddRequest(request_id=str(i), prompt_ids=prompt, sampling=sampling))
+    tokens, last = [[] for _ in prompts], {}
+    for _ in range(500):
+        if not engine.has_requests:
+            break
+        for output in engine.step():
+            tokens[int(output.request_id)] += output.token_ids
+            last[int(output.request_id)] = output
+    assert not engine.has_requests
+    return tokens, [last[i] for i in range(len(prompts))]
+
+
+@pytest.fixture
+def open_device():
+    """Return ``open(delay)``: a fake device that is closed after the test."""
+    opened = []
+
+    def make(delay=lambda _: None):
+        opened.append(FakeDevice(delay))
+        return opened[-1]
+
+    yield make
+    for device in opened:
+        device.close()
+
+
+def hold_back(seed):
+    """Delay some pieces of work by up to two milliseconds."""
+    chance = random.Random(seed)
+    return lambda _: time.sleep(0.002 * chance.random() if chance.random() < 0.2 else 0)
+
+
+@pytest.mark.parametrize("deferred", [0, 2])
+@pytest.mark.parametrize("is_captured", [True, False])
+@pytest.mark.parametrize("model", ["demo", "deepseek"])
+def test_tokens_are_those_of_the_cpu(folder, open_device, model, is_captured, deferred):
+    path = "demo" if model == "demo" else folder
+    # The demo model has two experts a token: one of them is deferred.
+    deferred = min(deferred, 1) if model == "demo" else deferred
+    expected, _ = generate(build(path, deferred=deferred).engine)
+    built = build(path, deferred=deferred)
+    hybrid = built.model.enable_hybrid(open_device(hold_back(1)), is_captured=is_captured)
+    launched = []
+    queue = HybridDecoder._queue
+    hybrid._queue = lambda batch: (launched.append(batch.size), queue(hybrid, batch))
+    for _ in range(2):
+        assert generate(built.engine)[0] == expected
+    # Three live tokens use the graph of four; each size is captured once.
+    assert set(launched) == {1, 2, 4}
+    assert (len(launched) == 3) == is_captured
+    hybrid.close()
+
+
+def test_the_host_computes_living_rows_from_places_that_stay(folder, open_device, monkeypatch):
+    built = build(folder)
+    seen = []
+    run = NativeExperts.run
+
+    def note(self, x, ids, weights, out):
+        if threading.current_thread().name.startswith("tandem-hybrid"):
+            seen.append((len(x.tensor), x.tensor.data_ptr(), out.tensor.data_ptr()))
+        run(self, x, ids, weights, out)
+
+    monkeypatch.setattr(NativeExperts, "run", note)
+    hybrid = built.model.enable_hybrid(open_device())
+    generate(built.engine)
+    by_rows = {rows: {s[1:] for s in seen if s[0] == rows} for rows in (1, 2, 3)}
+    assert {s[0] for s in seen} == {1, 2, 3}
+    # Two layers with experts take turns.
+    assert all(len(places) == 2 for places in by_rows.values())
+    hybrid.close()
+
+
+def test_shared_experts_run_while_the_host_computes(folder, open_device, monkeypatch):
+    """The host's experts do not end before the device has run the shared ones."""
+    is_shared_done = threading.Event()
+    built = build(folder)
+    expected, _ = generate(build(folder).engine)
+    run, run_shared = NativeExperts.run, HybridDecoder._run_shared
+    num_overlapped = []
+
+    def wait(self, x, ids, weights, out):
+        if threading.current_thread().name.startswith("tandem-hybrid"):
+            assert is_shared_done.wait(WAIT_S)
+            is_shared_done.clear()
+            num_overlapped.append(1)
+        run(self, x, ids, weights, out)
+
+    def note(self, batch):
+        run_shared(self, batch)
+        is_shared_done.set()
+
+    monkeypatch.setattr(NativeExperts, "run", wait)
+    monkeypatch.setattr(HybridDecoder, "_run_shared", note)
+    hybrid = built.model.enable_hybrid(open_device())
+    assert generate(built.engine)[0] == expected
+    assert len(num_overlapped) > 10
+    hybrid.close()
+
+
+@pytest.mark.parametrize("deferred", [0, 2])
+def test_what_a_worker_raises_is_its_requests_error(folder, open_device, monkeypatch, deferred):
+    """Layer 2's experts fail for one request's token at its third step; the others go on."""
+    expected, _ = generate(build(folder, deferred=deferred).engine)
+    built = build(folder, deferred=deferred)
+    marked = built.model.skeleton.model.layers[2].mlp.experts
+    bad_rows = []
+    run = NativeExperts.run
+
+    def fail(self, x, ids, weights, out):
+        if self is marked and threading.current_thread().name.startswith("tandem-hybrid"):
+            rows = [row.tolist() for row in x.tensor[:, :4].float()]
+            if len(rows) == 3 and len(bad_rows) < 3:
+                bad_rows.append(rows[1])
+            if len(bad_rows) == 3 and bad_rows[-1] in rows:
+                raise ValueError("a worker broke")
+        run(self, x, ids, weights, out)
+
+    monkeypatch.setattr(NativeExperts, "run", fail)
+    hybrid = built.model.enable_hybrid(open_device(hold_back(2)))
+    tokens, last = generate(built.engine)
+    failed = [output.finish_reason is FinishReason.ERROR for output in last]
+    assert failed == [False, True, False]
+    assert "a worker broke" in last[1].error_text
+    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
+    assert 0 < len(tokens[1]) < LENGTHS[1]
+    assert tokens[1] == expected[1][: len(tokens[1])]
+    monkeypatch.setattr(NativeExperts, "run", run)
+    assert generate(built.engine)[0] == expected
+    hybrid.close()
+
+
+def test_models_without_packed_experts_are_refused(open_device):
+    config = EngineConfig(kv_cache_gib=0.02, block_size=16)
+    model = ModelConfig(path="demo", dtype="float32", expert_format="none", packed_cache="off")
+    built = build_engine(model, config, MonotonicClock())
+    with pytest.raises(UnsupportedError, match="routed experts in a weight format"):
+        built.model.enable_hybrid(open_device())
