@@ -26,7 +26,8 @@ def live():
 def client(live):
     info = live.engine.info
     live.engine.reset()
-    yield openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
     live.engine.info = info
 
 

@@ -3,6 +3,7 @@
 Method: real servers over the fake engine.
 """
 
+import contextlib
 import io
 import json
 
@@ -33,6 +34,19 @@ def servers():
         yield servers
 
 
+@pytest.fixture
+def connect():
+    """Connect clients to servers; their connections are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def connect(live, key="none"):
+            client = Client(live, key)
+            stack.enter_context(client.api)
+            return client
+
+        yield connect
+
+
 class Client:
     """OpenAI's client and what tests do with it."""
 
@@ -53,8 +67,8 @@ class Client:
         return [json.loads(line) for line in self.api.files.content(file_id).text.splitlines()]
 
 
-def test_a_batch_is_answered(servers, engine):
-    client = Client(servers.start(engine))
+def test_a_batch_is_answered(servers, engine, connect):
+    client = connect(servers.start(engine))
     lines = [make_line(number) for number in range(40)]
     lines[7]["body"]["max_tokens"] = -1
     lines[9]["body"]["priority"] = -5
@@ -79,15 +93,15 @@ def test_a_batch_is_answered(servers, engine):
     assert [each.id for each in client.api.batches.list()] == [batch.id]
 
 
-def test_a_full_queue_is_asked_again(servers, engine):
+def test_a_full_queue_is_asked_again(servers, engine, connect):
     engine.max_running = 1
-    client = Client(servers.start(engine, batch_width=2))
+    client = connect(servers.start(engine, batch_width=2))
     batch = client.end(client.begin([make_line(n) for n in range(4)]))
     assert (batch.request_counts.completed, batch.request_counts.failed) == (4, 0)
 
 
-def test_embeddings_and_completions(servers, engine):
-    client = Client(servers.start(engine))
+def test_embeddings_and_completions(servers, engine, connect):
+    client = connect(servers.start(engine))
     for url, body in (("/v1/embeddings", {"input": "a"}), ("/v1/completions", {"prompt": "a"})):
         line = {"custom_id": "x", "method": "POST", "url": url, "body": body}
         batch = client.end(client.begin([line], endpoint=url))
@@ -105,16 +119,16 @@ def test_embeddings_and_completions(servers, engine):
         ([make_line("x" * 5000)], "line_too_long", 1),
     ],
 )
-def test_wrong_input_fails_as_a_whole(servers, engine, lines, code, line):
-    client = Client(servers.start(engine, max_body_bytes=4096))
+def test_wrong_input_fails_as_a_whole(servers, engine, connect, lines, code, line):
+    client = connect(servers.start(engine, max_body_bytes=4096))
     batch = client.end(client.begin(lines))
     assert batch.status == "failed"
     assert [(error.code, error.line) for error in batch.errors.data] == [(code, line)]
     assert engine.requests == []
 
 
-def test_cancel_keeps_what_is_answered(servers, engine):
-    client = Client(servers.start(engine, batch_width=2))
+def test_cancel_keeps_what_is_answered(servers, engine, connect):
+    client = connect(servers.start(engine, batch_width=2))
     engine.is_paused = True
     batch = client.begin([make_line(n) for n in range(6)])
     wait_until(lambda: engine.num_held == 2)
@@ -130,10 +144,10 @@ def test_cancel_keeps_what_is_answered(servers, engine):
     assert client.end(client.begin([make_line(1)])).status == "completed"
 
 
-def test_what_is_late_expires(servers, engine, monkeypatch):
+def test_what_is_late_expires(servers, engine, connect, monkeypatch):
     from tandem.server.batches import worker
 
-    client = Client(servers.start(engine, batch_width=2))
+    client = connect(servers.start(engine, batch_width=2))
     engine.is_paused = True
     batch = client.begin([make_line(n) for n in range(5)], completion_window="1m")
     wait_until(lambda: engine.num_held == 2)
@@ -146,12 +160,12 @@ def test_what_is_late_expires(servers, engine, monkeypatch):
     assert {error["error"]["code"] for error in errors} == {"batch_expired"}
 
 
-def test_a_restart_goes_on(tmp_path, engine):
+def test_a_restart_goes_on(tmp_path, engine, connect):
     tokenizer = make_byte_level_tokenizer()
     lines = [make_line(number) for number in range(10)]
     with LiveServers(tokenizer) as servers:
         live = servers.start(engine, batch_folder=str(tmp_path), batch_width=1)
-        client = Client(live)
+        client = connect(live)
         engine.step_s = 0.02
         batch = client.begin(lines)
         wait_until(lambda: client.api.batches.retrieve(batch.id).request_counts.completed >= 3)
@@ -164,7 +178,7 @@ def test_a_restart_goes_on(tmp_path, engine):
         file.write(b'{"custom_id": "r')
     again = FakeEngine(info=make_info(320))
     with LiveServers(tokenizer) as servers:
-        client = Client(servers.start(again, batch_folder=str(tmp_path)))
+        client = connect(servers.start(again, batch_folder=str(tmp_path)))
         batch = client.end(batch)
         assert batch.status == "completed"
         assert batch.request_counts.completed == 10
@@ -173,9 +187,9 @@ def test_a_restart_goes_on(tmp_path, engine):
     assert len(again.requests) == 10 - num_answered
 
 
-def test_files_are_their_keys_alone_and_bounded(servers, engine):
+def test_files_are_their_keys_alone_and_bounded(servers, engine, connect):
     live = servers.start(engine, api_key=("one", "two"), batch_bytes=20_000)
-    one, two = (Client(live, key).api for key in ("one", "two"))
+    one, two = (connect(live, key).api for key in ("one", "two"))
     file = one.files.create(file=("a.jsonl", io.BytesIO(b"x" * 15_000)), purpose="batch")
     assert (file.bytes, file.filename) == (15_000, "a.jsonl")
     assert [each.id for each in one.files.list()] == [file.id]
