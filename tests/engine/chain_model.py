@@ -2,7 +2,8 @@
 
 The KV of a token in a layer is the digest of the KV of the token before in that layer, read from
 its block, and of the layer below. So a block with wrong content in any layer, wherever it came
-from, gives wrong tokens. The next token follows from the last layer and the request's seed.
+from, gives wrong tokens. The next token follows from the last layer and the request's seed; in a
+model with states also from the state in the request's slot, one more chain over its tokens.
 """
 
 import hashlib
@@ -25,11 +26,13 @@ LAYOUT = MlaLayout(
     num_layers=NUM_LAYERS, block_size=BLOCK, kv_lora_rank=WIDTH // 2, rope_dim=0, dtype="bfloat16"
 )
 assert LAYOUT.bytes_per_block == BLOCK_BYTES
+STATE_BYTES = WIDTH
 
 
-def make_identity(weights: str) -> KvIdentity:
+def make_identity(weights: str, *, has_states: bool = False) -> KvIdentity:
+    model = '"chain with states"' if has_states else '"chain"'
     return KvIdentity(
-        weights=weights, config={"model": '"chain"'}, dtype="bfloat16", formats={}, layout=LAYOUT
+        weights=weights, config={"model": model}, dtype="bfloat16", formats={}, layout=LAYOUT
     )
 
 
@@ -42,8 +45,12 @@ def pick(state: bytes, seed: int, position: int) -> int:
     return (int.from_bytes(state[:4], "little") + seed * (2 * position + 1)) % VOCAB
 
 
-def continue_prompt(weights: str, prompt: list[int], num_tokens: int, seed: int) -> list[int]:
+def continue_prompt(
+    weights: str, prompt: list[int], num_tokens: int, seed: int, *, has_states: bool = False
+) -> list[int]:
     """What a request must be answered."""
+    if has_states:
+        return _continue_with_states(weights, prompt, num_tokens, seed)
     states = [bytes(WIDTH)] * NUM_LAYERS
     output: list[int] = []
     for position, token in enumerate(prompt):
@@ -60,6 +67,21 @@ def continue_prompt(weights: str, prompt: list[int], num_tokens: int, seed: int)
     return output
 
 
+def _continue_with_states(weights, prompt, num_tokens, seed):
+    layers, state = [bytes(WIDTH)] * NUM_LAYERS, bytes(WIDTH)
+    output: list[int] = []
+    tokens = list(prompt)
+    for position in range(len(prompt) + num_tokens - 1):
+        below = encode_token(weights, tokens[position])
+        state = advance(state, below)
+        for layer in range(NUM_LAYERS):
+            below = layers[layer] = advance(layers[layer], below)
+        if position >= len(prompt) - 1:
+            output.append(pick(advance(below, state), seed, len(output)))
+            tokens.append(output[-1])
+    return output
+
+
 def encode_token(weights: str, token: int) -> bytes:
     return b"%s%d" % (weights.encode(), token)
 
@@ -70,8 +92,9 @@ class ChainRunner:
     Between two layers ``run`` yields, so that whoever drives it can let time pass.
     """
 
-    def __init__(self, memory, weights: str) -> None:
+    def __init__(self, memory, weights: str, states=None) -> None:
         self._bytes = memoryview(memory)
+        self._states = None if states is None else memoryview(states)
         self._weights = weights
         self._seeds: dict[int, int] = {}
 
@@ -93,10 +116,18 @@ class ChainRunner:
                 target = copy.dst_block_id * BLOCK_BYTES + layer * ROW_BYTES
                 size = copy.num_tokens * WIDTH
                 self._bytes[target : target + size] = self._bytes[source : source + size]
+        for copy in step.state_loads:
+            self._write_state(copy.target, self._read_state(copy.source))
         inputs = [
             [encode_token(self._weights, token) for token in sequence.token_ids]
             for sequence in step.sequences
         ]
+        if self._states is not None:
+            for sequence, tokens in zip(step.sequences, inputs, strict=True):
+                state = self._read_state(sequence.state_slot) if sequence.start else bytes(WIDTH)
+                for token in tokens:
+                    state = advance(state, token)
+                self._write_state(sequence.state_slot, state)
         for layer in range(NUM_LAYERS):
             for i, sequence in enumerate(step.sequences):
                 inputs[i] = self._run_layer(layer, sequence, inputs[i])
@@ -108,10 +139,21 @@ class ChainRunner:
             result = SequenceResult(sequence.sequence_id)
             if sequence.sampling is not None:
                 seed = self._seeds[sequence.sequence_id]
-                token_id = pick(states[-1], seed, sequence.sampling.position)
+                last = states[-1]
+                if self._states is not None:
+                    last = advance(last, self._read_state(sequence.state_slot))
+                token_id = pick(last, seed, sequence.sampling.position)
                 result.tokens = [SampledToken(token_id)]
             results.append(result)
+        for copy in step.state_saves:
+            self._write_state(copy.target, self._read_state(copy.source))
         return StepResult(results)
+
+    def _read_state(self, slot: int) -> bytes:
+        return bytes(self._states[slot * STATE_BYTES : (slot + 1) * STATE_BYTES])
+
+    def _write_state(self, slot: int, state: bytes) -> None:
+        self._states[slot * STATE_BYTES : (slot + 1) * STATE_BYTES] = state
 
     def _run_layer(self, layer, sequence, inputs):
         table, states = np.frombuffer(sequence.block_table, np.int32).tolist(), []

@@ -29,6 +29,7 @@ from tandem.rpc import RpcConfig
 from tandem.sim import Faults
 from tandem.store.config import StoreConfig
 from tandem.store.host.host import CALL_TIMEOUT_S
+from tandem.transfer.config import TransferConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from store_world import StoreWorld
@@ -69,6 +70,8 @@ class Settings:
         self.faults_of_model = 0.0
         self.swaps = seed % 2 == 1 and self.roles is ROLES["unified"]
         """Whether an instance may come back with other weights."""
+        self.switches = self.roles is ROLES["cross"]
+        """Roles change, and instances drain and are restarted, while people ask."""
         if seed % 3:
             self.faults = Faults(lose=0.01, late=0.01, double=0.01, drag=0.1, rot_per_s=8.0)
             self.flips = seed % 3 == 1
@@ -76,6 +79,8 @@ class Settings:
             self.faults_of_model = 0.002
         self.num_blocks = (32, 18)[seed // 3 % 2]
         """The longest request takes 16."""
+        self.num_slots = 0
+        """Of states; 0: a model without."""
         self.tiers = TierConfig(
             write=("write_through", "on_evict")[seed % 2],
             prefetch=("timeout", "wait", "timeout", "wait", "best_effort")[seed // 2 % 5],
@@ -152,7 +157,7 @@ class KvWorld(StoreWorld):
         specs = [
             InstanceSpec(
                 name=name, role=role, model=ModelConfig(path="chain"), engine=ENGINE,
-                rpc=RpcConfig(),
+                rpc=RpcConfig(), transfer=TransferConfig(),
             )
             for name, role in self.settings.roles.items()
         ]  # fmt: skip
@@ -170,11 +175,29 @@ class KvWorld(StoreWorld):
         background = [asyncio.ensure_future(self.rot())]
         if settings.crashes:
             background.append(asyncio.ensure_future(self.strike()))
+        if settings.switches:
+            background.append(asyncio.ensure_future(self.switch()))
         self.prefixes = [self.draw_tokens(20) for _ in range(3)]
         await asyncio.gather(*(self.converse(num_requests // 4) for _ in range(4)))
         for task in background:
             task.cancel()
+        for name, role in settings.roles.items():
+            await self.cluster.set_role(name, role)
+            await self.cluster.drain(name, is_draining=False)
         self.faults, self.flips, self.faults_of_model = Faults(), False, 0.0
+
+    async def switch(self) -> None:
+        """Change what instances are for, and renew one now and then."""
+        while True:
+            await asyncio.sleep(self.random.uniform(0.2, 3.0))
+            name = self.random.choice(list(self.settings.roles))
+            if self.random.random() < 0.2:
+                self.ends["restart"] += 1
+                await self.cluster.restart(name, patience_s=self.random.choice((0.1, 20.0)))
+            else:
+                self.ends["switch"] += 1
+                role = self.random.choice(("unified", "prefill", "decode"))
+                await self.cluster.set_role(name, role)
 
     async def recover(self) -> None:
         """The faults are over: all is whole again in time, and nothing is kept."""
@@ -240,7 +263,13 @@ class KvWorld(StoreWorld):
         for status in self.cluster.instances:
             sources = {n for n, role in self.settings.roles.items() if role == "prefill"} - {"px"}
             wanted = sources if status.role == "decode" else set()
-            if status.stage.stage != "ready" or set(status.sources) != wanted:
+            # It may also read what was a prefill instance for a while.
+            is_linked = (
+                wanted <= set(status.sources)
+                if self.settings.switches
+                else (wanted == set(status.sources))
+            )
+            if status.stage.stage != "ready" or not is_linked:
                 self.violations.append(f"{status.name} is not whole: {status}")
         for name, instance in self.instances.items():
             if kept := instance.list_kept(may_store=may_store):
@@ -257,7 +286,8 @@ class KvWorld(StoreWorld):
         if self.settings.swaps:
             # What was stored for weights that no instance has now is nobody's to flush.
             for model in (WEIGHTS, FOREIGN):
-                prefix = make_object_key(make_identity(model).digest.hex(), b"")
+                identity = make_identity(model, has_states=bool(self.settings.num_slots))
+                prefix = make_object_key(identity.digest.hex(), b"")
                 await process.spawn(client.remove_prefix(prefix))
         status = await process.spawn(client.status())
         left: list[str] = []
@@ -313,7 +343,13 @@ class KvWorld(StoreWorld):
         # Of one model from the first token to the last, whichever that is.
         has_foreign = self.settings.swaps or "px" in self.settings.roles
         rights = [
-            continue_prompt(model, prompt, num_tokens, request.sampling.seed)
+            continue_prompt(
+                model,
+                prompt,
+                num_tokens,
+                request.sampling.seed,
+                has_states=bool(self.settings.num_slots),
+            )
             for model in (WEIGHTS, FOREIGN)[: 1 + has_foreign]
         ]
         is_whole = reason == FinishReason.LENGTH and tokens in rights

@@ -10,6 +10,7 @@ from chain_model import (
     BLOCK_BYTES,
     LAYOUT,
     NUM_LAYERS,
+    STATE_BYTES,
     VOCAB,
     ChainRunner,
     make_identity,
@@ -24,13 +25,14 @@ from tandem.engine.disaggregation.announcer import PrefillAnnouncer
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
 from tandem.engine.engine import Engine
+from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.process.inventory import BlockInventory
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.tiers.planner import CostTierPlanner
-from tandem.engine.tiers.store_tier import BlockMemory, StoreTier
+from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, StoreTier
 from tandem.engine.transfers import TransfersBySource
 from tandem.sim import LoopClock
 
@@ -77,7 +79,9 @@ class SimInstance:
         self.process, client = world.start_client(name)
         self.num_blocks = world.settings.num_blocks
         self.memory = np.zeros(self.num_blocks * BLOCK_BYTES, np.uint8)
-        self.identity = make_identity(weights)
+        num_slots = world.settings.num_slots
+        self.states = np.zeros(num_slots * STATE_BYTES, np.uint8) if num_slots else None
+        self.identity = make_identity(weights, has_states=bool(num_slots))
         pool = BlockPool(self.num_blocks)
         self.planner = CostTierPlanner(world.tiers, block_size=BLOCK, block_bytes=BLOCK_BYTES)
         index = PrefixIndex(pool, BLOCK, identity=self.identity.digest)
@@ -86,8 +90,9 @@ class SimInstance:
         # Half of the instances plan ahead, so that every race is tried both ways.
         self.is_overlapped = world.random.random() < 0.5
         config = msgspec.structs.replace(ENGINE, overlap="on" if self.is_overlapped else "off")
-        self.scheduler = Scheduler(config, pool, index, self.planner)
-        self.runner = ChainRunner(self.memory, weights)
+        policy = StatePolicy(num_slots, 8, min_gain=1, at_blocks=True) if num_slots else None
+        self.scheduler = Scheduler(config, pool, index, self.planner, policy)
+        self.runner = ChainRunner(self.memory, weights, self.states)
         self.engine = Engine(
             self.scheduler,
             self.runner,
@@ -114,6 +119,7 @@ class SimInstance:
             config=world.tiers,
             clock=clock,
             on_load=self.planner.note_load,
+            states=None if self.states is None else StateMemory(self.states, STATE_BYTES),
             loop=ThreadLoop(world, self.process),
         )
         self.tier.attach(self.engine)
@@ -127,20 +133,20 @@ class SimInstance:
             block_bytes=BLOCK_BYTES,
             num_blocks=self.num_blocks,
             buffer="kv",
+            state_buffer="" if self.states is None else "states",
+            state_bytes=STATE_BYTES,
+            num_state_slots=world.settings.num_slots,
         )
-        if self.role != "decode":
-            self.peer = own
-            announcer = PrefillAnnouncer(self.engine, own, self.memory, clock)
-            self.engine.attach_listener(announcer)
-            self.listener = Listener(self.process, self.memory, announcer, own.epoch)
-            world.listeners[self.name] = self.listener
-        transfers = self.tier
-        if self.role != "prefill":
-            port = SimPeerPort(world, self.process, self.memory)
-            target = ReadTarget(port, self.memory, own, clock, Statistics())
-            self.reader = PeerReader(target, self.engine, ThreadLoop(world, self.process))
-            transfers = TransfersBySource((self.tier, self.reader))
-        self.engine.attach_transfers(transfers)
+        # Both ways: its role may change.
+        self.peer = own
+        announcer = PrefillAnnouncer(self.engine, own, self.memory, clock, self.states)
+        self.engine.attach_listener(announcer)
+        self.listener = Listener(self.process, self.memory, announcer, own.epoch, self.states)
+        world.listeners[self.name] = self.listener
+        port = SimPeerPort(world, self.process, self.memory, self.states)
+        target = ReadTarget(port, self.memory, own, clock, Statistics(), self.states)
+        self.reader = PeerReader(target, self.engine, ThreadLoop(world, self.process))
+        self.engine.attach_transfers(TransfersBySource((self.tier, self.reader)))
         self.api = InstanceApi(
             self.name,
             self.engine,
@@ -235,6 +241,7 @@ class SimInstance:
         stats, state = self.engine.get_stats(), self.scheduler._state
         kept = {
             "used blocks": stats.num_used_blocks,
+            "used slots of states": stats.num_used_state_slots,
             "held": stats.num_held,
             "pinned by holds": state.holds.num_pinned,
             "in transfer": state.loads.num_in_transfer,

@@ -21,7 +21,10 @@ FLIP_SHARE = 0.2
 class Listener:
     """The pool of one run of an instance, as others may read it."""
 
-    def __init__(self, process: Process, memory: np.ndarray, announcer, epoch: int) -> None:
+    def __init__(
+        self, process: Process, memory: np.ndarray, announcer, epoch: int, states=None
+    ) -> None:
+        self.states = states
         self.process, self.memory, self.announcer, self.epoch = process, memory, announcer, epoch
         self.pools: list[SimPool] = []
 
@@ -72,13 +75,14 @@ class SimCall:
 class SimPeerPort:
     """The ``PeerPort`` of one process; writes into ``memory``."""
 
-    def __init__(self, world, process: Process, memory: np.ndarray) -> None:
+    def __init__(self, world, process: Process, memory: np.ndarray, states=None) -> None:
+        self._states = states
         self._world, self._process, self._memory = world, process, memory
 
     async def open(
         self, address: str, buffer: str, states: str = "", *, deadline_s: float
     ) -> SimPool:
-        assert (buffer, states) == ("kv", "")
+        assert (buffer, states) == ("kv", "" if self._states is None else "states")
         try:
             async with asyncio.timeout(deadline_s):
                 await self._world.travel()
@@ -133,7 +137,7 @@ class SimPeerPort:
     async def _move(self, pool: SimPool, ranges) -> None:
         world, listener = self._world, pool.listener
         slices = [
-            (each.local + begin, each.remote + begin, end - begin)
+            (each.local + begin, each.remote + begin, end - begin, each.is_state)
             for each in ranges
             for begin, end in world.draw_slices(each.length)
         ]
@@ -147,10 +151,12 @@ class SimPeerPort:
                 await listener.process.pass_stall()
             if not listener.process.is_alive:
                 await asyncio.sleep(3600)
-            for local, remote, length in slices[turn::3]:
-                self._memory[local : local + length] = listener.memory[remote : remote + length]
+            for local, remote, length, is_state in slices[turn::3]:
+                ours = self._states if is_state else self._memory
+                theirs = listener.states if is_state else listener.memory
+                ours[local : local + length] = theirs[remote : remote + length]
                 if world.flips and world.random.random() < FLIP_SHARE:
-                    self._memory[local + world.random.randrange(length)] ^= 1
+                    ours[local + world.random.randrange(length)] ^= 1
 
     async def _wait(self, pool: SimPool, work, deadline_s: float):
         """Wait for something that ends with the connection, or with the deadline."""

@@ -97,6 +97,7 @@ class FakeEngine:
     play: "Callable[[AddRequest], list[int]] | None" = None
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     loaded: list[AdapterSource] = field(default_factory=list)
+    changes: list[tuple] = field(default_factory=list)
 
     @property
     def last_info(self) -> InstanceInfo | None:
@@ -115,6 +116,25 @@ class FakeEngine:
     def num_held(self) -> int:
         """Requests that own blocks."""
         return len(self.held)
+
+    async def set_role(self, name, role):
+        self.changes.append(("role", name, role))
+
+    async def drain(self, name, *, is_draining=True):
+        self.changes.append(("drain", name, is_draining))
+
+    async def restart(self, name, *, patience_s):
+        self.changes.append(("restart", name, patience_s))
+
+    async def restart_all(self, *, patience_s):
+        self.changes.append(("restart_all", patience_s))
+
+    async def add_instance(self, role):
+        self.changes.append(("add", role))
+        return "instance-1"
+
+    async def remove_instance(self, name, *, patience_s):
+        self.changes.append(("remove", name, patience_s))
 
     async def submit(self, request: AddRequest) -> "FakeStream":
         """Queue a request, or refuse it."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,7 +117,8 @@ async def compose(
             settings.cluster,
             on_stage=on_stage,
             is_staggered=may_write_cache(settings.model.packed_cache, model.folder),
-            make_launcher=iter(launchers).__next__,
+            # Those that are added later have none prepared.
+            make_launcher=chain(launchers, iter(ProcessLauncher, None)).__next__,
         )
         engine = await opened.enter_async_context(cluster)
         adapter_folder = settings.model.adapter_folder

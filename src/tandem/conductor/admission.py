@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from tandem.conductor.fleet import DECODE, PREFILL, Fleet
+from tandem.conductor.fleet import DECODE, PREFILL, Fleet, FloatColumn
 from tandem.conductor.policies.policy import Question
 
 __all__ = ["Admission", "AdmissionMode", "Rejection"]
@@ -251,7 +251,7 @@ class Admission:
         rows = fleet.is_serving & (fleet.role == DECODE)
         if not rows.any():
             rows = fleet.is_serving & (fleet.role != PREFILL)
-        count = int(rows.sum())
+        count = int(np.sum(rows))
         present = float(fleet.num_decoding[rows].sum())
         if not count or present <= 0:
             return tpot_s
@@ -261,4 +261,5 @@ class Admission:
         decodes = fleet.num_decoding[rows] * ratio
         tokens = fleet.decode_tokens[rows] * ratio
         costs = fleet.costs[:, rows]
-        return float(np.mean(costs[0] + costs[3] * decodes + costs[4] * tokens))
+        expected_s: FloatColumn = costs[0] + costs[3] * decodes + costs[4] * tokens
+        return float(expected_s.mean())

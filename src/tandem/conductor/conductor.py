@@ -154,6 +154,11 @@ class Conductor:
         """Take in that an instance takes no new requests, or takes them again."""
         self.fleet.set_draining(name, is_draining=is_draining)
 
+    def is_draining(self, name: str) -> bool:
+        """Return whether an instance takes no new requests."""
+        row = self.fleet.find(name)
+        return row is not None and bool(self.fleet.is_draining[row])
+
     def set_sources(self, name: str, sources: Collection[str]) -> None:
         """Take in whose blocks an instance can read."""
         self.fleet.set_sources(name, sources)
@@ -238,8 +243,8 @@ class Conductor:
             is_new: it has not been accepted yet, and may be refused.
         """
         decision = self._choose(place, question)
-        chosen = decision.chosen
-        if not is_new or decision.route is None or chosen is None:
+        chosen = decision.chosen if is_new else None
+        if decision.route is None or chosen is None:
             return self._note_placed(question, decision)
         ttft_s, tpot_s = chosen.ttft_s, decision.tpot_s
         assert tpot_s is not None
@@ -394,7 +399,7 @@ class Conductor:
         )
 
     def _predict_tpot(self, row: int, question: Question) -> float:
-        rows = np.array([row])
+        rows = slice(row, row + 1)
         return float(predict_tpot(self.fleet, rows, question.prompt_len, question.max_tokens)[0])
 
     def _has_room(self, row: int, question: Question) -> bool:

@@ -75,7 +75,9 @@ def predict_ttft(
     return TtftParts(transfer_s, queue_s, prefill_s, transfer_s + queue_s + prefill_s, prefix)
 
 
-def predict_tpot(fleet: Fleet, rows: IntColumn, prompt_len: int, max_tokens: int) -> FloatColumn:
+def predict_tpot(
+    fleet: Fleet, rows: IntColumn | slice, prompt_len: int, max_tokens: int
+) -> FloatColumn:
     """Predict the mean time of a token if one more request decodes on instances.
 
     Prompts that are queued there are computed between its tokens: at most a full step of them for
@@ -83,7 +85,7 @@ def predict_tpot(fleet: Fleet, rows: IntColumn, prompt_len: int, max_tokens: int
 
     Args:
         fleet: borrowed.
-        rows: of the instances.
+        rows: of the instances, as an index of columns.
         prompt_len: tokens that its first decode reads.
         max_tokens: that it may generate; half of them are taken for what it will.
     """

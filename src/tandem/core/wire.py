@@ -50,7 +50,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -204,6 +204,10 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     message_end: int = 0
     """Tokens of the prompt up to the end of its last message, without what asks for an answer; a
     model with states keeps one there. 0: unknown."""
+    pin_len: Annotated[int, Meta(ge=0)] = 0
+    """Leading tokens of the prompt whose KV the store is to evict late; see ``pin_s``."""
+    pin_s: Annotated[float, Meta(ge=0.0, le=86400.0)] = 0.0
+    """Seconds for which it is; each client may have so many pins only."""
     awaits_continuation: bool = False
     """With ``PrefillKv``: load the blocks, but do not compute before ``ContinueRequest`` comes or
     the lease has ended."""

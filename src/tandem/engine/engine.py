@@ -132,6 +132,8 @@ class MissingBlocks(NamedTuple):
     """Leading full blocks that it has."""
     keys: list[bytes]
     """Of those that follow, but for one that ends with the last token, which is computed."""
+    cached_keys: list[bytes]
+    """Of those that it has."""
 
 
 class PrefillView(NamedTuple):
@@ -323,7 +325,7 @@ class Engine:
             keys = []
         with self._lock:
             num_cached = self._scheduler.count_cached_blocks(keys)
-        return MissingBlocks(num_cached, keys[num_cached:])
+        return MissingBlocks(num_cached, keys[num_cached:], keys[:num_cached])
 
     def add(
         self, message: AddRequest, *, num_stored_blocks: int = 0, lookup: StoreLookup | None = None

@@ -117,6 +117,10 @@ class RequestOptions:
     timeout_s: float | None = None
     adapter: AdapterInfo | None = None
     """The LoRA adapter that was asked for."""
+    pin_len: int = 0
+    """Leading tokens of the prompt that the client asks to be cached."""
+    pin_s: float = 0.0
+    """For how long."""
 
 
 def _unix_s() -> int:
@@ -452,6 +456,8 @@ class ServerContext:
             cache_salt=options.cache_salt,
             adapter="" if options.adapter is None else options.adapter.digest,
             message_end=plan.message_end,
+            pin_len=options.pin_len,
+            pin_s=options.pin_s,
         )
         text = plan.text
         matcher = None

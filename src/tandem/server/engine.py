@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from tandem.core.adapter import AdapterInfo, AdapterSource
-from tandem.core.instance_status import InstanceStats, InstanceStatus
+from tandem.core.instance_status import InstanceRole, InstanceStats, InstanceStatus
 from tandem.core.timeline import InstanceTimeline
 from tandem.core.wire import (
     AddRequest,
@@ -112,6 +112,30 @@ class EngineClient(Protocol):
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Take no further requests for an adapter; raises NotFoundError."""
+        ...
+
+    async def set_role(self, name: str, role: InstanceRole) -> None:
+        """Change what an instance is for; raises NotFoundError, UnsupportedError."""
+        ...
+
+    async def drain(self, name: str, *, is_draining: bool = True) -> None:
+        """Send an instance no new requests, or some again; raises NotFoundError."""
+        ...
+
+    async def restart(self, name: str, *, patience_s: float) -> None:
+        """Replace the process of an instance when its requests have ended; raises NotFoundError."""
+        ...
+
+    async def restart_all(self, *, patience_s: float) -> None:
+        """Restart one instance after the other."""
+        ...
+
+    async def add_instance(self, role: InstanceRole) -> str:
+        """Start one more instance, and return its name; raises UnsupportedError, PeerLostError."""
+        ...
+
+    async def remove_instance(self, name: str, *, patience_s: float) -> None:
+        """End an instance for good; raises NotFoundError, ConflictError (it is the last one)."""
         ...
 
     async def flush_cache(self) -> int:

@@ -133,6 +133,35 @@ def test_forced_tool_call_streams(client):
     assert choice.finish_reason == "tool_calls"
 
 
+def test_responses(client):
+    """The Responses API's structured text, forced call and next turn, whole and streamed."""
+    form = {"format": {"type": "json_schema", "name": "weather", "schema": SCHEMA}}
+    ask = {"model": "demo", "input": "How is the weather?", "max_output_tokens": 150}
+    whole = client.responses.create(**ask, text=form, extra_body={"seed": 3})
+    jsonschema.validate(json.loads(whole.output_text), SCHEMA)
+    assert whole.status == "completed"
+    with client.responses.stream(**ask, text=form, extra_body={"seed": 3}) as stream:
+        deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
+        assert "".join(deltas) == stream.get_final_response().output_text == whole.output_text
+    tool = {"type": "function", "name": "get_weather", "strict": True, "parameters": SCHEMA}
+    called = client.responses.create(
+        **ask, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = called.output
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    after = client.responses.create(
+        model="demo",
+        previous_response_id=called.id,
+        input=[output],
+        tools=[tool],
+        tool_choice="none",
+        text={"format": {"type": "json_object"}},
+        max_output_tokens=20,
+    )
+    assert after.output_text.lstrip().startswith("{")
+
+
 def test_wrong_choices_are_refused(client):
     for options in (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nothing"}}},

@@ -35,7 +35,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 
 
 @given(st.data())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_the_table_finds_the_longest_and_gives_up_what_saves_least(data):
     """Prompts of two tokens, so that chains share much; blocks of three."""
     table, known, gone, pinned = SnapshotTable(3), {}, set(), []

@@ -47,7 +47,7 @@ class Node:
         self.exchange = None
         if role is not None:
             config = TransferConfig(secret=SECRET, **transfer)
-            self.exchange = KvExchange(name, role, config, clock)
+            self.exchange = KvExchange(name, config, clock)
         self.built = build_engine(
             model or ModelConfig(path="demo"),
             EngineConfig(

@@ -21,6 +21,7 @@ from tandem.core.timeline import MissReason
 from tandem.core.wire import AddRequest, InstanceStage, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
+from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.service import TierService
 from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, make_object_key
@@ -291,6 +292,52 @@ def test_evicted_blocks_come_back(serve, expected):
     served.wait_stored(10)
     served.engine.flush_cache()
     assert served.generate(PROMPT) == (expected, 10 * BLOCK)
+
+
+class Peer:
+    """A server that hears nothing."""
+
+    def push_threadsafe(self, _):
+        pass
+
+
+def test_pinned_blocks_outlast_others(serve, store):
+    """What a client's request pins is still there when the store had to make room for more."""
+    served = serve(pin_gib=1.0)
+    block_bytes = served.built.cache.layout.bytes_per_block
+    api = InstanceApi(
+        "i", served.engine, MonotonicClock(), served.tier, info=SimpleNamespace(block_size=BLOCK)
+    )
+    keys = {}
+    for number, pin_len in enumerate((5 * BLOCK + 3, 0)):
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        request = AddRequest(
+            request_id=f"p{number}",
+            prompt_ids=[(token + number) % 3000 for token in PROMPT],
+            sampling=sampling,
+            client="ann",
+            pin_len=pin_len,
+            pin_s=3600.0,
+        )
+        missing = served.engine.find_missing_blocks(request)
+        names = [make_object_key(served.built.identity.digest.hex(), key) for key in missing.keys]
+        keys[number] = names
+        asyncio.run(api.add(Peer(), request))
+        while served.engine.is_live(request.request_id):
+            served.engine.step()
+        served.engine.step()
+        served.wait_stored(10 * (number + 1))
+
+    async def flood(client):
+        value = b"x" * 2**20
+        for start in range(0, 160, 16):
+            await client.put_many([f"flood/{start + i}" for i in range(16)], [value] * 16)
+        return [await client.exists_many(names) for names in keys.values()]
+
+    assert 20 * block_bytes < 2**26
+    pinned, plain = store.run(flood)
+    assert pinned == [True] * 5 + [False] * 5
+    assert plain == [False] * 10
 
 
 def list_keys(store):

@@ -142,6 +142,47 @@ def test_conversation_with_tools_goes_to_the_template(client, say):
     assert "<think>I must look.</think>" in prompt
 
 
+def test_cache_control_pins_the_prompt_before_it(client, say, live):
+    say("ok")
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    system = [{"type": "text", "text": "Be brief. " * 5, **mark}]
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": "Hello you"},
+        {"role": "user", "content": "bye"},
+    ]
+    create = client.messages.create
+    options = {"model": "tiny", "max_tokens": 20, "tools": TOOLS}
+
+    def pinned(reply):
+        request = live.engine.requests[-1]
+        usage = reply.usage
+        total = usage.input_tokens + usage.cache_creation_input_tokens
+        assert total + usage.cache_read_input_tokens == len(request.prompt_ids)
+        assert usage.cache_read_input_tokens == 3
+        assert usage.cache_creation_input_tokens == max(request.pin_len - 3, 0)
+        text = say.prompt()
+        head = make_byte_level_tokenizer(TOOL_TEMPLATE).decode(
+            request.prompt_ids[: request.pin_len]
+        )
+        assert text.startswith(head)
+        return head, request.pin_s
+
+    head, pin_s = pinned(create(messages=turns, system="Be brief.", **options))
+    assert (head, pin_s) == ("", 0.0)
+    head, pin_s = pinned(create(messages=turns, system=system, **options))
+    assert head.rstrip("[").endswith("Be brief. ")
+    assert pin_s == 3600.0
+    turns[0]["content"][0]["cache_control"] = {"type": "ephemeral"}
+    head, pin_s = pinned(create(messages=turns, system=system, **options))
+    # This template asks for the answer behind whatever it gets.
+    assert head.removesuffix("[assistant]").endswith("[user]hello")
+    assert pin_s == 300.0
+    reply = create(messages=turns, extra_body=mark, **options)
+    assert pinned(reply) == (say.prompt(), 3600.0)
+    assert reply.usage.cache_creation.ephemeral_1h_input_tokens > 0
+
+
 def test_choice_becomes_a_grammar(client, say, live):
     say(CALL)
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):

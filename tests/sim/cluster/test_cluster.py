@@ -19,7 +19,7 @@ from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.sim.cluster.requests import repeat_rows, scale_rows
 from tandem.sim.cluster.run import build_cluster, make_setups, run_scenario
-from tandem.sim.cluster.scenario import parse_scenario
+from tandem.sim.cluster.scenario import change_scenario, parse_scenario
 from tandem.sim.replay.hits import IndexCache, count_hits
 
 
@@ -110,6 +110,22 @@ def test_hits_of_one_instance_are_those_without_time(num_blocks):
     outcome = run_scenario(make(ONE, 512 * num_blocks), rows)
     expected = count_hits(rows, IndexCache(num_blocks))
     assert sum(r.cached_tokens for r in outcome.records) == 512 * expected.num_hits
+
+
+def test_admission_refuses_what_would_be_late():
+    # Ten times what one instance computes; each prompt takes 0.2 s alone.
+    rows = [TraceRow(20.0 * i, 2048, 2, [4 * i + j for j in range(4)]) for i in range(60)]
+    slo = {"slo.ttft": 1000}
+    late = run_scenario(change_scenario(make(ONE), slo), rows).report
+    kept = run_scenario(change_scenario(make(ONE), slo | {"admission": "early"}), rows)
+    assert late.failed == 0
+    assert late.attained is not None
+    assert kept.report.attained is not None
+    assert late.attained < kept.report.attained < 1.0
+    assert set(kept.report.errors) == {"overloaded: ttft"}
+    accepted = [record for record in kept.records if not record.error]
+    in_time = sum(record.ttft_s <= 1.0 for record in accepted)
+    assert in_time / len(accepted) > 2 * late.attained
 
 
 def test_a_full_queue_refuses():

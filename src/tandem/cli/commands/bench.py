@@ -19,6 +19,7 @@ __all__ = ["app", "bench"]
 BENCHES = {
     "attention": "tandem.bench.operators.attention",
     "cluster": "tandem.bench.serving.cluster",
+    "conductor": "tandem.bench.conductor",
     "engine": "tandem.bench.serving.engine",
     "families": "tandem.bench.serving.families",
     "finetune": "tandem.bench.finetune",

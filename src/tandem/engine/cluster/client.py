@@ -15,7 +15,14 @@ from tandem import _native
 from tandem.conductor.policies.policy import Policy
 from tandem.conductor.policies.table import make_policy
 from tandem.core.adapter import AdapterInfo, AdapterSource
-from tandem.core.errors import ConfigError, PeerLostError, TandemError
+from tandem.core.errors import (
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    PeerLostError,
+    TandemError,
+    UnsupportedError,
+)
 from tandem.core.instance_status import InstanceRole, InstanceStats, InstanceStatus, sum_stats
 from tandem.core.timeline import InstanceTimeline, TimelineQuery
 from tandem.core.wire import (
@@ -43,6 +50,9 @@ __all__ = ["ClusterClient", "make_specs"]
 
 logger = logging.getLogger(__name__)
 
+DRAIN_S = 30.0
+"""That the requests of an instance get to end before it is restarted or removed."""
+IDLE_LOOK_S = 0.05
 STATS_TIMEOUT_S = 1.5
 """Of one instance; the others are summed without it then."""
 
@@ -140,15 +150,10 @@ class ClusterClient:
     ) -> None:
         self._on_stage = on_stage
         self._is_staggered = is_staggered and len(specs) > 1
-        self._members = [
-            ClusterMember(
-                spec,
-                on_change=self._note_change,
-                on_stage=self._show_stage,
-                launcher=make_launcher(),
-            )
-            for spec in specs
-        ]
+        self._make_launcher = make_launcher
+        self._specs = specs
+        self._num_added = 0
+        self._members = [self._make_member(spec) for spec in specs]
         self._dispatcher = Dispatcher(
             self._members,
             make_policy(config.policy) if policy is None else policy,
@@ -165,6 +170,14 @@ class ClusterClient:
         self._entered: list[ClusterMember] = []
         self._was_ready = False
         self._last_info: InstanceInfo | None = None
+
+    def _make_member(self, spec: InstanceSpec) -> ClusterMember:
+        return ClusterMember(
+            spec,
+            on_change=self._note_change,
+            on_stage=self._show_stage,
+            launcher=self._make_launcher(),
+        )
 
     async def __aenter__(self) -> Self:
         self._starting = asyncio.create_task(self._start())
@@ -238,6 +251,7 @@ class ClusterClient:
                 stage=member.stage,
                 pid=member.supervisor.pid,
                 num_restarts=member.supervisor.num_restarts,
+                is_draining=self._dispatcher.conductor.is_draining(member.name),
                 step_error=self._dispatcher.conductor.get_step_error(member.name),
                 sources=sorted(member.sources),
                 refusals=dict(member.refusals),
@@ -362,6 +376,118 @@ class ClusterClient:
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Take no further requests for an adapter; see ``EngineClient.unload_adapter``."""
         return await self._adapters.unload(name)
+
+    # ---------------------------------------------------------------- instances
+
+    async def set_role(self, name: str, role: InstanceRole) -> None:
+        """Change what an instance is for while it serves; what it has begun it ends.
+
+        Raises: NotFoundError; UnsupportedError (instances of this cluster do not read each other).
+        """
+        member = self._find(name)
+        if role != "unified" and member.spec.transfer is None:
+            raise UnsupportedError(
+                "cluster.set_role",
+                "the instances of this server do not read each other's KV: start it with --prefill "
+                "and --decode",
+                field="role",
+            )
+        logger.info("event=role_switch instance=%s from=%s to=%s", name, member.role, role)
+        member.set_role(role)
+        self._note_change(member)
+        for other in self._members:
+            # Both ways: it may read others now, or be read by them.
+            self._note_change(other)
+
+    async def drain(self, name: str, *, is_draining: bool = True) -> None:
+        """Send an instance no new requests, or send it some again; returns at once.
+
+        Raises: NotFoundError.
+        """
+        self._find(name)
+        self._dispatcher.set_draining(name, is_draining=is_draining)
+
+    async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
+        """Replace the process of an instance by a new one, when its requests have ended.
+
+        Args:
+            name: of the instance.
+            patience_s: after which those that have not ended go on elsewhere.
+
+        Raises: NotFoundError.
+        """
+        member = self._find(name)
+        self._dispatcher.set_draining(name, is_draining=True)
+        try:
+            await self._wait_idle(name, patience_s)
+            await member.supervisor.restart()
+        finally:
+            self._dispatcher.set_draining(name, is_draining=False)
+
+    async def restart_all(self, *, patience_s: float = DRAIN_S) -> None:
+        """Restart one instance after the other, so that the others serve meanwhile."""
+        for member in list(self._members):
+            await self.restart(member.name, patience_s=patience_s)
+
+    async def add_instance(self, role: InstanceRole) -> str:
+        """Start one more instance; return its name when it serves.
+
+        Raises: PeerLostError (it cannot serve; it is not added then); as ``set_role``.
+        """
+        first = self._members[0].spec
+        if role != "unified" and first.transfer is None:
+            raise UnsupportedError(
+                "cluster.add_instance", "start the server with --prefill and --decode", field="role"
+            )
+        self._num_added += 1
+        name = f"{'instance' if role == 'unified' else role}-x{self._num_added}"
+        index = len(self._specs) + self._num_added
+        spec = msgspec.structs.replace(
+            first, name=name, role=role, kv_events=_offset_events(self._specs[0].kv_events, index)
+        )
+        member = self._make_member(spec)
+        self._members.append(member)
+        await self._enter(member)
+        self._dispatcher.add_port(member)
+        try:
+            await member.supervisor.wait_ready()
+        except BaseException:
+            await self._drop(member)
+            raise
+        return name
+
+    async def remove_instance(self, name: str, *, patience_s: float = DRAIN_S) -> None:
+        """End an instance for good, when its requests have ended or gone on elsewhere.
+
+        Raises: NotFoundError; ConflictError (it is the last one).
+        """
+        member = self._find(name)
+        if len(self._members) == 1:
+            raise ConflictError("cluster.remove_instance", f"{name} is the only instance")
+        self._dispatcher.set_draining(name, is_draining=True)
+        await self._wait_idle(name, patience_s)
+        await self._drop(member)
+
+    async def _drop(self, member: ClusterMember) -> None:
+        await member.__aexit__(None, None, None)
+        self._entered.remove(member)
+        # Its requests have been told that it is gone, and go on elsewhere.
+        await self._wait_idle(member.name, DRAIN_S)
+        self._members.remove(member)
+        self._dispatcher.remove_port(member.name)
+        self._dispatcher.note_change()
+
+    async def _wait_idle(self, name: str, patience_s: float) -> None:
+        end_s = asyncio.get_running_loop().time() + patience_s
+        while self._dispatcher.count_at(name) and asyncio.get_running_loop().time() < end_s:
+            await asyncio.sleep(IDLE_LOOK_S)
+
+    def _find(self, name: str) -> ClusterMember:
+        for member in self._members:
+            if member.name == name:
+                return member
+        names = ", ".join(member.name for member in self._members)
+        raise NotFoundError("cluster.find", f"there is no instance {name!r}: {names}", field="name")
 
     async def flush_cache(self) -> int:
         """Forget cached prefixes on every instance; returns the blocks freed.

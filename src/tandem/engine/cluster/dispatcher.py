@@ -244,6 +244,29 @@ class Dispatcher:
         for live, place in waiting.values():
             self._run(live, [place])
 
+    def add_port(self, port: Port) -> None:
+        """Serve requests on one more instance."""
+        self._ports[port.ref.name] = port
+        self.note_change()
+
+    def remove_port(self, name: str) -> None:
+        """Forget an instance that nothing is held at."""
+        assert not self.count_at(name), f"{name} has requests"
+        del self._ports[name]
+        self._placing.forget(name)
+
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        """Send an instance no new requests, or send it some again."""
+        self.conductor.set_draining(name, is_draining=is_draining)
+        self.note_change()
+
+    def count_at(self, name: str) -> int:
+        """Return how many requests have something at an instance: a leg, or held blocks."""
+        return sum(
+            any(leg.instance.name == name for leg in live.machine.held.values())
+            for live in self._live.values()
+        )
+
     def list_legs(self, request_id: str) -> list[LegRecord]:
         """Return where a request was sent, in that order; empty if it is forgotten."""
         live = self._live.get(request_id)

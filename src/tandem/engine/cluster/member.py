@@ -50,6 +50,8 @@ class ClusterMember:
         self._on_stage = on_stage
         self._role: InstanceRole = spec.role
         self._name = spec.name
+        self.spec = spec
+        """As it was started first; its role may have changed since."""
         self._was_ready = False
         self._links: dict[str, InstanceRef] = {}
         """Runs of the instances that were opened in this run of ours."""
@@ -129,6 +131,11 @@ class ClusterMember:
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
         """Say which adapters it begins with when it is started next."""
         self.supervisor.set_adapters(sources)
+
+    def set_role(self, role: InstanceRole) -> None:
+        """Say what it is for from now on; what it does for requests goes on."""
+        self._role = role
+        self.supervisor.set_role(role)
 
     # ---------------------------------------------------------------- links
 

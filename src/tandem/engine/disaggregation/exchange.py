@@ -4,13 +4,12 @@ Owns the transfer engine, in whose memory the blocks lie, the announcer and the 
 """
 
 import contextlib
-from typing import Literal
 
 import msgspec
 
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError
-from tandem.core.instance_status import InstanceRole, Statistics
+from tandem.core.instance_status import Statistics
 from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout
 from tandem.core.state_layout import StateLayout
@@ -32,29 +31,26 @@ STATE_BUFFER_NAME = "states"
 class KvExchange:
     """The part that an instance takes in disaggregation. ``allocate``, ``attach``, then ``close``.
 
+    Each instance reads others and is read by them: its role may change while it runs.
+
     Args:
         name: of the instance.
-        role: a prefill instance is read, a decode instance reads, a unified one does both.
-        config: with the secret of the cluster; ``name`` is replaced, and no peer reaches an
-            instance that only reads.
+        config: with the secret of the cluster; ``name`` is replaced.
         clock: the engine's.
     """
 
-    def __init__(self, name: str, role: InstanceRole, config: TransferConfig, clock: Clock) -> None:
+    def __init__(self, name: str, config: TransferConfig, clock: Clock) -> None:
         self._name = name
-        self._serves = role != "decode"
-        self._reads = role != "prefill"
         self._clock = clock
-        listen = config.listen if self._serves else ()
-        self.transfer = TransferEngine(msgspec.structs.replace(config, name=name, listen=listen))
+        self.transfer = TransferEngine(msgspec.structs.replace(config, name=name))
         self._buffer: Buffer | None = None
         self._state_buffer: Buffer | None = None
         self.reader: ReaderService | None = None
-        """None: the instance reads from no other."""
+        """None before ``attach``."""
         self.announcer: PrefillAnnouncer | None = None
-        """None: no other instance reads its blocks."""
+        """None before ``attach``."""
         self.peer: KvPeer | None = None
-        """The data that readers of its blocks need; None if they may not read."""
+        """The data that readers of its blocks need; None before ``attach``."""
 
     @property
     def counters(self) -> Statistics:
@@ -62,20 +58,18 @@ class KvExchange:
         return Statistics() if self.reader is None else self.reader.counters
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Make the memory of the blocks: others may read it if the role says so, never write.
+        """Make the memory of the blocks: others may read it, never write.
 
         Only addresses: the caller reserves what is behind them.
         """
-        rights: Literal["read", False] = "read" if self._serves else False
         self._buffer = self.transfer.allocate(
-            nbytes, name=BUFFER_NAME, remote=rights, reserved_bytes=0
+            nbytes, name=BUFFER_NAME, remote="read", reserved_bytes=0
         )
         return self._buffer
 
     def allocate_states(self, nbytes: int) -> Buffer:
         """Make the memory of the slots of states, with the same rights; all of it is reserved."""
-        rights: Literal["read", False] = "read" if self._serves else False
-        self._state_buffer = self.transfer.allocate(nbytes, name=STATE_BUFFER_NAME, remote=rights)
+        self._state_buffer = self.transfer.allocate(nbytes, name=STATE_BUFFER_NAME, remote="read")
         return self._state_buffer
 
     def attach(
@@ -87,7 +81,7 @@ class KvExchange:
         tiers: BlockTransfers | None = None,
         states: StateLayout | None = None,
     ) -> None:
-        """Start what the role asks for, and name it to the engine; before its first step.
+        """Start both sides, and name them to the engine; before its first step.
 
         Args:
             engine: borrowed; its blocks lie in the memory that ``allocate`` made.
@@ -118,19 +112,15 @@ class KvExchange:
                 state_bytes=states.bytes_per_state,
                 num_state_slots=state_memory.nbytes // states.bytes_per_state,
             )
-        if self._serves:
-            self.peer = own
-            self.announcer = PrefillAnnouncer(engine, own, memory, self._clock, state_memory)
-            self.transfer.serve_calls(self.announcer.handle_calls)
-            engine.attach_listener(self.announcer)
-        if self._reads:
-            port = TransferPort(self.transfer, self._buffer, self._state_buffer)
-            target = ReadTarget(port, memory, own, self._clock, Statistics(), state_memory)
-            self.reader = ReaderService(target, engine)
-            parts = (self.reader,) if tiers is None else (tiers, self.reader)
-            engine.attach_transfers(TransfersBySource(parts))
-        elif tiers is not None:
-            engine.attach_transfers(tiers)
+        self.peer = own
+        self.announcer = PrefillAnnouncer(engine, own, memory, self._clock, state_memory)
+        self.transfer.serve_calls(self.announcer.handle_calls)
+        engine.attach_listener(self.announcer)
+        port = TransferPort(self.transfer, self._buffer, self._state_buffer)
+        target = ReadTarget(port, memory, own, self._clock, Statistics(), state_memory)
+        self.reader = ReaderService(target, engine)
+        parts = (self.reader,) if tiers is None else (tiers, self.reader)
+        engine.attach_transfers(TransfersBySource(parts))
 
     def close(self) -> None:
         """End all reads, here and by others; the memory lives on with its arrays."""

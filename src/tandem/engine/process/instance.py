@@ -258,9 +258,7 @@ class Instance:
         if self._spec.transfer is not None:
             from tandem.engine.disaggregation.exchange import KvExchange
 
-            self._exchange = KvExchange(
-                self._spec.name, self._spec.role, self._spec.transfer, clock
-            )
+            self._exchange = KvExchange(self._spec.name, self._spec.transfer, clock)
             allocate = self._exchange.allocate
             allocate_states = self._exchange.allocate_states
         built = build_engine(

@@ -80,6 +80,10 @@ class StoreLookups(Protocol):
         """Return how many leading blocks of a chain the store holds; None without an answer."""
         ...
 
+    def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
+        """Have the store evict blocks late, now and once they are stored; does not wait."""
+        ...
+
     async def flush(self) -> int:
         """Remove this identity's blocks from the store; return how many."""
         ...
@@ -245,6 +249,10 @@ class InstanceApi:
         if self._tier is None or not isinstance(request.kv_source, TierKv):
             return 0, None
         missing = self.engine.find_missing_blocks(request)
+        if request.pin_len and request.pin_s:
+            num_pinned = request.pin_len // self.info.block_size
+            keys = [*missing.cached_keys, *missing.keys][:num_pinned]
+            self._tier.pin(request.client, keys, request.pin_s)
         if not missing.keys:
             return missing.num_cached, None
         begin_s = self._clock.now_s()

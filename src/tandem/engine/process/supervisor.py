@@ -15,6 +15,7 @@ import msgspec
 
 from tandem.core.adapter import AdapterSource
 from tandem.core.errors import PeerLostError, TandemError
+from tandem.core.instance_status import InstanceRole
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import InstanceChild, Launcher, ProcessLauncher
@@ -61,6 +62,10 @@ class InstanceSupervisor:
         """Whether the present process has served."""
         self._settled = asyncio.Event()
         """Set once it is known whether the instance can serve at all."""
+        self._restarting = asyncio.Event()
+        """Set to end the present process."""
+        self._back = asyncio.Event()
+        """Set when the next one serves."""
         self.num_restarts = 0
 
     async def __aenter__(self) -> Self:
@@ -106,6 +111,19 @@ class InstanceSupervisor:
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
         """Say which adapters the instance begins with when it is started next."""
         self._spec = msgspec.structs.replace(self._spec, adapters=tuple(sources))
+
+    def set_role(self, role: InstanceRole) -> None:
+        """Say what the instance is for when it is started next."""
+        self._spec = msgspec.structs.replace(self._spec, role=role)
+
+    async def restart(self) -> None:
+        """End the process as it ends by itself, and start another one.
+
+        Returns when the new one serves; a start that fails is repeated as after a loss.
+        """
+        self._back = asyncio.Event()
+        self._restarting.set()
+        await self._back.wait()
 
     def require_session(self) -> InstanceSession:
         """Return the present session.
@@ -156,9 +174,17 @@ class InstanceSupervisor:
         )
         session = asyncio.create_task(self._session.run())
         watch = asyncio.create_task(self._watch_silence(self._session))
+        restarting = asyncio.create_task(self._restarting.wait())
         is_lost = False
         try:
-            await asyncio.wait((exited, session), return_when=asyncio.FIRST_COMPLETED)
+            waited = (exited, session, restarting)
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if restarting.done():
+                self._restarting.clear()
+                reason = "it was told to"
+                self._session, self._info = None, None
+                self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
+                return reason
             if session.done():
                 reason = session.result()
             else:
@@ -170,9 +196,9 @@ class InstanceSupervisor:
                 self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
             return reason
         finally:
-            session.cancel()
-            watch.cancel()
-            await asyncio.gather(session, watch, return_exceptions=True)
+            for task in (session, watch, restarting):
+                task.cancel()
+            await asyncio.gather(session, watch, restarting, return_exceptions=True)
             self._session, self._info = None, None
             # One that still loads has nothing to finish.
             await child.end(is_lost=is_lost or not self._was_ready)
@@ -202,6 +228,7 @@ class InstanceSupervisor:
                 info.load_seconds,
             )
         self._settled.set()
+        self._back.set()
 
     def _set_stage(self, stage: StageChanged) -> None:
         self._stage = stage

@@ -44,6 +44,15 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         Meta(ge=0, le=60_000, description="A request under timeout waits at least this long."),
     ] = 50
+    pin_gib: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=2**20,
+            description="KV that one client's cache_control may have the store evict late, GiB, "
+            "for as long as it says; 0 is none.",
+        ),
+    ] = 1.0
     staging_blocks: Annotated[
         int,
         Meta(ge=1, le=65536, description="Blocks copied aside and not yet stored, at most."),

@@ -136,6 +136,14 @@ class TierService:
             return None
         return await self._call(tier.count_stored(keys))
 
+    def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
+        """As ``StoreTier.pin``; from any thread, and nothing without a store."""
+        tier, thread = self._tier, self._thread
+        if tier is None or thread is None or not keys:
+            return
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            thread.loop.call_soon_threadsafe(tier.pin, client, keys, pin_s)
+
     async def flush(self) -> int:
         """Remove this identity's blocks from the store; return how many. From any event loop.
 

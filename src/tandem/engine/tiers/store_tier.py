@@ -19,6 +19,7 @@ Threads: everything runs on one event loop, but for ``begin``, which the engine'
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from tandem.engine.scheduling.blocks import KeyedBlock, find_state_slot
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.pins import PinLedger
 from tandem.engine.tiers.staging import StagingSlots
 from tandem.engine.transfers import LoadSink
 from tandem.store import AsyncStoreClient, Part, PutOptions, StoreBuffer
@@ -182,6 +184,7 @@ class StoreTier:
         self._staged: deque[_Staged] = deque()
         self._storing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pins = PinLedger(int(config.pin_gib * 2**30) // memory.block_bytes)
         self._loading: set[tuple[str, int]] = set()
         """Request and block of each load that has not been reported."""
         self._dropped: set[tuple[str, int]] = set()
@@ -225,6 +228,31 @@ class StoreTier:
             num_found -= 1
         self.counters.found_tokens += num_found * self._memory.block_size
         return num_found
+
+    def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
+        """Have the store evict blocks late, now and once they are stored; does not wait.
+
+        Args:
+            client: who asks; it may have ``TierConfig.pin_gib`` of pins, others are left out.
+            keys: of a prefix, from its first block on.
+            pin_s: for so long.
+        """
+        pinned = self._pins.take(client, keys, pin_s, self._clock.now_s())
+        if pinned and not self._is_closing:
+            self._spawn(self._pin_stored(pinned, pin_s))
+
+    async def _pin_stored(self, keys: Sequence[bytes], pin_s: float) -> None:
+        """Pin those blocks that the store has."""
+        kinds = (False,) if self._states is None else (False, True)
+        names = [
+            make_object_key(self._identity, key, is_state=is_state)
+            for key in keys
+            for is_state in kinds
+        ]
+        try:
+            await self._client.pin_many(names, soft_s=pin_s)
+        except TandemError as error:
+            logger.debug("event=kv_pin_failed error=%s", error)
 
     # ---------------------------------------------------------------- told by the engine's thread
 
@@ -419,10 +447,16 @@ class StoreTier:
                     staged = self._copy_unchanged(block)
                     if staged is not None:
                         batch.append(staged)
+                by_pin: dict[float, list[_Staged]] = {}
+                now_s = self._clock.now_s()
+                for staged in batch:
+                    left_s = float(math.ceil(self._pins.find_left(staged.key, now_s)))
+                    by_pin.setdefault(left_s, []).append(staged)
+                for pin_s, alike in by_pin.items():
+                    await self._store_batch(alike, pin_s)
                 if batch:
-                    await self._store_batch(batch)
-                else:
-                    await asyncio.sleep(0)  # Blocks that were skipped; let loads go on.
+                    continue
+                await asyncio.sleep(0)  # Blocks that were skipped; let loads go on.
         finally:
             self._storing = None
 
@@ -437,7 +471,7 @@ class StoreTier:
         _count(self.counters.store_failures, "overwritten")
         return None
 
-    async def _store_batch(self, batch: Sequence[_Staged]) -> None:
+    async def _store_batch(self, batch: Sequence[_Staged], pin_s: float) -> None:
         areas = [self._blocks if not s.is_state else self._states for s in batch]
         begin_s = self._clock.now_s()
         try:
@@ -451,7 +485,7 @@ class StoreTier:
                     for staged, area in zip(batch, areas, strict=True)
                     if area is not None
                 ],
-                PutOptions(same_machine=True),
+                PutOptions(same_machine=True, soft_pin_s=pin_s),
             )
         except TandemError as error:
             results = [error] * len(batch)
@@ -472,6 +506,14 @@ class StoreTier:
                 self.counters.stored_blocks += 1
                 self.counters.stored_tokens += self._memory.block_size
                 self.counters.stored_bytes += self._blocks.item_bytes
+        there = [
+            staged.key
+            for staged, result in zip(batch, results, strict=True)
+            if pin_s and not isinstance(result, TandemError) and result.value == "exists"
+        ]
+        if there:
+            # Another instance stored it meanwhile, without the pin.
+            await self._pin_stored(there, pin_s)
 
     # ---------------------------------------------------------------- the whole tier
 

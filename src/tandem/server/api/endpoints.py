@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 import tandem
 from tandem.core.timeline import RequestTimeline
-from tandem.server.api import adapters, ollama, status, tokens
+from tandem.server.api import adapters, instances, ollama, status, tokens
 from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
 from tandem.server.batches import endpoints as files
@@ -37,6 +37,7 @@ from tandem.server.protocol.adapters import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
 )
+from tandem.server.protocol.instances import ChangeInstances, InstanceList
 
 __all__ = ["list_endpoints"]
 
@@ -194,6 +195,8 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
             AdapterReply,
             UnloadAdapterRequest,
         ),
+        Endpoint("/instances", _GET, instances.list_instances, InstanceList),
+        Endpoint("/instances", _POST, instances.change_instances, InstanceList, ChangeInstances),
         Endpoint("/requests/{id:path}/timeline", _GET, get_timeline, RequestTimeline),
         Endpoint("/health", _GET, status.get_health, replies.Health),
         # For SageMaker; vLLM answers both methods.

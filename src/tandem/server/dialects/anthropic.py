@@ -1,13 +1,13 @@
 """POST /v1/messages and /v1/messages/count_tokens, Anthropic's API.
 
 A request becomes one of chat completions, whose planning it shares; only the answer's form differs.
-``cache_control`` is accepted and not needed: prefixes are cached by themselves.
+Prefixes are cached by themselves; ``cache_control`` has a store evict the one before it late.
 """
 
 import json
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.server.context import ServedModel, ServerContext
-from tandem.server.dialects.chat import encode_conversation, plan_conversation
+from tandem.server.dialects.chat import count_shared, encode_conversation, plan_conversation
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.options import read_options
 from tandem.server.edge.http_errors import ErrorBody
@@ -34,6 +34,8 @@ from tandem.server.protocol.anthropic import (
     AnthropicBlock,
     AnthropicMessage,
     AnthropicUsage,
+    CacheControl,
+    CacheCreation,
     CountReply,
     CountRequest,
     MessagesReply,
@@ -58,12 +60,44 @@ _ERROR_TYPES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Caching:
+    """The last ``cache_control`` of a request."""
+
+    num_tokens: int = 0
+    """Of the prompt, before it."""
+    control: CacheControl | None = None
+
+    @property
+    def pin_s(self) -> float:
+        """For how long the prompt is to be cached."""
+        if self.control is None:
+            return 0.0
+        return 3600.0 if self.control.ttl == "1h" else 300.0
+
+    def count_usage(self, generation: Generation, num_tokens: int) -> AnthropicUsage:
+        """Count the tokens of a generation that has written ``num_tokens``."""
+        read = generation.cached_len
+        created = max(self.num_tokens - read, 0)
+        usage = AnthropicUsage(
+            input_tokens=generation.prompt_len - read - created,
+            output_tokens=num_tokens,
+            cache_creation_input_tokens=created,
+            cache_read_input_tokens=read,
+        )
+        if self.control is not None:
+            is_long = self.control.ttl == "1h"
+            usage.cache_creation = CacheCreation(0 if is_long else created, created * is_long)
+        return usage
+
+
 @dataclass(slots=True)
 class _Answer:
     """Renders messages."""
 
     id: str
     model: ServedModel
+    caching: "_Caching"
     blocks: list[ReplyBlock] = field(default_factory=list[ReplyBlock])
     arguments: list[str] = field(default_factory=list[str])
     """By tool call, as text."""
@@ -127,7 +161,7 @@ class _Answer:
                 _frame(
                     "message_delta",
                     delta={"stop_reason": reason, "stop_sequence": sequence},
-                    usage=_count_usage(generation, piece.num_tokens),
+                    usage=self.caching.count_usage(generation, piece.num_tokens),
                 )
             )
         return events
@@ -195,16 +229,8 @@ class _Answer:
             content=blocks,
             stop_reason=reason,
             stop_sequence=sequence,
-            usage=_count_usage(generation, num_tokens),
+            usage=self.caching.count_usage(generation, num_tokens),
         )
-
-
-def _count_usage(generation: Generation, num_tokens: int) -> AnthropicUsage:
-    return AnthropicUsage(
-        input_tokens=generation.prompt_len - generation.cached_len,
-        output_tokens=num_tokens,
-        cache_read_input_tokens=generation.cached_len,
-    )
 
 
 def _frame(kind: str, **values: object) -> bytes:
@@ -239,8 +265,13 @@ def _plan(context: ServerContext, request: MessagesRequest) -> Task:
     chat.top_p, chat.top_k, chat.stop = request.top_p, request.top_k, request.stop_sequences
     chat.timeout = request.timeout
     model, plans = plan_conversation(context, chat)
-    options = read_options(chat, "msg", model.adapter)
-    answer = _Answer(options.name.replace("-", "_"), model)
+    caching = _find_caching(context, request, chat, plans[0].prompt_ids)
+    options = replace(
+        read_options(chat, "msg", model.adapter),
+        pin_len=caching.num_tokens,
+        pin_s=caching.pin_s,
+    )
+    answer = _Answer(options.name.replace("-", "_"), model, caching)
     return Task(plans, options, answer, request.stream is True)
 
 
@@ -274,6 +305,39 @@ def _translate(request: CountRequest) -> oai.ChatRequest:
         # The names that templates have for it.
         chat.chat_template_kwargs = {"enable_thinking": is_on, "thinking": is_on}
     return chat
+
+
+def _find_caching(
+    context: ServerContext, request: MessagesRequest, chat: oai.ChatRequest, prompt_ids: list[int]
+) -> _Caching:
+    """Return the last ``cache_control`` of a request, which stands for those before it."""
+    if request.cache_control is not None:
+        return _Caching(len(prompt_ids), request.cache_control)
+    for number in range(len(request.messages) - 1, -1, -1):
+        control = _find_control(request.messages[number].content)
+        if control is not None:
+            # A message may be several of chat: those after it are counted off.
+            after = sum(len(_translate_message(m, "")) for m in request.messages[number + 1 :])
+            count = len(chat.messages) - after
+            return _Caching(count_shared(context, chat, count, prompt_ids), control)
+    control = _find_control(request.system)
+    if control is None:
+        controls = [tool.cache_control for tool in request.tools or ()]
+        control = next((each for each in reversed(controls) if each is not None), None)
+    if control is None or not chat.messages or chat.messages[0].role != "system":
+        return _Caching()
+    return _Caching(count_shared(context, chat, 1, prompt_ids), control)
+
+
+def _find_control(content: str | list[AnthropicBlock] | None) -> CacheControl | None:
+    """Return the last ``cache_control`` in the content of a message, or of a tool's result."""
+    if content is None or isinstance(content, str):
+        return None
+    for block in reversed(content):
+        control = block.cache_control or _find_control(block.content)
+        if control is not None:
+            return control
+    return None
 
 
 def _read_system(system: str | list[AnthropicBlock] | None) -> str:

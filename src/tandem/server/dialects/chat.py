@@ -54,7 +54,7 @@ from tandem.server.protocol.openai import (
     ToolCallDelta,
 )
 
-__all__ = ["answer_chat", "encode_conversation", "plan_chat", "plan_conversation"]
+__all__ = ["answer_chat", "count_shared", "encode_conversation", "plan_chat", "plan_conversation"]
 
 
 @dataclass(slots=True)
@@ -216,6 +216,31 @@ def encode_conversation(context: ServerContext, request: ChatRequest) -> Convers
         field="messages",
     )[0]
     return Conversation(prompt, prompt_ids, tools)
+
+
+def count_shared(
+    context: ServerContext, request: ChatRequest, num_messages: int, prompt_ids: Sequence[int]
+) -> int:
+    """Return how many leading tokens of a prompt are its first messages.
+
+    Args:
+        context: of the server.
+        request: whose prompt it is.
+        num_messages: the first ones.
+        prompt_ids: the prompt, encoded.
+    """
+    if num_messages >= len(request.messages):
+        return len(prompt_ids)
+    part = msgspec.structs.replace(
+        request, messages=request.messages[:num_messages], add_generation_prompt=False
+    )
+    try:
+        head = encode_conversation(context, part).prompt_ids
+    except ConfigError:
+        # Some templates refuse a conversation that is cut off.
+        return 0
+    pairs = zip(head, prompt_ids, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(head), len(prompt_ids)))
 
 
 def _find_message_end(

@@ -12,12 +12,21 @@ __all__ = [
     "AnthropicMessage",
     "AnthropicTool",
     "AnthropicUsage",
+    "CacheControl",
+    "CacheCreation",
     "CountReply",
     "CountRequest",
     "MessagesReply",
     "MessagesRequest",
     "ReplyBlock",
 ]
+
+
+class CacheControl(msgspec.Struct):
+    """The wish that the prompt up to here be cached."""
+
+    type: str = "ephemeral"
+    ttl: Literal["5m", "1h"] | None = None
 
 
 class AnthropicBlock(msgspec.Struct, kw_only=True):
@@ -32,6 +41,7 @@ class AnthropicBlock(msgspec.Struct, kw_only=True):
     tool_use_id: fields.Name | None = None
     content: "str | list[AnthropicBlock] | None" = None
     is_error: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class AnthropicMessage(msgspec.Struct):
@@ -49,6 +59,7 @@ class AnthropicTool(msgspec.Struct):
     input_schema: dict[str, Any] | None = None
     type: str | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class AnthropicChoice(msgspec.Struct):
@@ -75,6 +86,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: Annotated[list[AnthropicTool], Meta(max_length=1024)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+    """As on the last block."""
     timeout: fields.Timeout | None = None
     """Seconds; an extension."""
 
@@ -90,14 +103,23 @@ class MessagesRequest(CountRequest, kw_only=True):
     stop_sequences: fields.Stop | None = None
 
 
+class CacheCreation(msgspec.Struct):
+    """Tokens that ``cache_control`` asked to be cached, by how long."""
+
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
+
+
 class AnthropicUsage(msgspec.Struct, kw_only=True):
     """Tokens of a request."""
 
     input_tokens: int
-    """Those of the prompt that were computed."""
+    """Those of the prompt that the two below do not count."""
     output_tokens: int
     cache_creation_input_tokens: int = 0
+    """Computed, and before the last ``cache_control``."""
     cache_read_input_tokens: int = 0
+    cache_creation: CacheCreation | UnsetType = UNSET
 
 
 class ReplyBlock(msgspec.Struct, kw_only=True):

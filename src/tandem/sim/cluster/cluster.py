@@ -18,6 +18,7 @@ from tandem.core.loads.traces import TraceRow
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput
 from tandem.engine.cluster.machine import (
     Action,
+    Cancel,
     Continue,
     Continued,
     Deliver,
@@ -59,6 +60,7 @@ class _Live:
     machine: RequestMachine
     record: RequestRecord
     keys: list[bytes]
+    is_accepted: bool = False
     timer_s: float = math.inf
 
 
@@ -157,6 +159,7 @@ class SimCluster:
             return
         live.timer_s = -math.inf
         self.num_live -= 1
+        self.placing.conductor.note_end(live.machine.request.request_id, self.events.now_s)
         live.record.done_s = self.events.now_s
         if self._on_done is not None:
             self._on_done(live.record)
@@ -166,9 +169,15 @@ class SimCluster:
         machine, now_s = live.machine, self.events.now_s
         match action:
             case Place():
-                route = self.placing.choose(action, machine.request, live.keys)
-                self._log(live, route)
-                return machine.take(NoRoute() if route is None else route, now_s)
+                decision = self.placing.decide(
+                    action, machine.request, live.keys, now_s, is_new=not live.is_accepted
+                )
+                if decision.rejection is not None:
+                    live.record.error = f"overloaded: {decision.rejection.reason}"
+                    return machine.take(Cancel(), now_s)
+                live.is_accepted = True
+                self._log(live, decision.route)
+                return machine.take(decision.route or NoRoute(), now_s)
             case Submit(leg=leg, request=request):
                 try:
                     self._submit(live, leg.leg_id, leg.instance.name, request)
@@ -182,6 +191,8 @@ class SimCluster:
             case ReleaseLeg(leg=leg):
                 self.instances[leg.instance.name].release_hold(leg.leg_id)
             case Deliver(output=output):
+                if not live.record.output_tokens and output.token_ids:
+                    self.placing.conductor.note_first_token(machine.request.request_id, now_s)
                 _take_output(live.record, output)
             case Fail(error=error):
                 live.record.error = f"{error.code}: {error.what}"
@@ -219,5 +230,6 @@ def _take_output(record: RequestRecord, output: RequestOutput) -> None:
     record.output_tokens += len(output.token_ids)
     if output.prompt_len:
         record.cached_tokens = output.cached_len
-    if output.finish_reason not in (None, FinishReason.LENGTH, FinishReason.STOP):
+    is_good = output.finish_reason in (None, FinishReason.LENGTH, FinishReason.STOP)
+    if not is_good and not record.error:
         record.error = str(output.finish_reason)

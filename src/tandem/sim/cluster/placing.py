@@ -6,13 +6,14 @@ loads at the moment of a decision: as if every instance had just told its own.
 
 from collections.abc import Iterable, Sequence
 
-from tandem.conductor.conductor import Conductor
+from tandem.conductor.admission import Admission, AdmissionMode
+from tandem.conductor.conductor import Conductor, Decision
 from tandem.conductor.directory import Chain
 from tandem.conductor.fleet import InstanceFacts, Load
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import make_policy
-from tandem.conductor.routes import InstanceRef, Place, Route
-from tandem.core.wire import AddRequest, StepRecord
+from tandem.conductor.routes import InstanceRef, Place
+from tandem.core.wire import NO_SLO, AddRequest, Slo, StepRecord
 from tandem.engine.process.inventory import cut_key
 from tandem.engine.scheduling.prefix_index import PrefixNode
 from tandem.sim.cluster.instance import SimInstance
@@ -52,10 +53,19 @@ class Placing:
     Args:
         name: of its policy, as ``cluster.policy``.
         instances: of the run.
+        admission: how requests are accepted.
+        slo: by which they are.
     """
 
-    def __init__(self, name: str, instances: Iterable[SimInstance]) -> None:
-        self.conductor = Conductor(make_policy(name))
+    def __init__(
+        self,
+        name: str,
+        instances: Iterable[SimInstance],
+        admission: AdmissionMode = "none",
+        slo: Slo = NO_SLO,
+    ) -> None:
+        self._slo = slo
+        self.conductor = Conductor(make_policy(name), Admission(admission))
         self._instances = list(instances)
         for each in self._instances:
             config = each.setup.engine
@@ -79,8 +89,24 @@ class Placing:
             if each.role == "decode":
                 self.conductor.set_sources(each.name, prefills)
 
-    def choose(self, place: Place, request: AddRequest, keys: Sequence[bytes]) -> Route | None:
-        """Return where a request goes; ``keys`` are those of its prompt's full blocks."""
+    def decide(
+        self,
+        place: Place,
+        request: AddRequest,
+        keys: Sequence[bytes],
+        now_s: float,
+        *,
+        is_new: bool,
+    ) -> Decision:
+        """Return where a request goes, or why it is not accepted.
+
+        Args:
+            place: of the request's machine.
+            request: as it arrived.
+            keys: of its prompt's full blocks.
+            now_s: of the run.
+            is_new: it has not been accepted yet.
+        """
         size = self._instances[0].setup.engine.block_size
         for each in self._instances:
             self._tell_load(each)
@@ -89,8 +115,9 @@ class Placing:
             len(request.prompt_ids),
             request.sampling.max_tokens,
             [Chain([cut_key(key) for key in keys], size)],
+            slo=self._slo,
         )
-        return self.conductor.place(place, question).route
+        return self.conductor.place(place, question, now_s, is_new=is_new)
 
     def _note_in_store(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self.conductor.note_in_store(map(cut_key, stored), map(cut_key, removed))

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from tandem.core.errors import CapacityError, ConfigError
-from tandem.core.loads.figures import summarise
+from tandem.core.loads.figures import Objectives, summarise
 from tandem.core.loads.records import LoadReport, RequestRecord
 from tandem.core.loads.traces import TraceRow, read_rows
+from tandem.core.wire import Slo
 from tandem.engine.cluster.machine import Limits
 from tandem.placement.catalog import find_model, read_hardware
 from tandem.placement.costs import Placement
@@ -209,12 +210,19 @@ def build_cluster(
         instances[setup.name] = SimInstance(setup, events, links, instances.__getitem__, store)
     return SimCluster(
         instances,
-        Placing(scenario.policy, instances.values()),
+        Placing(scenario.policy, instances.values(), scenario.admission, _make_slo(scenario.slo)),
         events,
         Limits(lease_s=scenario.lease_s),
         timeout_s=scenario.timeout_s,
         store=store,
         on_done=on_done,
+    )
+
+
+def _make_slo(objectives: Objectives) -> Slo:
+    return Slo(
+        ttft_s=None if objectives.ttft is None else objectives.ttft / 1e3,
+        tpot_s=None if objectives.tpot is None else objectives.tpot / 1e3,
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from tandem.conductor.admission import AdmissionMode
 from tandem.core.config import parse_yaml
 from tandem.core.errors import ConfigError, NotFoundError
 from tandem.core.instance_status import InstanceRole
@@ -121,6 +122,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     store: StoreSpec | None = None
     policy: str = "prefix"
     """As ``cluster.policy``."""
+    admission: AdmissionMode = "none"
+    """By TTFT and TPOT of ``slo``; a request that is refused counts as failed."""
     lease_s: Positive = 30.0
     """As ``cluster.lease_s``."""
     slo: Objectives = Objectives()

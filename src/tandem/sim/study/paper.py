@@ -276,10 +276,12 @@ INTRODUCTION = """\
 Made by `tandem sim paper --trace TRACE --requests {requests} --output docs/reproduction.md`.
 Mooncake's evaluation cannot be repeated from outside, as its scheduler and engine are not public.
 This page repeats it with the scheduler, prefix index, store directory and conductor that also
-serve, over models of the paper's machines. Every assumption is in `src/tandem/sim/data/paper/`. One
-parameter (`gpu_compute`) was fitted, to the row that says so, and then predicts all others. Rows of
-loads that are not at hand run on a generator with the published statistics: they are marked
-*generated*, and count for direction alone. {requests_text}
+serve, over models of the paper's machines. Every assumption is in `src/tandem/sim/data/paper/`; a
+row that a parameter is fitted to says so, and the others are predicted. Rows of loads that are not
+at hand run on a generator with the published statistics: they are marked *generated*, and count for
+direction alone.
+
+{requests_text}
 """
 
 

@@ -1,0 +1,72 @@
+"""``tandem cluster``: the instances of a running server, and changes of them while they serve."""
+
+import sys
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from tandem.cli.asking.local_server import trim_url
+from tandem.cli.output import JsonFlag, print_json
+from tandem.core.errors import ConfigError, PeerLostError
+from tandem.core.instance_status import InstanceStatus
+
+__all__ = ["cluster"]
+
+TIMEOUT_S = 3600.0
+ACTIONS = ("list", "role", "drain", "undrain", "restart", "add", "remove")
+
+
+class _Listed(msgspec.Struct):
+    instances: list[InstanceStatus]
+
+
+def cluster(
+    action: Annotated[str, typer.Argument(help=f"One of {', '.join(ACTIONS)}.")] = "list",
+    instance: Annotated[
+        str, typer.Argument(help="Name; restart without one restarts all, one after the other.")
+    ] = "",
+    role: Annotated[
+        str | None, typer.Option(help="unified, prefill or decode; with role and add.")
+    ] = None,
+    patience_s: Annotated[
+        float, typer.Option(help="Seconds until requests go on elsewhere; restart, remove.")
+    ] = 30.0,
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(help="Key of an admin.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """List the instances of a server, or change them without failing a request."""
+    if action not in ACTIONS:
+        raise ConfigError("cli.cluster", f"{action!r} is none of {', '.join(ACTIONS)}")
+    body: dict[str, Any] | None = None
+    if action != "list":
+        body = {"action": action, "instance": instance, "patience_s": patience_s}
+        if role is not None:
+            body["role"] = role
+    listed = _ask(url, body, {"Authorization": f"Bearer {api_key}"} if api_key else {})
+    if json:
+        print_json(listed)
+        return
+    for each in listed.instances:
+        state = "draining" if each.is_draining else str(each.stage.stage)
+        reads = f", reads {', '.join(each.sources)}" if each.sources else ""
+        sys.stdout.write(
+            f"{each.name}: {each.role}, {state}, pid {each.pid}, {each.num_restarts} restarts, "
+            f"step error {each.step_error:.0%}{reads}\n"
+        )
+
+
+def _ask(url: str, body: dict[str, Any] | None, headers: dict[str, str]) -> _Listed:
+    import httpx
+
+    place = trim_url(url) + "/instances"
+    try:
+        with httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers) as client:
+            reply = client.get(place) if body is None else client.post(place, json=body)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        what = f"no answer from {url}: {error}: does a server run there?"
+        raise PeerLostError("cli.cluster", what) from error
+    if reply.status_code != 200:
+        raise ConfigError("cli.cluster", f"{url} answers {reply.status_code}: {reply.text[:500]}")
+    return msgspec.json.decode(reply.content, type=_Listed)
