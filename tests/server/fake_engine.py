@@ -8,6 +8,7 @@ it holds: ``num_held`` is zero when nothing leaked.
 import asyncio
 import contextlib
 import hashlib
+import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from tandem.core.wire import (
     FinishReason,
     InstanceInfo,
     InstanceStage,
+    Pooling,
     PromptLogprobs,
     RequestOutput,
     StageChanged,
@@ -46,6 +48,9 @@ def make_info(vocab_size: int = 512, max_model_len: int = 256) -> InstanceInfo:
         kv_identity="f" * 64,
         pid=1,
         load_seconds=0.5,
+        hidden_size=4,
+        # A real model has one head; this one answers everything.
+        num_labels=1,
     )
 
 
@@ -85,6 +90,7 @@ class FakeEngine:
     generated: int = 0
     num_waiting: int = 0
     more_stats: dict = field(default_factory=dict)
+    score_of: "Callable[[list[int]], float]" = lambda prompt_ids: float(prompt_ids[0])
     timeline: "Callable[[str], InstanceTimeline] | None" = None
     asked_timelines: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
@@ -196,6 +202,14 @@ class FakeEngine:
         """Pretend that two tokens chose among three experts."""
         return ExpertCounts(layers=[0], num_tokens=2, counts=[[2, 0, 2]])
 
+    def pool(self, request: AddRequest) -> bytes:
+        """Make a vector of a prompt: its first token, its length and its kind of pooling."""
+        kind = list(Pooling).index(request.sampling.pooling)
+        numbers = [float(request.prompt_ids[0]), float(len(request.prompt_ids)), float(kind), 0.0]
+        if request.sampling.pooling is Pooling.SCORE:
+            return struct.pack("<f", self.score_of(request.prompt_ids))
+        return struct.pack("<4f", *numbers)
+
     async def flush_cache(self) -> int:
         """Pretend to free seven blocks."""
         return 7
@@ -270,6 +284,9 @@ class FakeStream:
             rest = [_logprob(i, num_top) for i in request.prompt_ids[1:]]
             prompt_logprobs = PromptLogprobs.pack([None, *rest], num_top)
         tells = number == 0 or reason is not None
+        pooled = None
+        if request.sampling.pooling is not None and reason is not None:
+            pooled = self._engine.pool(request)
         return RequestOutput(
             request.request_id,
             ids,
@@ -279,6 +296,7 @@ class FakeStream:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             stop_token_id=stop_id,
+            pooled=pooled,
         )
 
 

@@ -80,6 +80,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     intermediate_size: PositiveInt
     """Of a dense MLP; models whose layers are all MoE carry it too."""
     vocab_size: PositiveInt
+    num_labels: Annotated[int, Meta(ge=0)] = 0
+    """Of a head that classifies; 0: the model has one that gives tokens."""
     max_position_embeddings: PositiveInt
     """Tokens of context that the checkpoint promises."""
     num_experts: Annotated[int, Meta(ge=0)] = 0
@@ -119,6 +121,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """End-of-text ids of the configuration and of ``generation_config.json``, in that order."""
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of the head: tokens, or labels."""
+        return self.num_labels or self.vocab_size
 
     @property
     def weight_bytes(self) -> int:

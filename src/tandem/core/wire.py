@@ -36,6 +36,7 @@ __all__ = [
     "KvPeer",
     "KvSource",
     "NoKv",
+    "Pooling",
     "PrefillKv",
     "PromptLogprobs",
     "ReleaseHold",
@@ -57,6 +58,17 @@ GROWTH_BLOCKS = 2
 """Blocks of KV beyond its known tokens that a request which decodes is said to need."""
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it in float32, where much smaller values are 0 or give infinities."""
+
+
+class Pooling(StrEnum):
+    """The vector that a request wants of its prompt, instead of tokens."""
+
+    LAST = "last"
+    """The last token's hidden state, behind the final norm."""
+    MEAN = "mean"
+    """The mean of all tokens' hidden states."""
+    SCORE = "score"
+    """The labels' logits, of a model with a head that classifies."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +101,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """None: none. k: the chosen token's log-probability and those of the k likeliest."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """The same for the prompt's tokens; switches reuse of a cached prefix off."""
+
+    pooling: Pooling | None = None
+    """None: tokens are generated; else ``max_tokens`` is 0."""
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """True if each token of the prompt gives a part of the output, so that none is reused."""
+        return self.prompt_logprobs is not None or self.pooling is Pooling.MEAN
 
     @property
     def has_penalties(self) -> bool:
@@ -290,6 +310,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     """In the first output, if asked for; the first token of a prompt has none."""
     stop_token_id: int | None = None
     """The id that ended the request, if one did; it is not among ``token_ids``."""
+    pooled: bytes | None = None
+    """With the end of a request that wants a vector: float32, little-endian."""
     error_code: str | None = None
     error_text: str | None = None
     kv_handle: KvHandle | None = None
@@ -442,6 +464,10 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     answer never has tokens of both."""
     pid: int
     load_seconds: float
+    hidden_size: int = 0
+    """Numbers of a token's hidden state."""
+    num_labels: int = 0
+    """Of a model that classifies; 0: it generates."""
     max_model_len_reason: str = ""
     """Why the context is so long."""
     adapters: list[AdapterInfo] = []

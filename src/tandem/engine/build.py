@@ -426,6 +426,7 @@ def build_engine(
         ),
         clock,
         vocab_size=spec.vocab_size,
+        num_labels=spec.num_labels,
         eos_token_ids=spec.eos_token_ids,
         observer=planner,
         timelines=TimelineLog(
@@ -440,6 +441,8 @@ def build_engine(
         architecture=spec.architecture,
         dtype=spec.dtype,
         vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_labels=spec.num_labels,
         max_model_len=plan.config.max_model_len,
         max_model_len_reason=plan.kv.max_model_len_reason,
         block_size=plan.layout.block_size,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.core.wire import AddRequest, Continuation, PrefillKv, SamplingParams
+from tandem.core.wire import AddRequest, Continuation, Pooling, PrefillKv, SamplingParams
 
 __all__ = ["RequestChecks"]
 
@@ -18,10 +18,12 @@ class RequestChecks:
 
     Args:
         vocab_size: token ids outside of it are refused.
+        num_labels: of a model that classifies; 0: it generates.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, num_labels: int = 0) -> None:
         self._vocab_size = vocab_size
+        self._num_labels = num_labels
 
     def check(self, message: AddRequest, *, can_read_instances: bool) -> None:
         """Check a new request.
@@ -31,6 +33,7 @@ class RequestChecks:
         """
         params = message.sampling
         self._check_tokens(message.prompt_ids, "prompt")
+        self._check_pooling(message)
         if message.continuation is not None:
             self.check_continuation(message.continuation, params)
         if isinstance(message.kv_source, PrefillKv) and not can_read_instances:
@@ -64,6 +67,21 @@ class RequestChecks:
                     f"bias of at most {MAX_BIAS:g}",
                     field="logit_bias",
                 )
+
+    def _check_pooling(self, message: AddRequest) -> None:
+        params = message.sampling
+        if params.pooling is None:
+            if self._num_labels:
+                what = "the model classifies and generates no text: use /v1/rerank or /v1/score"
+                raise UnsupportedError("engine.add", what, field="model")
+            return
+        if params.pooling is Pooling.SCORE and not self._num_labels:
+            what = "the model has no head that classifies, so it gives no scores"
+            raise UnsupportedError("engine.add", what, field="model")
+        is_prefill = message.prefill_lease_s is not None or message.continuation is not None
+        if params.max_tokens or params.prompt_logprobs is not None or is_prefill:
+            what = "a request for a vector generates nothing and is computed by one instance"
+            raise ConfigError("engine.add", what, field="pooling")
 
     def _check_tokens(self, token_ids: Sequence[int], field: str) -> None:
         for token_id in token_ids:

@@ -103,6 +103,7 @@ class _Live:
     is_started: bool = False
     """The runner has its sampling state."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    pooled: bytes | None = None
     """Of the prompt's tokens but the first."""
     has_reported: bool = False
     """Its first output, the one with the prompt's facts, is out."""
@@ -179,6 +180,7 @@ class Engine:
         runner: owned; called from the thread that calls ``step``.
         clock: the one that deadlines are measured on.
         vocab_size: token ids outside of it are refused.
+        num_labels: of a model that classifies; 0: it generates.
         eos_token_ids: the model's own ends of text.
         observer: told what each step took; the planner of loads.
         timelines: remembers what becomes of requests; None: a small one of its own. Owned.
@@ -193,6 +195,7 @@ class Engine:
         clock: Clock,
         *,
         vocab_size: int,
+        num_labels: int = 0,
         eos_token_ids: tuple[int, ...],
         observer: StepObserver | None = None,
         timelines: TimelineLog | None = None,
@@ -212,7 +215,7 @@ class Engine:
             timelines = TimelineLog(DEFAULT_TIMELINES, block_size=1)
         self._timelines = timelines
         self._clock = clock
-        self._checks = RequestChecks(vocab_size)
+        self._checks = RequestChecks(vocab_size, num_labels)
         self._eos_token_ids = eos_token_ids
         self._live: dict[str, _Live] = {}
         self._ended: list[int] = []
@@ -318,7 +321,7 @@ class Engine:
         keys = self._scheduler.make_block_keys(
             message.prompt_ids, message.cache_salt, message.adapter
         )
-        if message.sampling.prompt_logprobs is not None:
+        if message.sampling.needs_whole_prompt:
             keys = []
         with self._lock:
             num_cached = self._scheduler.count_cached_blocks(keys)
@@ -613,6 +616,10 @@ class Engine:
             if step.plan.is_empty or not self._scheduler.settle(step.plan):
                 return None
             sequences = [describe_sequence(sequence) for sequence in step.plan.sequences]
+            for planned in step.plan.sequences:
+                if planned.request.sampling.pooling is not None:
+                    # The runner keeps a sum, which it drops with the sequence.
+                    self._live[planned.request.request_id].is_started = True
             starting = [
                 live
                 for sequence in step.plan.sequences
@@ -713,6 +720,8 @@ class Engine:
             if given.sequence_id in failures:
                 finished[request_id] = FinishReason.ERROR
                 continue
+            if given.pooled:
+                live.pooled = given.pooled
             if given.prompt_logprobs:
                 # Position i scores token i + 1; a preempted prompt is scored again from its start.
                 live.prompt_logprobs[sequence.start :] = given.prompt_logprobs
@@ -796,6 +805,7 @@ class Engine:
             finish_reason=FinishReason.ERROR if failure else request.finish_reason,
             logprobs=_list_logprobs(taken),
             stop_token_id=taken[-1].token_id if taken else None,
+            pooled=live.pooled,
             error_code=None if failure is None else failure.code,
             error_text=None if failure is None else failure.what,
             **self._describe_prompt(live),

@@ -30,6 +30,7 @@ from tandem.server.api.names import find_names
 from tandem.server.api.openapi import Handler
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
+from tandem.server.batches.worker import work_on_batches
 from tandem.server.config import (
     ServerConfig,
     check_exposure,
@@ -38,6 +39,7 @@ from tandem.server.config import (
     load_terms,
 )
 from tandem.server.context import ServerContext
+from tandem.server.dialects.vectors.embeddings import read_pooling
 from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
 from tandem.server.edge.auth import ApiKeyGate
 from tandem.server.edge.connection import ClientGoneError
@@ -115,6 +117,7 @@ def build_app(
         has_admin_keys=bool(config.admin_api_key),
         adapter_folder=adapter_folder,
         read_store=read_store,
+        pooling=read_pooling(folder),
     )
     context.tracer = make_tracer(
         config.otlp_endpoint, models.first, lambda record: collect_timeline(context, record)
@@ -126,7 +129,8 @@ def build_app(
         load_log = None
         if config.load_log_s > 0:
             load_log = asyncio.create_task(log_load(context, config.load_log_s))
-        yield
+        async with work_on_batches(config, handlers.__getitem__) as context.batches:
+            yield
         if load_log is not None:
             load_log.cancel()
             await asyncio.gather(load_log, return_exceptions=True)
@@ -142,10 +146,12 @@ def build_app(
     hosts = list(config.allowed_hosts)
     if not is_loopback(config.host):
         hosts.append(config.host)
+    endpoints = list_endpoints(config)
+    handlers = {each.path: _bind(context, each.handler) for each in endpoints}
     app = Starlette(
         routes=[
             Route(each.path, _bind(context, each.handler), methods=list(each.methods))
-            for each in list_endpoints(config)
+            for each in endpoints
         ],
         middleware=_make_gates(context, keys, hosts),
         exception_handlers={HTTPException: _answer_http_exception},

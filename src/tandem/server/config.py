@@ -152,6 +152,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "mistral, gemma4, think (reasoning alone), none; auto reads it from the chat template.",
         ),
     ] = "auto"
+    batch_folder: Annotated[
+        str | None,
+        Meta(
+            description="Folder of /v1/files and /v1/batches, which go on from it after a restart; "
+            "unset: a temporary one, removed at the end."
+        ),
+    ] = None
+    batch_bytes: Annotated[
+        int,
+        Meta(ge=0, le=2**50, description="Bytes of all files together; 0 switches batches off."),
+    ] = 2**30
+    batch_width: Annotated[
+        int, Meta(ge=1, le=1024, description="Requests of batches that are answered at once.")
+    ] = 16
     access_log: Annotated[
         bool, Meta(description="Log a line for each HTTP request, whatever --log-level says.")
     ] = True

@@ -31,6 +31,7 @@ from tandem.core.wire import (
     AddRequest,
     InstanceInfo,
     InstanceStage,
+    Pooling,
     SamplingParams,
 )
 from tandem.server.api.grammars import GrammarChecks
@@ -38,6 +39,7 @@ from tandem.server.api.kept_responses import KeptResponses
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
+from tandem.server.batches.worker import BatchWorker
 from tandem.server.clients import current_client
 from tandem.server.config import ServerConfig
 from tandem.server.edge.auth import identify_owner
@@ -136,6 +138,8 @@ class ServerContext:
         has_admin_keys: whether there are keys of an admin.
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
+        pooling: of embeddings, unless a request says otherwise.
+        batches: works on batches while the application runs; None: they are switched off.
     """
 
     config: ServerConfig
@@ -153,6 +157,8 @@ class ServerContext:
     has_admin_keys: bool = False
     adapter_folder: Path | None = None
     read_store: Callable[[], StoreStatus] | None = None
+    pooling: Pooling = Pooling.LAST
+    batches: BatchWorker | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 

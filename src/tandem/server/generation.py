@@ -113,6 +113,8 @@ class Generation:
         self.num_tokens = 0
         """Tokens the engine generated, the stop token included."""
         self.prompt_logprobs: PromptLogprobs | None = None
+        self.pooled: bytes | None = None
+        """The vector of the prompt, where one is wanted: float32, little-endian."""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         """The stop string or id of the request that ended the text; None for the model's own."""
@@ -195,6 +197,8 @@ class Generation:
         if output.finish_reason in (FinishReason.ERROR, FinishReason.DEADLINE):
             self._error_reason = str(output.finish_reason)
             raise _failure(output)
+        if output.pooled is not None:
+            self.pooled = output.pooled
         self._pending_ids += output.token_ids
         if output.logprobs is not None:
             self._pending += output.logprobs

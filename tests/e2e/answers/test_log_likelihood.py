@@ -35,6 +35,21 @@ def server(serve_demo_module):
         yield live
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_those_of_transformers(server, reference, pooling):
+    texts = [CONTEXT, *CONTINUATIONS]
+    body = {"input": texts, "pooling": pooling}
+    answer = server.client.post("/v1/embeddings", json=body).json()
+    told = [each["embedding"] for each in answer["data"]]
+    for text, vector in zip(texts, told, strict=True):
+        ids = server.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        with torch.no_grad():
+            hidden = reference.model(torch.tensor([ids])).last_hidden_state[0]
+        pooled = hidden[-1] if pooling == "last" else hidden.mean(dim=0)
+        expected = torch.nn.functional.normalize(pooled, dim=0)
+        torch.testing.assert_close(torch.tensor(vector), expected, rtol=0, atol=2e-5)
+
+
 def score(reference, ids: list[int], num_context: int) -> tuple[float, bool]:
     """Return the log-likelihood of the tokens behind the context, and whether all are greedy."""
     with torch.no_grad():

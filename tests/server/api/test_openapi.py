@@ -6,9 +6,11 @@ unlike JSON Schema refuses fields that the schema does not name.
 
 import json
 import re
+from functools import partial
 
 import pytest
 import requests
+from serving import wait_until
 
 from tandem.server.api.endpoints import list_endpoints
 from tandem.server.edge.auth import ADMIN_PATHS
@@ -101,6 +103,13 @@ POSTS = [
     ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]}),
     ("/api/chat", {"messages": CHAT["messages"], "stream": False, "logprobs": True}),
     ("/api/generate", {"prompt": "hello", "stream": False}),
+    ("/api/embed", {"input": "hello"}),
+    ("/v1/embeddings", {"input": ["a", "b"]}),
+    *((path, {"text_1": "a", "text_2": "b"}) for path in ("/v1/score", "/score")),
+    *(
+        (path, {"query": "a", "documents": ["b", {"text": "c"}]})
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    ),
     ("/api/show", {"model": "tiny"}),
     ("/v1/responses", {"input": "hello", "top_logprobs": 1}),
     ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 2}),
@@ -139,10 +148,47 @@ def test_paths_are_those_of_the_table(server, document):
     )
     tried.add(("/requests/{id}/timeline", "get"))
     tried |= {(f"/v1/responses/{{id}}{end}", m) for end, m in RESPONSE_CALLS}
+    tried |= {(path, method) for method, path in FILE_CALLS}
     # In test_adapters.py, where there is an admin key.
     tried |= {(path, "post") for path in ADMIN_PATHS}
     assert {(p.replace("/tiny", "/{name}"), m) for p, m in tried} == served, "every one is tried"
     assert document["openapi"].startswith("3.1")
+
+
+FILE_CALLS = [
+    ("post", "/v1/files"), ("get", "/v1/files"), ("get", "/v1/files/{id}"),
+    ("get", "/v1/files/{id}/content"), ("post", "/v1/batches"), ("get", "/v1/batches"),
+    ("get", "/v1/batches/{id}"), ("post", "/v1/batches/{id}/cancel"), ("delete", "/v1/files/{id}"),
+]  # fmt: skip
+
+
+def is_over(url: str) -> bool:
+    return requests.get(url, timeout=10).json()["status"] in ("failed", "cancelled")
+
+
+def test_files_and_batches_fit(server, document):
+    ids = {}
+    for method, path in FILE_CALLS:
+        kind = path.split("/")[2]
+        options = {}
+        if (method, path) == ("post", "/v1/files"):
+            options = {"files": {"file": ("a", b"{}\n")}, "data": {"purpose": "batch"}}
+        elif (method, path) == ("post", "/v1/batches"):
+            body = {"input_file_id": ids["files"], "endpoint": "/v1/completions"}
+            options = {"json": body}
+        elif method == "delete":
+            # The batch that needs it has failed by then, or is cancelled.
+            wait_until(partial(is_over, f"{server.url}/v1/batches/{ids['batches']}"))
+        url = server.url + path.replace("{id}", ids.get(kind, ""))
+        reply = requests.request(method, url, timeout=10, **options)
+        assert reply.status_code == 200, (path, reply.text)
+        if path.endswith("/content"):
+            assert reply.content == b"{}\n"
+            continue
+        told = reply.json()
+        ids.setdefault(kind, told.get("id"))
+        schema = schema_of(document, path, method, "application/json")
+        assert find_fault(told, schema, document) is None
 
 
 def test_timelines_fit(server, document):

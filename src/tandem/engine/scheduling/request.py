@@ -236,8 +236,8 @@ class Request:
 
     @property
     def can_reuse_prefix(self) -> bool:
-        """False where the logits of the whole prompt are wanted: cached tokens have none."""
-        return self.sampling.prompt_logprobs is None
+        """False where something of every token of the prompt is wanted: cached tokens have none."""
+        return not self.sampling.needs_whole_prompt
 
     def get_tokens(self, start: int, end: int) -> list[int]:
         """Token ids of positions ``start`` to ``end``, prompt and output as one sequence."""

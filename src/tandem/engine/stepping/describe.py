@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 
 from tandem.core.errors import ConfigError, InternalError, TandemError
-from tandem.core.wire import SamplingParams, StepRecord
+from tandem.core.wire import Pooling, SamplingParams, StepRecord
 from tandem.engine.scheduling.plan import ScheduledSequence, StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.stepping.messages import (
     Logits,
     Phase,
+    PooledRows,
     SamplingRow,
     SequenceStart,
     StepSequence,
@@ -30,10 +31,15 @@ def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
     # Positions of the prompt predict its next token; later ones predict output.
     num_scored = request.prompt_len - 1 - start
     is_scored = request.sampling.prompt_logprobs is not None and num_scored > 0
-    if is_scored:
+    pooled = None
+    if request.sampling.pooling is not None:
+        pooled = PooledRows(request.sampling.pooling, end == request.prompt_len)
+    if is_scored or (pooled is not None and pooled.kind is Pooling.MEAN):
         logits = Logits.ALL
+    elif sequence.wants_sample or (pooled is not None and pooled.is_end):
+        logits = Logits.LAST
     else:
-        logits = Logits.LAST if sequence.wants_sample else Logits.NONE
+        logits = Logits.NONE
     return StepSequence(
         sequence_id=request.sequence_id,
         phase=sequence.phase,
@@ -47,6 +53,7 @@ def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
         num_top=request.sampling.prompt_logprobs or 0,
         state_slot=request.state_notes.slot,
         prompt_len=request.prompt_len,
+        pooled=pooled,
     )
 
 

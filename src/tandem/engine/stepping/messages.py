@@ -16,12 +16,13 @@ import msgspec
 
 from tandem.core.spec import NO_OUTPUT
 from tandem.core.state_layout import NO_SLOT
-from tandem.core.wire import SamplingParams, TokenLogprob
+from tandem.core.wire import Pooling, SamplingParams, TokenLogprob
 from tandem.engine.scheduling.blocks import BlockCopy
 
 __all__ = [
     "Logits",
     "Phase",
+    "PooledRows",
     "SampledToken",
     "SamplingRow",
     "SequenceResult",
@@ -61,6 +62,14 @@ class SamplingRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Index of the first drawn token in the output; selects the place in the random stream."""
 
 
+class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Makes one vector of a sequence's rows, which are hidden states where ``kind`` says so."""
+
+    kind: Pooling
+    is_end: bool
+    """The step computes the last token."""
+
+
 class StateCopy(NamedTuple):
     """Copy the state in a slot to another slot."""
 
@@ -92,6 +101,7 @@ class StepSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     that starts at 0 begins with zeros, whatever the slot holds."""
     prompt_len: int = NO_OUTPUT
     """Position from which tokens are output; those may defer experts."""
+    pooled: PooledRows | None = None
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
@@ -137,6 +147,8 @@ class SequenceResult(msgspec.Struct, array_like=True):
     """None while the prefill goes on; one for a decode; one or more for a verified draft."""
     prompt_logprobs: list[TokenLogprob] = []
     """Of ``StepSequence.scored_ids``."""
+    pooled: bytes = b""
+    """The vector of ``StepSequence.pooled``, with its last token."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -6,10 +6,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem._native import ThreadPool
-from tandem.core.wire import TokenLogprob
+from tandem.core.wire import Pooling, TokenLogprob
 from tandem.engine.stepping.expert_log import ExpertLog
 from tandem.engine.stepping.grammar import Grammars, GrammarState
 from tandem.engine.stepping.messages import (
@@ -22,6 +23,7 @@ from tandem.engine.stepping.messages import (
     StepResult,
     StepSequence,
 )
+from tandem.engine.stepping.pooling import HiddenSum, encode_vector
 from tandem.engine.stepping.runner import StepHandle
 from tandem.engine.stepping.sampler import gather_logprobs, sample_tokens
 from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState
@@ -71,6 +73,8 @@ class TorchRunner:
         """By sequence id, of those with a grammar."""
         self._samplers: dict[int, SamplerState] = {}
         """By sequence id, from its ``SequenceStart`` on."""
+        self._sums: dict[int, HiddenSum] = {}
+        """By sequence id, of those whose mean is wanted."""
         self._worker = ThreadPoolExecutor(1, "step") if is_overlapped else None
 
     def begin(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepHandle:
@@ -90,6 +94,7 @@ class TorchRunner:
         for sequence_id in step.ends:
             self._samplers.pop(sequence_id, None)
             self._states.pop(sequence_id, None)
+            self._sums.pop(sequence_id, None)
         for start in step.starts:
             self._samplers[start.sequence_id] = SamplerState.create(start)
             if start.params.grammar:
@@ -101,12 +106,43 @@ class TorchRunner:
         self._copy_states(step.state_loads)
         chunks = [_make_chunk(sequence) for sequence in step.sequences]
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size, self._model.device)
-        logits_RV = self._model.forward(batch, self._kv_cache, on_layer, self._state_cache)
+        hidden_RD = self._model.compute_hidden(batch, self._kv_cache, on_layer, self._state_cache)
         self._copy_states(step.state_saves)
         if self._experts is not None and self._model.choices is not None:
             is_output = batch.find_output_rows() if self._experts.writes_trace else None
             self._experts.note(self._model.choices.numpy(force=True), is_output)
-        return self._read_logits(step, self._model.context.fetch(logits_RV), masks)
+        hidden_RD, vectors = self._take_pooled(step, hidden_RD)
+        logits_RV = self._model.context.fetch(self._model.project(hidden_RD))
+        result = self._read_logits(step, logits_RV, masks)
+        for given in result.sequences:
+            vector = vectors.get(given.sequence_id)
+            if vector is not None:
+                _give_vector(given, vector)
+        return result
+
+    def _take_pooled(
+        self, step: StepInput, hidden_RD: Tensor
+    ) -> tuple[Tensor, dict[int, NDArray[np.floating]]]:
+        """Return the hidden states whose logits are wanted, and the vectors of the others."""
+        if all(_count_logits(sequence) == _count_rows(sequence) for sequence in step.sequences):
+            return hidden_RD, {}
+        vectors: dict[int, NDArray[np.floating]] = {}
+        kept: list[int] = []
+        end_row = 0
+        for sequence in step.sequences:
+            first_row, end_row = end_row, end_row + _count_rows(sequence)
+            if first_row == end_row or _count_logits(sequence):
+                kept += range(first_row, end_row)
+                continue
+            assert sequence.pooled is not None
+            rows_TD = self._model.context.fetch(hidden_RD[first_row:end_row]).float().numpy()
+            vector = rows_TD[-1]
+            if sequence.pooled.kind is Pooling.MEAN:
+                total = self._sums.setdefault(sequence.sequence_id, HiddenSum())
+                vector = total.add(sequence.start, rows_TD)
+            if sequence.pooled.is_end:
+                vectors[sequence.sequence_id] = vector
+        return hidden_RD[kept], vectors
 
     def _copy_states(self, copies: Sequence[StateCopy]) -> None:
         for copy in copies:
@@ -138,7 +174,9 @@ class TorchRunner:
         for sequence in step.sequences:
             result = SequenceResult(sequence.sequence_id)
             results.append(result)
-            first_row, end_row = end_row, end_row + _count_rows(sequence)
+            first_row, end_row = end_row, end_row + _count_logits(sequence)
+            if sequence.pooled is not None and end_row > first_row:
+                _give_vector(result, logits_RV[first_row].numpy())
             if sequence.scored_ids:
                 rows_RV = logits_RV[first_row:end_row]
                 result.prompt_logprobs = _score(sequence, rows_RV, pool)
@@ -210,7 +248,7 @@ def _make_chunk(sequence: StepSequence) -> SequenceChunk:
 
 
 def _count_rows(sequence: StepSequence) -> int:
-    """Return the rows of logits that a sequence has."""
+    """Return the rows that a sequence wants of the model."""
     match sequence.logits:
         case Logits.NONE:
             return 0
@@ -218,6 +256,19 @@ def _count_rows(sequence: StepSequence) -> int:
             return 1
         case Logits.ALL:
             return len(sequence.token_ids)
+
+
+def _count_logits(sequence: StepSequence) -> int:
+    """Return those of them that go through the head; of the others, hidden states are wanted."""
+    is_hidden = sequence.pooled is not None and sequence.pooled.kind is not Pooling.SCORE
+    return 0 if is_hidden else _count_rows(sequence)
+
+
+def _give_vector(result: SequenceResult, vector: NDArray[np.floating]) -> None:
+    if np.isfinite(vector).all():
+        result.pooled = encode_vector(vector)
+    else:
+        result.tokens = [SampledToken(BROKEN_ROW)]
 
 
 def _score(sequence: StepSequence, rows_RV: Tensor, pool: ThreadPool | None) -> list[TokenLogprob]:

@@ -14,7 +14,13 @@ from typing import Any
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.models.families.refused import UNEVEN, find_refusal
-from tandem.models.families.registry import FAMILIES, Family, find_family, take_decoder
+from tandem.models.families.registry import (
+    FAMILIES,
+    Family,
+    classifies,
+    find_family,
+    take_decoder,
+)
 from tandem.models.loading.hub import resolve_folder
 from tandem.models.planning.quantization import Quantization, read_quantization
 from tandem.models.sources.foreign import refuse_foreign_files
@@ -160,10 +166,10 @@ def _check_family(raw: dict[str, Any]) -> Family:
     if family is None:
         raise _refuse(f"model_type {model_type!r} is not supported: {hint}", "model_type")
     architectures = raw.get("architectures") or [family.architecture]
-    if architectures != [family.architecture]:
+    known = [name for name in (family.architecture, family.classifier) if name]
+    if len(architectures) != 1 or architectures[0] not in known:
         raise _refuse(
-            f"architectures {architectures} of {model_type}: only {family.architecture} generates "
-            "text",
+            f"architectures {architectures} of {model_type}: need one of {', '.join(known)}",
             "architectures",
         )
     return family
@@ -195,6 +201,9 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
     if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
         # Before the class makes a list of as many types of layers.
         raise _refuse_bound("num_hidden_layers", num_layers, MAX_LAYERS)
+    if raw.get("architectures") == [family.classifier]:
+        # The head is no projection to tokens, whatever the file says of one.
+        raw = raw | {"tie_word_embeddings": False}
     try:
         return CONFIG_MAPPING[family.config_type or family.model_type].from_dict(dict(raw))
     except (
@@ -362,7 +371,7 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
     return ModelSpec(
         name=name,
         model_type=family.model_type,
-        architecture=family.architecture,
+        architecture=family.classifier if classifies(config) else family.architecture,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -370,6 +379,7 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         hidden_size=config.hidden_size,
         intermediate_size=_find_intermediate(config),
         vocab_size=config.vocab_size,
+        num_labels=config.num_labels if classifies(config) else 0,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
         rope_type=_name_rope(config.rope_parameters),

@@ -4,7 +4,8 @@ Mixtral's hub checkpoints, and those of families that follow it, call a MoE bloc
 ``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. Models that also take
 images call their decoder ``model.language_model``. OLMo's hybrids call norms of layers otherwise,
 and have a convolution for each of queries, keys and values; others call single parts of a block
-otherwise (``PARTS``).
+otherwise (``PARTS``). A model that classifies calls its head ``score``. Models that give embeddings
+are often stored without their head, and their names without ``model.``.
 """
 
 import re
@@ -149,6 +150,10 @@ def _make_norm_rename(names: set[str]) -> Callable[[str], str]:
     return rename
 
 
+def _replace_start(name: str, start: str, by: str) -> str:
+    return by + name.removeprefix(start) if name.startswith(start) else name
+
+
 def rename_reader(reader: WeightReader, entries: Mapping[str, TensorEntry]) -> WeightReader:
     """Return a reader that takes the modules' names, whatever those of the checkpoint are.
 
@@ -157,6 +162,10 @@ def rename_reader(reader: WeightReader, entries: Mapping[str, TensorEntry]) -> W
         entries: its tensors by name.
     """
     known = set(entries)
+    if "score.weight" in known:
+        reader = RenamedReader(reader, partial(_replace_start, start="lm_head.", by="score."))
+    if "embed_tokens.weight" in known:
+        reader = RenamedReader(reader, partial(_replace_start, start="model.", by=""))
     if any(BLOCK in name for name in known):
         return RenamedReader(reader, _rename_block)
     if any(name.startswith(DECODER) for name in known):

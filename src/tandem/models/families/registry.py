@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.models.families import deepseek, gpt_oss
 
-__all__ = ["FAMILIES", "PROVED_WITH", "Family", "find_family", "take_decoder"]
+__all__ = ["FAMILIES", "PROVED_WITH", "Family", "classifies", "find_family", "take_decoder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,16 @@ class Family:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(self.config_type or self.model_type, "")
+
+    @property
+    def classifier(self) -> str:
+        """The class that has a head of labels instead; empty if transformers knows none."""
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        )
+
+        name = self.config_type or self.model_type
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(name, "")
 
 
 FAMILIES = {
@@ -107,3 +117,8 @@ def find_family(model_type: str) -> Family | None:
     """
     family = FAMILIES.get(model_type) or Family(model_type=model_type)
     return family if family.architecture else None
+
+
+def classifies(config: Any) -> bool:
+    """Return whether a configuration's model has a head of labels instead of one of tokens."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())

@@ -223,6 +223,33 @@ class CausalModel:
     ) -> Tensor:
         """Run one step: write the KV of the batch's tokens and return the wanted logits.
 
+        See ``compute_hidden``, whose rows the head projects.
+
+        Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
+        """
+        return self.project(self.compute_hidden(batch, kv_cache, on_layer, states))
+
+    @torch.inference_mode()
+    def project(self, hidden_RD: Tensor) -> Tensor:
+        """Return the logits of rows of ``compute_hidden``: of tokens, or of a model's labels.
+
+        Returns: float32 [R, V], new.
+        """
+        if not len(hidden_RD):
+            return torch.empty(0, self.spec.num_logits, device=self.device)
+        # A head of the skeleton's own gives the model's dtype.
+        return self._head(hidden_RD).float()
+
+    @torch.inference_mode()
+    def compute_hidden(
+        self,
+        batch: PagedBatch,
+        kv_cache: PagedKvCache,
+        on_layer: Callable[[int], None] | None = None,
+        states: StateCache | None = None,
+    ) -> Tensor:
+        """Run one step: write the KV of the batch's tokens and return the wanted hidden states.
+
         Args:
             batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
             kv_cache: written at the batch's slots, read at its block tables.
@@ -230,7 +257,8 @@ class CausalModel:
             states: the slots that the batch's sequences go on with, for a model that has
                 ``spec.state_layout``.
 
-        Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
+        Returns: [R, D] in the model's dtype, behind the final norm; row r belongs to
+            ``batch.logit_rows[r]``.
 
         Raises:
             ShapeError: batch and cache have different block sizes, or the cache another model's
@@ -244,7 +272,7 @@ class CausalModel:
                 "from this model's kv_layout",
             )
         if batch.num_tokens == 0:
-            return torch.empty(0, self.spec.vocab_size, device=self.device)
+            return torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         if self.spec.state_layout is not None:
             states = self._check_states(batch, states)
             for slot in batch.fresh_slots:
@@ -305,8 +333,7 @@ class CausalModel:
             if len(batch.logit_rows) != len(hidden):
                 hidden = hidden.index_select(0, batch.logit_rows)
             hidden = self._norm(hidden)
-        # A head of the skeleton's own gives the model's dtype.
-        return self._head(hidden).float()
+        return hidden
 
 
 def load_model(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tandem.core.errors import ConfigError
 from tandem.kernels.interfaces import AttentionRule, Step
 from tandem.kernels.native import Buffer
+from tandem.models.families import classifies
 from tandem.placement.rules import ModuleInfo
 
 if TYPE_CHECKING:
@@ -85,6 +86,10 @@ def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreT
         text = " ".join(str(error).split())[:300]
         what = f"transformers fails: {type(error).__name__}: {text}: is config.json right?"
         raise ConfigError("models.build_skeleton", what) from error
+    if classifies(config):
+        with torch.device("meta"):
+            # In the place of the head of tokens, where every part of a model looks for one.
+            model.lm_head = nn.Linear(config.hidden_size, config.num_labels, bias=False)
     return model.eval()
 
 

@@ -39,6 +39,7 @@ from tandem.core.model.layers import (
 from tandem.kernels.operators.rope import Rope
 from tandem.models.families.deepseek import has_interleaved_latents
 from tandem.models.families.gpt_oss import PAIR_BLOCK
+from tandem.models.families.registry import classifies
 from tandem.models.planning.probes import (
     AttentionCall,
     UnfitModuleError,
@@ -198,13 +199,15 @@ def describe_frozen_linear(module: Any, view: ModuleView) -> FrozenLinearSpec:
 def describe_lm_head(module: Any, view: ModuleView) -> HeadSpec:
     """Describe the projection to the vocabulary."""
     _require(module, "in_features", "out_features")
+    soft_cap = getattr(view.config, "final_logit_softcapping", None) or 0.0
+    is_score = classifies(view.config)
     return HeadSpec(
         in_features=module.in_features,
         out_features=module.out_features,
         has_bias=_has_bias(module),
         is_tied=bool(view.config.tie_word_embeddings),
-        soft_cap=getattr(view.config, "final_logit_softcapping", None) or 0.0,
-        scale=_find_logit_scale(view.config),
+        soft_cap=0.0 if is_score else soft_cap,
+        scale=1.0 if is_score else _find_logit_scale(view.config),
     )
 
 

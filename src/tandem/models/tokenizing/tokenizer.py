@@ -76,6 +76,17 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise ConfigError("tokenizer.encode", f"text is not Unicode: {error}") from error
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the ids of two texts, joined as the tokenizer joins pairs.
+
+        Raises:
+            ConfigError: a text is not valid Unicode (a lone surrogate).
+        """
+        try:
+            return self._backend.encode_batch_fast([(first, second)])[0].ids
+        except UnicodeEncodeError as error:
+            raise ConfigError("tokenizer.encode", f"text is not Unicode: {error}") from error
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of ``token_ids``, all of them in [0, vocab_size)."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)

@@ -11,6 +11,7 @@ from tandem.core.timeline import RequestTimeline
 from tandem.server.api import adapters, instances, ollama, status, tokens
 from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
+from tandem.server.batches import endpoints as files
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
 from tandem.server.dialects.anthropic import answer_messages, count_message_tokens
@@ -24,9 +25,11 @@ from tandem.server.dialects.responses.endpoints import (
     get_response,
 )
 from tandem.server.dialects.sglang import answer_generate
+from tandem.server.dialects.vectors.embeddings import answer_embed, answer_embeddings
+from tandem.server.dialects.vectors.scores import answer_rerank, answer_score
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
-from tandem.server.protocol import anthropic, responses, rules, sglang
+from tandem.server.protocol import anthropic, batches, responses, rules, sglang, vectors
 from tandem.server.protocol import ollama as own
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol import status as replies
@@ -110,6 +113,8 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         Endpoint("/v1/responses/{id}", _GET, get_response, responses.ResponseDocument),
         Endpoint("/v1/responses/{id}", ("DELETE",), delete_response, responses.DeletedResponse),
         Endpoint("/v1/responses/{id}/cancel", _POST, cancel_response, responses.ResponseDocument),
+        *_list_batches(),
+        *_list_vectors(),
         *_list_ollama(),
         Endpoint("/v1/models", _GET, status.list_models, oai.ModelList),
         Endpoint("/v1/models/{name:path}", _GET, status.get_model, oai.ModelCard),
@@ -209,6 +214,48 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
     return table
 
 
+def _list_batches() -> list[Endpoint]:
+    return [
+        # The body of an upload is a form, which no struct describes.
+        Endpoint("/v1/files", _POST, files.upload_file, batches.FileObject),
+        Endpoint("/v1/files", _GET, files.list_files, batches.FileList),
+        Endpoint("/v1/files/{id}", _GET, files.get_file, batches.FileObject),
+        Endpoint("/v1/files/{id}", ("DELETE",), files.delete_file, batches.DeletedFile),
+        Endpoint(
+            "/v1/files/{id}/content",
+            _GET,
+            files.get_file_content,
+            str,
+            media_type="application/octet-stream",
+        ),
+        Endpoint("/v1/batches", _POST, files.create_batch, batches.Batch, batches.BatchRequest),
+        Endpoint("/v1/batches", _GET, files.list_batches, batches.BatchList),
+        Endpoint("/v1/batches/{id}", _GET, files.get_batch, batches.Batch),
+        Endpoint("/v1/batches/{id}/cancel", _POST, files.cancel_batch, batches.Batch),
+    ]
+
+
+def _list_vectors() -> list[Endpoint]:
+    return [
+        Endpoint(
+            "/v1/embeddings",
+            _POST,
+            answer_embeddings,
+            vectors.EmbeddingList,
+            vectors.EmbeddingRequest,
+            rule=rules.EMBEDDING,
+        ),
+        *(
+            Endpoint(path, _POST, answer_score, vectors.ScoreList, vectors.ScoreRequest)
+            for path in ("/v1/score", "/score")
+        ),
+        *(
+            Endpoint(path, _POST, answer_rerank, vectors.RerankReply, vectors.RerankRequest)
+            for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+        ),
+    ]
+
+
 def _list_ollama() -> list[Endpoint]:
     return [
         Endpoint(
@@ -229,6 +276,7 @@ def _list_ollama() -> list[Endpoint]:
             own.GenerateReply,
             is_lines=True,
         ),
+        Endpoint("/api/embed", _POST, answer_embed, vectors.EmbedReply, vectors.EmbedRequest),
         Endpoint("/api/show", _POST, ollama.show_model, own.ShowReply, own.ShowRequest),
         Endpoint("/api/tags", _GET, ollama.list_tags, own.TagList),
         Endpoint("/api/ps", _GET, ollama.list_running, own.ProcessList),

@@ -12,6 +12,7 @@ __all__ = [
     "CHAT",
     "COMPLETION",
     "DETOKENIZE",
+    "EMBEDDING",
     "GENERATE",
     "MESSAGES",
     "RESPONSES",
@@ -136,6 +137,7 @@ COMPLETION: Rule = {
         _HAS_ONE_BEST,
     ]
 }
+EMBEDDING: Rule = _given("input", {"anyOf": [_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS)]})
 GENERATE: Rule = {
     "oneOf": [
         {"allOf": [_given("text", {"anyOf": [_TEXT, _list_of(_TEXT)]}), _absent("input_ids")]},

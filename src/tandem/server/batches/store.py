@@ -1,0 +1,202 @@
+"""Files and batches on the disk: bounded, each its key's alone, the same after a restart.
+
+A folder has ``files/ID`` with the content and ``files/ID.json`` and ``batches/ID.json`` with what
+is known of them, which are replaced as wholes. The outputs of a batch are files that grow by a line
+a request, so that a restart goes on behind the last whole line. Everything here blocks; calls may
+come from any thread.
+"""
+
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from tandem.core.errors import CapacityError, NotFoundError
+from tandem.server.protocol.batches import Batch, FileObject
+
+__all__ = ["BatchStore", "KeptBatch", "KeptFile"]
+
+_COPY_BYTES = 1 << 20
+
+
+class KeptFile(msgspec.Struct):
+    """A file and the digest of the key that it belongs to, hex."""
+
+    owner: str
+    file: FileObject
+
+
+class KeptBatch(msgspec.Struct):
+    """A batch and the digest of the key that it belongs to, hex."""
+
+    owner: str
+    batch: Batch
+
+    @property
+    def is_over(self) -> bool:
+        """True once nothing of it changes any more."""
+        return self.batch.status in ("completed", "failed", "expired", "cancelled")
+
+
+class BatchStore:
+    """What is kept in a folder.
+
+    Args:
+        folder: made if it is not there.
+        max_bytes: of all files together.
+
+    Raises:
+        OSError: the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._files_folder, self._batches_folder = folder / "files", folder / "batches"
+        for each in (self._files_folder, self._batches_folder):
+            each.mkdir(parents=True, exist_ok=True)
+        self._max_bytes = max_bytes
+        self._lock = threading.RLock()
+        self._files: dict[str, KeptFile] = {}
+        self._batches: dict[str, KeptBatch] = {}
+        for path in self._files_folder.glob("*.json"):
+            kept = msgspec.json.decode(path.read_bytes(), type=KeptFile)
+            content = self._files_folder / kept.file.id
+            if content.exists():
+                kept.file.bytes = content.stat().st_size
+                self._files[kept.file.id] = kept
+        for path in self._batches_folder.glob("*.json"):
+            kept_batch = msgspec.json.decode(path.read_bytes(), type=KeptBatch)
+            self._batches[kept_batch.batch.id] = kept_batch
+        self._num_bytes = sum(kept.file.bytes for kept in self._files.values())
+
+    # ---------------------------------------------------------------- files
+
+    def add_file(
+        self, owner: str, name: str, purpose: str, content: BinaryIO | None, created_at: int
+    ) -> FileObject:
+        """Keep a file; one of no content grows by ``append``.
+
+        Raises:
+            CapacityError: there is no room for it.
+        """
+        file = FileObject(
+            id=f"file-{uuid.uuid4().hex}",
+            bytes=0,
+            created_at=created_at,
+            filename=name,
+            purpose=purpose,
+        )
+        path = self._files_folder / file.id
+        try:
+            with path.open("wb") as out:
+                while content is not None and (part := content.read(_COPY_BYTES)):
+                    self._reserve(len(part))
+                    file.bytes += len(part)
+                    out.write(part)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            self._reserve(-file.bytes)
+            raise
+        with self._lock:
+            self._files[file.id] = kept = KeptFile(owner, file)
+            _replace(path.with_suffix(".json"), kept)
+        return file
+
+    def _reserve(self, num_bytes: int) -> None:
+        with self._lock:
+            if num_bytes > 0 and self._num_bytes + num_bytes > self._max_bytes:
+                what = (
+                    f"the files here may have {self._max_bytes} bytes (server.batch_bytes): delete "
+                    "some that are not needed"
+                )
+                raise CapacityError("server.files", what)
+            self._num_bytes += num_bytes
+
+    def find_file(self, owner: str, file_id: str) -> FileObject:
+        """Return a file of a key. Raises: NotFoundError."""
+        with self._lock:
+            kept = self._files.get(file_id)
+            if kept is None or kept.owner != owner:
+                what = f"there is no file {file_id[:100]!r}"
+                raise NotFoundError("server.files", what, field="file_id")
+            return kept.file
+
+    def list_files(self, owner: str) -> list[FileObject]:
+        """Return the files of a key, the newest first."""
+        with self._lock:
+            found = [kept.file for kept in self._files.values() if kept.owner == owner]
+        return sorted(found, key=lambda file: (-file.created_at, file.id))
+
+    def delete_file(self, owner: str, file_id: str) -> None:
+        """Forget a file. Raises: NotFoundError."""
+        with self._lock:
+            file = self.find_file(owner, file_id)
+            del self._files[file_id]
+            self._num_bytes -= file.bytes
+            path = self._files_folder / file_id
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+    def find_path(self, file_id: str) -> Path:
+        """Return where the content of a file is."""
+        return self._files_folder / file_id
+
+    def read_lines(self, file_id: str, max_line_bytes: int) -> Iterator[bytes]:
+        """Yield the lines of a file, without those that are empty; a long one is cut."""
+        with self.find_path(file_id).open("rb") as content:
+            while line := content.readline(max_line_bytes + 1):
+                if line.strip():
+                    yield line
+
+    def append(self, file_id: str, line: bytes) -> None:
+        """Add a line to a file; what the bound of all files leaves no room for is refused.
+
+        Raises:
+            CapacityError: there is no room for it.
+        """
+        self._reserve(len(line))
+        with self._lock, self.find_path(file_id).open("ab") as out:
+            out.write(line)
+            self._files[file_id].file.bytes += len(line)
+
+    def repair(self, file_id: str) -> list[bytes]:
+        """Cut off what stands behind the last whole line of a file; return its lines."""
+        with self._lock, self.find_path(file_id).open("rb+") as content:
+            whole = content.read()
+            end = whole.rfind(b"\n") + 1
+            content.truncate(end)
+            self._files[file_id].file.bytes = end
+            self._num_bytes -= len(whole) - end
+        return whole[:end].splitlines()
+
+    # ---------------------------------------------------------------- batches
+
+    def put_batch(self, kept: KeptBatch) -> None:
+        """Keep a batch as it is now."""
+        with self._lock:
+            self._batches[kept.batch.id] = kept
+            _replace(self._batches_folder / f"{kept.batch.id}.json", kept)
+
+    def find_batch(self, owner: str, batch_id: str) -> KeptBatch:
+        """Return a batch of a key. Raises: NotFoundError."""
+        with self._lock:
+            kept = self._batches.get(batch_id)
+            if kept is None or kept.owner != owner:
+                what = f"there is no batch {batch_id[:100]!r}"
+                raise NotFoundError("server.batches", what, field="batch_id")
+            return kept
+
+    def list_batches(self, owner: str | None = None) -> list[KeptBatch]:
+        """Return the batches of a key, or all; the newest first."""
+        with self._lock:
+            found = [k for k in self._batches.values() if owner is None or k.owner == owner]
+        return sorted(found, key=lambda kept: (-kept.batch.created_at, kept.batch.id))
+
+
+def _replace(path: Path, document: msgspec.Struct) -> None:
+    """Write a file as a whole: after a crash it is the old one or the new one."""
+    draft = path.with_suffix(".new")
+    draft.write_bytes(msgspec.json.encode(document))
+    draft.replace(path)

@@ -1,0 +1,363 @@
+"""The work on batches: filler, that yields to every request which a client waits for.
+
+Its requests go through the handlers of the API with the last priority that there is, a few at a
+time, as one client among all; a full queue is asked again later. One batch runs after the other, in
+the order in which they came. Each answer is on the disk before its request counts as done.
+"""
+
+import asyncio
+import fcntl
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.logs import current_request_id
+from tandem.server.batches.store import BatchStore, KeptBatch
+from tandem.server.clients import current_client
+from tandem.server.config import ServerConfig
+from tandem.server.protocol.batches import BatchError, BatchErrors, BatchLine
+
+__all__ = ["BatchAnswer", "BatchWorker", "now_s", "work_on_batches"]
+
+_logger = logging.getLogger(__name__)
+
+MAX_LINES = 50_000
+"""Of a batch, as at OpenAI; their ids are held in memory."""
+LAST_PRIORITY = 2**31 - 1
+_RETRY_S = 1.0
+"""Before a request is sent again that found the queue full or no instance."""
+_BUSY = (429, 503)
+"""The queue is full, no instance serves, or others' objectives could not be kept."""
+_MAX_ERRORS = 100
+"""Wrong lines of an input file that are told."""
+_line_decoder = msgspec.json.Decoder(BatchLine)
+_encode = msgspec.json.Encoder().encode
+
+BatchAnswer = tuple[int, bytes]
+"""The status and the JSON of an answer."""
+
+
+def now_s() -> int:
+    """Return the wall clock."""
+    return int(datetime.now(UTC).timestamp())
+
+
+@asynccontextmanager
+async def work_on_batches(
+    config: ServerConfig, find_handler: Callable[[str], Callable[[Request], Awaitable[Response]]]
+) -> AsyncIterator["BatchWorker | None"]:
+    """Work on the batches of the folder that is set, or of a temporary one; None: there are none.
+
+    Args:
+        config: names the folder and its bounds.
+        find_handler: returns the handler of a path, which turns errors into answers.
+
+    Raises:
+        ConfigError: the folder cannot be used, or another server works on it.
+    """
+    if not config.batch_bytes:
+        yield None
+        return
+    with ExitStack() as stack:
+        if config.batch_folder is None:
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-batches-")))
+        else:
+            folder = Path(config.batch_folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / "lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            store = await asyncio.to_thread(BatchStore, folder, config.batch_bytes)
+        except (OSError, msgspec.MsgspecError) as error:
+            what = f"batch_folder {folder}: {error}: no other server may work on it"
+            raise ConfigError("server.batches", what, field="server.batch_folder") from error
+        worker = BatchWorker(
+            store,
+            _make_sender(find_handler),
+            width=config.batch_width,
+            max_line_bytes=config.max_body_bytes,
+        )
+        job = asyncio.create_task(worker.run())
+        try:
+            yield worker
+        finally:
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
+
+
+class _Custom(msgspec.Struct):
+    custom_id: str
+
+
+class BatchWorker:
+    """Runs the batches of a store.
+
+    Args:
+        store: of files and batches.
+        send: answers a request: path and body to status and JSON.
+        width: requests at a time.
+        max_line_bytes: of a request.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        send: Callable[[str, bytes], Awaitable[BatchAnswer]],
+        *,
+        width: int,
+        max_line_bytes: int,
+    ) -> None:
+        self.store = store
+        self._send = send
+        self._width = width
+        self._max_line_bytes = max_line_bytes
+        self._wake = asyncio.Event()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._writes: set[asyncio.Future[None]] = set()
+
+    def notify(self) -> None:
+        """Look for batches that are new."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Run batches until it is cancelled."""
+        while True:
+            self._wake.clear()
+            waiting = [kept for kept in self.store.list_batches() if not kept.is_over]
+            if not waiting:
+                await self._wake.wait()
+                continue
+            await self._run_batch(waiting[-1])
+
+    async def cancel(self, kept: KeptBatch) -> None:
+        """End a batch; what is answered stays."""
+        if kept.is_over:
+            return
+        kept.batch.status, kept.batch.cancelling_at = "cancelling", now_s()
+        await asyncio.to_thread(self.store.put_batch, kept)
+        job = self._running.get(kept.batch.id)
+        if job is not None:
+            job.cancel()
+        self.notify()
+
+    async def _run_batch(self, kept: KeptBatch) -> None:
+        batch = kept.batch
+        job = asyncio.create_task(self._work(kept))
+        self._running[batch.id] = job
+        try:
+            await asyncio.wait([job])
+            # Not cancelled by ``cancel``, the server stops: a restart goes on.
+            if job.cancelled() and batch.status == "cancelling":
+                await asyncio.gather(*self._writes, return_exceptions=True)
+                await asyncio.to_thread(self._read_done, kept)
+                batch.status, batch.cancelled_at = "cancelled", now_s()
+            elif not job.cancelled() and job.exception() is not None:
+                error = job.exception()
+                while isinstance(error, BaseExceptionGroup):
+                    error = error.exceptions[0]
+                code = "storage_full" if isinstance(error, CapacityError) else "internal"
+                if code == "internal":
+                    _logger.error("event=batch_failed batch=%s", batch.id, exc_info=error)
+                what = str(error) if code == "storage_full" else "the server failed"
+                _fail(kept, [BatchError(code=code, message=what)])
+            await asyncio.to_thread(self.store.put_batch, kept)
+        finally:
+            del self._running[batch.id]
+            job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
+
+    async def _work(self, kept: KeptBatch) -> None:
+        batch = kept.batch
+        if batch.status == "cancelling":
+            raise asyncio.CancelledError
+        if batch.status == "validating":
+            errors, total = await asyncio.to_thread(self._validate, kept)
+            if errors:
+                _fail(kept, errors)
+                return
+            batch.request_counts.total = total
+            batch.status, batch.in_progress_at = "in_progress", now_s()
+            await asyncio.to_thread(self._open_outputs, kept)
+        done = await asyncio.to_thread(self._read_done, kept)
+        lines = self._list_lines(kept, done)
+        is_late, taking = asyncio.Event(), asyncio.Lock()
+
+        async def take() -> BatchLine | None:
+            async with taking:
+                return await asyncio.to_thread(next, lines, None)
+
+        async def work() -> None:
+            while (line := await take()) is not None:
+                if is_late.is_set() or now_s() >= batch.expires_at:
+                    is_late.set()
+                    await self._note(kept, line, 0, b"", "batch_expired")
+                else:
+                    await self._answer(kept, line, is_late)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._width):
+                group.create_task(work())
+        end = now_s()
+        batch.finalizing_at = end
+        if is_late.is_set():
+            batch.status, batch.expired_at = "expired", end
+        else:
+            batch.status, batch.completed_at = "completed", end
+
+    async def _answer(self, kept: KeptBatch, line: BatchLine, is_late: asyncio.Event) -> None:
+        batch = kept.batch
+        body = line.body | {"priority": LAST_PRIORITY, "stream": False}
+        while True:
+            left_s = batch.expires_at - now_s()
+            try:
+                async with asyncio.timeout(max(left_s, 0)):
+                    status, answer = await self._send(batch.endpoint, _encode(body))
+            except TimeoutError:
+                is_late.set()
+                await self._note(kept, line, 0, b"", "batch_expired")
+                return
+            if status not in _BUSY:
+                await self._note(kept, line, status, answer, None)
+                return
+            await asyncio.sleep(min(_RETRY_S, max(left_s, 0)))
+
+    async def _note(
+        self, kept: KeptBatch, line: BatchLine, status: int, body: bytes, error: str | None
+    ) -> None:
+        batch = kept.batch
+        is_good = 200 <= status < 300
+        response = None
+        if error is None:
+            response = {
+                "status_code": status,
+                "request_id": f"batch_req_{line.custom_id}",
+                "body": msgspec.Raw(body),
+            }
+        record = {
+            "id": f"batch_req_{line.custom_id}",
+            "custom_id": line.custom_id,
+            "response": response,
+            "error": None if error is None else {"code": error, "message": _WHY[error]},
+        }
+        file_id = batch.output_file_id if is_good else batch.error_file_id
+        assert file_id is not None
+        # Shielded: a line that is cut off by a cancellation would be answered twice.
+        append = asyncio.to_thread(self.store.append, file_id, _encode(record) + b"\n")
+        writing = asyncio.ensure_future(append)
+        self._writes.add(writing)
+        writing.add_done_callback(self._writes.discard)
+        await asyncio.shield(writing)
+        batch.request_counts.completed += is_good
+        batch.request_counts.failed += not is_good
+
+    def _open_outputs(self, kept: KeptBatch) -> None:
+        batch = kept.batch
+        for kind in ("output", "error"):
+            file = self.store.add_file(
+                kept.owner, f"{batch.id}_{kind}.jsonl", "batch_output", None, now_s()
+            )
+            setattr(batch, f"{kind}_file_id", file.id)
+        self.store.put_batch(kept)
+
+    def _read_done(self, kept: KeptBatch) -> set[str]:
+        """Return the ids that are answered, and count them anew."""
+        counts = kept.batch.request_counts
+        found: list[list[str]] = []
+        for file_id in (kept.batch.output_file_id, kept.batch.error_file_id):
+            lines = [] if file_id is None else self.store.repair(file_id)
+            found.append([msgspec.json.decode(line, type=_Custom).custom_id for line in lines])
+        counts.completed, counts.failed = map(len, found)
+        return {*found[0], *found[1]}
+
+    def _list_lines(self, kept: KeptBatch, done: set[str]) -> Iterator[BatchLine]:
+        for raw in self.store.read_lines(kept.batch.input_file_id, self._max_line_bytes):
+            line = _line_decoder.decode(raw)
+            if line.custom_id not in done:
+                yield line
+
+    def _validate(self, kept: KeptBatch) -> tuple[list[BatchError], int]:
+        errors: list[BatchError] = []
+        known: set[str] = set()
+        number = 0
+
+        def refuse(code: str, message: str, param: str | None = None) -> None:
+            errors.append(BatchError(code=code, message=message, line=number, param=param))
+
+        lines = self.store.read_lines(kept.batch.input_file_id, self._max_line_bytes)
+        for number, raw in enumerate(lines, 1):
+            if len(errors) >= _MAX_ERRORS:
+                break
+            if len(raw) > self._max_line_bytes:
+                refuse("line_too_long", f"the line has more than {self._max_line_bytes} bytes")
+                break
+            if number > MAX_LINES:
+                refuse("too_many_requests", f"a batch has at most {MAX_LINES} requests")
+                break
+            try:
+                line = _line_decoder.decode(raw)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                refuse("invalid_json_line", f"the line is no request: {error}")
+                continue
+            if line.url != kept.batch.endpoint:
+                what = f"url is {line.url[:100]!r}, the batch is for {kept.batch.endpoint}"
+                refuse("invalid_url", what, "url")
+            elif line.body.get("stream"):
+                refuse("invalid_request", "a batch does not stream", "body.stream")
+            elif line.custom_id in known:
+                refuse("duplicate_custom_id", f"custom_id {line.custom_id!r} is there twice")
+            known.add(line.custom_id)
+        if not number:
+            errors.append(BatchError(code="empty_file", message="the input file has no requests"))
+        return errors, number
+
+
+_WHY = {"batch_expired": "the completion window was over before the request was answered"}
+
+
+def _fail(kept: KeptBatch, errors: list[BatchError]) -> None:
+    kept.batch.status, kept.batch.failed_at = "failed", now_s()
+    kept.batch.errors = BatchErrors(data=errors)
+
+
+def _make_sender(
+    find_handler: Callable[[str], Callable[[Request], Awaitable[Response]]],
+) -> Callable[[str, bytes], Awaitable[BatchAnswer]]:
+    """Return what answers a request of a batch by the handlers of the API.
+
+    Args:
+        find_handler: returns the handler of a path, which turns errors into answers.
+    """
+
+    async def send(path: str, body: bytes) -> BatchAnswer:
+        current_client.set("batches")
+        current_request_id.set(uuid.uuid4().hex)
+        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if pending:
+                return pending.pop()
+            # A client that never leaves.
+            return await asyncio.get_running_loop().create_future()
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": [],
+            "state": {},
+        }
+        response = await find_handler(path)(Request(scope, receive))
+        return response.status_code, bytes(response.body)
+
+    return send

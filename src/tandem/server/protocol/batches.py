@@ -1,0 +1,131 @@
+"""Requests and responses of OpenAI's files and batches. Field names are the wire names."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.server.protocol import fields
+
+__all__ = [
+    "ENDPOINTS",
+    "Batch",
+    "BatchCounts",
+    "BatchError",
+    "BatchErrors",
+    "BatchLine",
+    "BatchList",
+    "BatchRequest",
+    "DeletedFile",
+    "FileList",
+    "FileObject",
+]
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+"""That a batch may ask."""
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    """A file that is kept."""
+
+    id: str
+    object: str = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: str = "processed"
+
+
+class FileList(msgspec.Struct, kw_only=True):
+    """GET /v1/files: the newest first."""
+
+    object: str = "list"
+    data: list[FileObject]
+    has_more: bool = False
+
+
+class DeletedFile(msgspec.Struct, kw_only=True):
+    """DELETE /v1/files/{id}."""
+
+    id: str
+    object: str = "file"
+    deleted: bool = True
+
+
+class BatchRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/batches."""
+
+    input_file_id: fields.Name
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+    completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,3}[mhd]$")] = "24h"
+    """OpenAI has "24h" alone."""
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+
+
+class BatchCounts(msgspec.Struct):
+    """Requests of a batch."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchError(msgspec.Struct, kw_only=True):
+    """A reason why a batch failed as a whole."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(msgspec.Struct, kw_only=True):
+    """All of them."""
+
+    object: str = "list"
+    data: list[BatchError]
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """A batch and how far it is."""
+
+    id: str
+    object: str = "batch"
+    endpoint: str
+    errors: BatchErrors | None = None
+    input_file_id: str
+    completion_window: str
+    status: str = "validating"
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: BatchCounts = msgspec.field(default_factory=BatchCounts)
+    metadata: dict[str, str] | None = None
+
+
+class BatchList(msgspec.Struct, kw_only=True):
+    """GET /v1/batches: the newest first."""
+
+    object: str = "list"
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchLine(msgspec.Struct, kw_only=True):
+    """One request of a batch's input file."""
+
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    method: Literal["POST"] = "POST"
+    url: str
+    body: dict[str, Any]

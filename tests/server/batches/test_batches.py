@@ -1,0 +1,212 @@
+"""Files and batches by OpenAI's client: what is answered, what fails, and what a restart keeps.
+
+Method: real servers over the fake engine.
+"""
+
+import contextlib
+import io
+import json
+
+import openai
+import pytest
+import requests
+from fake_engine import FakeEngine, make_info
+from serving import LiveServers, wait_until
+from vocabularies import make_byte_level_tokenizer
+
+CHAT = "/v1/chat/completions"
+OVER = {"completed", "failed", "cancelled", "expired"}
+
+
+def make_line(number, url=CHAT, **body):
+    content = {"messages": [{"role": "user", "content": f"hello {number}"}], "max_tokens": 3}
+    return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": content | body}
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine(info=make_info(320))
+
+
+@pytest.fixture
+def servers():
+    with LiveServers(make_byte_level_tokenizer()) as servers:
+        yield servers
+
+
+@pytest.fixture
+def connect():
+    """Connect clients to servers; their connections are closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        def connect(live, key="none"):
+            client = Client(live, key)
+            stack.enter_context(client.api)
+            return client
+
+        yield connect
+
+
+class Client:
+    """OpenAI's client and what tests do with it."""
+
+    def __init__(self, live, key="none"):
+        self.api = openai.OpenAI(base_url=f"{live.url}/v1", api_key=key, max_retries=0)
+
+    def begin(self, lines, **options):
+        text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+        file = self.api.files.create(file=("in.jsonl", io.BytesIO(text.encode())), purpose="batch")
+        options = {"endpoint": CHAT, "completion_window": "24h"} | options
+        return self.api.batches.create(input_file_id=file.id, **options)
+
+    def end(self, batch):
+        wait_until(lambda: self.api.batches.retrieve(batch.id).status in OVER)
+        return self.api.batches.retrieve(batch.id)
+
+    def read(self, file_id):
+        return [json.loads(line) for line in self.api.files.content(file_id).text.splitlines()]
+
+
+def test_a_batch_is_answered(servers, engine, connect):
+    client = connect(servers.start(engine))
+    lines = [make_line(number) for number in range(40)]
+    lines[7]["body"]["max_tokens"] = -1
+    lines[9]["body"]["priority"] = -5
+    batch = client.begin(lines, metadata={"job": "nightly"})
+    assert batch.status in ("validating", "in_progress")
+    batch = client.end(batch)
+    assert batch.status == "completed"
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (40, 39, 1)
+    assert batch.metadata == {"job": "nightly"}
+    answers = {each["custom_id"]: each for each in client.read(batch.output_file_id)}
+    assert set(answers) == {f"r{n}" for n in range(40)} - {"r7"}
+    body = answers["r3"]["response"]["body"]
+    assert answers["r3"]["response"]["status_code"] == 200
+    assert body["usage"]["completion_tokens"] == 3
+    [refused] = client.read(batch.error_file_id)
+    assert (refused["custom_id"], refused["response"]["status_code"]) == ("r7", 400)
+    assert refused["response"]["body"]["error"]["param"] == "max_tokens"
+    # Nobody's request is served after those of a batch, whatever their bodies say.
+    assert {request.priority for request in engine.requests} == {2**31 - 1}
+    assert {request.client for request in engine.requests} == {"batches"}
+    assert [each.id for each in client.api.batches.list()] == [batch.id]
+
+
+def test_a_full_queue_is_asked_again(servers, engine, connect):
+    engine.max_running = 1
+    client = connect(servers.start(engine, batch_width=2))
+    batch = client.end(client.begin([make_line(n) for n in range(4)]))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (4, 0)
+
+
+def test_embeddings_and_completions(servers, engine, connect):
+    client = connect(servers.start(engine))
+    for url, body in (("/v1/embeddings", {"input": "a"}), ("/v1/completions", {"prompt": "a"})):
+        line = {"custom_id": "x", "method": "POST", "url": url, "body": body}
+        batch = client.end(client.begin([line], endpoint=url))
+        assert batch.request_counts.completed == 1, client.read(batch.error_file_id)
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "line"),
+    [
+        ([], "empty_file", None),
+        ([make_line(1), "{\n"], "invalid_json_line", 2),
+        ([make_line(1), make_line(1)], "duplicate_custom_id", 2),
+        ([make_line(1, url="/v1/embeddings")], "invalid_url", 1),
+        ([make_line(1, stream=True)], "invalid_request", 1),
+        ([make_line("x" * 5000)], "line_too_long", 1),
+    ],
+)
+def test_wrong_input_fails_as_a_whole(servers, engine, connect, lines, code, line):
+    client = connect(servers.start(engine, max_body_bytes=4096))
+    batch = client.end(client.begin(lines))
+    assert batch.status == "failed"
+    assert [(error.code, error.line) for error in batch.errors.data] == [(code, line)]
+    assert engine.requests == []
+
+
+def test_cancel_keeps_what_is_answered(servers, engine, connect):
+    client = connect(servers.start(engine, batch_width=2))
+    engine.is_paused = True
+    batch = client.begin([make_line(n) for n in range(6)])
+    wait_until(lambda: engine.num_held == 2)
+    with pytest.raises(openai.ConflictError, match="cancel it first"):
+        client.api.files.delete(batch.input_file_id)
+    client.api.batches.cancel(batch.id)
+    batch = client.end(batch)
+    assert batch.status == "cancelled"
+    assert batch.request_counts.completed == 0
+    wait_until(lambda: engine.num_held == 0)
+    assert client.api.files.delete(batch.input_file_id).deleted
+    engine.is_paused = False
+    assert client.end(client.begin([make_line(1)])).status == "completed"
+
+
+def test_what_is_late_expires(servers, engine, connect, monkeypatch):
+    from tandem.server.batches import worker
+
+    client = connect(servers.start(engine, batch_width=2))
+    engine.is_paused = True
+    batch = client.begin([make_line(n) for n in range(5)], completion_window="1m")
+    wait_until(lambda: engine.num_held == 2)
+    monkeypatch.setattr(worker, "now_s", lambda: batch.expires_at)
+    engine.is_paused = False
+    batch = client.end(batch)
+    assert batch.status == "expired"
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 3)
+    errors = client.read(batch.error_file_id)
+    assert {error["error"]["code"] for error in errors} == {"batch_expired"}
+
+
+def test_a_restart_goes_on(tmp_path, engine, connect):
+    tokenizer = make_byte_level_tokenizer()
+    lines = [make_line(number) for number in range(10)]
+    with LiveServers(tokenizer) as servers:
+        live = servers.start(engine, batch_folder=str(tmp_path), batch_width=1)
+        client = connect(live)
+        engine.step_s = 0.02
+        batch = client.begin(lines)
+        wait_until(lambda: client.api.batches.retrieve(batch.id).request_counts.completed >= 3)
+    batch_file = json.loads((tmp_path / "batches" / f"{batch.id}.json").read_text())["batch"]
+    output = tmp_path / "files" / batch_file["output_file_id"]
+    num_answered = output.read_bytes().count(b"\n")
+    assert 3 <= num_answered < 10
+    # The machine went down in the middle of a line.
+    with output.open("ab") as file:
+        file.write(b'{"custom_id": "r')
+    again = FakeEngine(info=make_info(320))
+    with LiveServers(tokenizer) as servers:
+        client = connect(servers.start(again, batch_folder=str(tmp_path)))
+        batch = client.end(batch)
+        assert batch.status == "completed"
+        assert batch.request_counts.completed == 10
+        answers = client.read(batch.output_file_id)
+        assert sorted(each["custom_id"] for each in answers) == [f"r{n}" for n in range(10)]
+    assert len(again.requests) == 10 - num_answered
+
+
+def test_files_are_their_keys_alone_and_bounded(servers, engine, connect):
+    live = servers.start(engine, api_key=("one", "two"), batch_bytes=20_000)
+    one, two = (connect(live, key).api for key in ("one", "two"))
+    file = one.files.create(file=("a.jsonl", io.BytesIO(b"x" * 15_000)), purpose="batch")
+    assert (file.bytes, file.filename) == (15_000, "a.jsonl")
+    assert [each.id for each in one.files.list()] == [file.id]
+    assert [*two.files.list()] == []
+    for call in (two.files.retrieve, two.files.delete, two.files.content):
+        with pytest.raises(openai.NotFoundError):
+            call(file.id)
+    with pytest.raises(openai.NotFoundError):
+        two.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    with pytest.raises(openai.InternalServerError, match=r"server\.batch_bytes"):
+        one.files.create(file=("b", io.BytesIO(b"x" * 6_000)), purpose="batch")
+    with pytest.raises(openai.APIStatusError) as large:
+        one.files.create(file=("b", io.BytesIO(b"x" * 200_000)), purpose="batch")
+    assert large.value.status_code == 413
+    one.files.delete(file.id)
+    assert one.files.create(file=("b", io.BytesIO(b"x" * 6_000)), purpose="batch").bytes == 6_000
+    wrong = requests.post(
+        f"{live.url}/v1/files", data=b"x", headers={"Authorization": "Bearer one"}, timeout=20
+    )
+    assert wrong.status_code == 400
