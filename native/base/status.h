@@ -20,6 +20,7 @@ enum class Code {
   kNotFound,
   kConflict,
   kCapacity,
+  kOverload,
   kPeerLost,
   kDeadline,
   kCorruption,
@@ -28,8 +29,8 @@ enum class Code {
   kInternal,
 };
 
-inline constexpr std::array<std::string_view, 12> kCodeNames = {
-    "config",   "shape",      "unsupported", "not_found", "conflict",          "capacity",
+inline constexpr std::array<std::string_view, 13> kCodeNames = {
+    "config",    "shape",    "unsupported", "not_found", "conflict",          "capacity", "overload",
     "peer_lost", "deadline", "corruption",  "cancelled", "permission_denied", "internal"};
 
 constexpr std::string_view code_name(Code code) { return kCodeNames[static_cast<size_t>(code)]; }

@@ -13,7 +13,8 @@ from tandem.cli import main
 URL = "--url=http://127.0.0.1:1"
 
 WORDS = [
-    "sim", "sim hits", "sim hit t.jsonl", "sim run", "sim run s.yaml --sets a=1",
+    "cluster --roles prefill", "sim", "sim hits", "sim hit t.jsonl", "sim run",
+    "sim run s.yaml --sets a=1",
     "sim sweep s.yaml",
     "sim capacity", "sim paper", "sim advise s.yaml", "sim hits t.jsonl --blocks",
     # A name that is no command, and near ones.
@@ -58,7 +59,8 @@ WORDS = [
 """Status 2."""
 
 INPUTS = [
-    "sim hits nothing.jsonl", "sim hits .", "sim run nothing.yaml", "sim run .",
+    "cluster dance", "cluster --url http://127.0.0.1:1", "sim hits nothing.jsonl", "sim hits .",
+    "sim run nothing.yaml", "sim run .",
     "sim sweep nothing.yaml instances.0.count=1 --output x.jsonl", "sim capacity nothing.yaml",
     "sim paper --trace nothing.jsonl --requests 10",
     "sim advise nothing.yaml --prices nothing.yaml",

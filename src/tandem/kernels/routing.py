@@ -66,6 +66,8 @@ class StepRouting:
         if moe.num_deferred:
             output_T = batch.find_output_rows()
             self._output_T = torch.from_numpy(output_T) if output_T.any() else None
+        self.defers = self._output_T is not None
+        """True if any token of the step defers experts."""
 
     def enter_layer(self) -> None:
         """Go on to the next layer of the model, whatever its kind."""
@@ -74,11 +76,6 @@ class StepRouting:
     def find_choices(self) -> Buffer:
         """Return where the layer's choices go, [T, K]."""
         return self._by_layer[self._moe.places[self.layer_idx]]
-
-    @property
-    def defers(self) -> bool:
-        """Whether any token of the step defers experts."""
-        return self._output_T is not None
 
     def split(self, ids_TK: Tensor, w_TK: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the layer's immediate and deferred choices, -1 in the others' places.

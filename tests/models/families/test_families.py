@@ -99,8 +99,8 @@ REFUSED = {
     ),
     "a newer family": ({"model_type": "qwen9"}, "qwen9", "model_type"),
     "a classifier": (
-        {"architectures": ["LlamaForSequenceClassification"]},
-        "LlamaForSequenceClassification",
+        {"architectures": ["LlamaForTokenClassification"]},
+        "LlamaForTokenClassification",
         "architectures",
     ),
     "encoder-decoder": ({"is_encoder_decoder": True}, "encoder-decoder", "is_encoder_decoder"),

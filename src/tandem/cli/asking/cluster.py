@@ -38,7 +38,9 @@ def cluster(
 ) -> None:
     """List the instances of a server, or change them without failing a request."""
     if action not in ACTIONS:
-        raise ConfigError("cli.cluster", f"{action!r} is none of {', '.join(ACTIONS)}")
+        raise ConfigError(
+            "cli.cluster", f"{action!r} is no action: give one of {', '.join(ACTIONS)}"
+        )
     body: dict[str, Any] | None = None
     if action != "list":
         body = {"action": action, "instance": instance, "patience_s": patience_s}

@@ -89,10 +89,10 @@ def plan(
     json: JsonFlag = False,
 ) -> None:
     """Place a model on a machine (--hardware), or show what a rule file makes of it."""
-    from tandem.cli.commands import placing
+    from tandem.cli.planning import placing
 
     if experts is not None:
-        from tandem.cli.commands.expert_rates import print_rates
+        from tandem.cli.planning.expert_rates import print_rates
 
         print_rates(experts, as_json=json)
         return

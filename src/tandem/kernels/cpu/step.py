@@ -98,7 +98,8 @@ class CpuStep:
         choice = self.choose_experts_(layer, x_TD)
         if choice is None:
             return
-        self.run_shared_(choice)
+        if choice.block.shared is not None:
+            self.run_shared_(choice)
         routing, experts, x = self._routing, choice.experts, choice.x
         ids, weights = choice.ids, choice.weights
         if routing is not None and routing.defers:

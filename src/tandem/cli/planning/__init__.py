@@ -1,0 +1,1 @@
+"""Printing plans of models over machines, and rates of caches of experts."""
