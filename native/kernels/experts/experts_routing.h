@@ -26,9 +26,9 @@ struct ExpertBank::Scratch {
   Operand x;
   std::vector<Operand> h;          // Of each part; without data where only gate and up are wanted.
   std::vector<const float*> sums;  // Of each part, [tokens, hidden]; empty for one part.
-  const float* delta = nullptr;    // As of Batch.
+  const float* delta = nullptr;    // See Batch.
   void* kept = nullptr;
-  const uint8_t* const* addresses = nullptr;  // As of Batch.
+  const uint8_t* const* addresses = nullptr;  // See Batch.
 };
 
 }  // namespace tandem

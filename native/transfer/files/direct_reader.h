@@ -36,7 +36,7 @@ class DirectReader {
     uint64_t memory_bytes = 0;
     FileBackend backend = FileBackend::kAuto;
     uint32_t depth = 16;             // Parts that the kernel has at a time.
-    uint64_t part_bytes = 512 << 10;  // Of one operation; a multiple of kAlignment.
+    uint64_t part_bytes = 512 << 10;  // Bytes of one operation; a multiple of kAlignment.
   };
 
   // Errors: kConfig (a part or depth of 0, or not aligned), kCapacity (memory, threads), kUnsupported
@@ -55,7 +55,7 @@ class DirectReader {
   Result<uint64_t> begin(size_t file, uint64_t offset, uint64_t length, uint64_t at);
   // Hands over what was begun, and takes in what is done. Errors: kInternal.
   Status poll();
-  // Whether `finish` would not wait.
+  // Returns true if `finish` would not wait.
   bool is_done(uint64_t read);
   // Waits for a read, and forgets it. Errors: kCorruption (the file ends too soon, or was written since
   // it was added), kInternal (the disk fails), kNotFound (no such read), kDeadline (the read goes on,
@@ -66,7 +66,7 @@ class DirectReader {
   uint64_t memory_bytes() const { return memory_.size_bytes(); }
   bool has_ring() const { return ring_ != nullptr; }
   const std::string& ring_refusal() const { return ring_refusal_; }
-  // Whether a file is read past the page cache; empty, else why not.
+  // Returns why a file is not read past the page cache; empty if it is.
   Result<std::string> direct_refusal(size_t file);
   uint64_t bytes_read() const;
 

@@ -34,9 +34,9 @@ SHARE_MEMORY_S = 60.0
 MAX_RETRY_S = 60
 FIRST_DECODE_S = 10.0
 DECODE_MEMORY = 0.95
-"""Of the mean time of decoding, for each request that ends."""
+"""Share of the mean time of decoding that a request which ends adds."""
 SAFE_SHARE = 0.98
-"""Of requests whose time to first token the margin is to cover."""
+"""The share of requests whose time to first token the margin is to cover."""
 MARGIN_STEP = 0.1
 MAX_MARGIN = 4.0
 BUCKET_S = 0.1

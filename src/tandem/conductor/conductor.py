@@ -39,7 +39,7 @@ MAX_CANDIDATES = 8
 MAX_EXPECTED = 1 << 18
 """Keys of blocks that instances were asked to compute."""
 TRANSFER_MEMORY = 0.8
-"""Of the speed of transfers, for each one."""
+"""The weight of the speed known so far when a transfer is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +403,7 @@ class Conductor:
         return float(predict_tpot(self.fleet, rows, question.prompt_len, question.max_tokens)[0])
 
     def _has_room(self, row: int, question: Question) -> bool:
-        """Whether a decode instance has room to read the blocks of a prompt besides all it has.
+        """Return True if a decode instance has room for the blocks of a prompt besides all it has.
 
         Conservative: blocks that requests share are counted for each, and the longest request must
         be able to reach its full length, as the scheduler demands before it loads.

@@ -30,7 +30,7 @@ NUM_FEATURES = len(DEFAULT_COSTS)
 FORGETTING = 0.998
 """Weight of a step after each later one: some 500 count."""
 PRIOR_WEIGHT = 1e-4
-"""Of the prior beside one step, in its relative units."""
+"""The weight of the prior beside that of one step, in its relative units."""
 HUBER = 2.0
 """Typical errors beyond which a step counts less."""
 FORGETTING_FAST = 0.95
@@ -40,7 +40,7 @@ MAX_BIAS = 0.15
 FIRST_ERROR = 0.5
 MIN_ERROR = 0.01
 ERROR_MEMORY = 0.98
-"""Of the mean error, for each step."""
+"""The weight of the mean error so far when a step is seen."""
 SOLVE_EVERY = 8
 """Steps between two solutions; the first ones are solved one by one."""
 

@@ -25,7 +25,7 @@ ROLES: tuple[InstanceRole, ...] = ("unified", "prefill", "decode")
 UNIFIED, PREFILL, DECODE = range(3)
 FIRST_ROWS = 8
 DEFAULT_TOKENS_PER_S = 50_000.0
-"""Of KV that is loaded instead of computed, while no transfer has been seen."""
+"""The speed of loading KV instead of computing it, while no transfer has been seen."""
 
 
 class InstanceFacts(NamedTuple):
@@ -44,7 +44,7 @@ class Load(NamedTuple):
     queued_tokens: int = 0
     """To be computed before their requests decode."""
     queued_context: float = 0.0
-    """Of these tokens, the sum of the lengths that each attends to."""
+    """The sum of the lengths that each of these tokens attends to."""
     num_decoding: int = 0
     """Requests that decode there, or will."""
     decode_tokens: int = 0
@@ -52,9 +52,9 @@ class Load(NamedTuple):
     num_requests: int = 0
     """All that are there, or on their way."""
     used_blocks: int = 0
-    """That its requests need now, or will read."""
+    """Blocks that its requests need now, or will read."""
     largest_blocks: int = 0
-    """Of the longest of them at its full length."""
+    """Blocks of the longest of them at its full length."""
 
 
 class Fleet:

@@ -32,7 +32,7 @@ class _Sent(NamedTuple):
     num_tokens: int
     """Known tokens: prompt, and output of another instance."""
     num_queued: int
-    """Of these, to be computed."""
+    """Those of them that are to be computed."""
     queued_context: float
     """Sum of the lengths that those attend to."""
     full_tokens: int

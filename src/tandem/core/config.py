@@ -47,7 +47,7 @@ __all__ = [
 
 SIZE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SIZE_PATTERN = r"^(\d+(\.\d+)? ?(B|KiB|MiB|GiB|TiB))?$"
-"""Of a setting that is a size, such as 16GiB; it may be empty."""
+"""The form of a setting that is a size, such as 16GiB; it may be empty."""
 ENV_PREFIX = "TANDEM_"
 MAX_ISA = "TANDEM_MAX_ISA"
 """The variable that caps the instruction set. It is none of the settings: it acts on libraries at

@@ -365,7 +365,7 @@ def sum_stats(stage: InstanceStage, parts: Iterable[Statistics]) -> InstanceStat
 
 
 class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """How often tokens chose each expert, prompts and answers together, since the start."""
+    """Counts of the tokens that chose each expert since the start, prompts and answers together."""
 
     layers: list[int]
     """Indexes of the layers whose experts are counted; empty: of none."""

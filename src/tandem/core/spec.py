@@ -81,7 +81,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Of a dense MLP; models whose layers are all MoE carry it too."""
     vocab_size: PositiveInt
     num_labels: Annotated[int, Meta(ge=0)] = 0
-    """Of a head that classifies; 0: the model has one that gives tokens."""
+    """Labels of a head that classifies; 0: the model has a head that gives tokens."""
     max_position_embeddings: PositiveInt
     """Tokens of context that the checkpoint promises."""
     num_experts: Annotated[int, Meta(ge=0)] = 0
@@ -92,11 +92,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_moe_layers: Annotated[int, Meta(ge=0)] = 0
     tie_word_embeddings: bool = False
     state_heads: Annotated[int, Meta(ge=0)] = 0
-    """Of layers with a state: their value heads; 0 where there is no such layer."""
+    """Value heads of layers with a state; 0 where there is no such layer."""
     state_key_dim: Annotated[int, Meta(ge=0)] = 0
     state_value_dim: Annotated[int, Meta(ge=0)] = 0
     conv_channels: Annotated[int, Meta(ge=0)] = 0
-    """Of the same: channels of their short convolution."""
+    """Channels of the short convolution of those layers."""
     conv_width: Annotated[int, Meta(ge=0)] = 0
     """Inputs that an output of it sees."""
     has_qk_norm: bool = False

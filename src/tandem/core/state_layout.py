@@ -29,9 +29,9 @@ class StateSlice(NamedTuple):
     """The place of a layer's parts within a state, in bytes."""
 
     recurrent: int
-    """Where the recurrent state begins."""
+    """The begin of the recurrent state."""
     carried: int
-    """Where the carried inputs begin."""
+    """The begin of the carried inputs."""
 
 
 class StateLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -109,7 +109,7 @@ class ConsideredInstance(msgspec.Struct, frozen=True, kw_only=True):
 
     instance: str
     prefix_tokens: int
-    """Of the prompt, that need not be computed there."""
+    """Tokens of the prompt that need not be computed there."""
     transfer_s: float
     queue_s: float
     prefill_s: float

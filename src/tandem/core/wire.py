@@ -187,7 +187,7 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     client: str = ""
     """Who sent it, in the server's words: different clients that wait get equal shares."""
     weight: Annotated[float, Meta(gt=0.0)] = 1.0
-    """Of its client's share, beside those of others."""
+    """The weight of its client's share, beside those of others."""
     slo: Slo = NO_SLO
     """Decides about its acceptance; of no concern to instances."""
     cache_salt: str = ""
@@ -340,7 +340,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     largest_blocks: int = 0
     """Of the longest request that decodes, at its full length."""
     queued_context: float = 0.0
-    """Of the queued tokens, the sum of the lengths that each will attend to."""
+    """The sum of the lengths that each of the queued tokens will attend to."""
     decode_tokens: int = 0
     """KV tokens of the requests that decode here, or will."""
     num_requests: int = 0
@@ -467,7 +467,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     """Numbers of a token's hidden state."""
     num_labels: int = 0
-    """Of a model that classifies; 0: it generates."""
+    """Labels of a model that classifies; 0: it generates."""
     max_model_len_reason: str = ""
     """Why the context is so long."""
     adapters: list[AdapterInfo] = []
@@ -477,7 +477,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_state_slots: int = 0
     """Slots for states of sequences and snapshots of them; 0: the model has no state."""
     state_bytes: int = 0
-    """Of one state."""
+    """Bytes of one state."""
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
     plan: list[tuple[str, str, str]] = []

@@ -60,11 +60,11 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 TIER_KV_FRACTION = 0.2
-"""Of the memory beside the dense weights, for KV, where experts lie on disk: there an expert in
-memory saves more time than a block that nobody uses."""
+"""The share for KV of the memory beside the dense weights, where experts lie on disk: there an
+expert in memory saves more time than a block that nobody uses."""
 RUNTIME_BYTES = 1 << 30
-"""Of an instance beside weights and KV: Python, torch, activations of a step. Measured: 0.6 GiB
-after loading, and tens of KiB a token of a step."""
+"""Bytes of an instance beside weights and KV: Python, torch, activations of a step. Measured:
+0.6 GiB after loading, and tens of KiB a token of a step."""
 
 MIN_SHARED_WEIGHTS = 2_000_000
 """Weights that a token reads in a layer, below which torch multiplies on one thread: its operations

@@ -133,7 +133,7 @@ class MissingBlocks(NamedTuple):
     keys: list[bytes]
     """Of those that follow, but for one that ends with the last token, which is computed."""
     cached_keys: list[bytes]
-    """Of those that it has."""
+    """Keys of those that it has."""
 
 
 class PrefillView(NamedTuple):

@@ -122,7 +122,7 @@ class _Batch:
     num_live: int = 0
     choice: ExpertChoice | None = None
     jobs: "list[Future[None]]" = field(default_factory=list)
-    """Of the layer that runs, and the deferred ones of the layer before it, oldest first."""
+    """Jobs of the layer that runs, and the deferred ones of the layer before it, oldest first."""
     failure: BaseException | None = None
 
 

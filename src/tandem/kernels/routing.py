@@ -29,7 +29,7 @@ class MoeLayers(NamedTuple):
     places: dict[int, int]
     """Place among them, 0 to M - 1, by layer index."""
     num_layers: int
-    """Of the model, those without experts included."""
+    """Layers of the model, those without experts included."""
     num_experts: int
     top_k: int
     num_deferred: int = 0
@@ -60,7 +60,7 @@ class StepRouting:
         self.choices, self._by_layer = found
         """int64 [M, T, K]: the experts that each layer's router chose; complete after the step."""
         self.layer_idx = -1
-        """Of the layer that runs."""
+        """The index of the layer that runs."""
         self._late: Tensor | None = None
         self._output_T: Tensor | None = None
         if moe.num_deferred:

@@ -22,9 +22,9 @@ __all__ = [
 ]
 
 DECAY = 0.99
-"""Of a use, a step of its layer: half of it is forgotten after 69."""
+"""The factor on the count of a use at each step of its layer: half is forgotten after 69."""
 PROTECTED_SHARE = 0.8
-"""Of a segmented cache, for experts that were used again."""
+"""The share of a segmented cache that is for experts which were used again."""
 LARGEST_UNIT = 1e100
 NEVER = 1 << 62
 

@@ -34,7 +34,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
     """Experts of a layer."""
     hit_rate: float
-    """Of all layers together."""
+    """The hit rate of all layers together."""
     by_layer: list[float]
     loads_per_step: float
     """Experts exchanged in a step, all layers together."""

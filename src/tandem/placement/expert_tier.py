@@ -16,11 +16,11 @@ __all__ = [
 
 MIB = 1 << 20
 ALIGNMENT = 4096
-"""Of what is read past the page cache."""
+"""The alignment of what is read past the page cache."""
 MAX_STAGED = 32
 """Places for experts that pass by: a prefill computes one half while the other is read."""
 STAGED_SHARE = 0.1
-"""Of the memory for experts, at most, that is staging area."""
+"""The largest share of the memory for experts that is staging area."""
 MIN_RIGHT = 0.6
 """Share of guesses that must be right before experts are read for them. A right one is read while
 the layer before computes; a wrong one costs the disk an expert, and another one its slot."""
@@ -34,19 +34,19 @@ class ExpertSizes(NamedTuple):
     """The routed experts of a model."""
 
     num_layers: int
-    """That have such."""
+    """Layers that have experts on disk."""
     num_experts: int
-    """Of a layer."""
+    """Experts of a layer."""
     top_k: int
     expert_bytes: int
-    """Of one expert as it is packed, the largest of all layers."""
+    """Bytes of one expert as it is packed, the largest of all layers."""
 
 
 class TierSizes(NamedTuple):
     """Memory for experts that lie on disk."""
 
     num_slots: int
-    """Of each layer."""
+    """Slots of each layer."""
     num_staged: int
     slot_bytes: int
     reason: str

@@ -20,13 +20,13 @@ MAX_PRIORITY = 1000
 
 
 class ServiceTerms(NamedTuple):
-    """What a client, a model or a server asks for."""
+    """The terms of a client, a model or a server."""
 
     slo: Slo = NO_SLO
     priority: int = 0
     """Added to that of each request; lower is served first."""
     weight: float = 1.0
-    """Of its share of what is scarce, beside others'."""
+    """The weight of its share of what is scarce, beside others'."""
 
 
 def parse_terms(words: Sequence[str], field: str) -> ServiceTerms:

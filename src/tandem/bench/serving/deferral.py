@@ -30,7 +30,7 @@ __all__ = ["MANY_EXPERTS", "make_cases"]
 
 MANY_EXPERTS = Path("~/.cache/tandem/bench/many-experts/model")
 HELD_OUT = ("ast.py", "locale.py", "venv/__init__.py", "unittest/loader.py")
-"""Of the standard library; the recipe leaves them out by a hash of their names."""
+"""Modules of the standard library that the recipe leaves out, by a hash of their names."""
 WINDOW, PROMPT = 256, 64
 MAX_WINDOWS, QUICK_WINDOWS = 96, 4
 BLOCK_SIZE = 64

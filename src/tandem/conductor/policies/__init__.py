@@ -1,1 +1,1 @@
-"""How instances are chosen: one module a policy, behind the interface ``Policy``."""
+"""Choices of instances: one module a policy, behind the interface ``Policy``."""

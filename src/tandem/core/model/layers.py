@@ -253,9 +253,9 @@ class GatedDeltaSpec(
     norm_offset: float = 0.0
     """Added to the weight of the norm of each head's output."""
     beta_scale: float = 1.0
-    """How far an update goes is this times a sigmoid."""
+    """The factor on the sigmoid that says how far an update goes."""
     gate: Literal["silu", "sigmoid"] = "silu"
-    """Of z, on the normed output."""
+    """The function of z, on the normed output."""
     qkvz_names: tuple[str, ...]
     """The checkpoint's projections to queries, keys, values and z, one after the other."""
     ba_names: tuple[str, ...]

@@ -162,7 +162,7 @@ class ExpertTierPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_staged: PositiveInt
     """Places for experts that pass by, of all layers together."""
     slot_bytes: PositiveInt
-    """Of a place for one expert."""
+    """Bytes of a place for one expert."""
     policy: str
     """Name of the policy that gives slots to experts."""
     depth: PositiveInt

@@ -57,7 +57,7 @@ __all__ = ["ClusterClient", "make_specs"]
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
-"""That the requests of an instance get to end before it is restarted or removed."""
+"""Seconds that the requests of an instance get to end before it is restarted or removed."""
 IDLE_LOOK_S = 0.05
 STATS_TIMEOUT_S = 1.5
 """Of one instance; the others are summed without it then."""

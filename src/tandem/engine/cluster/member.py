@@ -51,7 +51,7 @@ class ClusterMember:
         self._role: InstanceRole = spec.role
         self._name = spec.name
         self.spec = spec
-        """As it was started first; its role may have changed since."""
+        """The specification that it was started with first; its role may have changed since."""
         self._was_ready = False
         self._links: dict[str, InstanceRef] = {}
         """Runs of the instances that were opened in this run of ours."""

@@ -34,12 +34,12 @@ class PlacingPort(Protocol):
 
     @property
     def role(self) -> InstanceRole:
-        """What it is for."""
+        """The kind of work that it takes."""
         ...
 
     @property
     def info(self) -> InstanceInfo | None:
-        """What runs; None while it does not serve."""
+        """The facts of the instance that runs; None while it does not serve."""
         ...
 
     @property

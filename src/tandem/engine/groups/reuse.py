@@ -38,7 +38,7 @@ MAX_PARTINGS = 2
 
 
 class StatePolicy(NamedTuple):
-    """How many states there is room for, and which are kept."""
+    """The number of states there is room for, and the rule by which they are kept."""
 
     num_slots: int
     """For running requests and snapshots together."""

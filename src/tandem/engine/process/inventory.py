@@ -1,4 +1,4 @@
-"""Which blocks an instance tells its servers that it holds.
+"""The blocks that an instance tells its servers that it holds.
 
 An index reports each change as it happens; a server is told the sum of the changes now and then. A
 server that comes later is first told of all there is. Keys go out by their heads: eight bytes are

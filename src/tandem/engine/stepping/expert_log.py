@@ -37,7 +37,7 @@ class ExpertLog:
 
     @property
     def writes_trace(self) -> bool:
-        """Whether ``note`` needs to know which tokens are output."""
+        """True if ``note`` needs to know which tokens are output."""
         return self._trace is not None
 
     def note(self, choices: NDArray[np.int64], is_output: NDArray[np.bool_] | None = None) -> None:

@@ -22,7 +22,7 @@ class HiddenSum:
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, NDArray[np.float64]]] = []
-        """Of the tokens before the last chunk, and up to its end; with their number."""
+        """Sums over the tokens before the last chunk, and up to its end; with their number."""
 
     def add(self, start: int, rows: NDArray[np.float32]) -> NDArray[np.float64]:
         """Add the tokens from position ``start`` on; return the mean of all so far.

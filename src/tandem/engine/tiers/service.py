@@ -137,7 +137,7 @@ class TierService:
         return await self._call(tier.count_stored(keys))
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
-        """As ``StoreTier.pin``; from any thread, and nothing without a store."""
+        """Pin blocks as ``StoreTier.pin`` does; from any thread, and nothing without a store."""
         tier, thread = self._tier, self._thread
         if tier is None or thread is None or not keys:
             return

@@ -68,9 +68,9 @@ class TierCounters:
     guessed: int = 0
     """Read into a slot before a step asked for them."""
     guessed_right: int = 0
-    """Of these, computed before they were evicted."""
+    """Those of them that were computed before they were evicted."""
     read_bytes: int = 0
-    """Of the experts that were read."""
+    """Bytes of the experts that were read."""
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeDevice"]
 
 WAIT_S = 60.0
-"""Of a host that waits for the device: far above what a step takes."""
+"""The longest wait of a host for the device: far above what a step takes."""
 
 Work = Callable[[], None]
 

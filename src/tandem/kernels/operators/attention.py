@@ -103,7 +103,7 @@ class Attention(Operator):
         return (sum(sizes),) if len(self.spec.qkv_names) == 1 else sizes
 
     def _order_rows(self) -> Tensor | None:
-        """Which row of the checkpoint's q, k and v comes where; None: in their order.
+        """Return the checkpoint's row of q, k and v for each place; None: in their order.
 
         All heads' output gates, if there are such, come before their queries.
         """

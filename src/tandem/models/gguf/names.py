@@ -48,7 +48,7 @@ class Recipe:
     tensors: tuple[str, ...]
     how: How = How.PLAIN
     order: NDArray[np.int64] | None = None
-    """Which row, or input, of the file each one is."""
+    """The row, or input, of the file that each one is."""
 
 
 HARMLESS = {
@@ -118,7 +118,7 @@ SPECIAL = {
 """Where an architecture calls a module otherwise."""
 
 CENTRED_NORMS = ("gemma2", "gemma3", *STATE_ARCHITECTURES)
-"""Where norms hold 1 + weight, but for those of a state's heads."""
+"""Architectures whose norms hold 1 + weight, but for those of a state's heads."""
 
 MAX_LAYERS = 2048
 

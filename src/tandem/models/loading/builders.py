@@ -59,7 +59,7 @@ class Resources:
     expert_parts: int = 0
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
     share: TierShare | None = None
-    """Of the memory for experts that lie on disk, each layer's; None: all are in memory."""
+    """Each layer's share of the memory for experts that lie on disk; None: all are in memory."""
 
 
 def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.Module:

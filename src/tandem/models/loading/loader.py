@@ -111,8 +111,8 @@ class CausalModel:
         self.moe = find_moe_layers(plan) if self.is_fused else None
         """The layers that choose experts; None where ``choices`` stays None."""
         self.choices: Tensor | None = None
-        """Of the last step, int64 [layers with experts, tokens, top_k]; the next one overwrites it.
-        None where layers are not fused or have no experts."""
+        """Choices of the last step, int64 [layers with experts, tokens, top_k], which the next one
+        overwrites. None where layers are not fused or have no experts."""
         self.adapters: ModelAdapters | None = None
         self._hybrid: HybridDecoder | None = None
         self.packed_writer: PackedWriter | None = None

@@ -1,4 +1,4 @@
-"""Which layers choose experts, and whether a model can defer some of them."""
+"""The layers that choose experts, and whether a model can defer some of them."""
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.model.plan import LayerSpec, ModelPlan, ModulePlan, MoeSpec

@@ -32,7 +32,7 @@ NORM_NAMES = ("norm", "o_norm")
 SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 PROBE_WIDTH, PROBE_TOKENS = 8, 5
 TOLERANCE = 1e-3
-"""Of the largest output: what transformers computes in chunks adds rounding of float32."""
+"""Relative to the largest output: what transformers computes in chunks adds rounding of float32."""
 
 
 def has_gated_delta(module: Any) -> bool:

@@ -59,7 +59,7 @@ class StoredModel:
         return len(formats) > 1 and None not in formats
 
     def has_codes(self, name: str) -> bool:
-        """Whether some matrix of a module is in codes that a format holds."""
+        """Return True if some matrix of a module is in codes that a format holds."""
         return any(matrix.weight_format is not None for matrix in self.find(name))
 
 

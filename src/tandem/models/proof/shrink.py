@@ -40,7 +40,7 @@ STATE_SIZES = {
     "linear_value_head_dim": 40,
     "linear_conv_kernel_dim": 4,
 }
-"""Of layers with a state; a head's values are more than a panel of the kernels."""
+"""Sizes of layers with a state; a head's values are more than a panel of the kernels."""
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 Values = dict[str, Any]

@@ -60,13 +60,13 @@ class _Conversation:
 
     def __init__(self) -> None:
         self.ids: set[str] = set()
-        """Of those that were not deleted."""
+        """Ids of those that were not deleted."""
         self.size_bytes = 0
         self.used_s = 0.0
 
 
 class _Shelf:
-    """What one client has."""
+    """The conversations of one client."""
 
     def __init__(self) -> None:
         self.responses: dict[str, KeptResponse] = {}

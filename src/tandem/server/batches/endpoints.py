@@ -41,7 +41,7 @@ _decoder = msgspec.json.Decoder(BatchRequest)
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_FIELDS = 16
 _FORM_BYTES = 1 << 16
-"""Of an upload's form beside its file."""
+"""Bytes of an upload's form beside its file."""
 _MAX_LISTED = 100
 
 

@@ -42,7 +42,7 @@ class KeptBatch(msgspec.Struct):
 
 
 class BatchStore:
-    """What is kept in a folder.
+    """The files and batches that are kept in a folder.
 
     Args:
         folder: made if it is not there.

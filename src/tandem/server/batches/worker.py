@@ -32,7 +32,7 @@ __all__ = ["BatchAnswer", "BatchWorker", "now_s", "work_on_batches"]
 _logger = logging.getLogger(__name__)
 
 MAX_LINES = 50_000
-"""Of a batch, as at OpenAI; their ids are held in memory."""
+"""Lines of a batch, as at OpenAI; their ids are held in memory."""
 LAST_PRIORITY = 2**31 - 1
 _RETRY_S = 1.0
 """Before a request is sent again that found the queue full or no instance."""

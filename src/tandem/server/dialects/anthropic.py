@@ -65,7 +65,7 @@ class _Caching:
     """The last ``cache_control`` of a request."""
 
     num_tokens: int = 0
-    """Of the prompt, before it."""
+    """Tokens of the prompt before it."""
     control: CacheControl | None = None
 
     @property

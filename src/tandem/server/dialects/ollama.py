@@ -68,7 +68,7 @@ _REFUSED = {
 
 
 class _Parts:
-    """What an answer, or an event of one, says."""
+    """The parts of an answer, or of an event of one."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -90,7 +90,7 @@ class _Answer:
     open_call: tuple[str, str] | None = None
     """Id and name of the call whose arguments come."""
     arguments: str = ""
-    """Of the open call, so far."""
+    """Arguments of the open call, so far."""
     is_cumulative: bool = field(init=False, default=False)
 
     def measure(self, generation: Generation, piece: Piece) -> int:

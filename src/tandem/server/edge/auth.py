@@ -19,7 +19,7 @@ __all__ = ["ADMIN_PATHS", "ApiKeyGate", "identify_owner", "is_admin"]
 ADMIN_PATHS = frozenset(
     f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")
 ) | {"/instances"}
-"""What only a holder of an admin key may do, by POST: it reads files, or starts processes."""
+"""Paths that take a POST of a holder of an admin key alone: they read files, or start processes."""
 
 
 _IS_ADMIN = "tandem.is_admin"

@@ -87,7 +87,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
-    """As on the last block."""
+    """A pin of the last block."""
     timeout: fields.Timeout | None = None
     """Seconds; an extension."""
 

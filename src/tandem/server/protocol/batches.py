@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-"""That a batch may ask."""
+"""Endpoints that a batch may ask."""
 
 
 class FileObject(msgspec.Struct, kw_only=True):

@@ -33,7 +33,7 @@ _KeepAlive = int | float | str
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """How tokens are chosen; options that concern Ollama's own runner are ignored."""
+    """Options of sampling; those that concern Ollama's own runner are ignored."""
 
     num_predict: _Limit | None = None
     """0 and below: all that fits."""
@@ -54,7 +54,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
 
 
 class OllamaRequest(msgspec.Struct, kw_only=True):
-    """What chat and generate have in common."""
+    """The fields that chat and generate have in common."""
 
     model: fields.Name | None = None
     stream: bool | None = None

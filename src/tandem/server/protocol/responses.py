@@ -56,9 +56,9 @@ class InputItem(msgspec.Struct, kw_only=True):
     call_id: fields.Name | None = None
     name: fields.Name | None = None
     arguments: str | None = None
-    """Of a function_call: a JSON object, as text."""
+    """Arguments of a function_call: a JSON object, as text."""
     input: str | None = None
-    """Of a custom_tool_call."""
+    """The input of a custom_tool_call."""
     output: str | list[InputPart] | None = None
 
 
@@ -71,7 +71,7 @@ class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None
-    """Of a custom tool: the form of its text."""
+    """The form of a custom tool's text."""
 
 
 class AllowedTool(msgspec.Struct):
@@ -101,14 +101,14 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
-    """How the answer's text is to be."""
+    """The form of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: fields.Name | None = None
 
 
 class ReasoningConfig(msgspec.Struct, kw_only=True):
-    """How the model is to reason."""
+    """Options of reasoning."""
 
     effort: fields.Name | None = None
     summary: fields.Name | None = None
@@ -184,7 +184,7 @@ class MessageItem(msgspec.Struct, kw_only=True):
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True):
-    """What the model wrote before its answer."""
+    """The model's text before its answer."""
 
     type: str = "reasoning"
     id: str
@@ -220,14 +220,14 @@ OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
+    """Sources of the prompt's tokens."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """Which tokens of the answer were reasoning, counted event by event."""
+    """The answer's tokens that were reasoning, counted event by event."""
 
     reasoning_tokens: int
 

@@ -29,7 +29,7 @@ _Texts = str | Annotated[list[str], Meta(min_length=1, max_length=2**16)]
 
 
 class PoolingRequest(msgspec.Struct, kw_only=True):
-    """What requests for vectors have in common."""
+    """The fields that requests for vectors have in common."""
 
     model: fields.Name | None = None
     priority: fields.Priority | None = None

@@ -28,7 +28,7 @@ _SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")
 
 @dataclass(frozen=True, slots=True)
 class MiddleTokens:
-    """How a vocabulary marks the parts around a middle.
+    """A vocabulary's marks of the parts around a middle.
 
     Attributes:
         start_ids: begin each sequence, such as a mark of its beginning.

@@ -37,21 +37,21 @@ class Generator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     burst_s: NonNegative = 0.0
     """Arrivals are put off until the next multiple of it; 0 is Poisson."""
     new_tokens: Positive = 1000.0
-    """Of a prompt, beyond what its session has said."""
+    """Tokens of a prompt beyond what its session has said."""
     new_spread: NonNegative = 1.0
     """Standard deviation of the logarithm."""
     output_tokens: Positive = 200.0
     output_spread: NonNegative = 1.0
     max_tokens: Annotated[int, Meta(ge=1)] = 126_000
-    """Of a prompt; a session that would pass it ends."""
+    """Tokens of a prompt at most; a session that would pass it ends."""
     turns: Annotated[float, Meta(ge=1)] = 1.0
-    """Of a session, on average; geometric."""
+    """Turns of a session, on average; geometric."""
     think_s: NonNegative = 60.0
     """Between a turn and the next of a session, on average; exponential."""
     shared_prefixes: Annotated[int, Meta(ge=0)] = 0
     """System prompts that sessions begin with; 0: each session begins with its own."""
     shared_tokens: NonNegative = 0.0
-    """Of a system prompt."""
+    """Tokens of a system prompt."""
     shared_spread: NonNegative = 0.5
     popularity: NonNegative = 1.0
     """Exponent of Zipf's law, by which system prompts are chosen."""
@@ -61,7 +61,7 @@ class Generator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 @dataclass(slots=True)
 class _Session:
     ids: list[int]
-    """Of its full blocks."""
+    """Ids of its full blocks."""
     num_tokens: int
 
 

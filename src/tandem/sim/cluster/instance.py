@@ -119,7 +119,7 @@ class SimInstance:
         self.readers: dict[str, HandOver] = {}
         self.busy_s = 0.0
         self.prefill_s = 0.0
-        """Of the steps that computed prompts, their share by tokens' cost."""
+        """Seconds of the steps that computed prompts, their share by tokens' cost."""
         self.num_steps = 0
         self._events, self._links, self._find_instance = events, links, find_instance
         self._legs: dict[str, _Leg] = {}

@@ -35,7 +35,7 @@ class Transfer:
     since_s: float = 0.0
     """When ``left_bytes`` was right."""
     version: int = 0
-    """Of its end that stands in the queue of events."""
+    """The version of its end that stands in the queue of events."""
 
 
 class Links:

@@ -1,4 +1,4 @@
-"""Where a request goes: the product's conductor, told of the simulated instances.
+"""The way of a request: the product's conductor, told of the simulated instances.
 
 The one module that knows the shape of the conductor. Blocks and steps are told as they happen, and
 loads at the moment of a decision: as if every instance had just told its own.

@@ -40,14 +40,14 @@ __all__ = [
 
 
 class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one instance did."""
+    """Figures of one instance."""
 
     name: str
     role: str
     busy_s: float
     """In steps."""
     prefill_s: float
-    """Of these, for prompts."""
+    """Seconds of these for prompts."""
     steps: int
     requests: int
     """Prompts that it looked up in its prefix index."""
@@ -69,7 +69,7 @@ class SimReport(LoadReport, frozen=True, kw_only=True):
     """From the first arrival until the last one, and a mean gap."""
     events: int
     prefill_s: float
-    """Of all instances, for prompts."""
+    """Seconds of all instances for prompts."""
     hit_ratio: float
     """Share of prompt tokens that were found in a prefix index."""
     store_hit_ratio: float

@@ -50,13 +50,13 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     weights: str = "bf16"
     """Format of all weights."""
     accelerators: Annotated[int, Meta(ge=0)] | None = None
-    """Of the machine that the instance uses; None is all of them."""
+    """Accelerators of the machine that the instance uses; None is all of them."""
     kv_tokens: Annotated[int, Meta(ge=0)] = 0
     """Tokens whose KV the instance keeps; 0 is as many as fit beside the weights."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Of the accelerators' memory, for weights and KV."""
+    """The share of the accelerators' memory for weights and KV."""
     step_overhead_ms: NonNegative = 0.0
-    """Of each step, beside the device's work."""
+    """Milliseconds of each step beside the device's work."""
     gpu_compute: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Share of the peak of matrix products; None is the cost model's own."""
     gpu_bandwidth: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -121,15 +121,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     links: LinkSpec = LinkSpec()
     store: StoreSpec | None = None
     policy: str = "prefix"
-    """As ``cluster.policy``."""
+    """The policy, as ``cluster.policy``."""
     admission: AdmissionMode = "none"
     """By TTFT and TPOT of ``slo``; a request that is refused counts as failed."""
     lease_s: Positive = 30.0
-    """As ``cluster.lease_s``."""
+    """Seconds of a lease, as ``cluster.lease_s``."""
     slo: Objectives = Objectives()
     load: Load = Load()
     timeout_s: Positive | None = None
-    """Of a request."""
+    """Seconds that a request may take."""
 
 
 def parse_scenario(text: str, where: str) -> Scenario:

@@ -1,4 +1,4 @@
-"""How long a step takes: the one model of a simulated instance that decides about its speed.
+"""The time of a step: the one model of a simulated instance that decides about its speed.
 
 ``PlannedSteps`` asks the planner's cost model, for machines that nobody here has. ``LearntSteps``
 takes the costs that a live instance has learnt from its own steps.
@@ -40,13 +40,13 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds of a step by feature, as a live instance has learnt them."""
 
     step_s: Annotated[float, Meta(ge=0)]
-    """Of every step."""
+    """Seconds of every step."""
     prefill_token_s: Annotated[float, Meta(ge=0)]
     prefill_context_s: Annotated[float, Meta(ge=0)]
-    """Of each token that a prefilled token attends to."""
+    """Seconds for each token that a prefilled token attends to."""
     decode_s: Annotated[float, Meta(ge=0)]
     decode_token_s: Annotated[float, Meta(ge=0)]
-    """Of each KV token that a decode reads."""
+    """Seconds for each KV token that a decode reads."""
     machine: str = ""
     model: str = ""
     error: float = 0.0

@@ -30,13 +30,13 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The store of a scenario."""
 
     tokens: Annotated[int, Meta(ge=1)]
-    """Of KV in the segment of each instance."""
+    """Tokens of KV in the segment of each instance."""
     scope: Literal["global", "local"] = "global"
     """local: an instance finds the blocks of its own segment alone."""
     bus_gb_per_s: Annotated[float, Meta(gt=0)] = 100.0
     """Gigabytes a second between a machine's memory and its accelerators, one direction."""
     tiers: TierConfig = TierConfig()
-    """As the settings ``tiers`` of a server."""
+    """The settings ``tiers`` of a server."""
 
 
 @dataclass(eq=False)

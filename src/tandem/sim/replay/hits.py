@@ -25,7 +25,7 @@ class HitCount(msgspec.Struct, frozen=True, kw_only=True):
 
     num_requests: int
     num_blocks: int
-    """Of all requests."""
+    """Blocks of all requests."""
     num_hits: int
     mean_ratio: float
     """The mean of the requests' own ratios: a short prompt counts as much as a long one."""

@@ -23,7 +23,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: none, the cluster as it is."""
     role: str = ""
     usd_per_hour: float = 0.0
-    """Of the machine."""
+    """The price of the machine."""
     scenario: Scenario
 
 

@@ -27,7 +27,7 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
     """Share of requests that kept the objectives."""
     goodput: float
     tokens_per_s: float
-    """Of prompts and answers."""
+    """Tokens of prompts and answers a second."""
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """By rate."""
     usd_per_hour: float | None = None
     usd_per_million_tokens: float | None = None
-    """Of prompts and answers together, at the best rate."""
+    """The price of prompts and answers together, at the best rate."""
 
 
 def find_capacity(measure: Callable[[float], Probe], *, share: float, tolerance: float) -> Capacity:

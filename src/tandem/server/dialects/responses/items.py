@@ -28,7 +28,7 @@ _BUILT_IN_ITEMS = frozenset(
         "web_search_call",
     }
 )  # fmt: skip
-"""Of tools that run at OpenAI: what another server left in a history says nothing to a model."""
+"""Items of tools that run at OpenAI; in a history they tell a model nothing."""
 _TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 _HIDDEN = "tandem:"
 """Begins the ``encrypted_content`` of our reasoning items, which is their text in base64: clients

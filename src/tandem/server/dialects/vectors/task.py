@@ -44,7 +44,7 @@ _encode = msgspec.json.Encoder().encode
 _GROUP = 64
 """Prompts of one request that are in the engine at a time."""
 _MAX_PROMPTS = 2048
-"""Of one request, as at OpenAI."""
+"""Prompts of one request, as at OpenAI."""
 _NUMBER_BYTES = 12
 """About what a number of a vector takes in an answer."""
 
