@@ -109,14 +109,14 @@ class ChoicePlan:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What concerns a request as a whole."""
+    """Options of a request as a whole."""
 
     name: str
+    model: ServedModel
+    """The model that was asked for, or a LoRA adapter of it."""
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
-    adapter: AdapterInfo | None = None
-    """The LoRA adapter that was asked for."""
     pin_len: int = 0
     """Leading tokens of the prompt that the client asks to be cached."""
     pin_s: float = 0.0
@@ -359,7 +359,7 @@ class ServerContext:
             ClientGoneError: the client left; nothing is left queued.
         """
         limit_s = self.find_time_left(origin, options.timeout_s)
-        terms = self.terms.find(options.name, current_client.get(), origin.headers.get)
+        terms = self.terms.find(options.model.name, current_client.get(), origin.headers.get)
         generations = [
             self._make_generation(
                 index,
@@ -407,8 +407,8 @@ class ServerContext:
         self, options: RequestOptions, origin: Origin, generations: Sequence[Generation]
     ) -> RequestRecord:
         info = self.engine.info
-        if options.adapter is not None:
-            fingerprint = options.adapter.system_fingerprint
+        if options.model.adapter is not None:
+            fingerprint = options.model.adapter.system_fingerprint
         else:
             fingerprint = "" if info is None else info.system_fingerprint
         identity = SharingIdentity(
@@ -454,7 +454,7 @@ class ServerContext:
             weight=terms.weight,
             slo=terms.slo,
             cache_salt=options.cache_salt,
-            adapter="" if options.adapter is None else options.adapter.digest,
+            adapter="" if options.model.adapter is None else options.model.adapter.digest,
             message_end=plan.message_end,
             pin_len=options.pin_len,
             pin_s=options.pin_s,

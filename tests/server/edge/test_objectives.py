@@ -44,6 +44,14 @@ def test_two_entries_of_one_model_are_refused():
         TermsTable(["ttft_ms=1", "tpot_ms=2"])
 
 
+def test_objectives_of_a_model_are_found_by_the_name_that_was_asked_for(serve_text):
+    live = serve_text(slo=("ttft_ms=900000", "model=tiny,tpot_ms=3600000"))
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 1, "request_id": "mine"}
+    assert live.post("/v1/completions", body).ok
+    assert live.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).ok
+    assert [request.slo.tpot_s for request in live.engine.requests] == [3600.0, 3600.0]
+
+
 def test_refused_for_its_objectives_is_429_with_a_time(serve_text, monkeypatch):
     live = serve_text(slo=("tpot_ms=3600000",))
     sent = {"x-slo-ttft-ms": "60000"}

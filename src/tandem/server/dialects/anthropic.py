@@ -267,7 +267,7 @@ def _plan(context: ServerContext, request: MessagesRequest) -> Task:
     model, plans = plan_conversation(context, chat)
     caching = _find_caching(context, request, chat, plans[0].prompt_ids)
     options = replace(
-        read_options(chat, "msg", model.adapter),
+        read_options(chat, "msg", model),
         pin_len=caching.num_tokens,
         pin_s=caching.pin_s,
     )

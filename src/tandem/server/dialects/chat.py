@@ -182,7 +182,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
 def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
     """Return the generations that a request asks for."""
     model, plans = plan_conversation(context, request)
-    options = read_options(request, "chatcmpl", model.adapter)
+    options = read_options(request, "chatcmpl", model)
     answer = _Answer(
         context,
         request,

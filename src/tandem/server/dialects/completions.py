@@ -170,7 +170,7 @@ def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
         prompt_logprobs=_count_prompt_logprobs(request),
         grammar=grammar,
     )
-    options = read_options(request, "cmpl", model.adapter)
+    options = read_options(request, "cmpl", model)
     answer = _Answer(
         context,
         request,

@@ -296,9 +296,7 @@ def _make_task(
     if options.num_ctx:
         plans = [_fit_context(plan, options.num_ctx) for plan in plans]
     answer = _Answer(context, request, model, is_chat)
-    return Task(
-        plans, read_options(chat, "ollama", model.adapter), answer, request.stream is not False
-    )
+    return Task(plans, read_options(chat, "ollama", model), answer, request.stream is not False)
 
 
 def _fit_context(plan: ChoicePlan, num_ctx: int) -> ChoicePlan:

@@ -7,12 +7,17 @@ would change the answer.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.core.adapter import AdapterInfo
 from tandem.core.errors import ConfigError
 from tandem.core.logs import current_request_id
 from tandem.server.api.prompts import fit_max_tokens
 from tandem.server.api.sampling import check_best_of, choice_seed, make_sampling
-from tandem.server.context import ChoicePlan, RequestOptions, ServerContext, TextOptions
+from tandem.server.context import (
+    ChoicePlan,
+    RequestOptions,
+    ServedModel,
+    ServerContext,
+    TextOptions,
+)
 from tandem.server.dialects.parsing import Parsing
 from tandem.server.protocol.openai import SamplingFields
 from tandem.server.text.stop_strings import StopStrings
@@ -83,17 +88,15 @@ class TokenLimit:
         self.default = default
 
 
-def read_options(
-    request: SamplingFields, prefix: str, adapter: AdapterInfo | None = None
-) -> RequestOptions:
+def read_options(request: SamplingFields, prefix: str, model: ServedModel) -> RequestOptions:
     """Return what concerns the request as a whole; ``prefix`` begins an id of our own."""
     name = request.request_id if request.request_id is not None else request.rid
     return RequestOptions(
         name=name if name is not None else f"{prefix}-{current_request_id.get()}",
+        model=model,
         priority=request.priority if request.priority is not None else 0,
         cache_salt=request.cache_salt if request.cache_salt is not None else "",
         timeout_s=request.timeout,
-        adapter=adapter,
     )
 
 

@@ -142,10 +142,10 @@ def _plan_request(context: ServerContext, request: GenerateRequest) -> Task:
     salt = request.cache_salt if request.cache_salt is not None else request.extra_key
     options = RequestOptions(
         request.rid if isinstance(request.rid, str) else current_request_id.get(),
+        model,
         request.priority if request.priority is not None else 0,
         salt if salt is not None else "",
         request.timeout,
-        model.adapter,
     )
     return Task(plans, options, _Answer(context, progress, is_list), request.stream is True)
 

@@ -105,10 +105,10 @@ def plan_response(
     )
     options = RequestOptions(
         name=document.id,
+        model=model,
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         timeout_s=request.timeout,
-        adapter=model.adapter,
     )
     task = Task(plans, options, answer, request.stream is True, answer.frame_failure)
     return PlannedResponse(task, answer, kept, owner)

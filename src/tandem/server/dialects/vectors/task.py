@@ -157,9 +157,9 @@ def make_options(
     """Return what concerns a request as a whole; ``prefix`` begins an id of our own."""
     return RequestOptions(
         name=name if name is not None else f"{prefix}-{current_request_id.get()}",
+        model=model,
         priority=priority if priority is not None else 0,
         timeout_s=timeout_s,
-        adapter=model.adapter,
     )
 
 
