@@ -55,7 +55,8 @@ test-isa: $(STAMPS)/dev
 	fi
 
 test-slow: $(STAMPS)/dev
-	$(BIN)/python -m pytest $(PARALLEL) -m "not long and not download" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile explore \
+	  -m "not long and not download" $(ARGS)
 
 # One minute of killed and stopped processes under load; a server killed; the README's demo, and
 # Ctrl-C in a terminal.

@@ -16,8 +16,11 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A shared two-core machine stalls for tens of milliseconds: a deadline would test the neighbours.
-settings.register_profile("tandem", deadline=None, print_blob=True)
-settings.load_profile("tandem")
+# `make test` repeats the same examples, so that a change is judged by what it changed; `make
+# test-slow` looks for new ones.
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.register_profile("repeat", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("repeat")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

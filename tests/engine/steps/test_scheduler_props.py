@@ -187,6 +187,18 @@ def test_traffic_with_prefills_that_are_held_and_decodes_from_elsewhere_is_sound
     assert sum(r.report.num_loaded_tokens > 0 and r.prefill_kv is not None for r in world.ended) > 3
 
 
+def test_state_from_a_prefill_elsewhere_takes_the_slot_of_any_snapshot():
+    """A request whose state comes from elsewhere does not sit out its lease before a full pool."""
+    world = World(1, max_running=1, num_slots=1, tier=ToyTier(random.Random(0), fail_chance=1.0))
+    assert world.add([0], peer=0.2)
+    for _ in range(9):
+        world.step(stop_chance=0.0, fail_chance=0.0)
+    assert not world.live
+    assert world.scheduler.get_stats().num_snapshots == 1
+    assert world.add([0], peer=0.2)
+    assert world.plan().loads
+
+
 def test_outputs_do_not_depend_on_cache_order_or_pool():
     """The same requests give the same tokens whatever is reused, preempted or chunked."""
 

@@ -225,8 +225,12 @@ class StateReuse:
         """Return how often a slot was taken: equal before and after means same content."""
         return self._generations[slot]
 
-    def take_for_load(self, worth: int) -> int:
-        """Take a slot for a state from elsewhere, which saves so many tokens; maybe ``NO_SLOT``."""
+    def take_for_load(self, worth: int | None) -> int:
+        """Take a slot for a state from elsewhere; ``NO_SLOT`` if all hold what is worth more.
+
+        Args:
+            worth: tokens that the state saves; None: a request cannot start without it.
+        """
         return self._take(worth)
 
     def end_load(self, request: Request, position: int, slot: int) -> None:

@@ -70,7 +70,8 @@ class LoadPlanning:
             if len(keys) > room:
                 return []  # Another instance has computed it: wait for room.
             if state.states is not None:
-                slot = state.states.take_for_load(request.prompt_len)
+                # The request starts with this state: it is worth more than any snapshot.
+                slot = state.states.take_for_load(None)
                 if slot == NO_SLOT:
                     return []
                 loaded_state = (b"", slot)
