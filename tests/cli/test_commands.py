@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tandem.bench.harness import BenchRecord
-from tandem.cli.commands.plan import plan
 from tandem.cli.config import SHORT_NAMES, Config
 from tandem.core.config import list_fields
 
@@ -75,7 +74,7 @@ def test_dry_run_says_what_and_why(run):
     assert all(why for _, why in reasons.values())
 
 
-def test_plan_reports_rule_by_module_and_unused_rules(tmp_path, capsys):
+def test_plan_reports_rule_by_module_and_unused_rules(run, tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text(
         "- match: {name: '^model\\.layers\\..*\\.mlp\\.experts$'}\n"
@@ -83,12 +82,10 @@ def test_plan_reports_rule_by_module_and_unused_rules(tmp_path, capsys):
         "- match: {name: '^no\\.such\\.module$'}\n"
         "  replace: {class: Linear}\n"
     )
-    plan("demo", rules=rules, device="cpu", json=False)
-    text = capsys.readouterr().out
+    text = run("plan", "demo", "--rules", str(rules))[1]
     assert "Experts" in text
     assert "matched no module" in text
-    plan("demo", rules=rules, device="cpu", json=True)
-    report = json.loads(capsys.readouterr().out)
+    report = json.loads(run("plan", "demo", "--rules", str(rules), "--json")[1])
     assert report["unused_rules"]
     assert report["modules"]
 
@@ -120,7 +117,7 @@ def test_convert_writes_a_checkpoint_that_the_next_command_reads(run, tmp_path):
     written = json.loads(run("convert", "demo", "--to", "int4g32", "--out", str(out), "--json")[1])
     assert (written["weight_format"], written["num_coded"]) == ("int4g32", 168)
     assert written["size_bytes"] < 0.5 * written["source_bytes"]
-    plan = run("plan", str(out))[1]
+    plan = run("plan", str(out), "--modules")[1]
     assert "as the checkpoint stores it: int4 in groups of 32, with zero points" in plan
     assert run("convert", "demo", "--to", "int8")[0] == 2
     # Of experts that are packed ahead: with --to they would be passed over.

@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from tandem._native import kernel_isas, read_topology, recommend_threads
@@ -54,12 +55,19 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(measured, tmp_path, monke
     assert read_calibration(tmp_path / "file") == measured
 
 
+def test_a_load_of_others_is_told(measured):
+    calm = msgspec.structs.replace(measured, load=0.0)
+    assert "--measure" not in calm.describe()
+    busy = msgspec.structs.replace(measured, load=2.0 * measured.hardware.cores)
+    assert "--measure" in busy.describe()
+
+
 def test_a_model_is_planned_for_this_machine(measured, tmp_path, monkeypatch, capsys):
     from tandem.cli.commands.plan import plan
 
     monkeypatch.setattr(calibration, "DEFAULT_ROOT", tmp_path)
     monkeypatch.setattr(calibration, "calibrate", lambda: measured)
-    plan("demo", hardware="measured", context=512, json=True)
+    plan("demo", hardware="measured", context=512, json=True, help_all=False)
     report = json.loads(capsys.readouterr().out)
     assert report["hardware"]["name"] == "measured"
     assert report["plan"]["decode_rate"] > 0

@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from tandem.placement.expert_cache import (
+from tandem.placement.experts.cache import (
     EXPERT_POLICIES,
     FrequencyPolicy,
     LruPolicy,
@@ -17,7 +17,7 @@ from tandem.placement.expert_cache import (
     SegmentedLruPolicy,
     StaticPolicy,
 )
-from tandem.placement.expert_replay import ORACLE, STATIC, replay_layers
+from tandem.placement.experts.replay import ORACLE, STATIC, replay_layers
 
 ALL = 1 << 20
 

@@ -34,6 +34,7 @@ from tandem.server.config import ServerConfig
 from tandem.store.config import StoreConfig
 
 __all__ = [
+    "PLAN_SETTINGS",
     "SERVE_SETTINGS",
     "SHORT_NAMES",
     "STORE_SETTINGS",
@@ -84,6 +85,23 @@ SERVE_SETTINGS = frozenset(
     }
 )
 """Settings of a server that people use; ``--help`` shows these and ``--help-all`` every one."""
+
+PLAN_SETTINGS = frozenset(
+    {
+        "model.dtype",
+        "model.expert_format",
+        "model.linear_format",
+        "model.deferred_experts",
+        "engine.max_model_len",
+        "engine.memory",
+        "engine.kv_cache_gib",
+        "engine.kv_dtype",
+        "cluster.prefill",
+        "cluster.decode",
+        "cluster.unified",
+    }
+)
+"""The same of what decides a plan; ``tandem plan`` takes every setting of a server."""
 
 STORE_SETTINGS = frozenset(
     {

@@ -481,5 +481,6 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
     plan: list[tuple[str, str, str]] = []
-    """Choices for this machine, each with its value and reason, as `tandem serve --dry-run` has
-    them."""
+    """Choices for this machine, each with its value and reason, as `tandem plan` has them."""
+    rejected: list[tuple[str, str, str]] = []
+    """Alternatives that were rejected, and why."""

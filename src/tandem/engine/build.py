@@ -1,9 +1,4 @@
-"""From settings to a plan, and from a plan to a running engine.
-
-``plan_engine`` decides every value and says why, from the configuration of the model and what the
-machine offers, without reading a weight: `tandem serve --dry-run` prints it. ``build_engine``
-loads the model and puts the parts together as planned.
-"""
+"""From a plan to a running engine: ``build_engine`` loads the model and puts the parts together."""
 
 import logging
 from collections.abc import Callable
@@ -11,26 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.model.plan import ModelPlan
-from tandem.core.spec import KvIdentity, KVLayout
+from tandem.core.spec import KvIdentity
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.kv_memory import KvExtents, KvMemory
-from tandem.engine.memory import (
-    DEFAULT_FRACTION,
-    KvPlan,
-    StatePlan,
-    check_context,
-    plan_kv_cache,
-    plan_states,
-)
+from tandem.engine.memory import StatePlan
+from tandem.engine.planning import plan_engine
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -44,103 +31,14 @@ from tandem.engine.timelines import TimelineLog
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
-from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
-from tandem.models.loading.hub import resolve_folder
-from tandem.models.loading.loader import CausalModel, count_mapped_bytes, load_model, make_kv_layout
-from tandem.models.planning.planner import plan_model
+from tandem.models.loading.loader import CausalModel, load_model
 from tandem.models.proof.require import require_proof
 from tandem.models.tokenizing.grammars import TokenTable, make_token_table
 from tandem.models.tokenizing.tokenizer import load_tokenizer
 
-__all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
+__all__ = ["BuiltEngine", "build_engine"]
 
 logger = logging.getLogger(__name__)
-
-MIB = 1 << 20
-GIB = 1 << 30
-
-TIER_KV_FRACTION = 0.2
-"""The share for KV of the memory beside the dense weights, where experts lie on disk: there an
-expert in memory saves more time than a block that nobody uses."""
-RUNTIME_BYTES = 1 << 30
-"""Bytes of an instance beside weights and KV: Python, torch, activations of a step. Measured:
-0.6 GiB after loading, and tens of KiB a token of a step."""
-
-MIN_SHARED_WEIGHTS = 2_000_000
-"""Weights that a token reads in a layer, below which torch multiplies on one thread: its operations
-are too short to share, however many tokens a step has. Measured with the demo model in float32
-(0.5 M a layer) on two quiet cores: two threads took 1.8 times as long for 512 tokens, 1.3 for
-2,048, and 2.1 for 64 decodes. The native pool wakes sooner: there two threads take 0.6 of the time
-for 512 tokens, 0.8 for 16 decodes, and no longer for one."""
-
-
-class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What will run: every value concrete, with its reason where it was decided here."""
-
-    model: ModelPlan
-    layout: KVLayout
-    config: EngineConfig
-    """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
-    kv: KvPlan
-    states: StatePlan | None
-    """None: no layer has a state."""
-    threads_reason: str
-    deferral_reason: str
-    torch_threads: int
-    """Of torch, which computes what is not native."""
-    torch_threads_reason: str
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return (what, value, why) for a table."""
-        model, spec, kv = self.model, self.model.spec, self.kv
-        return [
-            ("model", model.folder, spec.architecture),
-            (
-                "weights",
-                f"{model.weight_bytes / MIB:.0f} MiB",
-                f"{spec.num_parameters:,} parameters",
-            ),
-            *_tell_tier(model),
-            ("dtype", spec.dtype, spec.dtype_reason),
-            ("experts", model.experts.weight_format, model.experts.reason),
-            (
-                "expert parts",
-                str(model.expert_parts),
-                "copied to the NUMA nodes that compute them"
-                if model.expert_parts > 1
-                else "in place, mapped if cached",
-            ),
-            ("deferred experts", str(model.num_deferred_experts), self.deferral_reason),
-            ("linear", model.linear.weight_format, model.linear.reason),
-            ("context", f"{self.config.max_model_len} tokens", kv.max_model_len_reason),
-            ("threads", str(self.config.threads), self.threads_reason),
-            ("torch threads", str(self.torch_threads), self.torch_threads_reason),
-            (
-                "KV cache",
-                f"{kv.num_blocks} blocks of {self.layout.block_size} tokens, "
-                f"{kv.size_bytes / MIB:.0f} MiB when all are used",
-                f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
-            ),
-            *self._list_states(),
-            ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
-            ("step", f"{self.config.max_batch_tokens} tokens", "engine.max_batch_tokens"),
-            ("requests", f"{self.config.max_running} running", "engine.max_running"),
-            ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
-            ("order", self.config.scheduling_order, "engine.scheduling_order"),
-        ]
-
-    def _list_states(self) -> list[tuple[str, str, str]]:
-        states = self.states
-        if states is None:
-            return []
-        text = (
-            f"{states.num_slots} slots of {states.state_bytes / MIB:.1f} MiB, "
-            f"{states.size_bytes / MIB:.0f} MiB when all are used"
-        )
-        every = self.config.state_every
-        kept = "at ends of messages, prompts and answers and at branches"
-        kept += f", and every {every} tokens" if every else ""
-        return [("states", text, f"{states.reason}; kept {kept}")]
 
 
 class BuiltEngine(NamedTuple):
@@ -159,195 +57,6 @@ class BuiltEngine(NamedTuple):
     """Decides about loads; None without tiers."""
     experts: ExpertLog | None
     """Counts chosen experts; None where the model's layers do not tell them."""
-
-
-def plan_engine(
-    model_config: ModelConfig, engine_config: EngineConfig, *, num_siblings: int = 1
-) -> EnginePlan:
-    """Decide what 0 and ``auto`` leave open.
-
-    Args:
-        model_config: what to load.
-        engine_config: 0 where the value is to be decided here.
-        num_siblings: instances that share the free memory, this one included.
-
-    Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
-    """
-    folder = resolve_folder(model_config.path, revision=model_config.revision)
-    topology = _native.read_topology()
-    threads, threads_reason = _choose_threads(engine_config, topology)
-    num_deferred, deferral_reason = _choose_deferral(model_config, engine_config)
-    model = plan_model(
-        folder,
-        dtype=model_config.dtype,
-        rules=Path(model_config.rules) if model_config.rules else None,
-        device=model_config.device,
-        expert_format=model_config.expert_format,
-        linear_format=model_config.linear_format,
-        packed_cache=model_config.packed_cache,
-        expert_parts=model_config.expert_parts,
-        num_nodes=min(len(topology.numa_nodes), threads),
-        deferred_experts=num_deferred,
-    )
-    available, fraction = _count_available(topology) // num_siblings, DEFAULT_FRACTION
-    if engine_config.memory_bytes:
-        # What the interpreter and a step take comes out of it too.
-        available = max(0, min(available, engine_config.memory_bytes - RUNTIME_BYTES))
-    left = _share_memory(
-        available * num_siblings, model.weight_bytes, count_mapped_bytes(model), num_siblings
-    )
-    if model_config.expert_slots or (left < 0 and list_expert_sizes(model) is not None):
-        model = _plan_tier(model, model_config, engine_config, available)
-        left, fraction = available - (model.weight_bytes - model.expert_bytes), TIER_KV_FRACTION
-    spec = model.spec
-    own = spec.max_position_embeddings
-    check_context(engine_config.max_model_len, own)
-    torch_threads, torch_reason = _choose_torch_threads(threads, model)
-    layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
-    states = None
-    if spec.state_layout is not None:
-        states = plan_states(
-            engine_config,
-            state_bytes=spec.state_layout.bytes_per_state,
-            available_bytes=left,
-            total_bytes=topology.memory_total_bytes,
-            fraction=fraction,
-        )
-    kv = plan_kv_cache(
-        engine_config,
-        block_bytes=layout.bytes_per_block,
-        own_context=own,
-        available_bytes=left,
-        total_bytes=topology.memory_total_bytes,
-        taken_bytes=0 if states is None else states.size_bytes,
-        fraction=fraction,
-    )
-    return EnginePlan(
-        model=model,
-        layout=layout,
-        config=msgspec.structs.replace(
-            engine_config,
-            max_model_len=kv.max_model_len,
-            num_kv_blocks=kv.num_blocks,
-            num_state_slots=0 if states is None else states.num_slots,
-            threads=threads,
-        ),
-        kv=kv,
-        states=states,
-        threads_reason=threads_reason,
-        deferral_reason=deferral_reason,
-        torch_threads=torch_threads,
-        torch_threads_reason=torch_reason,
-    )
-
-
-def _plan_tier(
-    model: ModelPlan, model_config: ModelConfig, engine_config: EngineConfig, available_bytes: int
-) -> ModelPlan:
-    """Return the plan with routed experts on disk, in the memory that KV leaves."""
-    left = available_bytes - (model.weight_bytes - model.expert_bytes)
-    layout = make_kv_layout(model.spec, engine_config.block_size, engine_config.kv_dtype)
-    if engine_config.num_kv_blocks:
-        kv_bytes = engine_config.num_kv_blocks * layout.bytes_per_block
-    elif engine_config.kv_cache_gib:
-        kv_bytes = int(engine_config.kv_cache_gib * GIB)
-    else:
-        kv_bytes = int(left * TIER_KV_FRACTION)
-    sizes = list_expert_sizes(model)
-    read_bytes = sizes.expert_bytes if sizes is not None else MIB
-    return plan_tier(
-        model,
-        budget_bytes=max(0, left - kv_bytes),
-        wanted_slots=model_config.expert_slots,
-        policy=model_config.expert_policy,
-        read_rate=measure_reads(Path(model.folder), read_bytes),
-    )
-
-
-def _tell_tier(model: ModelPlan) -> list[tuple[str, str, str]]:
-    """Return the rows of experts that lie on disk."""
-    tier = model.tier
-    if tier is None:
-        return []
-    num_experts = max(m.shape[0] for m in model.matrices if m.role == "experts")
-    share = tier.num_slots / num_experts
-    speed = f"{tier.read_rate / 1e9:.2f} GB/s, {tier.depth} reads of {tier.part_bytes >> 10} KiB"
-    if tier.read_rate and tier.missed_bytes:
-        rate = f"{tier.read_rate / tier.missed_bytes:.2f} tokens/s"
-        why = f"a token misses {tier.missed_bytes / MIB:.0f} MiB if choices are even: {rate}"
-    elif tier.read_rate:
-        why = "every expert has a slot: each is read once"
-    else:
-        why = "not measured"
-    return [
-        (
-            "experts on disk",
-            f"{tier.num_slots} of {num_experts} in each of {tier.num_layers} layers, "
-            f"{tier.size_bytes / MIB:.0f} MiB with {tier.num_staged} places for others",
-            f"{tier.reason}; {tier.policy} holds {share:.0%}",
-        ),
-        ("disk", speed if tier.read_rate else "unknown", why),
-    ]
-
-
-def _share_memory(
-    available_bytes: int, weight_bytes: int, mapped_bytes: int, num_siblings: int
-) -> int:
-    """Return what one of several instances may use beside its weights; negative if they do not fit.
-
-    Args:
-        available_bytes: of the machine, before any of them has loaded.
-        weight_bytes: of the model.
-        mapped_bytes: of these, in a file that all instances map: they count once.
-        num_siblings: instances.
-    """
-    return (available_bytes - mapped_bytes) // num_siblings - (weight_bytes - mapped_bytes)
-
-
-def _choose_threads(config: EngineConfig, topology: _native.Topology) -> tuple[int, str]:
-    advice = _native.recommend_threads(topology)
-    if not config.threads:
-        return advice.threads, advice.reason
-    if config.threads > advice.threads:
-        logger.warning(
-            "event=many_threads threads=%d advised=%d why=%r",
-            config.threads,
-            advice.threads,
-            f"{advice.reason}; more share cores and wait for each other",
-        )
-    return config.threads, "as asked for"
-
-
-def _choose_deferral(model: ModelConfig, engine: EngineConfig) -> tuple[int, str]:
-    wanted = model.deferred_experts
-    if wanted == "auto":
-        return 0, "no GPU to overlap with"
-    if wanted and engine.kv_sharing == "strict":
-        raise ConfigError(
-            "engine.plan",
-            f"{wanted} experts are to be deferred, which an answer's tokens do and a prompt's do "
-            "not, so KV depends on which they were: give --engine.kv-sharing relaxed or defer none",
-            field="model.deferred_experts",
-        )
-    return wanted, "as asked for" if wanted else "model.deferred_experts"
-
-
-def _choose_torch_threads(threads: int, model: ModelPlan) -> tuple[int, str]:
-    if model.is_native:
-        return 1, "all matrices run on native kernels"
-    per_layer = model.spec.num_active_parameters // model.spec.num_layers
-    if per_layer < MIN_SHARED_WEIGHTS:
-        return 1, f"a token reads {per_layer:,} weights a layer: too few to share among threads"
-    return threads, "as many as the native kernels have"
-
-
-def _count_available(topology: _native.Topology) -> int:
-    """Bytes free now, as the machine and the control group see it."""
-    left = topology.limits.memory_left_bytes
-    if left is None:
-        left = topology.limits.memory_limit_bytes
-    available = topology.memory_available_bytes
-    return available if left is None else min(available, left)
 
 
 def build_engine(
@@ -459,6 +168,7 @@ def build_engine(
         state_bytes=0 if plan.states is None else plan.states.state_bytes,
         pid=0,
         plan=plan.rows(),
+        rejected=plan.rejected_rows(),
         load_seconds=0.0,
     )
     return BuiltEngine(engine, info, model, identity, index, cache, states, planner, experts)

@@ -13,6 +13,7 @@ __all__ = ["EngineConfig", "KvDtype", "SchedulingOrder"]
 
 SchedulingOrder = Literal["chunked", "prefill_first", "decode_first"]
 KvDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
+DEFAULT_STEP_TOKENS = 2048
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,8 +83,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0
     max_batch_tokens: Annotated[
         int,
-        Meta(ge=1, description="Tokens per step, shared by decodes and prefill chunks."),
-    ] = 2048
+        Meta(
+            ge=0,
+            description="Tokens per step, shared by decodes and prefill chunks; 0 = the fewest "
+            "that reach this machine's prefill speed, as `tandem plan` measured it, or 2048.",
+        ),
+    ] = 0
     max_running: Annotated[
         int, Meta(ge=1, description="Requests that hold blocks at the same time.")
     ] = 64
@@ -137,6 +142,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of a step: as asked for or planned, or what is taken where nobody measured."""
+        return self.max_batch_tokens or max(DEFAULT_STEP_TOKENS, self.max_running)
+
+    @property
     def memory_bytes(self) -> int:
         """``memory`` in bytes; 0 if it is empty."""
         return parse_size(self.memory)
@@ -153,7 +163,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 field="engine.block_size",
             )
         # Otherwise the decodes of a full house could keep a started prefill out of every step.
-        if self.max_batch_tokens < self.max_running:
+        if self.step_tokens < self.max_running:
             raise ConfigError(
                 "engine.configure",
                 f"max_batch_tokens is {self.max_batch_tokens}, below max_running "

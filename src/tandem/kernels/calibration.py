@@ -37,6 +37,7 @@ __all__ = [
     "Calibrator",
     "calibrate",
     "find_fingerprint",
+    "find_kept",
     "read_calibration",
 ]
 
@@ -54,6 +55,10 @@ CALLS_A_LAYER = 8
 BUDGET_S = 6.0
 """Of the rounds; filling the bank comes before."""
 ROUNDS = 9
+DISTURBED = 0.5
+"""Load of others, as a share of the cores, above which rates are those of a busy machine."""
+FORMAT = "2"
+"""Of what is kept; another one is measured again."""
 FILLER = 0x3F
 """Byte of which codes, fp16 and bf16 scales are all ordinary numbers."""
 
@@ -66,6 +71,21 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     efficiencies: Efficiencies
     rounds: int
     """Of each measurement, of which the medians are taken."""
+    load: float
+    """Of others, in processors, while it was measured: the load average of the minute before."""
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether others ran so much meanwhile that rates are too low."""
+        processor = self.hardware.processor
+        return processor is not None and self.load > DISTURBED * processor.cores
+
+    def describe(self) -> str:
+        """Return where the rates come from, for people."""
+        text = f"as this machine was measured in {self.rounds} rounds"
+        if not self.is_disturbed:
+            return text
+        return f"{text} beside others (load {self.load:.1f}): `tandem plan --measure` does it again"
 
 
 def find_fingerprint() -> str:
@@ -80,29 +100,46 @@ def find_fingerprint() -> str:
         str(len(topology.numa_nodes)),
         str(topology.memory_total_bytes),
         __version__,
+        FORMAT,
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def read_calibration(root: Path | None = None) -> Calibration:
+def _name_file(root: Path | None, fingerprint: str) -> Path:
+    return (root or DEFAULT_ROOT).expanduser() / f"{fingerprint}.json"
+
+
+def find_kept(root: Path | None = None) -> Calibration | None:
+    """Return the calibration of this machine as it was kept; None: it was not measured yet.
+
+    One of another fingerprint is of another machine, or of this one before it changed.
+
+    Args:
+        root: folder of calibrations; None is the user's cache.
+    """
+    fingerprint = find_fingerprint()
+    try:
+        kept = msgspec.json.decode(_name_file(root, fingerprint).read_bytes(), type=Calibration)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return kept if kept.fingerprint == fingerprint else None
+
+
+def read_calibration(root: Path | None = None, *, is_new: bool = False) -> Calibration:
     """Return the calibration of this machine: as it was kept, or measured now and kept.
 
     Args:
         root: folder of calibrations; None is the user's cache. One that cannot be written keeps
             nothing.
+        is_new: whether it is measured although one was kept.
     """
-    folder = (root or DEFAULT_ROOT).expanduser()
-    fingerprint = find_fingerprint()
-    file = folder / f"{fingerprint}.json"
-    try:
-        kept = msgspec.json.decode(file.read_bytes(), type=Calibration)
-    except (OSError, msgspec.DecodeError):
-        kept = None
-    if kept is not None and kept.fingerprint == fingerprint:
+    kept = None if is_new else find_kept(root)
+    if kept is not None:
         return kept
     measured = calibrate()
+    file = _name_file(root, measured.fingerprint)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{os.getpid()}.tmp")
         scratch.write_bytes(msgspec.json.format(msgspec.json.encode(measured), indent=2))
         scratch.replace(file)
@@ -187,6 +224,7 @@ class Calibrator:
         }
         self._tiny = _Bank("int8", pool, hidden=TINY, inner=TINY, num=TOP_K)
         self._samples: dict[tuple[str, str], list[float]] = {}
+        self._load = os.getloadavg()[0]
         self.rounds = 0
 
     def forget(self) -> None:
@@ -248,6 +286,7 @@ class Calibrator:
             hardware=hardware,
             efficiencies=efficiencies,
             rounds=self.rounds,
+            load=self._load,
         )
 
     def _middle(self, name: str, what: str) -> float:

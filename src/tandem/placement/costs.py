@@ -19,6 +19,8 @@ __all__ = ["Efficiencies", "Parts", "Placement", "StepTime", "chunk_time", "deco
 Share = Annotated[float, Meta(gt=0, le=1)]
 INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m"}
 """Formats whose products are of int8; the others' are of bf16."""
+F32_SHARE: dict[Isa, float] = {"avx2": 1.0, "avx512": 0.5, "amx": 1 / 16}
+"""Operations of float32 for one of bf16: AMX has none, AVX2 has no bf16."""
 AMX_ROWS = 4
 """Tokens of an expert above which AMX tiles pay: KTransformers' own rule."""
 ACTIVATION_BYTES = 2
@@ -55,6 +57,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     expert_format: str
     dense_format: str
     """Of everything but routed experts."""
+    expert_item_bytes: float = 0.0
+    """Bytes of a weight of routed experts, scales included; 0 is by the format."""
+    dense_item_bytes: float = 0.0
+    """The same of all others."""
     accelerators: int = 0
     """GPUs that are used."""
     sockets: int = 1
@@ -71,6 +77,16 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     deferred: int = 0
     """Experts of a token that may come one layer late."""
     chunk_tokens: int = 8192
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of a weight of routed experts."""
+        return self.expert_item_bytes or FORMAT_BYTES[self.expert_format]
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes of a weight of everything else."""
+        return self.dense_item_bytes or FORMAT_BYTES[self.dense_format]
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +140,7 @@ class _Machine:
             isa = "avx512"
         share = self._eff.cpu_amx if isa == "amx" else self._eff.cpu_avx
         peak = self._spec.cpu_tflops(is_int8=weight_format in INT8_FORMATS, isa=isa)
+        peak *= F32_SHARE[isa] if weight_format == "f32" else 1.0
         reads = size_bytes / (self.dram * self._eff.cpu_bandwidth)
         return max(reads, ops / (peak * 1e12 * self._sockets * share))
 
@@ -169,7 +186,7 @@ def _layer_parts(
     is_prefill: bool,
 ) -> Parts:
     """Return one layer's seconds: ``tokens`` of ``users``, each seeing ``context`` on average."""
-    dense_bytes, expert_bytes = FORMAT_BYTES[place.dense_format], FORMAT_BYTES[place.expert_format]
+    dense_bytes, expert_bytes = place.dense_bytes, place.expert_bytes
     ops_each = layer.prefill_ops if is_prefill else layer.decode_ops
     attention_ops = 2 * tokens * layer.attention_weights
     attention_ops += tokens * (ops_each * _seen(layer, context) + layer.index_ops * context)
@@ -271,7 +288,7 @@ def _step(
         for name in sums:
             sums[name] += count * getattr(parts, name)
     head = shape.head_weights or shape.embedding_weights
-    size, ops = head * FORMAT_BYTES[place.dense_format], 2 * heads * head
+    size, ops = head * place.dense_bytes, 2 * heads * head
     width = max(1, machine.width)
     if machine.num and place.is_dense_on_gpu:
         last = machine.gpu_time(size / width, ops / width, place.dense_format)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from tandem.placement.choosers import Choice
 from tandem.placement.hardware import HardwareSpec
-from tandem.placement.planner import Choice, DeviceMemory, Plan
+from tandem.placement.planner import DeviceMemory, Plan
 from tandem.placement.shape import ModelShape, ShapeLayer
 
 __all__ = ["align", "draw_layers", "render_plan"]

@@ -13,21 +13,23 @@ import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import CapacityError
+from tandem.placement.choosers import (
+    CHUNKS,
+    MIN_IMMEDIATE,
+    Choice,
+    choose_chunk,
+    choose_deferral,
+)
 from tandem.placement.costs import Efficiencies, Placement, decode_time, prefill_time
 from tandem.placement.hardware import HardwareSpec
 from tandem.placement.shape import FORMAT_BYTES, ModelShape
 
-__all__ = ["Choice", "ClassPlan", "DeviceMemory", "Plan", "Wishes", "make_plan"]
+__all__ = ["ClassPlan", "DeviceMemory", "Plan", "Wishes", "make_plan"]
 
 GIB = 1 << 30
 BLOCK_TOKENS = 64
-CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
 WORKSPACE_ITEMS = 12
 """Activations of a token of a chunk, in hidden sizes, all in bf16."""
-MIN_IMMEDIATE = 2
-"""Experts of a token that are never deferred: KTransformers' rule for accuracy."""
-SATURATED = 0.01
-"""A step that is so little above the shortest counts as it."""
 STREAM_GAIN = 1.2
 """Times faster that streaming must compute a prompt: it takes a layer's memory on the GPU."""
 MAX_USERS = 4096
@@ -59,14 +61,6 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def prompt_tokens(self) -> int:
         """Tokens of a prompt."""
         return min(self.prompt or max(1, self.context // 2), self.context)
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice, or one alternative that was rejected, and why."""
-
-    what: str
-    value: str
-    reason: str
 
 
 class ClassPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -363,8 +357,11 @@ class _Planner:
         }
         is_streamed = rates["streamed"] > STREAM_GAIN * rates["cpu"]
         kind = "streamed" if is_streamed else "cpu"
-        near = [o for o, rate in options if o.place.prefill == kind and rate >= 0.98 * rates[kind]]
-        chosen = min(near, key=lambda o: o.place.chunk_tokens) if near else layout
+        by_chunk = {o.place.chunk_tokens: (o, r) for o, r in options if o.place.prefill == kind}
+        chosen = layout
+        if by_chunk:
+            chunk = choose_chunk({chunk: rate for chunk, (_, rate) in by_chunk.items()})
+            chosen = by_chunk[chunk][0]
         if is_told:
             self._tell_prefill(chosen.place, rates, options)
         return chosen
@@ -402,7 +399,7 @@ class _Planner:
         rates = [
             self._decode(msgspec.structs.replace(place, deferred=d), users) for d in range(most + 1)
         ]
-        chosen = next(d for d, rate in enumerate(rates) if rate >= (1 - SATURATED) * max(rates))
+        chosen = choose_deferral(rates)
         if is_told:
             why = f"the fewest that saturate the CPU: {rates[chosen]:.1f} tokens/s; "
             why += f"0 gives {rates[0]:.1f}"

@@ -166,9 +166,6 @@ class _Config:
 UNSERVED = {
     "deepseek_v32": "sparse attention with an index (DSA)",
     "glm_moe_dsa": "sparse attention with an index (DSA)",
-    "qwen3_next": "layers with a recurrent state (GatedDeltaNet)",
-    "qwen3_5_moe": "layers with a recurrent state (GatedDeltaNet)",
-    "qwen3_5_moe_text": "layers with a recurrent state (GatedDeltaNet)",
     "kimi_linear": "layers with a recurrent state (KDA)",
 }
 """Model types that serving refuses still, with the operator that is missing."""

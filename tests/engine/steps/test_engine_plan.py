@@ -9,9 +9,10 @@ from tandem.core.clock import ManualClock
 from tandem.core.errors import ConfigError
 from tandem.core.spec import KvSharing
 from tandem.core.wire import AddRequest, SamplingParams
-from tandem.engine import build as building
-from tandem.engine.build import build_engine, plan_engine
+from tandem.engine import planning as building
+from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
+from tandem.engine.planning import plan_engine
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.models.config import ModelConfig

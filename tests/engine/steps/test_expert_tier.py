@@ -13,11 +13,12 @@ from tandem._native import DirectReader
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import ConfigError, InternalError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams
-from tandem.engine.build import build_engine, plan_engine
+from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
+from tandem.engine.planning import plan_engine
 from tandem.kernels.cpu.expert_slots import LayerSlots
 from tandem.models.config import ModelConfig
-from tandem.placement.expert_tier import GuessGate
+from tandem.placement.experts.tier import GuessGate
 
 PROMPTS = [[(7 * i * i + 3) % 4000 + 3 for i in range(n)] for n in (75, 40, 9)]
 
@@ -73,8 +74,8 @@ def test_tokens_are_those_of_experts_in_memory(packed, expert_format):
 def test_guessed_experts_change_no_token_and_are_often_right(packed, monkeypatch):
     """Read whenever there is a guess, right or not."""
     expected, _ = generate(build(None, slots=0).engine, PROMPTS)
-    monkeypatch.setattr("tandem.placement.expert_tier.MIN_GUESSES", 0)
-    monkeypatch.setattr("tandem.placement.expert_tier.MIN_RIGHT", 0.0)
+    monkeypatch.setattr("tandem.placement.experts.tier.MIN_GUESSES", 0)
+    monkeypatch.setattr("tandem.placement.experts.tier.MIN_RIGHT", 0.0)
     seen = []
     insert = LayerSlots.guess
 

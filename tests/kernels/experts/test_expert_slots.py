@@ -21,7 +21,7 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.kernels.cpu.expert_slots import ExpertTier, LayerSlots
-from tandem.placement.expert_cache import LruPolicy
+from tandem.placement.experts.cache import LruPolicy
 
 ALIGNMENT = 64
 EXPERT_BYTES = 160

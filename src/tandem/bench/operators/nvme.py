@@ -34,8 +34,8 @@ from tandem.kernels.cpu.experts import PackedExperts, count_bytes
 from tandem.kernels.cpu.tiered_experts import TieredExperts
 from tandem.kernels.weights.formats import find_format
 from tandem.models.loading.expert_disk import ReadRate, measure_reads
-from tandem.placement.expert_cache import LruPolicy
-from tandem.placement.expert_tier import ExpertSizes, count_slot_bytes, predict_missed_bytes
+from tandem.placement.experts.cache import LruPolicy
+from tandem.placement.experts.tier import ExpertSizes, count_slot_bytes, predict_missed_bytes
 
 if TYPE_CHECKING:
     from typing import Self

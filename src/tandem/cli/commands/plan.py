@@ -1,4 +1,4 @@
-"""``tandem plan``: a model placed on a machine, and which rule took which of its modules."""
+"""``tandem plan``: what serving a model is here, or on another machine, and why."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.cli.config import PLAN_SETTINGS, Config, load_config, with_config_flags
+from tandem.cli.output import JsonFlag, print_json
 from tandem.core.errors import ConfigError
 
 __all__ = ["plan"]
@@ -16,6 +17,7 @@ DEVICES = ("cpu", "cuda")
 """Kinds that a plan can be made for, here or for another machine."""
 
 
+@with_config_flags(PLAN_SETTINGS)
 def plan(
     model: Annotated[
         str,
@@ -27,21 +29,35 @@ def plan(
     hardware: Annotated[
         str,
         typer.Option(
-            help="Machine to place the model on: a name of `--list`, a YAML file, or `measured` "
-            "for this one, which takes seconds once."
+            help="Another machine to place the model on: a name of `--list` or a YAML file. "
+            "Without it the plan is that of `tandem serve` on this one, which is measured once, in "
+            "seconds. `measured` places it here as on another."
         ),
     ] = "",
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
     context: Annotated[
-        int, typer.Option(help="Tokens of a sequence, prompt and answer; with --hardware.")
-    ] = 8192,
-    prompt: Annotated[int, typer.Option(help="Tokens of a prompt; 0 is half the context.")] = 0,
-    users: Annotated[int, typer.Option(help="Users that are answered at once.")] = 1,
+        int | None,
+        typer.Option(
+            help="Tokens of a sequence, prompt and answer; 8192 with --hardware, else the model's."
+        ),
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt, with --hardware; half the context.")
+    ] = None,
+    users: Annotated[
+        int | None,
+        typer.Option(help="Users that are answered at once; 1 with --hardware, else as set."),
+    ] = None,
     rate: Annotated[
         float, typer.Option(help="Tokens a second for each user: how many users get them?")
     ] = 0,
     quality: Annotated[
-        str, typer.Option(help="Coarsest format of weights: stored, int8 or int4.")
-    ] = "int8",
+        str | None,
+        typer.Option(
+            help="Coarsest format of weights: stored, int8 or int4; int8 with --hardware, else "
+            "stored."
+        ),
+    ] = None,
     gpu_experts: Annotated[
         int, typer.Option(help="Routed experts of a layer on the GPU; -1 is as many as fit.")
     ] = -1,
@@ -55,23 +71,17 @@ def plan(
     rejected: Annotated[
         bool, typer.Option("--rejected", help="Tell the choices that were rejected, and why.")
     ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     rules: Annotated[
-        Path | None, typer.Option(help="YAML rule file; built-in rules follow its own.")
+        Path | None,
+        typer.Option(help="YAML rule file; built-in rules follow its own. Shows --modules."),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device of modules without a rule.")] = "cpu",
-    expert_format: Annotated[
-        str, typer.Option(help="Weight format of routed experts without a rule.")
-    ] = "auto",
-    linear_format: Annotated[
-        str, typer.Option(help="Weight format of other matrices without a rule.")
-    ] = "auto",
-    memory: Annotated[
-        str,
-        typer.Option(
-            help="Memory of this machine that serving may take, such as 16GiB: what stays on disk, "
-            "and how fast it is read."
-        ),
-    ] = "",
+    modules: Annotated[
+        bool, typer.Option("--modules", help="Tell which rule took which module, and matrices.")
+    ] = False,
+    device: Annotated[
+        str, typer.Option(help="Device of modules without a rule; another shows --modules.")
+    ] = "cpu",
     list_known: Annotated[
         bool, typer.Option("--list", help="List the machines and models that are known by name.")
     ] = False,
@@ -87,8 +97,9 @@ def plan(
         bool, typer.Option("--published", help="Predict published speeds of hybrid serving.")
     ] = False,
     json: JsonFlag = False,
+    **flags: Any,
 ) -> None:
-    """Place a model on a machine (--hardware), or show what a rule file makes of it."""
+    """Tell what serving a model is here and why; or place it on another machine (--hardware)."""
     from tandem.cli.planning import placing
 
     if experts is not None:
@@ -104,10 +115,11 @@ def plan(
         return
     if not model:
         raise typer.BadParameter("give a model, or --list", param_hint="'MODEL'")
-    if hardware:
-        if rules is not None:
-            what = "--rules is of a model's modules here, not of another machine"
-            raise typer.BadParameter(what, param_hint="'--rules'")
+    is_elsewhere = bool(hardware) or placing.is_known_model(model)
+    if is_elsewhere:
+        if rules is not None or modules:
+            what = "modules are of a model here, not on another machine"
+            raise typer.BadParameter(what, param_hint="'--rules' or '--modules'")
         wishes = _check_wishes(
             context=context,
             prompt=prompt,
@@ -118,7 +130,7 @@ def plan(
         )
         placing.place_model(
             model,
-            hardware,
+            hardware or placing.MEASURED,
             wishes,
             with_cost=cost,
             with_rejected=rejected,
@@ -126,55 +138,52 @@ def plan(
             as_json=json,
         )
         return
-    if placing.is_known_model(model) or cost or rejected or picture is not None:
-        what = "give the machine to place the model on: a name of `tandem plan --list`, or a file"
+    if cost or picture is not None or prompt is not None or gpu_experts != -1:
+        what = "it is of a machine of `tandem plan --list`, or of a file: give that too"
         raise typer.BadParameter(what, param_hint="'--hardware'")
     if device.partition(":")[0] not in DEVICES:
         what = f"{device!r} is not one of {', '.join(DEVICES)}"
         raise typer.BadParameter(what, param_hint="'--device'")
-    if memory:
-        if rules is not None or device != "cpu":
-            what = "--memory plans serving on this machine's CPU: leave out --rules and --device"
-            raise typer.BadParameter(what, param_hint="'--memory'")
-        _plan_memory(model, memory, expert_format, linear_format, as_json=json)
+    settings = load_config(config, flags, model=model).config
+    if rules is not None or modules or device != "cpu":
+        _show_modules(settings, rules, device, json=json)
         return
+    from tandem.cli.planning.serving import follow_wishes, show_serving
+    from tandem.kernels.calibration import read_calibration
+    from tandem.models.families import open_checkpoint
+    from tandem.models.loading.hub import resolve_folder
+
+    settings, wished = follow_wishes(
+        settings, context=context or 0, users=users or 0, quality=quality or ""
+    )
+    # To find what is wrong comes before seconds of measuring.
+    open_checkpoint(resolve_folder(settings.model.path, revision=settings.model.revision))
+    read_calibration(is_new=measure)
+    show_serving(settings, with_rejected=rejected, as_json=json, wished=wished, rate=rate)
+
+
+def _show_modules(settings: Config, rules: Path | None, device: str, *, json: bool) -> None:
+    """Print which rule took which module."""
     from tandem.models.loading.hub import resolve_folder
     from tandem.models.planning.plan_report import render_plan
     from tandem.models.planning.planner import plan_model
 
+    model = settings.model
+    if settings.engine.memory:
+        what = "it plans serving on this machine's CPU: leave out --rules, --modules and --device"
+        raise typer.BadParameter(what, param_hint="'--memory'")
     planned = plan_model(
-        resolve_folder(model),
-        rules=rules,
+        resolve_folder(model.path, revision=model.revision),
+        dtype=model.dtype,
+        rules=rules or (Path(model.rules) if model.rules else None),
         device=device,
-        expert_format=expert_format,
-        linear_format=linear_format,
+        expert_format=model.expert_format,
+        linear_format=model.linear_format,
     )
     if json:
         print_json(msgspec.to_builtins(planned))
     else:
         sys.stdout.write(render_plan(planned) + "\n")
-
-
-def _plan_memory(
-    model: str, memory: str, expert_format: str, linear_format: str, *, as_json: bool
-) -> None:
-    """Print what serving a model in so much memory would be."""
-    from tandem.engine.build import plan_engine
-    from tandem.engine.config import EngineConfig
-    from tandem.models.config import ModelConfig
-
-    try:
-        wish = msgspec.convert({"memory": memory}, EngineConfig)
-    except msgspec.ValidationError as error:
-        what = f"--memory {memory}: give a size such as 16GiB"
-        raise ConfigError("cli.plan", what, field="engine.memory") from error
-    planned = plan_engine(
-        ModelConfig(path=model, expert_format=expert_format, linear_format=linear_format), wish
-    )
-    if as_json:
-        print_json({**msgspec.structs.asdict(planned), "rows": planned.rows()})
-    else:
-        print_table(("what", "value", "why"), planned.rows())
 
 
 def _check_wishes(**fields: Any) -> Any:
@@ -185,7 +194,7 @@ def _check_wishes(**fields: Any) -> Any:
     from tandem.placement.planner import Wishes
 
     try:
-        return msgspec.convert(fields, Wishes)
+        return msgspec.convert({k: v for k, v in fields.items() if v is not None}, Wishes)
     except msgspec.ValidationError as error:
         what, _, field = str(error).partition(" - at `$.")
         flag = field.rstrip("`").replace("_", "-")

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,7 +21,7 @@ from tandem.cli.config import (
 )
 from tandem.cli.extras import require_serve
 from tandem.cli.launch_flags import make_launch_parameters, translate
-from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.cli.output import JsonFlag, print_json
 from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
@@ -49,6 +48,9 @@ def serve(
     dry_run: Annotated[
         bool, typer.Option(help="Say what would run and why; load nothing.")
     ] = False,
+    rejected: Annotated[
+        bool, typer.Option("--rejected", help="Tell the choices that were rejected, and why.")
+    ] = False,
     log_level: LogLevelFlag = LogLevel.WARNING,
     log_format: LogFormatFlag = LogFormat.TEXT,
     json: JsonFlag = False,
@@ -66,7 +68,9 @@ def serve(
         )
     check_store(settings.store)
     if dry_run:
-        _show_plan(settings, json=json)
+        from tandem.cli.planning.serving import show_serving
+
+        show_serving(settings, with_rejected=rejected, as_json=json)
         return
     require_serve()
     configure_logging("server", log_level, log_format)
@@ -74,26 +78,12 @@ def serve(
     is_logged = settings.server.access_log
     logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
     raise_limit()  # A stream of an answer is a descriptor; children inherit the limit.
-    asyncio.run(_serve(settings, log_level, log_format, json=json))
+    asyncio.run(_serve(settings, log_level, log_format, json=json, with_rejected=rejected))
 
 
-def _show_plan(settings: Config, *, json: bool) -> None:
-    from tandem.engine.build import plan_engine
-
-    cluster = settings.cluster
-    plan = plan_engine(settings.model, settings.engine, num_siblings=cluster.num_instances)
-    rows = plan.rows()
-    if cluster.num_instances > 1:
-        roles = {name: getattr(cluster, name) for name in ("prefill", "decode", "unified")}
-        counts = ", ".join(f"{count} {role}" for role, count in roles.items() if count)
-        rows.append(("instances", counts, "each as above, on its share of cores and memory"))
-    if json:
-        print_json({**msgspec.structs.asdict(plan), "rows": rows})
-        return
-    print_table(("what", "value", "why"), rows)
-
-
-async def _serve(settings: Config, log_level: str, log_format: str, *, json: bool) -> None:
+async def _serve(
+    settings: Config, log_level: str, log_format: str, *, json: bool, with_rejected: bool
+) -> None:
     from tandem.engine.process.launcher import ProcessLauncher
 
     async with contextlib.AsyncExitStack() as opened:
@@ -104,7 +94,9 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
             launchers.append(ProcessLauncher())
             opened.push_async_callback(launchers[-1].close)
             await launchers[-1].prepare()
-        await _serve_with(launchers, settings, log_level, log_format, json=json)
+        await _serve_with(
+            launchers, settings, log_level, log_format, json=json, with_rejected=with_rejected
+        )
 
 
 async def _serve_with(
@@ -114,6 +106,7 @@ async def _serve_with(
     log_format: str,
     *,
     json: bool,
+    with_rejected: bool,
 ) -> None:
     from tandem.cli.composition import check_model, compose
     from tandem.server.run import RunningServer, open_listener, run_server
@@ -135,7 +128,9 @@ async def _serve_with(
             serving = asyncio.create_task(
                 run_server(settings.server, app, started.set_result, listener)
             )
-            announcing = asyncio.create_task(_announce(engine, started, json=json))
+            announcing = asyncio.create_task(
+                _announce(engine, started, json=json, with_rejected=with_rejected)
+            )
             try:
                 await asyncio.wait((serving, announcing), return_when=asyncio.FIRST_COMPLETED)
                 if announcing.done() and announcing.exception() is not None:
@@ -154,28 +149,24 @@ async def _serve_with(
                 await asyncio.gather(announcing, serving, return_exceptions=True)
 
 
-async def _announce(cluster: Any, started: Any, *, json: bool) -> None:
-    """Print where it serves, once it does: the line that scripts wait for."""
+async def _announce(cluster: Any, started: Any, *, json: bool, with_rejected: bool) -> None:
+    """Print what was chosen and where it serves, once it does: the line that scripts wait for."""
     info: InstanceInfo = await cluster.wait_ready()
     running = await started
     names = [each.name for each in cluster.instances]
     if json:
         print_json({"url": running.url, "instance": info, "instances": names})
     else:
-        each = f"{', '.join(names)}, each:\n" if len(names) > 1 else ""
-        sys.stdout.write(f"{each}{_describe(info)}\nServing {info.model} at {running.url}\n")
+        from tandem.cli.planning.choices import print_choices
+
+        if len(names) > 1:
+            sys.stdout.write(f"{', '.join(names)}, each:\n")
+        print_choices(info.plan, info.rejected if with_rejected else [])
+        loaded = f"Loaded in {info.load_seconds:.1f} s; "
+        sys.stdout.write(
+            f"{loaded}rejected choices: --rejected\nServing {info.model} at {running.url}\n"
+        )
     sys.stdout.flush()
-
-
-def _describe(info: InstanceInfo) -> str:
-    kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
-    return (
-        f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters in {info.dtype}, "
-        f"{info.weight_bytes / 2**20:.0f} MiB; loaded in {info.load_seconds:.1f} s\n"
-        f"KV cache: {info.num_blocks} blocks of {info.block_size} tokens, "
-        f"{kv_bytes / 2**20:.0f} MiB when all are used\n"
-        f"Context: {info.max_model_len} tokens, {info.max_model_len_reason}"
-    )
 
 
 @contextlib.contextmanager

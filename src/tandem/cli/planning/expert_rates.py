@@ -24,7 +24,7 @@ def print_rates(trace: Path, *, as_json: bool) -> None:
     Raises: as ``open_trace``; UnsupportedError (a trace too short to replay).
     """
     from tandem.engine.stepping.expert_trace import open_trace, read_decodes
-    from tandem.placement.expert_replay import ORACLE, replay_layers
+    from tandem.placement.experts.replay import ORACLE, replay_layers
 
     header, records = open_trace(trace)
     layers = read_decodes(records, len(header.layers))

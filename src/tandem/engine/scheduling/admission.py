@@ -38,7 +38,7 @@ class Admission:
             return
         reserved = sum(map(state.count_outstanding, state.running))
         for request in self.order_waiting(now_s):
-            budget = state.config.max_batch_tokens - plan.num_tokens
+            budget = state.config.step_tokens - plan.num_tokens
             if budget == 0 or len(state.running) >= state.config.max_running:
                 return
             is_bypassed = request.queue.num_overtaken >= MAX_OVERTAKEN

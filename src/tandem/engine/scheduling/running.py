@@ -45,7 +45,7 @@ class RunningPlanner:
         while position < len(running) and not plan.is_stalled:
             request = running[position]
             position += 1
-            budget = self._state.config.max_batch_tokens - plan.num_tokens
+            budget = self._state.config.step_tokens - plan.num_tokens
             if budget == 0:
                 return
             if not request.queue.is_prefilling or not _is_plannable(request):

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.core.errors import CapacityError, DeadlineError, TandemError
-from tandem.placement.expert_cache import CachePolicy, Insertion
+from tandem.placement.experts.cache import CachePolicy, Insertion
 
 __all__ = ["ExpertReader", "ExpertTier", "LayerSlots", "TierCounters"]
 

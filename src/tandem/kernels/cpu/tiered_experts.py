@@ -27,8 +27,8 @@ from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.moe import Router
 from tandem.kernels.weights.formats import WeightFormat
-from tandem.placement.expert_cache import CachePolicy
-from tandem.placement.expert_tier import GuessGate
+from tandem.placement.experts.cache import CachePolicy
+from tandem.placement.experts.tier import GuessGate
 
 __all__ = ["DiskExperts", "TierShare", "TieredExperts"]
 

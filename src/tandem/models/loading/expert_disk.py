@@ -17,8 +17,8 @@ from tandem.core.model.plan import NO_FORMAT, ExpertTierPlan, ModelPlan, MoeSpec
 from tandem.kernels.cpu.expert_slots import ExpertTier
 from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
 from tandem.kernels.operators.moe import MoeBlock, Router
-from tandem.placement.expert_cache import EXPERT_POLICIES
-from tandem.placement.expert_tier import ExpertSizes, predict_missed_bytes, size_tier
+from tandem.placement.experts.cache import EXPERT_POLICIES
+from tandem.placement.experts.tier import ExpertSizes, predict_missed_bytes, size_tier
 
 __all__ = [
     "ReadRate",

@@ -73,7 +73,7 @@ class Placing:
                 config.num_kv_blocks,
                 config.block_size,
                 config.max_model_len,
-                config.max_batch_tokens,
+                config.step_tokens,
             )
             self.conductor.join(each.name, each.role)
             self.conductor.serve(InstanceRef(each.name, 0, IDENTITY), facts)

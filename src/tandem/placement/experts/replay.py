@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.placement.expert_cache import (
+from tandem.placement.experts.cache import (
     EXPERT_POLICIES,
     CachePolicy,
     OraclePolicy,

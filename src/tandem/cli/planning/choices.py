@@ -1,0 +1,18 @@
+"""Choices of a plan as tables."""
+
+import sys
+from collections.abc import Sequence
+
+from tandem.cli.output import print_table
+
+__all__ = ["print_choices"]
+
+Rows = Sequence[tuple[str, str, str]]
+
+
+def print_choices(rows: Rows, rejected: Rows) -> None:
+    """Print choices with their reasons, and rejected ones if there are any."""
+    print_table(("what", "value", "why"), rows)
+    if rejected:
+        sys.stdout.write("\n")
+        print_table(("rejected", "value", "why not"), rejected)

@@ -1,0 +1,515 @@
+"""The plan of an engine: every value that will run, with its reason.
+
+``plan_engine`` decides, from the configuration of the model and what the machine offers, without
+reading a weight. `tandem plan` and `tandem serve --dry-run` print its plan, ``build_engine`` obeys
+it, ``/server_info`` has it.
+"""
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from tandem import _native
+from tandem.core.errors import ConfigError
+from tandem.core.model.plan import ModelPlan
+from tandem.core.spec import KVLayout
+from tandem.engine.config import EngineConfig
+from tandem.engine.memory import (
+    DEFAULT_FRACTION,
+    KvPlan,
+    StatePlan,
+    check_context,
+    plan_kv_cache,
+    plan_states,
+)
+from tandem.kernels.calibration import Calibration, find_kept
+from tandem.models.config import ModelConfig
+from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
+from tandem.models.loading.hub import resolve_folder
+from tandem.models.loading.loader import count_mapped_bytes, make_kv_layout
+from tandem.models.planning.planner import plan_model
+from tandem.placement.choosers import CHUNKS, Choice, choose_chunk
+from tandem.placement.costs import Placement, decode_time, prefill_time
+from tandem.placement.served import place_served, read_served
+from tandem.placement.shape import FORMAT_BYTES, ModelShape
+
+__all__ = ["EnginePlan", "Forecast", "count_users", "plan_engine"]
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+TIER_KV_FRACTION = 0.2
+"""The share for KV of the memory beside the dense weights, where experts lie on disk: there an
+expert in memory saves more time than a block that nobody uses."""
+RUNTIME_BYTES = 1 << 30
+"""Bytes of an instance beside weights and KV: Python, torch, activations of a step. Measured:
+0.6 GiB after loading, and tens of KiB a token of a step."""
+
+MIN_SHARED_WEIGHTS = 2_000_000
+"""Weights that a token reads in a layer, below which torch multiplies on one thread: its operations
+are too short to share, however many tokens a step has. Measured with the demo model in float32
+(0.5 M a layer) on two quiet cores: two threads took 1.8 times as long for 512 tokens, 1.3 for
+2,048, and 2.1 for 64 decodes. The native pool wakes sooner: there two threads take 0.6 of the time
+for 512 tokens, 0.8 for 16 decodes, and no longer for one."""
+
+
+COARSER_FORMATS = ("int8", "int4")
+"""Formats whose rejection is told, with what they would bring."""
+PROMPT_TOKENS = 4096
+"""Of the prompt by which steps are compared; the context's half, where it is shorter."""
+
+
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted speeds of one user on this machine, by the cost model and its calibration."""
+
+    prompt_tokens: int
+    prefill_rate: float
+    """Tokens of the prompt a second."""
+    decode_rate: float
+    """Tokens a second after it."""
+    chunk_rates: dict[int, float]
+    """Tokens of the prompt a second, by tokens of a step."""
+    format_rates: dict[str, float]
+    """Tokens a second in decode, by the format of routed experts, or of all matrices of a model
+    without."""
+    source: str
+
+
+class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What will run: every value concrete, with its reason where it was decided here."""
+
+    model: ModelPlan
+    layout: KVLayout
+    config: EngineConfig
+    """With everything filled in that was left open."""
+    kv: KvPlan
+    states: StatePlan | None
+    """None: no layer has a state."""
+    threads_reason: str
+    deferral_reason: str
+    torch_threads: int
+    """Of torch, which computes what is not native."""
+    torch_threads_reason: str
+    step_reason: str
+    forecast: Forecast | None
+    """None: this machine was not measured."""
+    rejected: tuple[Choice, ...]
+
+    @property
+    def operator_threads(self) -> dict[str, int]:
+        """Threads by what computes."""
+        names = ["attention", "matrices", *(["routed experts"] if self.model.spec.is_moe else [])]
+        return {**dict.fromkeys(names, self.config.threads), "torch": self.torch_threads}
+
+    def rejected_rows(self) -> list[tuple[str, str, str]]:
+        """Return (what, value, why not) for a table."""
+        return [(choice.what, choice.value, choice.reason) for choice in self.rejected]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return (what, value, why) for a table."""
+        model, spec, kv = self.model, self.model.spec, self.kv
+        return [
+            ("model", model.folder, spec.architecture),
+            (
+                "weights",
+                f"{model.weight_bytes / MIB:.0f} MiB",
+                f"{spec.num_parameters:,} parameters",
+            ),
+            *_tell_tier(model),
+            ("dtype", spec.dtype, spec.dtype_reason),
+            ("experts", model.experts.weight_format, model.experts.reason),
+            (
+                "expert parts",
+                str(model.expert_parts),
+                "copied to the NUMA nodes that compute them"
+                if model.expert_parts > 1
+                else "in place, mapped if cached",
+            ),
+            ("deferred experts", str(model.num_deferred_experts), self.deferral_reason),
+            ("linear", model.linear.weight_format, model.linear.reason),
+            ("context", f"{self.config.max_model_len} tokens", kv.max_model_len_reason),
+            ("threads", self._tell_threads(), self.threads_reason),
+            ("torch threads", str(self.torch_threads), self.torch_threads_reason),
+            (
+                "KV cache",
+                f"{kv.num_blocks} blocks of {self.layout.block_size} tokens, "
+                f"{kv.size_bytes / MIB:.0f} MiB when all are used",
+                f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
+            ),
+            *self._list_states(),
+            ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
+            ("step", f"{self.config.max_batch_tokens} tokens", self.step_reason),
+            ("requests", f"{self.config.max_running} running", "engine.max_running"),
+            ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
+            ("order", self.config.scheduling_order, "engine.scheduling_order"),
+            self._tell_speed(),
+        ]
+
+    def _tell_threads(self) -> str:
+        names = [name for name in self.operator_threads if name != "torch"]
+        return f"{self.config.threads} for each of {', '.join(names)}"
+
+    def _tell_speed(self) -> tuple[str, str, str]:
+        told = self.forecast
+        if told is None:
+            return ("speed", "unknown", "this machine was not measured: `tandem plan` does it")
+        text = f"{told.prefill_rate:.0f} tokens/s of a prompt of {told.prompt_tokens}, "
+        text += f"{told.decode_rate:.1f} tokens/s of an answer"
+        return ("speed", text, f"predicted for one user, {told.source}")
+
+    def _list_states(self) -> list[tuple[str, str, str]]:
+        states = self.states
+        if states is None:
+            return []
+        text = (
+            f"{states.num_slots} slots of {states.state_bytes / MIB:.1f} MiB, "
+            f"{states.size_bytes / MIB:.0f} MiB when all are used"
+        )
+        every = self.config.state_every
+        kept = "at ends of messages, prompts and answers and at branches"
+        kept += f", and every {every} tokens" if every else ""
+        return [("states", text, f"{states.reason}; kept {kept}")]
+
+
+def plan_engine(
+    model_config: ModelConfig, engine_config: EngineConfig, *, num_siblings: int = 1
+) -> EnginePlan:
+    """Decide what 0 and ``auto`` leave open.
+
+    Args:
+        model_config: what to load.
+        engine_config: 0 where the value is to be decided here.
+        num_siblings: instances that share the free memory, this one included.
+
+    Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
+    """
+    folder = resolve_folder(model_config.path, revision=model_config.revision)
+    topology = _native.read_topology()
+    threads, threads_reason = _choose_threads(engine_config, topology)
+    num_deferred, deferral_reason = _choose_deferral(model_config, engine_config)
+    model = plan_model(
+        folder,
+        dtype=model_config.dtype,
+        rules=Path(model_config.rules) if model_config.rules else None,
+        device=model_config.device,
+        expert_format=model_config.expert_format,
+        linear_format=model_config.linear_format,
+        packed_cache=model_config.packed_cache,
+        expert_parts=model_config.expert_parts,
+        num_nodes=min(len(topology.numa_nodes), threads),
+        deferred_experts=num_deferred,
+    )
+    available, fraction = _count_available(topology) // num_siblings, DEFAULT_FRACTION
+    if engine_config.memory_bytes:
+        # What the interpreter and a step take comes out of it too.
+        available = max(0, min(available, engine_config.memory_bytes - RUNTIME_BYTES))
+    left = _share_memory(
+        available * num_siblings, model.weight_bytes, count_mapped_bytes(model), num_siblings
+    )
+    if model_config.expert_slots or (left < 0 and list_expert_sizes(model) is not None):
+        model = _plan_tier(model, model_config, engine_config, available)
+        left, fraction = available - (model.weight_bytes - model.expert_bytes), TIER_KV_FRACTION
+    spec = model.spec
+    own = spec.max_position_embeddings
+    check_context(engine_config.max_model_len, own)
+    torch_threads, torch_reason = _choose_torch_threads(threads, model)
+    layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
+    states = None
+    if spec.state_layout is not None:
+        states = plan_states(
+            engine_config,
+            state_bytes=spec.state_layout.bytes_per_state,
+            available_bytes=left,
+            total_bytes=topology.memory_total_bytes,
+            fraction=fraction,
+        )
+    kv = plan_kv_cache(
+        engine_config,
+        block_bytes=layout.bytes_per_block,
+        own_context=own,
+        available_bytes=left,
+        total_bytes=topology.memory_total_bytes,
+        taken_bytes=0 if states is None else states.size_bytes,
+        fraction=fraction,
+    )
+    shape = read_served(model, kv_bytes=layout.bytes_per_token)
+    forecast = _forecast(model, shape, find_kept(), min(PROMPT_TOKENS, kv.max_model_len // 2 or 1))
+    step, step_reason = _choose_step(engine_config, forecast)
+    config = msgspec.structs.replace(
+        engine_config,
+        max_model_len=kv.max_model_len,
+        num_kv_blocks=kv.num_blocks,
+        num_state_slots=0 if states is None else states.num_slots,
+        threads=threads,
+        max_batch_tokens=step,
+    )
+    return EnginePlan(
+        model=model,
+        layout=layout,
+        config=config,
+        kv=kv,
+        states=states,
+        threads_reason=threads_reason,
+        deferral_reason=deferral_reason,
+        torch_threads=torch_threads,
+        torch_threads_reason=torch_reason,
+        step_reason=step_reason,
+        forecast=forecast,
+        rejected=(
+            *_reject_formats(model, shape, forecast),
+            *_reject_deferral(model),
+            *_reject_threads(threads, topology),
+            *_reject_memory(model, kv, layout),
+            *_reject_steps(step, forecast),
+        ),
+    )
+
+
+def count_users(planned: EnginePlan, rate: float) -> int:
+    """Return how many users get so many tokens a second each; 0 where it is not known.
+
+    Args:
+        planned: of the engine.
+        rate: tokens a second of each.
+    """
+    calibration, told = find_kept(), planned.forecast
+    if calibration is None or told is None:
+        return 0
+    shape = read_served(planned.model, kv_bytes=planned.layout.bytes_per_token)
+    place = place_served(planned.model, chunk_tokens=planned.config.max_batch_tokens)
+    spec, eff, context = calibration.hardware, calibration.efficiencies, told.prompt_tokens
+    fitting = planned.kv.num_blocks * planned.layout.block_size // context
+    users = 0
+    for count in range(1, min(planned.config.max_running, fitting) + 1):
+        step = decode_time(spec, shape, place, eff, users=count, context=context)
+        if 1 / step.seconds < rate:
+            break
+        users = count
+    return users
+
+
+def _plan_tier(
+    model: ModelPlan, model_config: ModelConfig, engine_config: EngineConfig, available_bytes: int
+) -> ModelPlan:
+    """Return the plan with routed experts on disk, in the memory that KV leaves."""
+    left = available_bytes - (model.weight_bytes - model.expert_bytes)
+    layout = make_kv_layout(model.spec, engine_config.block_size, engine_config.kv_dtype)
+    if engine_config.num_kv_blocks:
+        kv_bytes = engine_config.num_kv_blocks * layout.bytes_per_block
+    elif engine_config.kv_cache_gib:
+        kv_bytes = int(engine_config.kv_cache_gib * GIB)
+    else:
+        kv_bytes = int(left * TIER_KV_FRACTION)
+    sizes = list_expert_sizes(model)
+    read_bytes = sizes.expert_bytes if sizes is not None else MIB
+    return plan_tier(
+        model,
+        budget_bytes=max(0, left - kv_bytes),
+        wanted_slots=model_config.expert_slots,
+        policy=model_config.expert_policy,
+        read_rate=measure_reads(Path(model.folder), read_bytes),
+    )
+
+
+def _tell_tier(model: ModelPlan) -> list[tuple[str, str, str]]:
+    """Return the rows of experts that lie on disk."""
+    tier = model.tier
+    if tier is None:
+        return []
+    num_experts = max(m.shape[0] for m in model.matrices if m.role == "experts")
+    share = tier.num_slots / num_experts
+    speed = f"{tier.read_rate / 1e9:.2f} GB/s, {tier.depth} reads of {tier.part_bytes >> 10} KiB"
+    if tier.read_rate and tier.missed_bytes:
+        rate = f"{tier.read_rate / tier.missed_bytes:.2f} tokens/s"
+        why = f"a token misses {tier.missed_bytes / MIB:.0f} MiB if choices are even: {rate}"
+    elif tier.read_rate:
+        why = "every expert has a slot: each is read once"
+    else:
+        why = "not measured"
+    return [
+        (
+            "experts on disk",
+            f"{tier.num_slots} of {num_experts} in each of {tier.num_layers} layers, "
+            f"{tier.size_bytes / MIB:.0f} MiB with {tier.num_staged} places for others",
+            f"{tier.reason}; {tier.policy} holds {share:.0%}",
+        ),
+        ("disk", speed if tier.read_rate else "unknown", why),
+    ]
+
+
+def _share_memory(
+    available_bytes: int, weight_bytes: int, mapped_bytes: int, num_siblings: int
+) -> int:
+    """Return what one of several instances may use beside its weights; negative if they do not fit.
+
+    Args:
+        available_bytes: of the machine, before any of them has loaded.
+        weight_bytes: of the model.
+        mapped_bytes: of these, in a file that all instances map: they count once.
+        num_siblings: instances.
+    """
+    return (available_bytes - mapped_bytes) // num_siblings - (weight_bytes - mapped_bytes)
+
+
+def _choose_threads(config: EngineConfig, topology: _native.Topology) -> tuple[int, str]:
+    advice = _native.recommend_threads(topology)
+    if not config.threads:
+        return advice.threads, advice.reason
+    if config.threads > advice.threads:
+        logger.warning(
+            "event=many_threads threads=%d advised=%d why=%r",
+            config.threads,
+            advice.threads,
+            f"{advice.reason}; more share cores and wait for each other",
+        )
+    return config.threads, "as asked for"
+
+
+def _choose_deferral(model: ModelConfig, engine: EngineConfig) -> tuple[int, str]:
+    wanted = model.deferred_experts
+    if wanted == "auto":
+        return 0, "no GPU to overlap with"
+    if wanted and engine.kv_sharing == "strict":
+        raise ConfigError(
+            "engine.plan",
+            f"{wanted} experts are to be deferred, which an answer's tokens do and a prompt's do "
+            "not, so KV depends on which they were: give --engine.kv-sharing relaxed or defer none",
+            field="model.deferred_experts",
+        )
+    return wanted, "as asked for" if wanted else "model.deferred_experts"
+
+
+def _choose_torch_threads(threads: int, model: ModelPlan) -> tuple[int, str]:
+    if model.is_native:
+        return 1, "all matrices run on native kernels"
+    per_layer = model.spec.num_active_parameters // model.spec.num_layers
+    if per_layer < MIN_SHARED_WEIGHTS:
+        return 1, f"a token reads {per_layer:,} weights a layer: too few to share among threads"
+    return threads, "as many as the native kernels have"
+
+
+def _count_available(topology: _native.Topology) -> int:
+    """Bytes free now, as the machine and the control group see it."""
+    left = topology.limits.memory_left_bytes
+    if left is None:
+        left = topology.limits.memory_limit_bytes
+    available = topology.memory_available_bytes
+    return available if left is None else min(available, left)
+
+
+def _forecast(
+    model: ModelPlan, shape: ModelShape, calibration: Calibration | None, prompt: int
+) -> Forecast | None:
+    """Predict speeds by the calibration of this machine; None without one.
+
+    Experts on disk are left out: their rate is the disk's, which the plan tells beside it.
+    """
+    if calibration is None or model.tier is not None:
+        return None
+    spec, eff = calibration.hardware, calibration.efficiencies
+
+    def decode(place: Placement) -> float:
+        return 1 / decode_time(spec, shape, place, eff, users=1, context=prompt).seconds
+
+    def prefill(chunk: int) -> float:
+        place = place_served(model, chunk_tokens=chunk)
+        return prompt / prefill_time(spec, shape, place, eff, tokens=prompt).seconds
+
+    chunks = [chunk for chunk in CHUNKS if chunk == CHUNKS[0] or chunk < 2 * prompt]
+    rates = {chunk: prefill(chunk) for chunk in chunks}
+    chosen = place_served(model, chunk_tokens=choose_chunk(rates))
+    return Forecast(
+        prompt_tokens=prompt,
+        prefill_rate=rates[chosen.chunk_tokens],
+        decode_rate=decode(chosen),
+        chunk_rates=rates,
+        format_rates={
+            name: decode(_with_format(chosen, name, has_experts=shape.expert_weights > 0))
+            for name in COARSER_FORMATS
+        },
+        source=calibration.describe(),
+    )
+
+
+def _with_format(place: Placement, name: str, *, has_experts: bool) -> Placement:
+    if has_experts:
+        return msgspec.structs.replace(place, expert_format=name, expert_item_bytes=0.0)
+    return msgspec.structs.replace(place, dense_format=name, dense_item_bytes=0.0)
+
+
+def _choose_step(config: EngineConfig, forecast: Forecast | None) -> tuple[int, str]:
+    if config.max_batch_tokens:
+        return config.max_batch_tokens, "engine.max_batch_tokens"
+    if forecast is None:
+        return config.step_tokens, "as this machine was not measured: `tandem plan` does it"
+    fitting = {n: r for n, r in forecast.chunk_rates.items() if n >= config.max_running}
+    if not fitting:
+        return config.max_running, "a token for each running request"
+    chosen = choose_chunk(fitting)
+    why = "the fewest within 2 % of the fastest prefill"
+    return chosen, f"{why}: {fitting[chosen]:.0f} tokens/s predicted"
+
+
+def _reject_steps(chosen: int, forecast: Forecast | None) -> list[Choice]:
+    rates = {} if forecast is None else forecast.chunk_rates
+    return [
+        Choice(what="step", value=f"{n} tokens", reason=f"{rate:.0f} tokens/s of a prompt")
+        for n, rate in rates.items()
+        if n != chosen
+    ]
+
+
+def _reject_formats(model: ModelPlan, shape: ModelShape, forecast: Forecast | None) -> list[Choice]:
+    """Tell the coarser formats of the matrices that a step reads most of."""
+    is_moe = shape.expert_weights > 0
+    held = place_served(model, chunk_tokens=1)
+    current = held.expert_bytes if is_moe else held.dense_bytes
+    weights = shape.expert_weights if is_moe else shape.num_weights - shape.embedding_weights
+    setting = "expert_format" if is_moe else "linear_format"
+    choices: list[Choice] = []
+    for name in COARSER_FORMATS:
+        if FORMAT_BYTES[name] >= 0.95 * current:
+            continue
+        why = f"it rounds weights, which is to be asked for (model.{setting}): "
+        why += f"{weights * FORMAT_BYTES[name] / MIB:.0f} MiB for {weights * current / MIB:.0f}"
+        if forecast is not None:
+            rate = forecast.format_rates[name]
+            why += f", {rate:.1f} tokens/s of an answer for {forecast.decode_rate:.1f}"
+        what = "experts" if is_moe else "linear"
+        choices.append(Choice(what=what, value=name, reason=why))
+    return choices
+
+
+def _reject_deferral(model: ModelPlan) -> list[Choice]:
+    if not model.spec.is_moe or model.num_deferred_experts:
+        return []
+    why = "no GPU to overlap with: it would change values for nothing"
+    return [Choice(what="deferred experts", value=f"1 to {model.spec.top_k}", reason=why)]
+
+
+def _reject_threads(threads: int, topology: _native.Topology) -> list[Choice]:
+    num_cpus = len(topology.allowed_cpus)
+    if threads >= num_cpus:
+        return []
+    why = "siblings share the units of a core, and a quota is shared by all threads"
+    return [Choice(what="threads", value=str(num_cpus), reason=why)]
+
+
+def _reject_memory(model: ModelPlan, kv: KvPlan, layout: KVLayout) -> list[Choice]:
+    choices: list[Choice] = []
+    if model.tier is not None:
+        why = f"{model.weight_bytes / MIB:.0f} MiB do not fit beside KV"
+        if model.tier.reason.startswith("model."):
+            why = f"{model.tier.reason} asks for fewer"
+        choices.append(Choice(what="experts on disk", value="none", reason=why))
+    elif list_expert_sizes(model) is not None:
+        why = f"all {model.expert_bytes / MIB:.0f} MiB fit memory, which is faster"
+        choices.append(Choice(what="experts on disk", value="some", reason=why))
+    if layout.dtype not in ("int8", "fp8"):
+        why = "half the memory, but it rounds, which is to be asked for (engine.kv_dtype); "
+        why += f"{kv.size_bytes / MIB:.0f} MiB fit"
+        choices.append(Choice(what="KV cache", value="int8", reason=why))
+    return choices

@@ -1,0 +1,122 @@
+"""A model that this machine serves, as the cost model sees it: from its ``ModelPlan``."""
+
+from collections.abc import Sequence
+from math import prod
+
+import msgspec
+
+from tandem.core.model.layers import GatedDeltaSpec, MlaSpec
+from tandem.core.model.plan import NO_FORMAT, LayerSpec, MatrixPlan, ModelPlan, MoeSpec
+from tandem.core.spec import DTYPE_BYTES
+from tandem.placement.costs import Placement
+from tandem.placement.shape import FORMAT_BYTES, ModelShape, ShapeLayer
+
+__all__ = ["place_served", "read_served"]
+
+BF16_BYTES = 2
+MIXER_ROLES = ("qkv", "q_up", "head_matrices", "attention_out", "gates", "other")
+STORED_NAMES = {"f32": "f32", "bf16": "bf16", "float32": "f32", "bfloat16": "bf16"}
+
+
+def read_served(plan: ModelPlan, *, kv_bytes: int) -> ModelShape:
+    """Return the shape of a model that is planned here.
+
+    Args:
+        plan: of the model.
+        kv_bytes: that a token keeps in all layers together.
+    """
+    spec = plan.spec
+    per_layer = kv_bytes // max(1, spec.num_layers - spec.num_state_layers)
+    layers = tuple(_read_layer(layer, per_layer, plan) for layer in plan.layers)
+    sizes = {m.role: prod(m.shape) for m in plan.other_matrices if m.size_bytes}
+    return ModelShape(
+        name=spec.name,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        layers=layers,
+        embedding_weights=sizes.get("embedding", spec.vocab_size * spec.hidden_size),
+        head_weights=sizes.get("head", 0),
+        max_context=spec.max_position_embeddings,
+    )
+
+
+def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
+    mixer, mlp = layer.mixer, layer.mlp
+    weights = {m: prod(m.shape) for m in layer.matrices}
+    experts = sum(size for m, size in weights.items() if m.role == "experts")
+    attention = sum(size for m, size in weights.items() if m.role in MIXER_ROLES)
+    rest = sum(weights.values()) - experts - attention
+    is_moe = isinstance(mlp, MoeSpec)
+    read = ShapeLayer(
+        kind="state",
+        attention_weights=attention,
+        dense_weights=0 if is_moe else rest,
+        shared_weights=rest if is_moe else 0,
+        expert_weights=experts // mlp.num_experts if isinstance(mlp, MoeSpec) else 0,
+        num_experts=mlp.num_experts if isinstance(mlp, MoeSpec) else 0,
+        top_k=mlp.top_k if isinstance(mlp, MoeSpec) else 0,
+    )
+    if isinstance(mixer, GatedDeltaSpec):
+        layout = plan.spec.state_layout
+        size = 0 if layout is None else layout.bytes_per_state // plan.spec.num_state_layers
+        return msgspec.structs.replace(read, state_bytes=size)
+    if isinstance(mixer, MlaSpec):
+        # The latent is not expanded, for prompts neither.
+        ops = 2 * mixer.num_heads * (2 * mixer.rank + mixer.rope)
+        kind, window = "mla", 0
+    else:
+        ops, kind, window = 4 * mixer.num_heads * mixer.head_dim, "gqa", mixer.window
+    return msgspec.structs.replace(
+        read,
+        kind=kind,
+        kv_items=kv_bytes // BF16_BYTES,
+        window=window,
+        prefill_ops=ops,
+        decode_ops=ops,
+    )
+
+
+def place_served(plan: ModelPlan, *, chunk_tokens: int) -> Placement:
+    """Return where a model's parts are as it is served here: all on the CPU.
+
+    Args:
+        plan: of the model.
+        chunk_tokens: of a step.
+    """
+    experts = [m for m in plan.matrices if m.role == "experts"]
+    dense = [m for m in plan.matrices if m.role not in ("experts", "embedding")]
+    dtype = plan.spec.dtype
+    return Placement(
+        expert_format=_name_kind(experts or dense, dtype),
+        expert_item_bytes=_mean_bytes(experts, dtype),
+        dense_format=_name_kind(dense, dtype),
+        dense_item_bytes=_mean_bytes(dense, dtype),
+        is_dense_on_gpu=False,
+        is_attention_on_gpu=False,
+        deferred=plan.num_deferred_experts,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _mean_bytes(matrices: Sequence[MatrixPlan], dtype: str) -> float:
+    """Return the bytes of a weight, over all matrices; 0 where there are none."""
+    num_weights = sum(prod(m.shape) for m in matrices)
+    # A head that is the embedding's tensor has no bytes of its own, and reads them.
+    size = sum(m.size_bytes or prod(m.shape) * DTYPE_BYTES[dtype] for m in matrices)
+    return size / num_weights if num_weights else 0.0
+
+
+def _name_kind(matrices: Sequence[MatrixPlan], dtype: str) -> str:
+    """Return the format, among those that planning knows, of most of the weights.
+
+    It tells whether products are of integers or of floats; sizes are counted.
+    """
+    sizes: dict[str, int] = {}
+    for matrix in matrices:
+        name = dtype if matrix.weight_format == NO_FORMAT else matrix.weight_format
+        sizes[name] = sizes.get(name, 0) + prod(matrix.shape)
+    name = max(sizes, key=lambda each: sizes[each], default=dtype)
+    name = STORED_NAMES.get(name, name)
+    if name in FORMAT_BYTES:
+        return name
+    return name[:3] if name.startswith("fp8") else "int8"
