@@ -23,6 +23,7 @@ __all__ = [
     "KnownModel",
     "PublishedRow",
     "PublishedRows",
+    "PublishedTraining",
     "find_hardware",
     "find_model",
     "list_hardware",
@@ -80,6 +81,27 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     note: str = ""
 
 
+class PublishedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One published run of fine-tuning: a machine, a model, its batch, speed and memory."""
+
+    id: Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
+    machine: str
+    model: str
+    tokens: Annotated[int, Meta(ge=1)]
+    """Of a micro-batch."""
+    accumulation: Annotated[int, Meta(ge=1)] = 16
+    rank: Annotated[int, Meta(ge=1)] = 8
+    is_checkpointed: bool = True
+    """As LLaMA-Factory trains unless told otherwise."""
+    rate: Rate
+    """Tokens a second, end to end."""
+    vram_gb: Rate
+    """Of all GPUs together, decimal."""
+    dram_gb: Rate
+    source: str
+    note: str = ""
+
+
 class PublishedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All published rows that give enough facts, and the ones that do not."""
 
@@ -87,6 +109,8 @@ class PublishedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Ids of the rows that fit the efficiencies; chosen before any fit."""
     fitted_because: str
     rows: tuple[PublishedRow, ...]
+    training: tuple[PublishedTraining, ...]
+    """Runs of fine-tuning; none fits anything."""
     left_out: dict[str, str]
     """Other published figures, each with the fact that is missing."""
 

@@ -344,6 +344,7 @@ def chunk_time(
     *,
     tokens: int,
     context: float,
+    heads: int = 1,
 ) -> StepTime:
     """Return the time of one step that computes a chunk of a prompt.
 
@@ -354,6 +355,7 @@ def chunk_time(
         eff: shares of the peaks.
         tokens: of the chunk.
         context: tokens that each attends to, on average.
+        heads: tokens whose logits are computed.
     """
     return _step(
         spec,
@@ -364,7 +366,7 @@ def chunk_time(
         users=1,
         context=context,
         is_prefill=True,
-        heads=1,
+        heads=heads,
     )
 
 

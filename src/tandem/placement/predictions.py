@@ -11,8 +11,9 @@ from tandem.core.config import parse_yaml
 from tandem.placement.catalog import PublishedRow, find_hardware, find_model, read_published
 from tandem.placement.costs import Efficiencies
 from tandem.placement.fitting import Figure, median_error, predict_rows, read_efficiencies
+from tandem.placement.training import list_training
 
-__all__ = ["LARGE_ERROR", "explain_figure", "render_predictions"]
+__all__ = ["LARGE_ERROR", "explain_figure", "explain_row", "render_predictions"]
 
 LARGE_ERROR = 0.25
 """Share from which a prediction's error is explained."""
@@ -35,7 +36,11 @@ def _read_outliers() -> dict[str, str]:
 
 def explain_figure(figure: Figure) -> str:
     """Return why a figure is far off; empty where nothing is said."""
-    name = f"{figure.row} {figure.phase}"
+    return explain_row(f"{figure.row} {figure.phase}")
+
+
+def explain_row(name: str) -> str:
+    """Return why a figure is far off, by its row and what it is of; empty where nothing is said."""
     for pattern, reason in _read_outliers().items():
         if fnmatchcase(name, pattern):
             return reason
@@ -54,6 +59,7 @@ def render_predictions() -> str:
     lines += [_tell_figure(figure, rows[figure.row]) for figure in figures]
     lines += ["", f"## More than {LARGE_ERROR:.0%} off", ""]
     lines += _tell_outliers(figures)
+    lines += ["", *_tell_training(eff)]
     lines += ["", "## Left out", "", "Published, but without a fact that a prediction needs:", ""]
     lines += [f"- {what}: {why}." for what, why in published.left_out.items()]
     return "\n".join(lines) + "\n"
@@ -72,6 +78,33 @@ def _sum_up(figures: Sequence[Figure]) -> str:
         f"**{median_error(predicted):.0%}**; {', '.join(phases)}; {large} are more than "
         f"{LARGE_ERROR:.0%} off."
     )
+
+
+def _tell_training(eff: Efficiencies) -> list[str]:
+    """Return the part about runs of fine-tuning."""
+    figures = list_training(eff)
+    rows = {row.id: row for row in read_published().training}
+    lines = [
+        "## Fine-tuning",
+        "",
+        "LoRA of rank 8 on all matrices but the routed experts, which stay in DRAM, in bf16, by "
+        "`tandem finetune RECIPE --dry-run --hardware NAME`. Nothing is fitted to these rows: "
+        "efficiencies are those above.",
+        "",
+        "| row | model | machine | tokens of a batch | what | published | predicted | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for figure in figures:
+        row = rows[figure.row]
+        cells = (figure.row, find_model(row.model).title, find_hardware(row.machine).title)
+        rates = (f"{figure.published:g}", f"{figure.predicted:.3g}", f"{figure.error:+.0%}")
+        lines.append(f"| {' | '.join((*cells, str(row.tokens), figure.what, *rates))} |")
+    lines.append("")
+    for figure in figures:
+        if abs(figure.error) > LARGE_ERROR:
+            what = f"{figure.row} {figure.what}"
+            lines.append(f"- {what} ({figure.error:+.0%}): {explain_row(what)}")
+    return lines
 
 
 def _tell_efficiencies(eff: Efficiencies) -> list[str]:

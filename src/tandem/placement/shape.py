@@ -60,6 +60,9 @@ class ShapeLayer(msgspec.Struct, frozen=True, kw_only=True):
     """The same of decoding, where a latent cache is not expanded."""
     index_ops: int = 0
     """Operations of a sparse attention's index with each token."""
+    adapter_items: int = 0
+    """Inputs and outputs of all linear modules but the routed experts': an adapter of rank r has r
+    times as many weights."""
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,8 +215,9 @@ def _read_layer(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeLayer
         or (index + 1) % step != 0
     )
     if is_dense:
-        weights = 3 * hidden * c["intermediate_size"]
-        return msgspec.structs.replace(layer, dense_weights=weights)
+        inner = c["intermediate_size"]
+        items = layer.adapter_items + 3 * (hidden + inner)
+        return msgspec.structs.replace(layer, dense_weights=3 * hidden * inner, adapter_items=items)
     width = c.get("moe_intermediate_size", "intermediate_size")
     bias = 3 * width if c.flag("attention_bias") and "swiglu_limit" in fields else 0
     shared = c.get("n_shared_experts") * width
@@ -225,6 +229,8 @@ def _read_layer(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeLayer
         expert_weights=3 * hidden * width + bias,
         num_experts=num_experts,
         top_k=top_k,
+        adapter_items=layer.adapter_items
+        + (3 * (hidden + shared + gated) if shared + gated else 0),
     )
 
 
@@ -252,6 +258,7 @@ def _read_attention(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeL
         window=c.get("sliding_window") if kind == "sliding_attention" else 0,
         prefill_ops=ops,
         decode_ops=ops,
+        adapter_items=4 * hidden + head_dim * (queries + 2 * kv_heads + heads),
     )
 
 
@@ -263,6 +270,8 @@ def _read_latent(c: _Config) -> ShapeLayer:
     queries = heads * (nope + rope)
     weights = hidden * q_rank + q_rank * queries if q_rank else hidden * queries
     weights += hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
+    items = hidden + 2 * q_rank + queries if q_rank else hidden + queries
+    items += hidden + rank + rope + rank + heads * (nope + value) + heads * value + hidden
     index_heads, index_dim = c.get("index_n_heads"), c.get("index_head_dim")
     if index_heads:
         weights += q_rank * index_heads * index_dim + hidden * (index_dim + index_heads)
@@ -275,6 +284,7 @@ def _read_latent(c: _Config) -> ShapeLayer:
         prefill_ops=2 * heads * (nope + rope + value),
         decode_ops=2 * heads * (2 * rank + rope),
         index_ops=2 * index_heads * index_dim,
+        adapter_items=items,
     )
 
 
@@ -291,4 +301,5 @@ def _read_state(c: _Config) -> ShapeLayer:
         attention_weights=weights + channels * kernel,
         # Float32 matrices of the heads, and the inputs that the convolution still sees.
         state_bytes=4 * value_heads * key_dim * value_dim + BF16_BYTES * channels * (kernel - 1),
+        adapter_items=3 * hidden + 2 * keys + 3 * values + 2 * value_heads,
     )

@@ -26,6 +26,13 @@ def finetune(
         bool,
         typer.Option("--dry-run", help="Say what memory and time it will take; train nothing."),
     ] = False,
+    hardware: Annotated[
+        str,
+        typer.Option(
+            help="With --dry-run: another machine, a name of `tandem plan --list` or a YAML file. "
+            "The model may then be a configuration of that list."
+        ),
+    ] = "",
     json: JsonFlag = False,
 ) -> None:
     """Train a LoRA adapter; leave it, its log, results and loss plot in the recipe's output_dir."""
@@ -35,6 +42,14 @@ def finetune(
     read = read_recipe(recipe, overrides)
     for note in read.notes:
         sys.stderr.write(f"{note}\n")
+    if hardware:
+        if not dry_run:
+            what = "it predicts a run on another machine: give --dry-run too"
+            raise typer.BadParameter(what, param_hint="'--hardware'")
+        from tandem.cli.planning.training import show_training
+
+        show_training(read, hardware, as_json=json)
+        return
     require_extra("finetune", "peft", "accelerate", "pyarrow")
     if dry_run:
         _show_prediction(read, json=json)

@@ -28,7 +28,15 @@ from tandem.placement.planner import Plan, Wishes, make_plan
 from tandem.placement.predictions import render_predictions
 from tandem.placement.shape import ModelShape, read_shape
 
-__all__ = ["is_known_model", "list_known", "place_model", "print_published"]
+__all__ = [
+    "MEASURED",
+    "find_machine",
+    "find_shape",
+    "is_known_model",
+    "list_known",
+    "place_model",
+    "print_published",
+]
 
 TALK = ("h800", "h20", "xeon-spr")
 """Machines of the talk's comparison; a machine of one's own stands beside them."""
@@ -69,14 +77,13 @@ def place_model(
 
     Raises: ConfigError (the picture cannot be written), and as ``make_plan``.
     """
-    spec, efficiencies = _find_machine(hardware)
-    known = find_model(model) if is_known_model(model) else _read_model(model)
-    shape = read_shape(known.config, known.name)
+    spec, efficiencies = find_machine(hardware)
+    shape, stored_format = find_shape(model)
     planned = make_plan(
         spec,
         shape,
         wishes,
-        stored_format=known.stored_format,
+        stored_format=stored_format,
         efficiencies=efficiencies,
     )
     if picture is not None:
@@ -96,8 +103,23 @@ def place_model(
         _print_cost(_collect_cost(spec, shape, planned), shape)
 
 
-def _find_machine(hardware: str) -> tuple[HardwareSpec, Efficiencies]:
-    """Return a machine by name, file or, for `measured`, as it is here and now."""
+def find_shape(model: str) -> tuple[ModelShape, str]:
+    """Return a model's shape, and the format that its weights are stored in.
+
+    Args:
+        model: the name of a known configuration, a folder, a GGUF file or a hub id.
+
+    Raises: as ``read_shape`` and ``open_checkpoint``.
+    """
+    known = find_model(model) if is_known_model(model) else _read_model(model)
+    return read_shape(known.config, known.name), known.stored_format
+
+
+def find_machine(hardware: str) -> tuple[HardwareSpec, Efficiencies]:
+    """Return a machine by name, file or, for `measured`, as it is here and now.
+
+    Raises: as ``read_hardware``.
+    """
     if hardware != MEASURED:
         return read_hardware(hardware), read_efficiencies()
     from tandem.kernels.calibration import read_calibration

@@ -1,0 +1,193 @@
+"""LoRA fine-tuning on a machine that is described: memory by device, and the time of a step.
+
+Frozen routed experts are in DRAM and computed by the CPU, everything else is on the GPUs, as
+KTransformers trains; without a GPU all of it is on the CPU. The times are those of ``costs``, with
+the efficiencies of serving: nothing is fitted to a published figure of training.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.placement.catalog import (
+    PublishedTraining,
+    find_hardware,
+    find_model,
+    read_published,
+)
+from tandem.placement.costs import Efficiencies, Placement, chunk_time
+from tandem.placement.hardware import HardwareSpec
+from tandem.placement.planner import DeviceMemory
+from tandem.placement.shape import FORMAT_BYTES, ModelShape, read_shape
+
+__all__ = [
+    "TrainingFigure",
+    "TrainingPlan",
+    "TrainingWishes",
+    "list_training",
+    "plan_training_on",
+    "predict_training",
+]
+
+GIB = 1 << 30
+EXPERT_PRODUCTS = 16 / 6
+"""Products of a routed expert in a step for those of its forward pass: the backward pass computes
+gate and up again and three gradients of its inputs (KTransformers counts 6 and 10 of H x I)."""
+DENSE_PASSES, CHECKPOINTED_PASSES = 2, 3
+"""Of all other matrices, whose weights get no gradient: forward, backward, and forward again."""
+HANDOVERS = 2
+"""From GPU to CPU and back, in each direction of a layer."""
+TRAINED_BYTES = 16
+"""Of a trained weight: itself, its gradient and two moments, in float32."""
+KEPT_ITEMS = 34 / 2
+"""Bf16 items of a token that a layer keeps for its backward pass, in hidden sizes: Korthikanti et
+al. (arXiv 2205.05198) count 34 bytes without attention's scores, which fused attention drops."""
+LOGIT_BYTES = 10
+"""Of a logit: bf16, and float32 for the loss and its gradient."""
+CONTEXT_BYTES = GIB * 3 // 4
+"""Of each GPU, by CUDA's context and kernels."""
+
+
+class TrainingWishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run, as far as it decides memory and time."""
+
+    tokens: Annotated[int, Meta(ge=1)]
+    """Of a micro-batch: rows times their length."""
+    accumulation: Annotated[int, Meta(ge=1)] = 1
+    """Micro-batches of a step."""
+    rank: Annotated[int, Meta(ge=1)] = 8
+    is_checkpointed: bool = False
+    """Layers keep their inputs alone and are computed again."""
+    expert_format: str = "bf16"
+    dense_format: str = "bf16"
+
+
+class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory by device, and speed."""
+
+    memory: tuple[DeviceMemory, ...]
+    trainable_parameters: int
+    step_s: float
+    tokens_per_s: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether each device holds its part."""
+        return all(memory.used_bytes <= memory.capacity_bytes for memory in self.memory)
+
+    def find_used(self, device: str) -> int:
+        """Return the bytes that a kind of device holds; 0 where there is none."""
+        return sum(memory.used_bytes for memory in self.memory if memory.device == device)
+
+
+class TrainingFigure(msgspec.Struct, frozen=True, kw_only=True):
+    """One published figure of a run beside the predicted one."""
+
+    row: str
+    what: str
+    published: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what is published."""
+        return self.predicted / self.published - 1
+
+
+def plan_training_on(
+    spec: HardwareSpec, shape: ModelShape, wishes: TrainingWishes, eff: Efficiencies
+) -> TrainingPlan:
+    """Predict a run's memory and speed on a machine.
+
+    Args:
+        spec: the machine.
+        shape: the model.
+        wishes: the run.
+        eff: shares of the peaks that are reached.
+    """
+    place = Placement(
+        expert_format=wishes.expert_format,
+        dense_format=wishes.dense_format,
+        sockets=spec.sockets,
+        accelerators=spec.num_accelerators,
+        parallel="pipeline",
+        is_dense_on_gpu=spec.num_accelerators > 0,
+        is_attention_on_gpu=spec.num_accelerators > 0,
+    )
+    tokens = wishes.tokens
+    parts = chunk_time(
+        spec, shape, place, eff, tokens=tokens, context=tokens / 2, heads=tokens
+    ).parts
+    passes = CHECKPOINTED_PASSES if wishes.is_checkpointed else DENSE_PASSES
+    seconds = passes * (parts.gpu + parts.cpu)
+    seconds += EXPERT_PRODUCTS * (parts.cpu_experts + parts.gpu_experts)
+    seconds += HANDOVERS * parts.handover
+    trainable = wishes.rank * sum(layer.adapter_items for layer in shape.layers)
+    return TrainingPlan(
+        memory=_count_memory(spec, shape, wishes, trainable),
+        trainable_parameters=trainable,
+        step_s=seconds * wishes.accumulation,
+        tokens_per_s=tokens / seconds,
+    )
+
+
+def _count_memory(
+    spec: HardwareSpec, shape: ModelShape, wishes: TrainingWishes, trainable: int
+) -> tuple[DeviceMemory, ...]:
+    tokens, width = wishes.tokens, shape.hidden_size
+    layer_bytes = 2 * KEPT_ITEMS * tokens * width
+    kept = len(shape.layers) * layer_bytes
+    if wishes.is_checkpointed:
+        kept = len(shape.layers) * 2 * tokens * width + layer_bytes
+    others = shape.num_weights - shape.expert_weights
+    parts = {
+        "frozen weights": round(others * FORMAT_BYTES[wishes.dense_format]),
+        "adapters, gradients, optimizer": trainable * TRAINED_BYTES,
+        "activations": round(kept),
+        "logits": tokens * shape.vocab_size * LOGIT_BYTES,
+    }
+    dram: dict[str, int] = {}
+    if shape.expert_weights:
+        size = shape.expert_weights * FORMAT_BYTES[wishes.expert_format]
+        dram["routed experts"] = round(size)
+        kept_experts = sum(
+            2 * 2 * tokens * layer.top_k * layer.expert_weights // (3 * width)
+            for layer in shape.moe_layers
+        )
+        dram["activations of experts"] = kept_experts
+    memory: list[DeviceMemory] = []
+    gpu = spec.accelerator
+    if gpu is None:
+        dram = {**parts, **dram}
+    else:
+        parts["contexts of the GPUs"] = spec.num_accelerators * CONTEXT_BYTES
+        capacity = spec.accelerator_memory_bytes
+        memory.append(DeviceMemory(device="GPU", capacity_bytes=capacity, parts=parts))
+    if dram:
+        memory.append(DeviceMemory(device="DRAM", capacity_bytes=spec.memory_bytes, parts=dram))
+    return tuple(memory)
+
+
+def predict_training(row: PublishedTraining, eff: Efficiencies) -> list[TrainingFigure]:
+    """Return what is predicted of a published run: speed, VRAM and DRAM."""
+    shape = read_shape(find_model(row.model).config, row.model)
+    wishes = TrainingWishes(
+        tokens=row.tokens, accumulation=row.accumulation, rank=row.rank,
+        is_checkpointed=row.is_checkpointed,
+    )  # fmt: skip
+    planned = plan_training_on(find_hardware(row.machine), shape, wishes, eff)
+    told = (
+        ("tokens/s", row.rate, planned.tokens_per_s),
+        ("VRAM GB", row.vram_gb, planned.find_used("GPU") / 1e9),
+        ("DRAM GB", row.dram_gb, planned.find_used("DRAM") / 1e9),
+    )
+    return [
+        TrainingFigure(row=row.id, what=what, published=published, predicted=predicted)
+        for what, published, predicted in told
+    ]
+
+
+def list_training(eff: Efficiencies) -> list[TrainingFigure]:
+    """Return all figures of published runs, in the file's order."""
+    return [figure for row in read_published().training for figure in predict_training(row, eff)]
