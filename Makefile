@@ -9,12 +9,13 @@ kernels = --config-settings=cmake.define.TANDEM_KERNEL_ISAS=$(1)
 INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
-.PHONY: demo finetune-demo test test-isa test-slow test-chaos test-long test-oldest sanitize sanitize-address sanitize-thread check format \
+.PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-long test-oldest sanitize sanitize-address sanitize-thread check format \
   clean help
 
 help:
 	@echo "make demo       serve the demo model and ask it two prompts that share a prefix"
 	@echo "make finetune-demo  train an adapter on docstrings, measure it before and after, ask it"
+	@echo "make deferral   train a MoE with 8 of 32 experts (half an hour; goes on where it was stopped), measure it"
 	@echo "make test       run the tests"
 	@echo "make test-isa   run the tests of serving and kernels as on a CPU that has AVX2 alone"
 	@echo "make test-slow  run the slow tests as well"
@@ -33,6 +34,12 @@ demo: $(STAMPS)/serve
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 finetune-demo: $(STAMPS)/finetune
 	@$(BIN)/python examples/finetune_demo/run.py
+
+# Where `tandem bench deferral` looks for the model; the training goes on from its last ten steps.
+MANY_EXPERTS := $(HOME)/.cache/tandem/bench/many-experts
+deferral: $(STAMPS)/dev
+	$(BIN)/python examples/demo_model/train.py --many-experts --out $(MANY_EXPERTS)
+	$(BIN)/tandem bench deferral --json $(MANY_EXPERTS)/deferral.jsonl
 
 test: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long and not download" $(ARGS)

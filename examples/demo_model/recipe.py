@@ -43,6 +43,7 @@ MANY_EXPERTS = Recipe(
     num_steps=400,
     num_long_steps=80,
     short_len=256,
+    steps_per_checkpoint=10,
 )
 """As many choices as large models make: what deferred experts do is measured on it."""
 TOY = Recipe(

@@ -67,7 +67,7 @@ def test_a_model_is_planned_for_this_machine(measured, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(calibration, "DEFAULT_ROOT", tmp_path)
     monkeypatch.setattr(calibration, "calibrate", lambda: measured)
-    plan("demo", hardware="measured", context=512, json=True, help_all=False)
+    plan(model="demo", hardware="measured", context=512, json=True, help_all=False)
     report = json.loads(capsys.readouterr().out)
     assert report["hardware"]["name"] == "measured"
     assert report["plan"]["decode_rate"] > 0

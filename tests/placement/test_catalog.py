@@ -119,10 +119,10 @@ def test_published_rows_name_what_is_known():
 def test_the_list_names_every_machine_and_model(capsys):
     from tandem.cli.commands.plan import plan
 
-    plan(list_known=True, json=False)
+    plan(list_known=True, json=False, help_all=False)
     text = capsys.readouterr().out
     assert all(name in text for name in list_hardware() + list_models())
-    plan(list_known=True, json=True)
+    plan(list_known=True, json=True, help_all=False)
     report = json.loads(capsys.readouterr().out)
     assert [m["name"] for m in report["models"]] == list_models()
     assert report["machines"][0]["accelerator"]["price_source"]

@@ -188,5 +188,5 @@ def test_the_page_is_what_the_command_prints(request, capsys):
     from tandem.cli.commands.plan import plan
 
     page = request.config.rootpath / "docs" / "reference" / "predictions.md"
-    plan(published=True, json=False)
+    plan(published=True, json=False, help_all=False)
     assert page.read_text("utf-8") == capsys.readouterr().out == render_predictions()

@@ -193,8 +193,8 @@ def test_a_plan_says_what_gpus_it_replaces():
 def command(capsys):
     from tandem.cli.commands.plan import plan
 
-    def call(*arguments, **options):
-        plan(*arguments, **options, help_all=False)
+    def call(model, **options):
+        plan(model=model, **options, help_all=False)
         return capsys.readouterr().out
 
     return call

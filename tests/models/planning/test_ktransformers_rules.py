@@ -103,7 +103,7 @@ def test_layers_of_several_gpus_go_to_the_rules_of_their_device(write_config):
 def test_unused_rules_and_conflicts_are_listed(write_config, capsys):
     folder = write_config("deepseek_v3")
     path = FOLDER / "deepseek-v3-multi-gpu.yaml"
-    plan_command(str(folder), rules=path, json=True)
+    plan_command(model=str(folder), rules=path, json=True, help_all=False)
     report = json.loads(capsys.readouterr().out)
     # transformers 5 has one RoPE for all layers, which these rules by layer do not match.
     text = path.read_text().splitlines()
@@ -111,7 +111,7 @@ def test_unused_rules_and_conflicts_are_listed(write_config, capsys):
         int(place.rpartition(":")[2]) - 1 for place in report["unused_rules"] if "multi" in place
     ]
     assert any("rotary_emb" in text[line] for line in unused)
-    plan_command(str(folder), rules=path, json=False)
+    plan_command(model=str(folder), rules=path, json=False, help_all=False)
     printed = capsys.readouterr().out
     assert re.search(r"unused: deepseek-v3-multi-gpu.yaml:\d+ matched no module", printed)
     more = folder / "more.yaml"
@@ -119,5 +119,5 @@ def test_unused_rules_and_conflicts_are_listed(write_config, capsys):
         path.read_text()
         + '\n- match: {name: "^model.layers.7.mlp$"}\n  replace: {class: default}\n'
     )
-    plan_command(str(folder), rules=more, json=False)
+    plan_command(model=str(folder), rules=more, json=False, help_all=False)
     assert re.search(r"shadowed: more.yaml:\d+, all its modules went", capsys.readouterr().out)

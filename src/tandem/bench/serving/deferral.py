@@ -5,7 +5,7 @@ which defers nothing, the others an answer. Ours is a figure of the answers with
 experts, the baseline the same without; nothing is timed. The demo model has two experts a token;
 one with 8 of 32 is measured too where it is found, and made by
 
-    python examples/demo_model/train.py --many-experts --out ~/.cache/tandem/bench/many-experts
+    make deferral
 """
 
 import sysconfig
