@@ -35,7 +35,7 @@ def test_a_plan_has_the_shape_of_its_configuration(model_type, checkpoint):
         assert served.state_bytes > 0
 
 
-@pytest.mark.parametrize("expert_format", ["int8", "none"])
+@pytest.mark.parametrize("expert_format", ["int8row", "none"])
 def test_bytes_of_weights_are_those_of_the_plan(expert_format, checkpoint):
     plan = plan_model(checkpoint("qwen3_moe"), dtype="bfloat16", expert_format=expert_format)
     place, shape = place_served(plan, chunk_tokens=64), read_served(plan, kv_bytes=0)
