@@ -76,7 +76,7 @@ def choose_execution(
     """
     if device.has_native_kernels and dtype in NATIVE_DTYPES:
         return CpuExecution(pool)
-    return TorchExecution()
+    return TorchExecution(is_host=device.is_host)
 
 
 class DeviceContext:

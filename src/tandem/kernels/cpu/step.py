@@ -86,7 +86,7 @@ class CpuStep:
         self._dtype = dtype
         self._on_layer = on_layer
         self._states = states
-        self._state_rows = (batch.query_start, batch.state_slots.tolist())
+        self._state_rows = (batch.query_start, list(batch.state_slots))
         self._routing = routing
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None

@@ -78,7 +78,7 @@ class TorchStep:
         self._cache = cache
         self._on_layer = on_layer
         self._states = states
-        self._state_rows = (batch.query_start, batch.state_slots.tolist())
+        self._state_rows = (batch.query_start, list(batch.state_slots))
         self._routing = routing
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._positions = batch.positions

@@ -289,7 +289,7 @@ class CausalModel:
             self.adapters.end_step()
 
     def _check_states(self, batch: PagedBatch, states: StateCache | None) -> StateCache:
-        layout, slots = self.spec.state_layout, batch.state_slots.tolist()
+        layout, slots = self.spec.state_layout, batch.state_slots
         held = None if states is None else states.layout
         if states is None or held != layout or NO_SLOT in slots or len({*slots}) < len(slots):
             raise ShapeError(
