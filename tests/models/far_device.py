@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tandem.kernels import devices
 from tandem.models.families import open_checkpoint
 from tandem.models.loading import loader
 from tandem.models.loading.skeleton import build_skeleton
@@ -75,7 +74,7 @@ class FakeCuda:
 @contextmanager
 def load_fake(plan, pool, monkeypatch):
     """Load a plan for ``cuda`` and give the model; fake tensors are on until the end."""
-    monkeypatch.setitem(devices._DEVICES, "cuda", FakeCuda())
+    monkeypatch.setattr(loader, "open_device", lambda _name: FakeCuda())
     # The skeleton is made of real tensors, and whether weights are finite needs values.
     skeleton = build_skeleton(open_checkpoint(plan.folder).config)
     monkeypatch.setattr(loader, "build_skeleton", lambda _config: skeleton)

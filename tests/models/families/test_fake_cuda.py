@@ -66,7 +66,7 @@ def make_batch(model, chunks):
 def test_a_step_stays_on_the_device(name, tmp_path, monkeypatch):
     config = make_odd(name, 1)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    plan = plan_model(str(tmp_path), device="cuda", dtype="float32")
+    plan = plan_model(str(tmp_path), device="cuda", expert_format="none", dtype="float32")
     with load_fake(plan, ThreadPool(1), monkeypatch) as model:
         cache, states = model.allocate_kv(16, block_size=BLOCK_SIZE), model.allocate_states(4)
         # A prompt, one that goes on, decodes of unequal length; then decodes alone.
