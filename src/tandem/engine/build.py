@@ -41,12 +41,12 @@ from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
+from tandem.kernels.devices import open_device
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
-from tandem.kernels.devices import open_device
 from tandem.models.loading.loader import CausalModel, count_mapped_bytes, load_model, make_kv_layout
 from tandem.models.planning.planner import plan_model
 from tandem.models.proof.require import require_proof

@@ -46,11 +46,9 @@ def has_native_kernels(name: str) -> bool:
 
 
 def name_arithmetic(name: str) -> str:
-    """Return ``Device.name_arithmetic`` of a device that is here.
-
-    Raises: as ``open_device``.
-    """
-    return open_device(name).name_arithmetic()
+    """Return ``Device.name_arithmetic``; the name itself of a device that this build has not."""
+    is_known = torch.device(name).type in _OPENERS
+    return open_device(name).name_arithmetic() if is_known else name
 
 
 @cache

@@ -26,14 +26,14 @@ ALIGNMENT = 64
 class StagedTokens(NamedTuple):
     """Host memory that the device copies to and from."""
 
-    x_TD: Tensor
-    """Of a dtype that native kernels take."""
-    ids_TK: Tensor
-    """int64."""
-    w_TK: Tensor
-    """float32."""
-    out_TD: Tensor
-    """float32."""
+    hidden: Tensor
+    """[T, D], of a dtype that native kernels take."""
+    ids: Tensor
+    """[T, K], int64."""
+    weights: Tensor
+    """[T, K], float32."""
+    out: Tensor
+    """[T, D], float32."""
 
 
 class ExpertStaging:
@@ -94,14 +94,14 @@ class HostedExperts(RoutedExperts):
         self.is_misplaced = self.native.is_misplaced
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
-        """Add the weighted sum; see ``RoutedExperts``. Waits for the device, and it for the host."""
+        """Add the weighted sum; see ``RoutedExperts``. Host and device wait for each other."""
         if not len(x_TD):
             return
         device, there = self._staging.device, self._staging.take(x_TD, ids_TK.shape[1])
-        device.copy(x_TD.contiguous(), there.x_TD)
-        device.copy(ids_TK.contiguous(), there.ids_TK)
-        device.copy(w_TK.float().contiguous(), there.w_TK)
+        device.copy(x_TD.contiguous(), there.hidden)
+        device.copy(ids_TK.contiguous(), there.ids)
+        device.copy(w_TK.float().contiguous(), there.weights)
         self.native.run(*map(Buffer, there))
         sum_TD = torch.empty(x_TD.shape, dtype=torch.float32, device=x_TD.device)
-        device.copy(there.out_TD, sum_TD)
+        device.copy(there.out, sum_TD)
         residual_TD += sum_TD

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tandem._native import read_topology
+from tandem.core.errors import ConfigError
 from tandem.core.model.plan import (
     NO_FORMAT,
     FormatChoice,

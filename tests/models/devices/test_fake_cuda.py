@@ -7,7 +7,7 @@ so does a look at a value (``.item()``, ``.tolist()``, a shape that depends on v
 import numpy as np
 import pytest
 import torch
-from far_device import load_fake, register_guard, run_without_inference
+from fake_cuda import load_fake, register_guard, run_without_inference
 from odd_configs import MODEL_TYPES, make_odd
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
