@@ -1,4 +1,4 @@
-"""Goal: `tandem plan --timeline` draws the lanes of the step that serves, by the planner's speeds."""
+"""Goal: `tandem plan --timeline` draws the lanes of the step that serves, by planned speeds."""
 
 import re
 

@@ -27,7 +27,8 @@ WIDTH, HEIGHT, GAP = 1600, 46, 30
 COLORS = {"layer": "#3b6ea5", "shared": "#5a9a68", "submit": "#d08a3e", "late": "#b05f3c"}
 OTHER = "#9a9a9a"
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1680px; padding: 0 1rem; color: #222; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; }
+body { margin: 2rem auto; max-width: 1680px; padding: 0 1rem; }
 svg { width: 100%; height: auto; border: 1px solid #ddd; }
 table { border-collapse: collapse; margin: 1rem 0; }
 td, th { padding: .2rem .9rem; text-align: right; border-bottom: 1px solid #ddd; }
