@@ -92,6 +92,9 @@ def build_engine(
     require_proof(plan.model.folder, model_config.proof)
     # Several instances map the file of the first, so it is there before the next one loads.
     model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
+    if not model.context.device.is_host and plan.model.expert_device == "cpu" and model.moe:
+        # Memory of a step is not at fixed places yet, so nothing is captured.
+        model.enable_hybrid(model.context.device, is_captured=False)
     spec = plan.model.spec
     if allocate is None:
         memory = model.context.device.map_memory(plan.kv.size_bytes)

@@ -24,6 +24,7 @@ from tandem.engine.memory import (
     plan_states,
 )
 from tandem.kernels.calibration import Calibration, find_kept
+from tandem.kernels.devices import open_device
 from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
@@ -40,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 GIB = 1 << 30
+
+DEVICE_FRACTION = 0.85
+"""Of the memory that weights leave free on a GPU: a step's activations need the rest."""
 
 TIER_KV_FRACTION = 0.2
 """The share for KV of the memory beside the dense weights, where experts lie on disk: there an
@@ -155,7 +159,10 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def _tell_speed(self) -> tuple[str, str, str]:
         told = self.forecast
         if told is None:
-            return ("speed", "unknown", "this machine was not measured: `tandem plan` does it")
+            why = "this machine was not measured: `tandem plan` does it"
+            why = "experts are read from disk" if self.model.tier is not None else why
+            why = "GPUs are not measured" if self.model.device != "cpu" else why
+            return ("speed", "unknown", why)
         text = f"{told.prefill_rate:.0f} tokens/s of a prompt of {told.prompt_tokens}, "
         text += f"{told.decode_rate:.1f} tokens/s of an answer"
         return ("speed", text, f"predicted for one user, {told.source}")
@@ -195,6 +202,7 @@ def plan_engine(
         dtype=model_config.dtype,
         rules=Path(model_config.rules) if model_config.rules else None,
         device=model_config.device,
+        expert_device=model_config.expert_device,
         expert_format=model_config.expert_format,
         linear_format=model_config.linear_format,
         packed_cache=model_config.packed_cache,
@@ -207,11 +215,18 @@ def plan_engine(
         # What the interpreter and a step take comes out of it too.
         available = max(0, min(available, engine_config.memory_bytes - RUNTIME_BYTES))
     left = _share_memory(
-        available * num_siblings, model.weight_bytes, count_mapped_bytes(model), num_siblings
+        available * num_siblings, model.host_bytes, count_mapped_bytes(model), num_siblings
     )
     if model_config.expert_slots or (left < 0 and list_expert_sizes(model) is not None):
         model = _plan_tier(model, model_config, engine_config, available)
         left, fraction = available - (model.weight_bytes - model.expert_bytes), TIER_KV_FRACTION
+    total = topology.memory_total_bytes
+    device = open_device(model.device)
+    if not device.is_host:
+        # KV and states lie beside the weights on the device.
+        total = device.count_free_bytes()
+        left, fraction = total - (model.weight_bytes - model.host_bytes), DEVICE_FRACTION
+        _check_device_weights(model, total, left)
     spec = model.spec
     own = spec.max_position_embeddings
     check_context(engine_config.max_model_len, own)
@@ -223,7 +238,7 @@ def plan_engine(
             engine_config,
             state_bytes=spec.state_layout.bytes_per_state,
             available_bytes=left,
-            total_bytes=topology.memory_total_bytes,
+            total_bytes=total,
             fraction=fraction,
         )
     kv = plan_kv_cache(
@@ -231,7 +246,7 @@ def plan_engine(
         block_bytes=layout.bytes_per_block,
         own_context=own,
         available_bytes=left,
-        total_bytes=topology.memory_total_bytes,
+        total_bytes=total,
         taken_bytes=0 if states is None else states.size_bytes,
         fraction=fraction,
     )
@@ -265,6 +280,23 @@ def plan_engine(
             *_reject_memory(model, kv, layout),
             *_reject_steps(step, forecast),
         ),
+    )
+
+
+def _check_device_weights(model: ModelPlan, free_bytes: int, left_bytes: int) -> None:
+    """Refuse weights that a device has no room for, before any is loaded.
+
+    Raises: ConfigError; the text says what to change.
+    """
+    if left_bytes > 0:
+        return
+    is_with_experts = model.spec.is_moe and model.expert_device != "cpu"
+    remedy = "--model.expert-device cpu" if is_with_experts else "--model.device cpu"
+    raise ConfigError(
+        "engine.plan",
+        f"{(free_bytes - left_bytes) / GIB:.1f} GiB of weights for {model.device}, which has "
+        f"{free_bytes / GIB:.1f} GiB free: give {remedy}",
+        field="model.device",
     )
 
 
@@ -371,7 +403,7 @@ def _choose_threads(config: EngineConfig, topology: _native.Topology) -> tuple[i
 def _choose_deferral(model: ModelConfig, engine: EngineConfig) -> tuple[int, str]:
     wanted = model.deferred_experts
     if wanted == "auto":
-        return 0, "no GPU to overlap with"
+        return 0, "no GPU to overlap with" if model.device == "cpu" else "GPUs are not measured"
     if wanted and engine.kv_sharing == "strict":
         raise ConfigError(
             "engine.plan",
@@ -405,9 +437,10 @@ def _forecast(
 ) -> Forecast | None:
     """Predict speeds by the calibration of this machine; None without one.
 
-    Experts on disk are left out: their rate is the disk's, which the plan tells beside it.
+    Experts on disk are left out: their rate is the disk's, which the plan tells beside it. So are
+    models on a GPU, of which nothing is measured.
     """
-    if calibration is None or model.tier is not None:
+    if calibration is None or model.tier is not None or model.device != "cpu":
         return None
     spec, eff = calibration.hardware, calibration.efficiencies
 
@@ -444,7 +477,7 @@ def _choose_step(config: EngineConfig, forecast: Forecast | None) -> tuple[int, 
     if config.max_batch_tokens:
         return config.max_batch_tokens, "engine.max_batch_tokens"
     if forecast is None:
-        return config.step_tokens, "as this machine was not measured: `tandem plan` does it"
+        return config.step_tokens, "as no speeds are known"
     fitting = {n: r for n, r in forecast.chunk_rates.items() if n >= config.max_running}
     if not fitting:
         return config.max_running, "a token for each running request"
@@ -484,7 +517,7 @@ def _reject_formats(model: ModelPlan, shape: ModelShape, forecast: Forecast | No
 
 
 def _reject_deferral(model: ModelPlan) -> list[Choice]:
-    if not model.spec.is_moe or model.num_deferred_experts:
+    if not model.spec.is_moe or model.num_deferred_experts or model.device != "cpu":
         return []
     why = "no GPU to overlap with: it would change values for nothing"
     return [Choice(what="deferred experts", value=f"1 to {model.spec.top_k}", reason=why)]

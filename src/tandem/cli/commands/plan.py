@@ -68,6 +68,12 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE.svg", help="Draw the plan too: layers by devices."),
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", help="Draw when GPU and CPU work in a decode step, in one page."
+        ),
+    ] = None,
     rejected: Annotated[
         bool, typer.Option("--rejected", help="Tell the choices that were rejected, and why.")
     ] = False,
@@ -135,10 +141,11 @@ def plan(
             with_cost=cost,
             with_rejected=rejected,
             picture=picture,
+            timeline=timeline,
             as_json=json,
         )
         return
-    if cost or picture is not None or prompt is not None or gpu_experts != -1:
+    if cost or picture or timeline or prompt is not None or gpu_experts != -1:
         what = "it is of a machine of `tandem plan --list`, or of a file: give that too"
         raise typer.BadParameter(what, param_hint="'--hardware'")
     if device.partition(":")[0] not in DEVICES:
