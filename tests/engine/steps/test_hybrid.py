@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="models need the `serv
 from tandem.core.clock import MonotonicClock  # noqa: E402 - after the skip
 from tandem.core.errors import ConfigError, UnsupportedError  # noqa: E402
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams  # noqa: E402
-from tandem.engine import build as building  # noqa: E402
+from tandem.engine import planning  # noqa: E402
 from tandem.engine.build import build_engine  # noqa: E402
 from tandem.engine.config import EngineConfig  # noqa: E402
 from tandem.kernels.cpu.experts import NativeExperts  # noqa: E402
@@ -245,7 +245,7 @@ class FarDevice(FakeDevice):
 @pytest.fixture
 def far(monkeypatch):
     with FarDevice() as device:
-        for module in (building, loader):
+        for module in (planning, loader):
             monkeypatch.setattr(module, "open_device", lambda _name: device)
         yield device
 
