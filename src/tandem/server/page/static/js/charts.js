@@ -61,7 +61,7 @@ export class TimeChart {
         cursor: { show: false },
         scales: { y: { range: (_, __, high) => [0, top ?? Math.max(high * 1.15, 1)] } },
         axes: [
-          { ...axis, space: 70, values: (_, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString("en-GB")) },
+          { ...axis, size: 28, space: 70, values: (_, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString("en-GB")) },
           { ...axis, size: 58, values: (_, ticks) => ticks.map(format) },
         ],
         series: [
@@ -83,6 +83,7 @@ export class TimeChart {
 }
 
 const BAR = 22;
+const FEWEST_BARS = 9;
 
 /** Return the bars of a histogram `[{le, count}]`; `label` writes a bound. */
 export function drawBars(histogram, label, title) {
@@ -108,8 +109,13 @@ function lastBound(used, label) {
 }
 
 function trim(histogram) {
-  const first = histogram.findIndex(({ count }) => count > 0);
+  let first = histogram.findIndex(({ count }) => count > 0);
   if (first < 0) return [];
-  const last = histogram.findLastIndex(({ count }) => count > 0);
-  return histogram.slice(Math.max(first - 1, 0), Math.min(last + 2, histogram.length));
+  let end = histogram.findLastIndex(({ count }) => count > 0) + 1;
+  // Some empty room on both sides, so that one bar is not as wide as the card.
+  for (const fewest = Math.min(FEWEST_BARS, histogram.length); end - first < fewest; ) {
+    if (first > 0) first -= 1;
+    if (end < histogram.length && end - first < fewest) end += 1;
+  }
+  return histogram.slice(first, end);
 }

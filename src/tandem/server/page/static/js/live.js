@@ -30,7 +30,7 @@ export function makeLive() {
       "div",
       { class: "cards" },
       card("speed", "Tokens a second"),
-      card("blocks", "KV blocks on the device"),
+      card("blocks", "KV blocks by tier"),
       card("hits", "Prompt tokens found in caches"),
       card("ttft", "Time to the first token", hold("ttft")),
       card("tbt", "Time between tokens", hold("tbt")),
@@ -41,11 +41,11 @@ export function makeLive() {
     ),
   );
   const percent = (share) => `${(share * 100).toFixed(0)} %`;
-  const count = (value) => (value >= 10 ? value.toFixed(0) : value.toFixed(1));
+  const count = (value) => (value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1));
   const whole = (value) => value.toFixed(0);
   charts = {
     speed: new TimeChart(at("card-speed"), { title: "Tokens a second", format: count, series: [{ name: "generated", colour: "c1", fill: true }, { name: "prompt", colour: "c2" }] }),
-    blocks: new TimeChart(at("card-blocks"), { title: "KV blocks on the device", format: whole, series: [{ name: "in use or cached", colour: "c2", fill: true }, { name: "in use", colour: "c1", fill: true }] }),
+    blocks: new TimeChart(at("card-blocks"), { title: "KV blocks by tier", format: whole, series: [{ name: "device", colour: "c2", fill: true }, { name: "of these in use", colour: "c1", fill: true }, { name: "store", colour: "c3" }] }),
     hits: new TimeChart(at("card-hits"), { title: "Share of prompt tokens found", format: percent, top: 1, series: [{ name: "on the device", colour: "c1" }, { name: "in the store", colour: "c3" }] }),
   };
 }
@@ -94,7 +94,7 @@ function take(found, info) {
   const used = total(found, "kv_cache_used_blocks");
   const cached = total(found, "kv_cache_cached_blocks");
   charts.speed.push(now, [rate("generated"), rate("prompt")], KEPT);
-  charts.blocks.push(now, [used === null ? null : used + cached, used], KEPT);
+  charts.blocks.push(now, [used === null ? null : used + cached, used, info.store?.num_objects ?? null], KEPT);
   const asked = before === null ? 0 : counters.asked - before.asked;
   const share = (value) => (asked > 0 ? value / asked : (charts.hits.data[1].length ? undefined : null));
   const store = before === null ? 0 : counters.stored - before.stored;

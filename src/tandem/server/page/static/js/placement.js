@@ -8,8 +8,8 @@ const ROLES = {
   gate_up: "mlp", down: "mlp", router: "router", gates: "router", experts: "experts",
   embedding: "embedding", head: "embedding",
 };
-const WIDTH = 640;
-const NAME = 150;
+const WIDTH = 920;
+const NAME = 280;
 const ROW = 30;
 
 /** Return the elements of an `InstanceInfo`'s placement and plan. */
@@ -20,7 +20,7 @@ export function drawPlacement(info) {
   const sums = devices.map((device) => ({ device, bytes: sum(parts.filter((part) => part.device === device)) }));
   return [
     make("p", {}, `${info.architecture}, ${info.num_parameters.toLocaleString("en")} parameters, ${size(info.weight_bytes)} of weights.`),
-    sums.length ? make("p", { class: "hint" }, sums.map(({ device, bytes }) => `${device}: ${size(bytes)}`).join(", ")) : null,
+    sums.length ? make("p", { class: "hint" }, sums.map(({ device, bytes }) => `${device}: ${size(bytes)}`).join(", "), ". Widths below are bytes of one layer.") : null,
     groups.length ? make("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "Layers by device" }, drawGroups(groups, devices)) : null,
     groups.length ? drawKey() : null,
     make(

@@ -8,7 +8,7 @@ const CONTROLS = [
   { name: "top_p", label: "Top p", min: 0.01, max: 1, step: 0.01 },
   { name: "top_k", label: "Top k", min: 1, max: 1000, step: 1 },
   { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01 },
-  { name: "max_tokens", label: "Longest answer", min: 1, max: 1 << 20, step: 1, unset: "as the model allows" },
+  { name: "max_tokens", label: "Longest answer", min: 1, max: 1 << 20, step: 1, unset: "no limit" },
   { name: "seed", label: "Seed", min: 0, max: 2 ** 31, step: 1, unset: "random" },
 ];
 
