@@ -150,7 +150,8 @@ class _Commands(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the command that is called, imported."""
         name, listed, rest = super().resolve_command(ctx, args)
-        return name, None if listed is None else self.commands[listed.name], rest
+        is_known = listed is not None and listed.name is not None
+        return name, self.commands[listed.name] if is_known else None, rest
 
 
 app = typer.Typer(
