@@ -150,8 +150,9 @@ class _Commands(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         """Return the command that is called, imported."""
         name, listed, rest = super().resolve_command(ctx, args)
-        is_known = listed is not None and listed.name is not None
-        return name, self.commands[listed.name] if is_known else None, rest
+        if listed is None or listed.name is None:
+            return name, None, rest
+        return name, self.commands[listed.name], rest
 
 
 app = typer.Typer(
