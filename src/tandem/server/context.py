@@ -40,7 +40,7 @@ from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.api.sampling import SamplingDefaults
 from tandem.server.batches.worker import BatchWorker
-from tandem.server.clients import current_client
+from tandem.server.clients import BATCHES, current_client
 from tandem.server.config import ServerConfig
 from tandem.server.edge.auth import identify_owner
 from tandem.server.edge.connection import limit_time, read_body, run_while_connected
@@ -359,7 +359,7 @@ class ServerContext:
             ClientGoneError: the client left; nothing is left queued.
         """
         limit_s = self.find_time_left(origin, options.timeout_s)
-        terms = self.terms.find(options.model.name, current_client.get(), origin.headers.get)
+        terms = self._find_terms(options, origin)
         generations = [
             self._make_generation(
                 index,
@@ -390,6 +390,13 @@ class ServerContext:
             record.refuse(code, self.clock.now_s() - origin.arrived_s)
             raise
         return group
+
+    def _find_terms(self, options: RequestOptions, origin: Origin) -> ServiceTerms:
+        client = current_client.get()
+        if client == BATCHES:
+            # Nobody waits: a batch is neither refused for objectives nor part of attainment.
+            return ServiceTerms()
+        return self.terms.find(options.model.name, client, origin.headers.get)
 
     def _shorten(self, terms: ServiceTerms, origin: Origin) -> ServiceTerms:
         """Take from the time to first token what has passed since the arrival."""

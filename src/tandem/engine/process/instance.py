@@ -320,6 +320,7 @@ class Instance:
             inventory=inventory,
             read_stats=self._read_stats,
             read_experts=None if built.experts is None else built.experts.read,
+            read_load_speed=None if built.planner is None else built.planner.read_load_speed,
         )
         self._experts = built.experts
         self.set_stage(StageChanged(InstanceStage.READY))
