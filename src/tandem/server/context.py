@@ -38,7 +38,7 @@ from tandem.server.api.grammars import GrammarChecks
 from tandem.server.api.kept_responses import KeptResponses
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
-from tandem.server.api.sampling import SamplingDefaults
+from tandem.server.api.sampling import SamplingDefaults, derive_seed
 from tandem.server.batches.worker import BatchWorker
 from tandem.server.clients import BATCHES, current_client
 from tandem.server.config import ServerConfig
@@ -368,6 +368,7 @@ class ServerContext:
                 limit_s,
                 RequestTimer(self.metrics, self.clock, origin.arrived_s, terms.slo),
                 self._shorten(terms, origin),
+                origin.request_id,
             )
             for index, plan in enumerate(plans)
         ]
@@ -449,12 +450,17 @@ class ServerContext:
         limit_s: float,
         timer: RequestTimer,
         terms: ServiceTerms,
+        request_id: str,
     ) -> Generation:
+        sampling = plan.sampling
+        if sampling.seed is None and request_id:
+            seed = derive_seed(request_id, index)
+            sampling = msgspec.structs.replace(sampling, seed=seed)
         request = AddRequest(
             # The client's own id may repeat, or be another's; the engine's never does.
             request_id=uuid.uuid4().hex,
             prompt_ids=plan.prompt_ids,
-            sampling=plan.sampling,
+            sampling=sampling,
             priority=options.priority + terms.priority,
             timeout_s=limit_s,
             client=current_client.get(),

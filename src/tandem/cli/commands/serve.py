@@ -65,6 +65,7 @@ def serve(
             "cli.serve", "name a model: a folder, a hub id or `demo`", field="model.path"
         )
     check_store(settings.store)
+    settings.cluster.require_pairs()
     if dry_run:
         _show_plan(settings, json=json)
         return
@@ -100,7 +101,8 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
         # Instances import torch and transformers, most of a start, while this process imports the
         # server and checks what is cheap to check.
         launchers: list[ProcessLauncher] = []
-        for _ in range(settings.cluster.num_instances):
+        num_own = 0 if settings.cluster.launchers else settings.cluster.num_instances
+        for _ in range(num_own):
             launchers.append(ProcessLauncher())
             opened.push_async_callback(launchers[-1].close)
             await launchers[-1].prepare()

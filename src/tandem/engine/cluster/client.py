@@ -72,9 +72,10 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
 
     Raises: ConfigError (prefill and decode without a prefix cache).
     """
-    if not config.prefill and config.num_instances == 1:
+    hands_over = bool(config.prefill or config.decode)
+    if not hands_over and config.num_instances == 1:
         return [common]
-    if config.prefill and not common.engine.prefix_cache:
+    if hands_over and not common.engine.prefix_cache:
         raise ConfigError(
             "cluster.configure",
             "prefill and decode instances need the prefix cache, where blocks that were read wait "
@@ -97,14 +98,16 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
             len(cores),
         )
     # Proved by both sides of each connection between the instances of this run.
-    transfer = TransferConfig(secret=secrets.token_urlsafe(32)) if config.prefill else None
+    transfer = common.transfer
+    if hands_over and transfer is None:
+        transfer = TransferConfig(secret=secrets.token_urlsafe(32))
     return [
         msgspec.structs.replace(
             common,
             name=name,
             role=role,
             cores=cores,
-            transfer=transfer,
+            transfer=transfer if hands_over else None,
             num_siblings=len(roles),
             tells_blocks=True,
             kv_events=_offset_events(common.kv_events, index),
@@ -142,6 +145,7 @@ class ClusterClient:
         is_staggered: start the first instance alone until it serves, so that the file of packed
             weights that it writes is mapped by the others, who would each pack their own.
         make_launcher: of what starts an instance, one for each.
+        prefix: of the names of instances that are added.
     """
 
     def __init__(
@@ -153,7 +157,9 @@ class ClusterClient:
         on_stage: Callable[[StageChanged], None] | None = None,
         is_staggered: bool = False,
         make_launcher: Callable[[], Launcher] = ProcessLauncher,
+        prefix: str = "",
     ) -> None:
+        self._prefix = prefix
         self._on_stage = on_stage
         self._is_staggered = is_staggered and len(specs) > 1
         self._make_launcher = make_launcher
@@ -206,14 +212,18 @@ class ClusterClient:
             await self._wait_or_fail(first)
         for member in others:
             await self._enter(member)
-        for member in self._members:
-            await self._wait_or_fail(member)
+        await self._wait_serving()
         self._adapters.begin(self._sources)
         for member in self._members:
             await member.wait_linked()
         self._was_ready = True
         self._last_info = self.info
         self._report(StageChanged(InstanceStage.READY))
+
+    async def _wait_serving(self) -> None:
+        """Wait until all instances serve."""
+        for member in self._members:
+            await self._wait_or_fail(member)
 
     async def _enter(self, member: ClusterMember) -> None:
         await member.__aenter__()
@@ -446,7 +456,7 @@ class ClusterClient:
                 "cluster.add_instance", "start the server with --prefill and --decode", field="role"
             )
         self._num_added += 1
-        name = f"{'instance' if role == 'unified' else role}-x{self._num_added}"
+        name = f"{self._prefix}{'instance' if role == 'unified' else role}-x{self._num_added}"
         index = len(self._specs) + self._num_added
         spec = msgspec.structs.replace(
             first, name=name, role=role, kv_events=_offset_events(self._specs[0].kv_events, index)
