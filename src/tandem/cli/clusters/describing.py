@@ -12,6 +12,7 @@ import typer
 
 from tandem.cli.extras import require_extra, require_serve
 from tandem.cli.output import JsonFlag, print_json
+from tandem.core.errors import ConfigError
 from tandem.core.logs import LogLevel, configure_logging
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["render", "up"]
 
+START_TIMEOUT_S = 1800.0
+"""For models to load."""
 SpecFile = Annotated[Path, typer.Argument(help="The description of the cluster, YAML.")]
 
 
@@ -71,16 +74,80 @@ def _render_processes(spec: "ClusterSpec", *, json: bool) -> None:
 
 def up(
     file: SpecFile,
+    on: Annotated[
+        Literal["machine", "ray"],
+        typer.Option(help="Plain processes on this machine, or actors of a Ray cluster."),
+    ] = "machine",
+    address: Annotated[
+        str, typer.Option(help="IP:PORT of a running Ray cluster; empty: one is started here.")
+    ] = "",
+    interface: Annotated[
+        str, typer.Option(help="IP address that Ray binds, if it is started here.")
+    ] = "127.0.0.1",
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(help="From `tandem cluster keys`, at this path on each machine; with Ray."),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe lines.")] = LogLevel.WARNING,
     json: JsonFlag = False,
 ) -> None:
-    """Start all processes of a cluster on this machine, and keep them running until a signal."""
+    """Start all processes of a cluster, and keep them running until a signal."""
     from tandem.integrations.deploying.spec import load_spec
 
     spec = load_spec(file)
     require_serve()
     configure_logging("cluster", log_level)
-    asyncio.run(_up(spec, json=json))
+    if on == "machine":
+        asyncio.run(_up(spec, json=json))
+        return
+    if secret_file is None:
+        raise ConfigError(
+            "cluster.up",
+            "processes on several machines need keys: make them with `tandem cluster keys`",
+            field="secret_file",
+        )
+    require_extra("ray", "ray")
+    _up_on_ray(spec, secret_file.absolute(), address, interface, json=json)
+
+
+def _up_on_ray(
+    spec: "ClusterSpec", secret_file: Path, address: str, interface: str, *, json: bool
+) -> None:
+    import threading
+
+    from tandem.integrations.deploying.ray_cluster import (
+        RayCluster,
+        list_role_resources,
+        set_ray_token,
+    )
+    from tandem.rpc import make_runtime_dir
+
+    folder = make_runtime_dir()
+    try:
+        set_ray_token(secret_file, folder)
+        import ray
+
+        if address:
+            ray.init(address=address, log_to_driver=False)
+        else:
+            count = sum(group.launchers for group in spec.groups) + spec.servers.count
+            count += 1 + spec.store.hosts if spec.store is not None else 0
+            ray.init(
+                _node_ip_address=interface,
+                include_dashboard=False,
+                log_to_driver=False,
+                resources=dict.fromkeys(list_role_resources(spec), float(count)),
+            )
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        with RayCluster(spec, secret_file) as cluster:
+            told = cluster.wait_up(START_TIMEOUT_S)
+            _show_up(spec, {each["name"]: each["pid"] for each in told}, json=json)
+            stop.wait()
+        ray.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _up(spec: "ClusterSpec", *, json: bool) -> None:

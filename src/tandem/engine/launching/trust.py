@@ -7,7 +7,7 @@ from tandem.engine.cluster.config import ClusterConfig
 from tandem.rpc import read_secret
 from tandem.rpc.trust.auth import derive_key_bytes
 
-__all__ = ["derive_transfer_secret", "read_cluster_secret"]
+__all__ = ["derive_ray_token", "derive_transfer_secret", "read_cluster_secret"]
 
 
 def read_cluster_secret(config: ClusterConfig) -> str | None:
@@ -22,5 +22,14 @@ def read_cluster_secret(config: ClusterConfig) -> str | None:
 
 def derive_transfer_secret(secret: str) -> str:
     """Return the secret of the data path: whoever learns it has not got that of the calls."""
-    key = derive_key_bytes(secret.encode(), salt=b"tandem cluster", info=b"transfer v1")
-    return base64.urlsafe_b64encode(key).decode()
+    return _derive(secret, b"transfer v1")
+
+
+def derive_ray_token(secret: str) -> str:
+    """Return the token that Ray's own processes ask for."""
+    return _derive(secret, b"ray v1")
+
+
+def _derive(secret: str, purpose: bytes) -> str:
+    key = derive_key_bytes(secret.encode(), salt=b"tandem cluster", info=purpose)
+    return base64.urlsafe_b64encode(key).decode().rstrip("=")

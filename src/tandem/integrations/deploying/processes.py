@@ -11,6 +11,7 @@ __all__ = [
     "PORTS_PER_LAUNCHER",
     "Addresses",
     "ProcessPlan",
+    "count_bytes",
     "merge_settings",
     "plan_groups",
     "plan_servers",

@@ -167,6 +167,14 @@ class ProcessRunner:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def list_up(self) -> dict[str, str]:
+        """Return what each process said when it was up first, of those that were, by name."""
+        return {
+            each.plan.name: each.up.result()
+            for each in self._running
+            if each.up.done() and each.up.exception() is None
+        }
+
     def list_pids(self) -> dict[str, int]:
         """Return the process ids of those that run, by name."""
         return {
