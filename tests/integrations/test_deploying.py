@@ -4,6 +4,10 @@ Method: manifests against the bundled schemas, Kubernetes' own and the subsets w
 arguments of every process are parsed by the commands that they are for.
 """
 
+import json
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 import yaml
@@ -16,7 +20,9 @@ from tandem.integrations.deploying.processes import count_bytes
 from tandem.integrations.deploying.ray_cluster import plan_ray
 from tandem.integrations.deploying.runner import plan_local
 from tandem.integrations.deploying.spec import load_spec
+from tandem.server.telemetry.metrics import METRICS
 
+EXAMPLES = Path(__file__).parents[2] / "examples/cluster"
 TEXT = """
 name: chat
 model: demo
@@ -179,3 +185,36 @@ def test_what_is_no_cluster_is_refused(tmp_path, change, what):
 )
 def test_amounts_of_memory_are_whole_pages(quantity, size):
     assert count_bytes(quantity) == size
+
+
+def test_the_example_is_a_cluster():
+    spec = load_spec(EXAMPLES / "cluster.yaml")
+    check_manifests(render_manifests(spec))
+
+
+def test_the_dashboard_asks_for_metrics_that_exist():
+    metrics = {metric.name: metric for metric in METRICS}
+    board = json.loads((EXAMPLES / "grafana_dashboard.json").read_text())
+    asked = [
+        (panel["title"], target["expr"])
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+    ]
+    assert len(asked) > 20
+    used = set()
+    for title, query in asked:
+        found = re.findall(r"(tandem:\w+)(?:\{(.*?)\})?", query)
+        assert found, title
+        for name, labels in found:
+            stem = name.removesuffix("_bucket")
+            assert stem in metrics, f"{title}: {name}"
+            assert (metrics[stem].kind == "histogram") == (stem != name), f"{title}: {name}"
+            used.add(stem)
+            known = {*metrics[stem].labels, "le"}
+            assert set(re.findall(r"(\w+)\s*(?:=~|!=|=)", labels)) <= known, f"{title}: {labels}"
+        for group in re.findall(r"by \((.*?)\)", query):
+            known = {"le"}.union(
+                *(metrics[name.removesuffix("_bucket")].labels for name, _ in found)
+            )
+            assert set(group.split(", ")) <= known, f"{title}: by {group}"
+    assert {"tandem:time_to_first_token_seconds", "tandem:slo_requests_total"} <= used
