@@ -32,6 +32,7 @@ from tandem.rpc.wire.endpoint import parse_endpoint
 from tandem.server.api.names import find_names
 from tandem.server.api.sampling import load_sampling_defaults
 from tandem.server.app import build_app
+from tandem.server.lifecycle import Lifecycle
 from tandem.transfer.config import TransferConfig
 
 __all__ = [
@@ -117,6 +118,8 @@ async def compose(
     log_level: str,
     log_format: str,
     on_stage: Callable[[StageChanged], None] | None = None,
+    lifecycle: Lifecycle | None = None,
+    is_asleep: bool = False,
 ) -> AsyncIterator[Composition]:
     """Start the instances, and the store of their own, and build the application over them.
 
@@ -127,6 +130,8 @@ async def compose(
         log_level: of the processes started.
         log_format: of the processes started.
         on_stage: as of ``ClusterClient``.
+        lifecycle: as of ``build_app``.
+        is_asleep: as of ``ClusterClient``.
     """
     async with contextlib.AsyncExitStack() as opened:
         opening = _open_common(settings, model.sources, log_level=log_level, log_format=log_format)
@@ -150,6 +155,7 @@ async def compose(
                 is_staggered=may_write_cache(settings.model.packed_cache, model.folder),
                 # Those that are added later have none prepared.
                 make_launcher=chain(launchers, iter(ProcessLauncher, None)).__next__,
+                is_asleep=is_asleep,
             )
         engine = await opened.enter_async_context(cluster)
         adapter_folder = settings.model.adapter_folder
@@ -162,6 +168,7 @@ async def compose(
             defaults=load_sampling_defaults(model.folder),
             adapter_folder=Path(adapter_folder) if adapter_folder else None,
             read_store=None if child is None else lambda: child.status,
+            lifecycle=lifecycle,
         )
         yield Composition(engine, app)
 

@@ -32,6 +32,7 @@ from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc.config import RpcConfig
 from tandem.server.config import ServerConfig
+from tandem.server.hub.config import HubConfig
 from tandem.store.config import StoreConfig
 
 __all__ = [
@@ -81,6 +82,7 @@ SERVE_SETTINGS = frozenset(
         "cluster.decode",
         "cluster.unified",
         "cluster.launchers",
+        "models.file",
         "store.memory",
         "store.ssd_dir",
         "store.master",
@@ -95,7 +97,7 @@ LAUNCH_SETTINGS = frozenset(
         "launcher.name",
         "cluster.secret_file",
     }
-) - {"cluster.launchers"}
+) - {"cluster.launchers", "models.file"}
 """The same for a launcher of instances."""
 
 STORE_SETTINGS = frozenset(
@@ -121,6 +123,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What the user said, before anything is decided."""
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    models: HubConfig = msgspec.field(default_factory=HubConfig)
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)

@@ -397,6 +397,8 @@ class InstanceStage(StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
+    SLEEPING = "sleeping"
+    """It has no process until it is woken."""
     FAILED = "failed"
 
 

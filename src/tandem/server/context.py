@@ -6,11 +6,11 @@ get it as their first argument; of HTTP it knows the caller's key alone.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import msgspec
 from starlette.requests import Request
@@ -63,6 +63,9 @@ from tandem.server.telemetry.timelines import (
 from tandem.server.telemetry.tracing import RequestTracer
 from tandem.server.text.stop_strings import StopMatcher, StopStrings
 from tandem.server.text.work_threads import SMALL_COST
+
+if TYPE_CHECKING:
+    from tandem.server.hub.hub import ModelHub
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServedModel", "ServerContext", "TextOptions"]
 
@@ -139,6 +142,8 @@ class ServerContext:
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
         pooling: of embeddings, unless a request says otherwise.
+        wake: loads the model before what is sent is read, if it never was; None: it always is.
+        hub: of the models of this address; None: there is this one alone.
         batches: works on batches while the application runs; None: they are switched off.
     """
 
@@ -158,6 +163,8 @@ class ServerContext:
     adapter_folder: Path | None = None
     read_store: Callable[[], StoreStatus] | None = None
     pooling: Pooling = Pooling.LAST
+    wake: Callable[[], Awaitable[None]] | None = None
+    hub: "ModelHub | None" = None
     batches: BatchWorker | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
@@ -177,6 +184,13 @@ class ServerContext:
         info = self.engine.info
         return 1 if info is None else info.block_size
 
+    @property
+    def siblings(self) -> "list[ServerContext]":
+        """The contexts of all models of this address, this one included."""
+        if self.hub is None:
+            return [self]
+        return [model.app.state.context for model in self.hub.models.values()]
+
     def find_model(self, name: str | None) -> ServedModel:
         """Resolve a name; None asks for the served model.
 
@@ -188,7 +202,11 @@ class ServerContext:
             adapter = self.engine.adapters.get(name or "")
             if adapter is not None:
                 return ServedModel(adapter.name, adapter)
-            served = ", ".join([*self.models.served, *self.engine.adapters])
+            served = ", ".join(
+                name
+                for each in self.siblings
+                for name in [*each.models.served, *each.engine.adapters]
+            )
             what = f"model {str(name)[:200]!r} is not served here: ask for {served}"
             raise NotFoundError("server.find_model", what, field="model")
         return ServedModel(found)

@@ -21,6 +21,7 @@ from tandem.cli.config import (
     with_config_flags,
 )
 from tandem.cli.extras import require_serve
+from tandem.cli.hosting import serve_models
 from tandem.cli.launch_flags import make_launch_parameters, translate
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.descriptors import raise_limit
@@ -60,6 +61,9 @@ def serve(
     for note in foreign.notes:
         sys.stderr.write(f"tandem: {note}\n")
     settings = resolved.config
+    if settings.models.file:
+        serve_models(settings, log_level, log_format, json=json)
+        return
     if not settings.model.path:
         raise ConfigError(
             "cli.serve", "name a model: a folder, a hub id or `demo`", field="model.path"

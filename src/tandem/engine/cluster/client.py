@@ -7,6 +7,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Self
 
 import msgspec
@@ -146,6 +147,7 @@ class ClusterClient:
             weights that it writes is mapped by the others, who would each pack their own.
         make_launcher: of what starts an instance, one for each.
         prefix: of the names of instances that are added.
+        is_asleep: no instance is started before ``wake``.
     """
 
     def __init__(
@@ -158,7 +160,11 @@ class ClusterClient:
         is_staggered: bool = False,
         make_launcher: Callable[[], Launcher] = ProcessLauncher,
         prefix: str = "",
+        is_asleep: bool = False,
     ) -> None:
+        self._begins_asleep = is_asleep
+        self.gate: Callable[[], AbstractAsyncContextManager[None]] | None = None
+        """Passed by each request before it is submitted; None: there is none."""
         self._prefix = prefix
         self._on_stage = on_stage
         self._is_staggered = is_staggered and len(specs) > 1
@@ -189,6 +195,7 @@ class ClusterClient:
             on_change=self._note_change,
             on_stage=self._show_stage,
             launcher=self._make_launcher(),
+            is_asleep=self._begins_asleep,
         )
 
     async def __aenter__(self) -> Self:
@@ -251,7 +258,12 @@ class ClusterClient:
         stages = [member.stage for member in self._members]
         if self._was_ready and self.info is not None:
             return StageChanged(InstanceStage.READY)
-        for wanted in (InstanceStage.FAILED, InstanceStage.STARTING, InstanceStage.LOADING):
+        for wanted in (
+            InstanceStage.FAILED,
+            InstanceStage.STARTING,
+            InstanceStage.LOADING,
+            InstanceStage.SLEEPING,
+        ):
             for member, stage in zip(self._members, stages, strict=True):
                 if stage.stage is wanted:
                     return self._name_stage(member, stage)
@@ -307,7 +319,10 @@ class ClusterClient:
 
     async def submit(self, request: AddRequest) -> OutputStream:
         """Queue a request; see ``tandem.server.engine.EngineClient.submit``."""
-        return await self._dispatcher.submit(request)
+        if self.gate is None:
+            return await self._dispatcher.submit(request)
+        async with self.gate():
+            return await self._dispatcher.submit(request)
 
     async def stats(self) -> InstanceStats:
         """Return the sum over all instances; raises PeerLostError while none answers."""
@@ -392,6 +407,38 @@ class ClusterClient:
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Take no further requests for an adapter; see ``EngineClient.unload_adapter``."""
         return await self._adapters.unload(name)
+
+    # ---------------------------------------------------------------- sleep
+
+    async def sleep(self) -> None:
+        """End the processes of all instances, once no request is live; the next start is prepared.
+
+        The caller keeps new requests away.
+        """
+        while self.num_live:
+            await asyncio.sleep(IDLE_LOOK_S)
+        await asyncio.gather(*(member.supervisor.sleep() for member in self._members))
+
+    async def evict(self) -> None:
+        """Give up what ``sleep`` has prepared."""
+        await asyncio.gather(*(member.supervisor.evict() for member in self._members))
+
+    async def wake(self) -> InstanceInfo:
+        """Start the processes of all instances; returns when they serve.
+
+        Raises: PeerLostError (one cannot serve at all; says why).
+        """
+        self._begins_asleep = False
+        waking = [asyncio.create_task(member.supervisor.wake()) for member in self._members]
+        try:
+            if self._was_ready:
+                await asyncio.gather(*waking)
+            # The first time: a start that fails is told, and those not begun yet have not come.
+            return await self.wait_ready()
+        finally:
+            for task in waking:
+                task.cancel()
+            await asyncio.gather(*waking, return_exceptions=True)
 
     # ---------------------------------------------------------------- instances
 

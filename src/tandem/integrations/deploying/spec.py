@@ -7,6 +7,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from tandem.core.config import YamlLoader
 from tandem.core.errors import ConfigError
 from tandem.core.instance_status import InstanceRole
 
@@ -131,7 +132,7 @@ def load_spec(file: Path) -> ClusterSpec:
     Raises: ConfigError (names the place).
     """
     try:
-        values = yaml.safe_load(file.read_text())
+        values = yaml.load(file.read_text(), YamlLoader)  # noqa: S506 - a safe one
         return msgspec.convert(values, type=ClusterSpec)
     except OSError as error:
         raise ConfigError("cluster.read", f"{file}: {error.strerror}: give a file") from None
