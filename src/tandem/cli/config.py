@@ -82,7 +82,7 @@ SERVE_SETTINGS = frozenset(
         "cluster.decode",
         "cluster.unified",
         "cluster.launchers",
-        "models.file",
+        "hub.file",
         "store.memory",
         "store.ssd_dir",
         "store.master",
@@ -97,7 +97,7 @@ LAUNCH_SETTINGS = frozenset(
         "launcher.name",
         "cluster.secret_file",
     }
-) - {"cluster.launchers", "models.file"}
+) - {"cluster.launchers", "hub.file"}
 """The same for a launcher of instances."""
 
 STORE_SETTINGS = frozenset(
@@ -123,7 +123,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What the user said, before anything is decided."""
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
-    models: HubConfig = msgspec.field(default_factory=HubConfig)
+    hub: HubConfig = msgspec.field(default_factory=HubConfig)
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)

@@ -1,4 +1,4 @@
-"""``tandem serve --models.file``: several models behind one address."""
+"""``tandem serve --hub.file``: several models behind one address."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ def serve_models(
     """Serve the models of a file over HTTP."""
     if settings.model.path:
         raise ConfigError(
-            "cli.serve", "the file names the models: give none beside it", field="models.file"
+            "cli.serve", "the file names the models: give none beside it", field="hub.file"
         )
     require_serve()
     configure_logging("server", log_level, log_format)
@@ -71,7 +71,7 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
 async def compose_models(
     settings: Config, *, log_level: str, log_format: str
 ) -> "AsyncIterator[tuple[ModelHub, ModelFront]]":
-    """Build an application for each model of ``models.file``, and the one before them.
+    """Build an application for each model of ``hub.file``, and the one before them.
 
     Args:
         settings: of the server, and of every model as far as the file says nothing else.
@@ -83,7 +83,7 @@ async def compose_models(
     from tandem.server.hub.hub import HostedModel, ModelHub
     from tandem.server.hub.residency import Residency
 
-    file = load_hub_file(Path(settings.models.file))
+    file = load_hub_file(Path(settings.hub.file))
     own = {name: _overlay(settings, name, spec) for name, spec in file.models.items()}
     checked = {name: check_model(each) for name, each in own.items()}
     needs = {
@@ -127,13 +127,13 @@ def _overlay(settings: Config, name: str, spec: HostedSpec) -> Config:
     forced = {
         "model": {"path": spec.path},
         "server": {"served_model_name": [name]},
-        "models": {"file": ""},
+        "hub": {"file": ""},
     }
     try:
         return msgspec.convert(merge_settings(values, forced), type=Config)
     except msgspec.ValidationError as error:
-        what = f"{settings.models.file}: models.{name}.settings: {error}"
-        raise ConfigError("hub.read", what, field="models.file") from None
+        what = f"{settings.hub.file}: models.{name}.settings: {error}"
+        raise ConfigError("hub.read", what, field="hub.file") from None
 
 
 def _estimate(folder: Path, settings: Config) -> int:

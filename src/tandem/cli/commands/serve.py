@@ -61,7 +61,7 @@ def serve(
     for note in foreign.notes:
         sys.stderr.write(f"tandem: {note}\n")
     settings = resolved.config
-    if settings.models.file:
+    if settings.hub.file:
         serve_models(settings, log_level, log_format, json=json)
         return
     if not settings.model.path:

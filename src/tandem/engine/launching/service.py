@@ -15,7 +15,7 @@ import msgspec
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.instance_status import InstanceRole
 from tandem.core.wire import Empty, InstanceInfo
-from tandem.engine.cluster.client import IDLE_LOOK_S, ClusterClient
+from tandem.engine.cluster.client import DRAIN_S, IDLE_LOOK_S, ClusterClient
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.launching.messages import (
@@ -115,7 +115,7 @@ class _OwnedCluster(ClusterClient):
         await self.drain(name)
         await self._wait_idle(name, patience_s)
 
-    async def restart(self, name: str, *, patience_s: float) -> None:
+    async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
         try:
             await super().restart(name, patience_s=patience_s)
         finally:

@@ -1,7 +1,7 @@
 """The processes of a cluster: what each is told, whatever starts it. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -54,8 +54,12 @@ def merge_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[
     merged = dict(first)
     for key, value in second.items():
         known = merged.get(key)
-        is_both = isinstance(known, Mapping) and isinstance(value, Mapping)
-        merged[key] = merge_settings(known, value) if is_both else value
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge_settings(
+                cast("Mapping[str, Any]", known), cast("Mapping[str, Any]", value)
+            )
+        else:
+            merged[key] = value
     return merged
 
 

@@ -189,11 +189,12 @@ class RayCluster:
 
     def __exit__(self, *_: object) -> None:
         import ray
+        from ray.exceptions import RayError
         from ray.util.placement_group import remove_placement_group
 
         # What others need comes last: plans begin with it.
         for actor in reversed(self._actors):
-            with contextlib.suppress(ray.exceptions.RayError):
+            with contextlib.suppress(RayError):
                 ray.get(actor.end.remote(), timeout=self._spec.drain_s + END_TIMEOUT_S)
             ray.kill(actor)
         self._actors.clear()
@@ -227,11 +228,12 @@ class RayCluster:
     def describe(self) -> list[dict[str, Any]]:
         """Return what each actor says of its process; nothing of those that begin again."""
         import ray
+        from ray.exceptions import RayError
 
         told: list[dict[str, Any]] = []
         for actor in self._actors:
-            with contextlib.suppress(ray.exceptions.RayError):
-                text = ray.get(actor.describe.remote(), timeout=CALL_TIMEOUT_S)
+            with contextlib.suppress(RayError):
+                text: Any = ray.get(actor.describe.remote(), timeout=CALL_TIMEOUT_S)
                 told.append(msgspec.json.decode(text))
         return told
 

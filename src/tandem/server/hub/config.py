@@ -74,4 +74,4 @@ def load_hub_file(file: Path) -> HubFile:
         what = f"{file} is no YAML: {' '.join(str(error).split())}"
     except msgspec.ValidationError as error:
         what = f"{file}: {error}"
-    raise ConfigError("hub.read", what, field="models.file")
+    raise ConfigError("hub.read", what, field="hub.file")

@@ -38,7 +38,7 @@ async def change_models(context: ServerContext, http: Request) -> Response:
 
 def _require_hub(context: ServerContext) -> ModelHub:
     if context.hub is None:
-        what = "this server has one model, which is always awake: see --models.file"
+        what = "this server has one model, which is always awake: see --hub.file"
         raise UnsupportedError("server.models", what)
     return context.hub
 

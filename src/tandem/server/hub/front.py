@@ -5,7 +5,7 @@ body is read here, within the bounds that hold there, and handed on.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -57,11 +57,11 @@ class ModelFront(Starlette):
         return model.app.state.context
 
     @asynccontextmanager
-    async def _live(self, _: Starlette) -> AsyncIterator[Mapping[str, Any] | None]:
+    async def _live(self, _: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as opened:
             for model in self._models:
                 await opened.enter_async_context(model.app.router.lifespan_context(model.app))
-            yield None
+            yield
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand a request on to the application of its model."""
