@@ -14,6 +14,7 @@ URL = "--url=http://127.0.0.1:1"
 
 WORDS = [
     "cluster --roles prefill", "cluster dance", "cluster role", "cluster keys a b", "cluster up",
+    "cluster drain", "cluster undrain", "cluster remove", "cluster restart a b", "cluster add x",
     "cluster render", "cluster render c.yaml --to paper",
     "sim", "sim hits", "sim hit t.jsonl", "sim run",
     "sim run s.yaml --sets a=1",

@@ -17,7 +17,9 @@ _encode = msgspec.json.Encoder().encode
 
 async def list_hosted_models(context: ServerContext, _: Request) -> Response:
     """List the models of this address, and their states."""
-    return _answer(_require_hub(context))
+    if context.hub is None:
+        return _answer_alone(context)
+    return _answer(context.hub)
 
 
 async def change_models(context: ServerContext, http: Request) -> Response:
@@ -41,6 +43,24 @@ def _require_hub(context: ServerContext) -> ModelHub:
         what = "this server has one model, which is always awake: see --hub.file"
         raise UnsupportedError("server.models", what)
     return context.hub
+
+
+def _answer_alone(context: ServerContext) -> Response:
+    """Describe the only model, which has no need to sleep."""
+    info = context.engine.info
+    need = 0
+    if info is not None:
+        kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
+        need = info.weight_bytes + kv_bytes
+    only = HostedModelStatus(
+        name=context.models.first,
+        state="new" if info is None else "awake",
+        need_bytes=need,
+        num_live=context.lifecycle.num_in_flight,
+        is_pinned=True,
+    )
+    reply = HostedModels(models=[only], used_bytes=need)
+    return Response(_encode(reply), media_type="application/json")
 
 
 def _answer(hub: ModelHub) -> Response:
