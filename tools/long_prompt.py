@@ -156,7 +156,7 @@ def read_peak_bytes(pid: int) -> int:
 
 def wait_stored(client: httpx.Client, num_blocks: int, timeout_s: float) -> float:
     """Return the seconds until so many blocks, and a state, have been stored."""
-    begin_s = time.monotonic()
+    begin_s, stats = time.monotonic(), {}
     while time.monotonic() - begin_s < timeout_s:
         stats = read_stats(client)["stats"]
         if stats["stored_blocks"] >= num_blocks and stats["stored_states"]:
@@ -224,7 +224,7 @@ def run(num_tokens: int, folder: Path, memory: str) -> dict[str, Any]:
 
 def main() -> None:
     """Parse the command line, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="One very long prompt, served twice.")
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, help="place for model and SSD; default: temporary")
     parser.add_argument("--memory", default="64MiB", help="of the store: less than the prompt has")

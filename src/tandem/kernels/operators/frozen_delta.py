@@ -60,8 +60,11 @@ class FrozenGatedDelta(nn.Module):
         ends = range(0, num_rows * num_tokens + 1, num_tokens)
         rows = GatedDeltaRows(x_TC, z_TVv, a_TV, b_TV, ends, range(num_rows))
         with torch.autocast(x_BTD.device.type, enabled=False):
-            norm_v = getattr(self, spec.norm_name).weight
-            rule = make_rule(spec, self.conv1d.weight, self.A_log, self.dt_bias, norm_v)
+            parts: tuple[Any, ...] = (self.conv1d, self.A_log, self.dt_bias)
+            conv, a_log, dt_bias = parts
+            rule = make_rule(
+                spec, conv.weight, a_log, dt_bias, getattr(self, spec.norm_name).weight
+            )
             slots = StateSlots.allocate(rule, num_rows, x_TC.dtype)
             mixed = run_gated_delta(rule, rows, slots, self.scan)
         return mixed.unflatten(0, (num_rows, num_tokens))
@@ -76,7 +79,8 @@ def freeze_mixer(module: Any, spec: GatedDeltaSpec, scan: Scan) -> Any:
         scan: runs the recurrence, differentiable.
     """
     kind = type(module)
-    made = kind.__new__(type(f"Frozen{kind.__name__}", (FrozenGatedDelta, kind), {}))
+    frozen: Any = type(f"Frozen{kind.__name__}", (FrozenGatedDelta, kind), {})
+    made = frozen.__new__(frozen)
     made.__dict__ = module.__dict__
     made.spec, made.scan = spec, scan
     return made
