@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem._native import ThreadPool
 from tandem.core.errors import ConfigError, CorruptionError, UnsupportedError
-from tandem.finetune.evaluate import evaluate_records
+from tandem.evaluation.records import evaluate_records
 from tandem.finetune.export import export_merged
 from tandem.finetune.forecast.fake_step import StepShape, simulate_step
 from tandem.finetune.forecast.prediction import predict_run
@@ -27,6 +27,7 @@ from tandem.finetune.training.loss import compute_loss, find_head
 from tandem.finetune.training.model import load_frozen
 from tandem.finetune.training.trainer import finetune, make_lora_config
 from tandem.finetune.tuned import TunedModel
+from tandem.models.config import ModelConfig
 from tandem.models.families import open_checkpoint
 from tandem.models.loading.hub import DEMO_FOLDER
 from tandem.models.loading.loader import load_model
@@ -269,8 +270,9 @@ def test_evaluation_takes_the_adapter(run, checkpoint, tmp_path):
     path.write_text(json.dumps(rows))
 
     def score(adapter):
-        model = TunedModel(checkpoint, adapter, expert_format="bf16", num_threads=2)
-        return evaluate_records(model, str(path), max_tokens=2).metrics["perplexity"]
+        config = ModelConfig(path=str(checkpoint), dtype="float32", expert_format="bf16")
+        report = evaluate_records(config, str(path), adapter=adapter, max_tokens=2)
+        return report.metrics["bf16"]["perplexity"]
 
     assert score(folder) < score(None)
 

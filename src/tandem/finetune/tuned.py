@@ -1,27 +1,23 @@
-"""A model with an adapter, in this process: answers and perplexity.
+"""A model with an adapter, in this process: answers.
 
 For looking at what was learned; a server is faster at many requests.
 """
 
-import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tandem.core.errors import ConfigError
-from tandem.finetune.data.examples import IGNORED_LABEL, Example, collate, encode
-from tandem.finetune.data.records import Conversation
-from tandem.finetune.data.templates import make_template
+from tandem.finetune.data.templates import list_ends, load_tokenizer, make_template
 from tandem.finetune.training.expert_adapters import open_adapter
-from tandem.finetune.training.model import load_frozen, load_tokenizer
+from tandem.finetune.training.model import load_frozen
 
 __all__ = ["TunedModel"]
 
 
 class TunedModel:
-    """A checkpoint, with or without an adapter, that generates and scores. Not thread-safe.
+    """A checkpoint, with or without an adapter, that generates. Not thread-safe.
 
     Args:
         model: folder, hub id that was pulled before, or ``demo``.
@@ -49,8 +45,8 @@ class TunedModel:
         )
         self._tokenizer = load_tokenizer(frozen.checkpoint)
         self._template = make_template(self._tokenizer, template)
-        ends = (*frozen.checkpoint.spec.eos_token_ids, *self._template.stop_ids)
-        self._ends = _list_ends(ends, self._tokenizer)
+        eos = frozen.checkpoint.spec.eos_token_ids
+        self._ends = list_ends(eos, self._template, self._tokenizer)
         self._model = frozen.model
         if adapter is not None:
             # Checked before PEFT believes it.
@@ -91,40 +87,3 @@ class TunedModel:
                 **sampling,
             )
         return self._tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
-
-    def predict(self, conversations: Sequence[Conversation], max_tokens: int) -> Iterator[str]:
-        """Yield the greedy answer to each conversation's last question."""
-        for conversation in conversations:
-            messages = [{"role": m.role, "content": m.content} for m in conversation.messages[:-1]]
-            yield self.answer(messages, max_tokens=max_tokens).strip()
-
-    def perplexity(self, conversations: Sequence[Conversation], cutoff_len: int) -> float:
-        """Return exp of the mean negative log probability of all answers' tokens."""
-        total, count = 0.0, 0
-        for conversation in conversations:
-            example = encode(conversation, self._template, cutoff_len=cutoff_len)
-            if example is None:
-                continue
-            loss, num_tokens = self._score(example)
-            total, count = total + loss, count + num_tokens
-        return math.exp(total / count) if count else math.nan
-
-    def _score(self, example: Example) -> tuple[float, int]:
-        batch = collate([example], 0)
-        labels = batch.pop("labels")[:, 1:]
-        with torch.no_grad():
-            logits = self._model(**batch).logits[:, :-1].float()
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        return float(loss), int((labels != IGNORED_LABEL).sum())
-
-
-def _list_ends(of_model: Sequence[int], tokenizer: Any) -> list[int]:
-    """Ids that end an answer: the model's, and the one that ends a turn of the template."""
-    ends = set(of_model)
-    if tokenizer.eos_token_id is not None:
-        ends.add(tokenizer.eos_token_id)
-    vocabulary = tokenizer.get_vocab()
-    ends |= {vocabulary[name] for name in ("<|im_end|>", "<|eot_id|>") if name in vocabulary}
-    return sorted(ends)
