@@ -7,6 +7,7 @@ compare by content, so that equal alternatives are found.
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from math import ceil, floor, lcm
 from typing import Any, TypeAlias
 
@@ -211,13 +212,18 @@ class Count:
     sizes: Sizes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ObjectLayer:
     """What one schema says of the property of each name."""
 
     named: tuple[tuple[str, Formula], ...] = ()
     patterns: tuple[tuple[str, Formula], ...] = ()
     rest: Formula = TRUE
+
+    @cached_property
+    def by_name(self) -> dict[str, Formula]:
+        """``named`` for look-ups."""
+        return dict(self.named)
 
 
 @dataclass(frozen=True, slots=True)

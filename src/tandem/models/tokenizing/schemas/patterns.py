@@ -35,7 +35,8 @@ def _exclude(texts: list[str]) -> str:
 
 
 def _quote(character: str) -> str:
-    return f"\\x{{{ord(character):X}}}"
+    code = ord(character)
+    return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
 def write_sizes(sizes: Sizes) -> str:

@@ -20,6 +20,7 @@ ONE = (
 LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 MAP = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 MAX_DEPTH = 100
+MAX_SCHEMAS = 2000
 
 
 class References:
@@ -39,6 +40,7 @@ class References:
         self._anchors: dict[tuple[str, str], Path] = {}
         self._dynamic: dict[tuple[str, str], Path] = {}
         self._has_dynamic = False
+        self._num_schemas = 0
         if not isinstance(document, dict):
             self._bases[()], self._resources[""] = "", ()
         self._index(document, (), "")
@@ -88,8 +90,9 @@ class References:
         return self._enter(path, place.scope)
 
     def _index(self, schema: Any, path: Path, base: str) -> None:
-        if len(path) > 2 * MAX_DEPTH:
-            raise RefusedError("$defs", "schemas nest too deeply")
+        self._num_schemas += 1
+        if len(path) > 2 * MAX_DEPTH or self._num_schemas > MAX_SCHEMAS:
+            raise RefusedError("$defs", "schemas nest too deeply, or are too many")
         if not isinstance(schema, dict):
             return
         own = schema.get("$id")

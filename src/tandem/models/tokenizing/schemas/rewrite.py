@@ -35,6 +35,10 @@ def rewrite_schema(schema: Any, matches: Callable[[str, str], bool]) -> Rewritte
 
     Raises: RefusedError: it has no equivalent here; the text begins with the keyword.
     """
+    options = {}
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        # llguidance's own options; they say nothing of values.
+        options = {"x-guidance": schema["x-guidance"]}
     if isinstance(schema, dict) and schema.get("$schema", DIALECT).rstrip("#") != DIALECT:
         raise RefusedError("$schema", f"{schema['$schema']!r} is not draft 2020-12")
     try:
@@ -43,4 +47,6 @@ def rewrite_schema(schema: Any, matches: Callable[[str, str], bool]) -> Rewritte
         written = writer.write()
     except RecursionError:
         raise RefusedError("$defs", "schemas nest too deeply") from None
+    if isinstance(written, dict):
+        written = written | options
     return Rewritten(written, tuple(dict.fromkeys([*solver.dropped, *writer.narrowed])))

@@ -39,11 +39,17 @@ from tandem.models.tokenizing.schemas.refused import RefusedError
 __all__ = ["Solver"]
 
 MAX_ALTERNATIVES = 128
-MAX_MERGES = 50_000
+MAX_STEPS = 50_000
+"""Merged, settled and tested alternatives: about a second."""
 ANY = Alternative()
 KEYWORDS = frozenset(
-    ["type", "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minLength", "maxLength", "pattern", "format", "properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "prefixItems", "items", "minItems", "maxItems", "uniqueItems", "contains", "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "unevaluatedItems", "unevaluatedProperties"]
+    """type const enum minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength
+    maxLength pattern format properties patternProperties additionalProperties required
+    minProperties maxProperties propertyNames dependentRequired dependentSchemas prefixItems items
+    minItems maxItems uniqueItems contains $ref $dynamicRef allOf anyOf oneOf not if
+    unevaluatedItems unevaluatedProperties""".split()  # noqa: SIM905 - a list is less readable
 )
+"""Those that say something by themselves."""
 
 
 class Solver:
@@ -67,7 +73,9 @@ class Solver:
         """Formulas of whose alternatives some were left out, and the keyword."""
         self._working: list[tuple[Formula, bool]] = []
         self._settling: set[Formula] = set()
-        self._merges_left = MAX_MERGES
+        self._steps_left = MAX_STEPS
+        self._verdicts: dict[tuple[Value, Formula], bool] = {}
+        self._found: dict[tuple[str, str], bool] = {}
         self.dropped: dict[str, None] = {}
 
     @property
@@ -84,9 +92,7 @@ class Solver:
         """See ``Work``."""
         found: Alternatives = [ANY]
         for group in groups:
-            self._merges_left -= len(found) * len(group)
-            if self._merges_left < 0:
-                raise RefusedError("anyOf", "the schema has too many alternatives")
+            self._spend(len(found) * len(group))
             merged = (merge(a, b) for a in found for b in group)
             found = _limit(list(dict.fromkeys(each for each in merged if each is not None)))
         return found
@@ -147,21 +153,11 @@ class Solver:
 
         Raises: RefusedError: that cannot be told.
         """
-        kind, content = formula
-        match kind:
-            case "all":
-                return all(self.satisfies(value, part) for part in content)
-            case "any":
-                return any(self.satisfies(value, part) for part in content)
-            case "not":
-                return not self.satisfies(value, content)
-            case "equals":
-                return value == content
-            case _:
-                alternatives = self.expand(formula, tracks=False)
-                if (formula, False) in self._narrowed:
-                    raise RefusedError(self._narrowed[formula, False], "its negation is not known")
-                return any(self.fits(value, each) for each in alternatives)
+        key = (value, formula)
+        if key not in self._verdicts:
+            self._spend(1)
+            self._verdicts[key] = self._satisfies(value, formula)
+        return self._verdicts[key]
 
     def fits(self, value: Value, alternative: Alternative) -> bool:
         """Return whether a value has all constraints. Raises: RefusedError: it cannot be told."""
@@ -187,16 +183,21 @@ class Solver:
 
     def matches(self, pattern: str, text: str) -> bool:
         """Return whether a pattern is found in a text. Raises: RefusedError: it is no pattern."""
-        try:
-            return self._matches(pattern, text)
-        except ValueError as error:
-            raise RefusedError("pattern", str(error)) from error
+        key = (pattern, text)
+        if key not in self._found:
+            self._spend(10)
+            try:
+                self._found[key] = self._matches(pattern, text)
+            except ValueError as error:
+                raise RefusedError("pattern", str(error)) from error
+        return self._found[key]
 
     def find_property(self, name: str, alternative: Alternative) -> Formula:
         """Return what the property of a name satisfies."""
+        self._spend(1)
         parts: list[Formula] = []
         for layer in alternative.properties:
-            own = [part for other, part in layer.named if other == name]
+            own = [layer.by_name[name]] if name in layer.by_name else []
             own += [part for pattern, part in layer.patterns if self.matches(pattern, name)]
             parts += own or [layer.rest]
         for names in alternative.names:
@@ -208,11 +209,33 @@ class Solver:
         """Return what the item at a place satisfies."""
         return all_of(layer.at(index) for layer in alternative.items)
 
+    def _spend(self, num_steps: int) -> None:
+        self._steps_left -= num_steps
+        if self._steps_left < 0:
+            raise RefusedError("anyOf", "the schema has too many alternatives")
+
     def _at(self, place: Place) -> Formula:
         schema = self.references.get(place)
         if isinstance(schema, bool):
             return TRUE if schema else FALSE
         return at(place) if any(key in KEYWORDS for key in schema) else TRUE
+
+    def _satisfies(self, value: Value, formula: Formula) -> bool:
+        kind, content = formula
+        match kind:
+            case "all":
+                return all(self.satisfies(value, part) for part in content)
+            case "any":
+                return any(self.satisfies(value, part) for part in content)
+            case "not":
+                return not self.satisfies(value, content)
+            case "equals":
+                return value == content
+            case _:
+                alternatives = self.expand(formula, tracks=False)
+                if (formula, False) in self._narrowed:
+                    raise RefusedError(self._narrowed[formula, False], "its negation is not known")
+                return any(self.fits(value, each) for each in alternatives)
 
     @contextmanager
     def _work_on(self, key: tuple[Formula, bool]) -> Iterator[None]:
@@ -256,6 +279,7 @@ class Solver:
 
     def _settle(self, alternative: Alternative) -> Alternatives:
         """Return an alternative without the types that have no values; nothing if none is left."""
+        self._spend(1 + len(alternative.required))
         if alternative.values is not None:
             plain = replace(alternative, values=None)
             values = tuple(v for v in alternative.values if self.fits(v, plain))

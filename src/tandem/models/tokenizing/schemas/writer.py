@@ -28,7 +28,12 @@ from tandem.models.tokenizing.schemas.solver import Solver
 
 __all__ = ["FORMATS", "Writer"]
 
-FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email", "hostname"),
+        *("ipv4", "ipv6", "uuid", "uri"),
+    }
+)
 """Those that a grammar enforces; to the draft every format is a remark."""
 MAX_PLACES = 12
 """Leading items among which those are that ``contains`` finds."""
