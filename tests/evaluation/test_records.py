@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.core.errors import CapacityError, ConfigError, NotFoundError
+from tandem.core.errors import CapacityError, ConfigError
 from tandem.evaluation.questions import read_questions
 from tandem.evaluation.records import evaluate_records
 from tandem.evaluation.scores import KeptLogprobs, Scores
@@ -137,7 +137,7 @@ def test_scores_of_known_distributions():
 def test_what_is_wrong_is_told_before_weights_are_read(rows, monkeypatch):
     """Formats, adapters and prompts that do not fit; a disk that does not hold the reference."""
     monkeypatch.setattr("tandem.evaluation.records.ServedModel", None)
-    with pytest.raises(NotFoundError, match="int5"):
+    with pytest.raises(ConfigError, match="int5"):
         evaluate_records(ModelConfig(path="demo"), str(rows), formats=["int8", "int5"])
     with pytest.raises(ConfigError, match="format without a name"):
         evaluate_records(ModelConfig(path="demo"), str(rows), formats=["int8", ""])

@@ -14,10 +14,11 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from typer.testing import CliRunner
 
 from tandem._native import ThreadPool
+from tandem.cli.main import app
 from tandem.core.errors import ConfigError, CorruptionError, UnsupportedError
-from tandem.evaluation.records import evaluate_records
 from tandem.finetune.export import export_merged
 from tandem.finetune.forecast.fake_step import StepShape, simulate_step
 from tandem.finetune.forecast.prediction import predict_run
@@ -27,7 +28,6 @@ from tandem.finetune.training.loss import compute_loss, find_head
 from tandem.finetune.training.model import load_frozen
 from tandem.finetune.training.trainer import finetune, make_lora_config
 from tandem.finetune.tuned import TunedModel
-from tandem.models.config import ModelConfig
 from tandem.models.families import open_checkpoint
 from tandem.models.loading.hub import DEMO_FOLDER
 from tandem.models.loading.loader import load_model
@@ -270,9 +270,11 @@ def test_evaluation_takes_the_adapter(run, checkpoint, tmp_path):
     path.write_text(json.dumps(rows))
 
     def score(adapter):
-        config = ModelConfig(path=str(checkpoint), dtype="float32", expert_format="bf16")
-        report = evaluate_records(config, str(path), adapter=adapter, max_tokens=2)
-        return report.metrics["bf16"]["perplexity"]
+        words = ["eval", str(checkpoint), "--data", str(path), "--expert-format", "bf16"]
+        words += ["--adapter", str(adapter)] if adapter else []
+        result = CliRunner().invoke(app, [*words, "--max-tokens", "2", "--json"])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["metrics"]["perplexity"]
 
     assert score(folder) < score(None)
 

@@ -1,12 +1,15 @@
 """Measuring one model, in one weight format or several, on records that it did not learn from."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
+from torch import Tensor
 
 from tandem.core.errors import ConfigError
 from tandem.engine.config import KvDtype
@@ -14,16 +17,51 @@ from tandem.evaluation.questions import Questions, read_questions
 from tandem.evaluation.scores import KeptLogprobs, Scores
 from tandem.evaluation.served import ServedModel
 from tandem.finetune.artefacts import name_full_disk, write_text
+from tandem.finetune.data.examples import Example
 from tandem.finetune.metrics import PACKAGES, measure_matches, measure_texts
 from tandem.models.config import ModelConfig
 from tandem.models.families import open_checkpoint
 from tandem.models.planning.planner import plan_model
 
-__all__ = ["REFERENCE", "EvalReport", "evaluate_records"]
+__all__ = ["REFERENCE", "EvalReport", "EvaluatedModel", "evaluate_records"]
 
 REFERENCE = "bf16"
 """Weight format that the others are compared with."""
 MIB = 1 << 20
+
+
+class EvaluatedModel(Protocol):
+    """What is measured."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        end_ids: Sequence[int],
+        on_answer: Callable[[], None],
+    ) -> list[list[int]]:
+        """Return the greedy answer to each prompt.
+
+        Args:
+            prompts: token ids.
+            max_tokens: of an answer at most; fewer where the context ends.
+            end_ids: end an answer, beside the model's own.
+            on_answer: called after each answer.
+        """
+        ...
+
+    def compute_logprobs(self, example: Example) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (token ids, log-probabilities) of a row's labelled tokens, piece by piece.
+
+        Shapes: N labelled tokens of a piece, V vocabulary: int64 [N]; float32 [N, V], where row n
+            is what the model gives for the place of token n.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +82,20 @@ class _Task:
     """The same for each format."""
 
     questions: Questions
-    adapter: Path | None
-    kv_dtype: KvDtype
     max_tokens: int
     missing: tuple[str, ...]
     on_answer: Callable[[], None]
 
-    def load(self, config: ModelConfig) -> ServedModel:
-        lengths = [len(prompt) + self.max_tokens for prompt in self.questions.prompts]
-        return ServedModel(config, self.kv_dtype, lengths, self.adapter)
-
-    def answer(self, model: ServedModel) -> tuple[list[str], dict[str, float]]:
+    def answer(self, model: EvaluatedModel) -> tuple[list[str], dict[str, float]]:
         """Return the greedy answers, and how near they are to the references."""
         asked, references = self.questions, self.questions.references
-        ids = model.answer(asked.prompts, self.max_tokens, asked.end_ids, self.on_answer)
+        ids = model.generate(asked.prompts, self.max_tokens, asked.end_ids, self.on_answer)
         answers = [asked.decode(answer) for answer in ids]
         figures = measure_matches(answers, references)
         return answers, figures if self.missing else figures | measure_texts(answers, references)
 
     def score(
-        self, model: ServedModel, kept: KeptLogprobs | None, *, is_reference: bool
+        self, model: EvaluatedModel, kept: KeptLogprobs | None, *, is_reference: bool
     ) -> dict[str, float]:
         """Return the figures of the tokens of the rows' own answers.
 
@@ -101,6 +133,7 @@ def evaluate_records(
     cutoff_len: int = 2048,
     predictions: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    load: Callable[[ModelConfig], EvaluatedModel] | None = None,
 ) -> EvalReport:
     """Answer every row's last question greedily, and score the answers that the rows have.
 
@@ -123,6 +156,7 @@ def evaluate_records(
         predictions: file to write as JSON lines {prompt, predict, label}, as LLaMA-Factory does;
             of several formats, the last one's.
         progress: ``progress(done, total)`` after each answer.
+        load: loads the model with its adapter; None is a ``ServedModel``.
 
     Raises: as ``read_questions`` and ``ServedModel``; CapacityError (a full disk).
     """
@@ -154,21 +188,27 @@ def evaluate_records(
         if progress is not None:
             progress(done, total)
 
+    def serve(wanted: ModelConfig) -> EvaluatedModel:
+        lengths = [len(prompt) + max_tokens for prompt in questions.prompts]
+        return ServedModel(wanted, kv_dtype, lengths, adapter)
+
+    load = serve if load is None else load
     missing = tuple(name for name in PACKAGES if find_spec(name) is None)
-    task = _Task(questions, adapter, kv_dtype, max_tokens, missing, note)
-    kept = KeptLogprobs() if formats else None
+    task = _Task(questions, max_tokens, missing, note)
     metrics: dict[str, dict[str, float]] = {}
-    for name, each in configs.items():
-        model = task.load(each)
-        figures = {"weights_mib": model.weight_bytes / MIB} if formats else {}
-        figures |= task.score(model, kept, is_reference=name == REFERENCE)
-        answers, nearness = task.answer(model)
-        metrics[name] = figures | nearness
-        if predictions is not None:
-            with name_full_disk(predictions.parent, "free some, or choose another"):
-                _write(predictions, questions, answers)
-        # The next one is not loaded beside it.
-        del model
+    with ExitStack() as opened:
+        kept = opened.enter_context(closing(KeptLogprobs())) if formats else None
+        for name, each in configs.items():
+            model = load(each)
+            figures = {"weights_mib": model.weight_bytes / MIB} if formats else {}
+            figures |= task.score(model, kept, is_reference=name == REFERENCE)
+            answers, nearness = task.answer(model)
+            metrics[name] = figures | nearness
+            if predictions is not None:
+                with name_full_disk(predictions.parent, "free some, or choose another"):
+                    _write(predictions, questions, answers)
+            # The next one is not loaded beside it.
+            del model
     return EvalReport(metrics, len(questions.prompts), questions.num_bad_rows, missing)
 
 

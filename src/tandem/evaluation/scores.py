@@ -92,6 +92,10 @@ class KeptLogprobs:
             what += "larger disk"
             raise CapacityError("evaluation.keep", what) from error
 
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()
+
     def rewind(self) -> None:
         """Go back to the first row."""
         self._file.seek(0)

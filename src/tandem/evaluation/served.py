@@ -69,20 +69,14 @@ class ServedModel:
         """Bytes of all weights in memory."""
         return self._model.weight_bytes
 
-    def answer(
+    def generate(
         self,
         prompts: Sequence[list[int]],
         max_tokens: int,
         end_ids: Sequence[int],
         on_answer: Callable[[], None],
     ) -> list[list[int]]:
-        """Generate the greedy answer to each prompt, many together.
-
-        Args:
-            prompts: token ids.
-            max_tokens: of an answer at most; fewer where the context ends.
-            end_ids: end an answer, beside the model's own; not part of it.
-            on_answer: called after each answer.
+        """See ``EvaluatedModel``; many answers are generated together.
 
         Raises: TandemError: as a server would answer.
         """
@@ -115,12 +109,9 @@ class ServedModel:
         return answers
 
     def compute_logprobs(self, example: Example) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (token ids, log-probabilities) of a row's labelled tokens, piece by piece.
+        """See ``EvaluatedModel``.
 
         The row runs in the model's own steps over KV of its own; no request may be running.
-
-        Shapes: N labelled tokens of a piece, V vocabulary: int64 [N]; float32 [N, V], where row n
-            is what the model gives for the place of token n.
         """
         ids, labels = list(example.token_ids), torch.tensor(example.labels[1:])
         table = list(range(_count_blocks(len(ids))))

@@ -1,15 +1,20 @@
 """``tandem eval``: measure a model, with or without an adapter, on held-out records."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import typer
 
 from tandem.cli.extras import describe_extra, require_extra
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.engine.config import KvDtype
 from tandem.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from tandem.evaluation.records import EvaluatedModel
 
 __all__ = ["evaluate"]
 
@@ -36,9 +41,10 @@ def evaluate(
 ) -> None:
     """Print accuracy and perplexity of the records' answers, and exact match of greedy ones.
 
-    The model runs as `tandem serve` runs it. With --formats it is loaded in one format after the
-    other, and the Kullback-Leibler divergence of each from bf16 is measured too. BLEU-1 to 4 and
-    ROUGE-1, 2 and L of the greedy answers need the extra `finetune`.
+    The model runs as `tandem serve` runs it; with an adapter of routed experts as it was trained.
+    With --formats it is loaded in one format after the other, and the Kullback-Leibler divergence
+    of each from bf16 is measured too. BLEU-1 to 4 and ROUGE-1, 2 and L of the greedy answers need
+    the extra `finetune`.
     """
     names = [name.strip() for name in formats.split(",")] if formats else []
     if names and (expert_format, linear_format) != ("auto", "auto"):
@@ -48,6 +54,13 @@ def evaluate(
     require_extra("serve", "torch", "transformers")
     from tandem.evaluation.records import evaluate_records
 
+    load = None
+    if adapter is not None and _adapts_experts(adapter):
+        if names:
+            raise typer.BadParameter(
+                "--formats: merge an adapter of routed experts (tandem export)"
+            )
+        load = _load_tuned(adapter)
     has_bar = sys.stderr.isatty()
 
     def show(done: int, total: int) -> None:
@@ -67,6 +80,7 @@ def evaluate(
         max_tokens=max_tokens,
         predictions=predictions,
         progress=show if has_bar else None,
+        load=load,
     )
     missing = describe_extra(", ".join(report.missing), "finetune") if report.missing else None
     if json:
@@ -96,3 +110,25 @@ def evaluate(
 
 def _show(metric: str, value: float) -> str:
     return f"{value:.5f}" if metric == "kl_divergence" else f"{value:.2f}"
+
+
+def _adapts_experts(adapter: Path) -> bool:
+    """Return whether an adapter changes routed experts, which are not served apart from it."""
+    try:
+        config = msgspec.json.decode((adapter / "adapter_config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        # Whoever loads it says what is wrong.
+        return False
+    return isinstance(config, dict) and bool(config.get("target_parameters"))
+
+
+def _load_tuned(adapter: Path) -> "Callable[[ModelConfig], EvaluatedModel]":
+    """Return what loads a model as it is trained, which takes every adapter."""
+    require_extra("finetune", "peft")
+    from tandem.finetune.tuned import TunedModel
+
+    def load(config: ModelConfig) -> TunedModel:
+        is_bf16 = config.dtype == "bfloat16"
+        return TunedModel(config.path, adapter, is_bf16=is_bf16, expert_format=config.expert_format)
+
+    return load
