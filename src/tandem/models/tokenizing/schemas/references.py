@@ -139,15 +139,22 @@ class References:
             return self._anchors[uri, fragment], uri, fragment
         value: Any = self.get(Place(path, ()))
         for part in fragment[1:].split("/"):
-            name: str | int = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(value, list) and part.isdecimal() and len(part) < 10:
-                name = int(part)
             try:
-                value = value[name]
+                name, value = _step(value, part)
             except (KeyError, IndexError, TypeError):
                 raise RefusedError(keyword, f"there is no {reference[:200]!r}") from None
             path = (*path, name)
         return path, self._find_base(path), ""
+
+
+def _step(value: Any, part: str) -> tuple[str | int, Any]:
+    """Return the key that a part of a JSON pointer means, and what it leads to."""
+    if isinstance(value, list):
+        if not part.isdecimal() or len(part) > 9:
+            raise KeyError(part)
+        return int(part), value[int(part)]
+    name = part.replace("~1", "/").replace("~0", "~")
+    return name, value[name]
 
 
 def _list_children(schema: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
