@@ -59,15 +59,15 @@ COMMANDS = {
     ),
     "eval": _Entry(
         "tandem.cli.commands.evaluate:evaluate",
-        "Print perplexity, exact match, BLEU-1 to 4 and ROUGE-1, 2 and L of greedy answers.",
+        "Print accuracy and perplexity of the records' answers, and exact match of greedy ones.",
     ),
     "export": _Entry(
         "tandem.cli.commands.export:export",
         "Write a checkpoint whose weights include the adapter, as safetensors.",
     ),
     "cluster": _Entry(
-        "tandem.cli.asking.cluster:cluster",
-        "List the instances of a server, or change them without failing a request.",
+        "tandem.cli.clusters.app:app",
+        "List and change the instances of a running server; start the processes of a cluster.",
     ),
     "explain": _Entry(
         "tandem.cli.commands.explain:explain",
