@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tandem.cli.asking.local_server import trim_url
+from tandem.cli.asking.call import call_server
 from tandem.cli.output import JsonFlag, print_json
-from tandem.core.errors import ConfigError, PeerLostError
+from tandem.core.errors import ConfigError
 from tandem.core.instance_status import InstanceStatus
 
 __all__ = ["cluster"]
@@ -46,7 +46,9 @@ def cluster(
         body = {"action": action, "instance": instance, "patience_s": patience_s}
         if role is not None:
             body["role"] = role
-    listed = _ask(url, body, {"Authorization": f"Bearer {api_key}"} if api_key else {})
+    listed = call_server(
+        url, "/instances", _Listed, body=body, api_key=api_key, timeout_s=TIMEOUT_S
+    )
     if json:
         print_json(listed)
         return
@@ -57,18 +59,3 @@ def cluster(
             f"{each.name}: {each.role}, {state}, pid {each.pid}, {each.num_restarts} restarts, "
             f"step error {each.step_error:.0%}{reads}\n"
         )
-
-
-def _ask(url: str, body: dict[str, Any] | None, headers: dict[str, str]) -> _Listed:
-    import httpx
-
-    place = trim_url(url) + "/instances"
-    try:
-        with httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers) as client:
-            reply = client.get(place) if body is None else client.post(place, json=body)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        what = f"no answer from {url}: {error}: does a server run there?"
-        raise PeerLostError("cli.cluster", what) from error
-    if reply.status_code != 200:
-        raise ConfigError("cli.cluster", f"{url} answers {reply.status_code}: {reply.text[:500]}")
-    return msgspec.json.decode(reply.content, type=_Listed)

@@ -25,17 +25,23 @@ SetOption = Annotated[
 FIGURES = ("request_throughput", "goodput", "attained", "hit_ratio")
 
 
-def read_changed(path: Path, trace: Path | None, changes: list[str] | None) -> Any:
+def read_changed(
+    path: Path, trace: Path | None, changes: list[str] | None, calibration: Path | None = None
+) -> Any:
     """Return a scenario with what the command line replaces.
 
-    Raises: as ``read_scenario`` and ``change_scenario``.
+    Raises: as ``read_scenario``, ``read_calibration`` and ``change_scenario``.
     """
+    from tandem.sim.cluster.calibration import calibrate_scenario, read_calibration
     from tandem.sim.cluster.scenario import change_scenario, parse_changes, read_scenario
 
     given = parse_changes(changes or [])
     if trace is not None:
         given |= {"load.trace": str(trace.absolute()), "load.generator": None}
-    return change_scenario(read_scenario(path), given)
+    wished = read_scenario(path)
+    if calibration is not None:
+        wished = calibrate_scenario(wished, read_calibration(calibration))
+    return change_scenario(wished, given)
 
 
 def sweep(

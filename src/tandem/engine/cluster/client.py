@@ -259,6 +259,7 @@ class ClusterClient:
                 num_restarts=member.supervisor.num_restarts,
                 is_draining=self._dispatcher.conductor.is_draining(member.name),
                 step_error=self._dispatcher.conductor.get_step_error(member.name),
+                step_costs=self._dispatcher.conductor.get_step_costs(member.name),
                 sources=sorted(member.sources),
                 refusals=dict(member.refusals),
             )
