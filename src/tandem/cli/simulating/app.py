@@ -3,6 +3,7 @@
 import typer
 
 from tandem.cli.simulating.calibrate import calibrate
+from tandem.cli.simulating.decide import decide
 from tandem.cli.simulating.hits import hits
 from tandem.cli.simulating.paper import paper
 from tandem.cli.simulating.record import record
@@ -25,6 +26,7 @@ app.command("capacity")(capacity)
 app.command("advise")(advise)
 app.command("paper")(paper)
 app.command("record")(record)
+app.command("decide")(decide)
 app.command("calibrate")(calibrate)
 
 

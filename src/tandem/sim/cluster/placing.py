@@ -55,6 +55,7 @@ class Placing:
         instances: of the run.
         admission: how requests are accepted.
         slo: by which they are.
+        conductor: that knows of nothing yet; None: a new one of that policy.
     """
 
     def __init__(
@@ -63,9 +64,12 @@ class Placing:
         instances: Iterable[SimInstance],
         admission: AdmissionMode = "none",
         slo: Slo = NO_SLO,
+        conductor: Conductor | None = None,
     ) -> None:
         self._slo = slo
-        self.conductor = Conductor(make_policy(name), Admission(admission))
+        if conductor is None:
+            conductor = Conductor(make_policy(name), Admission(admission))
+        self.conductor = conductor
         self._instances = list(instances)
         for each in self._instances:
             config = each.setup.engine
