@@ -47,7 +47,8 @@ def draw_requests():
     for number in range(16):
         own = [chance.randrange(300, 900) for _ in range(chance.randint(4, 60))]
         prompt = chance.choice(prefixes)[: chance.choice((16, 40, 70))] + own
-        sampling = SamplingParams(max_tokens=chance.choice((1, 9, 60)), ignore_eos=True, seed=number)
+        num_tokens = chance.choice((1, 9, 60))
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=number)
         request = AddRequest(request_id=str(number), prompt_ids=prompt, sampling=sampling)
         drawn.append((chance.randrange(60), request))
     return sorted(drawn, key=lambda each: each[0])

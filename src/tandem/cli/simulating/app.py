@@ -3,6 +3,7 @@
 import typer
 
 from tandem.cli.simulating.calibrate import calibrate
+from tandem.cli.simulating.compare import compare
 from tandem.cli.simulating.decide import decide
 from tandem.cli.simulating.hits import hits
 from tandem.cli.simulating.paper import paper
@@ -27,6 +28,7 @@ app.command("advise")(advise)
 app.command("paper")(paper)
 app.command("record")(record)
 app.command("decide")(decide)
+app.command("compare")(compare)
 app.command("calibrate")(calibrate)
 
 

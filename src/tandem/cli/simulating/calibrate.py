@@ -12,10 +12,10 @@ from tandem.core.errors import PeerLostError
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.wire import InstanceInfo
 
-__all__ = ["calibrate"]
+__all__ = ["ToldServer", "calibrate"]
 
 
-class _Told(msgspec.Struct, kw_only=True):
+class ToldServer(msgspec.Struct, kw_only=True):
     """The part of ``/server_info`` that is of use here."""
 
     instances: list[InstanceStatus]
@@ -33,7 +33,7 @@ def calibrate(
     """
     from tandem.sim.cluster.calibration import learn_instances, write_calibration
 
-    told = call_server(url, "/server_info", _Told, api_key=api_key)
+    told = call_server(url, "/server_info", ToldServer, api_key=api_key)
     if told.instance is None:
         raise PeerLostError("sim.calibrate", f"no instance of {url} serves")
     found = learn_instances(told.instances, told.instance)
