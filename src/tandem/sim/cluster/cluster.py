@@ -189,6 +189,9 @@ class SimCluster:
                 except TandemError as error:
                     return machine.take(LegFailed(leg.leg_id, error), now_s)
             case Continue(leg=leg, message=message):
+                if self.placing.is_refused_late(leg.instance.name, machine.request):
+                    live.record.error = "overloaded: tpot, after the prefill"
+                    return machine.take(Cancel(), now_s)
                 is_taken = self.instances[leg.instance.name].continue_request(message)
                 return machine.take(Continued(leg.leg_id, is_taken), now_s)
             case DropLeg(leg=leg):

@@ -6,7 +6,7 @@ of ``tandem serve`` (``EngineConfig``), so a scenario says nothing that a server
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import yaml
@@ -127,8 +127,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     store: StoreSpec | None = None
     policy: str = "prefix"
     """The policy, as ``cluster.policy``."""
-    admission: AdmissionMode = "none"
-    """By TTFT and TPOT of ``slo``; a request that is refused counts as failed."""
+    admission: AdmissionMode | Literal["late"] = "none"
+    """By TTFT and TPOT of ``slo``; a request that is refused counts as failed. late, which no
+    server does: by TTFT at its arrival, and by TPOT after its prefill."""
     lease_s: Positive = 30.0
     """Seconds of a lease, as ``cluster.lease_s``."""
     slo: Objectives = Objectives()
