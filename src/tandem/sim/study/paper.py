@@ -469,6 +469,17 @@ def render_page(
             lines += ["", reasons.strip()]
     lines += [
         "",
+        "## Reproduced by other commands",
+        "",
+        "| published | command | ours |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {each['what']} | {each['command']} | {each['ours']} |"
+        for each in _read("elsewhere.yaml")
+    ]
+    lines += [
+        "",
         "## What is not reproduced here",
         "",
         "| published | command | needs |",
