@@ -120,6 +120,10 @@ class TimelineDevice:
         """See ``Device``; nothing is computed."""
         return CPU.name_arithmetic()
 
+    def count_free_bytes(self) -> int:
+        """See ``Device``: memory is the host's."""
+        return CPU.count_free_bytes()
+
     def allocate(self, size_bytes: int) -> Tensor:
         """See ``Device``."""
         return CPU.allocate(size_bytes)
@@ -136,6 +140,9 @@ class TimelineDevice:
         """See ``Device``."""
         self._num_streams += 1
         return TimelineStream(f"stream {self._num_streams}")
+
+    def follow(self, stream: Stream) -> None:
+        """See ``Device``: such operators are done when they return."""
 
     def make_event(self) -> TimelineEvent:
         """See ``Device``."""

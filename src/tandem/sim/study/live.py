@@ -93,7 +93,7 @@ def make_scenario(found: CalibrationFile, *, store_tokens: int = 0) -> Scenario:
     engine = EngineConfig(block_size=BLOCK_SIZE, max_queue=100_000)
     roles = [each.role for each in found.instances]
     groups = tuple(
-        Group(role=role, count=roles.count(role), engine=engine) for role in sorted(set(roles))
+        Group(role=role, count=roles.count(role), engine=engine) for role in dict.fromkeys(roles)
     )
     store = None
     if store_tokens:
