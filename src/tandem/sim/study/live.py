@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tandem.core.instance_status import InstanceRole
 from tandem.core.loads.records import LoadReport
 from tandem.core.loads.traces import TraceRow, shrink_rows
 from tandem.engine.config import EngineConfig
@@ -91,7 +92,7 @@ def make_scenario(found: CalibrationFile, *, store_tokens: int = 0) -> Scenario:
         store_tokens: that its store holds; 0: it has none.
     """
     engine = EngineConfig(block_size=BLOCK_SIZE, max_queue=100_000)
-    roles = [each.role for each in found.instances]
+    roles: list[InstanceRole] = [each.role for each in found.instances]
     groups = tuple(
         Group(role=role, count=roles.count(role), engine=engine) for role in dict.fromkeys(roles)
     )
