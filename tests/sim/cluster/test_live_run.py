@@ -80,6 +80,7 @@ def note_plans(monkeypatch):
     return plans
 
 
+@pytest.mark.slow
 def test_the_plans_of_a_live_engine_are_made_again_in_virtual_time(monkeypatch):
     clock = MonotonicClock()
     again = note_plans(monkeypatch)
@@ -138,7 +139,13 @@ def journal_of(policy, count=24):
     return lines, cluster.decisions
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policy if policy in ("mooncake", "sglang") else pytest.param(policy, marks=pytest.mark.slow)
+        for policy in POLICIES
+    ],
+)
 def test_a_journal_gives_the_same_decisions_one_by_one(policy):
     lines, decisions = journal_of(policy)
     replayed = list(replay_journal(lines))

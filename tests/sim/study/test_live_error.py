@@ -44,7 +44,9 @@ def make(*roles):
     return make_scenario(CalibrationFile(instances=tuple(instances)), store_tokens=20_000)
 
 
-@pytest.mark.parametrize("roles", [("unified",), ("prefill", "decode")])
+@pytest.mark.parametrize(
+    "roles", [("unified",), pytest.param(("prefill", "decode"), marks=pytest.mark.slow)]
+)
 def test_times_beside_steps_are_found_and_other_loads_predicted(roles):
     guess = make(*roles)
     real = msgspec.structs.replace(guess, request_ms=12.0)
@@ -62,11 +64,11 @@ def test_times_beside_steps_are_found_and_other_loads_predicted(roles):
 
     capacity = find_capacity(guess, draw_rows(24, 1))
     rate = capacity / 2
-    rows = draw_rows(40, 2)
+    rows = draw_rows(30, 2)
     fitted = fit_overheads(guess, list(scale_rows(rows, rate)), serve(rows, rate))
     found = []
     for load in (0.3, 0.7):
-        rows = draw_rows(40, 3)
+        rows = draw_rows(30, 3)
         rate = load * capacity
         before = compare_figures("s", guess, rows, rate, load, serve(rows, rate))
         found += compare_figures("s", fitted, rows, rate, load, serve(rows, rate))

@@ -19,7 +19,7 @@ from tandem.conductor.journal import JournalingConductor
 from tandem.conductor.policies.policy import Policy
 from tandem.conductor.policies.table import make_policy
 from tandem.core.adapter import AdapterInfo, AdapterSource
-from tandem.core.bounded_file import BoundedFile
+from tandem.engine.bounded_file import BoundedFile
 from tandem.core.errors import (
     ConfigError,
     ConflictError,

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from tandem.core.bounded_file import BoundedFile
+from tandem.engine.bounded_file import BoundedFile
 from tandem.core.errors import CorruptionError, NotFoundError
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The tables of the Mooncake paper, simulated: ours beside theirs, from scenario files.
 
-A table is a file of ``sim/data/paper``: its rows name a system of ``systems.yaml``, what of it they
+A table is a file of ``sim/data/paper/tables``: its rows name a system of ``systems.yaml``, what of it they
 change, the published number, and which run theirs is divided by. Nothing that a table assumes is in
 code. Runs that several rows need are made once, and kept in a file if there is one.
 """
@@ -191,7 +191,9 @@ def list_tables(names: Sequence[str] = ()) -> dict[str, PaperTable]:
         if name not in NAMES:
             what = f"no table {name!r}: there is {', '.join(NAMES)}"
             raise NotFoundError("sim.paper", what)
-    return {name: msgspec.convert(_read(f"{name}.yaml"), PaperTable) for name in names or NAMES}
+    return {
+        name: msgspec.convert(_read(f"tables/{name}.yaml"), PaperTable) for name in names or NAMES
+    }
 
 
 def _measure_effective(records: Sequence[RequestRecord], duration: float) -> dict[str, float]:

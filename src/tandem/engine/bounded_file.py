@@ -80,7 +80,7 @@ def _make_file(path: Path, field: str) -> tuple[Path, BinaryIO]:
             continue
         except OSError as error:
             what = f"{name}: {error.strerror}: give a file in a folder that can be written"
-            raise ConfigError("core.make_file", what, field=field) from error
+            raise ConfigError("engine.make_file", what, field=field) from error
         return name, os.fdopen(handle, "wb")
     what = f"{path} and {NAMES_TRIED - 1} files beside it exist: remove some"
-    raise ConfigError("core.make_file", what, field=field)
+    raise ConfigError("engine.make_file", what, field=field)
