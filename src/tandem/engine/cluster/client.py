@@ -19,7 +19,6 @@ from tandem.conductor.journal import JournalingConductor
 from tandem.conductor.policies.policy import Policy
 from tandem.conductor.policies.table import make_policy
 from tandem.core.adapter import AdapterInfo, AdapterSource
-from tandem.engine.bounded_file import BoundedFile
 from tandem.core.errors import (
     ConfigError,
     ConflictError,
@@ -43,6 +42,7 @@ from tandem.core.wire import (
     InstanceStage,
     StageChanged,
 )
+from tandem.engine.bounded_file import BoundedFile
 from tandem.engine.cluster.adapters import ClusterAdapters
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from tandem.engine.bounded_file import BoundedFile
 from tandem.core.errors import CorruptionError, NotFoundError
+from tandem.engine.bounded_file import BoundedFile
 
 __all__ = [
     "MAX_TRACE_BYTES",

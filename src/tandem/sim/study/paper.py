@@ -1,8 +1,8 @@
 """The tables of the Mooncake paper, simulated: ours beside theirs, from scenario files.
 
-A table is a file of ``sim/data/paper/tables``: its rows name a system of ``systems.yaml``, what of it they
-change, the published number, and which run theirs is divided by. Nothing that a table assumes is in
-code. Runs that several rows need are made once, and kept in a file if there is one.
+A table is a file of ``sim/data/paper/tables``: its rows name a system of ``systems.yaml``, what of
+it they change, the published number, and which run theirs is divided by. Nothing that a table
+assumes is in code. Runs that several rows need are made once, and kept in a file if there is one.
 """
 
 import statistics
