@@ -171,7 +171,11 @@ class ServerContext:
     def __post_init__(self) -> None:
         self.grammars = GrammarChecks(self.encoder.tokenizer)
         config = self.config
-        self.kept_responses = KeptResponses(config.response_memory_bytes, config.response_idle_s)
+        self.kept_responses = KeptResponses(
+            config.response_memory_bytes,
+            config.response_idle_s,
+            max_total_bytes=config.response_total_bytes,
+        )
 
     @property
     def block_size(self) -> int:

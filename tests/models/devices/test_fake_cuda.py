@@ -14,12 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from tandem._native import ThreadPool
 from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.kernels.weights.formats import WEIGHT_FORMATS
 from tandem.models.planning.planner import plan_model
 
 QUICK = ("qwen2", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
 """One of each kind of mixer and of experts; the others are ``slow``."""
 BLOCK_SIZE = 16
 CUDA = torch.device("cuda:0")
+FORMATS = [name for name, held in WEIGHT_FORMATS.items() if not held.is_stored_only]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,16 +62,11 @@ def make_batch(model, chunks):
     )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in MODEL_TYPES]
-)
-def test_a_step_stays_on_the_device(name, tmp_path, monkeypatch):
-    config = make_odd(name, 1)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    plan = plan_model(str(tmp_path), device="cuda", expert_format="none", dtype="float32")
+def check_steps(folder, monkeypatch, **wishes):
+    """A prompt, one that goes on, decodes of unequal length; then decodes alone."""
+    plan = plan_model(str(folder), device="cuda", **wishes)
     with load_fake(plan, ThreadPool(1), monkeypatch) as model:
         cache, states = model.allocate_kv(16, block_size=BLOCK_SIZE), model.allocate_states(4)
-        # A prompt, one that goes on, decodes of unequal length; then decodes alone.
         for chunks in (
             [(list(range(3, 23)), 0), ([5, 6], 18), ([7], 3), ([8], 40)],
             [([7], 4), ([8], 41)],
@@ -81,6 +78,29 @@ def test_a_step_stays_on_the_device(name, tmp_path, monkeypatch):
             assert logits.device == CUDA
             assert logits.shape == (len(chunks), model.spec.num_logits)
             assert not copies.found
+    return plan
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in MODEL_TYPES]
+)
+def test_a_step_stays_on_the_device(name, tmp_path, monkeypatch):
+    config = make_odd(name, 1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    check_steps(tmp_path, monkeypatch, expert_format="none", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("int4g32", "bf16") else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS],
+)
+def test_experts_of_the_host_are_one_operator(name, tmp_path, checkpoint, monkeypatch):
+    """In every format that values are coded into."""
+    folder = checkpoint("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    plan = check_steps(folder, monkeypatch, expert_format=name, dtype="bfloat16")
+    assert {m.device for m in plan.matrices if m.role == "experts"} == {"cpu"}
+    assert {m.device for m in plan.matrices if m.role != "experts"} == {"cuda"}
+    assert plan.experts.weight_format == name
 
 
 def test_two_places_are_found(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
 from tandem.core.instance_status import InstanceRole, InstanceStats, Statistics, sum_stats
+from tandem.core.kv_layout import MlaLayout
 from tandem.core.logs import configure_logging
 from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import (
@@ -289,10 +290,13 @@ class Instance:
                 None if built.states is None else built.states.layout,
             )
         if self._spec.kv_events.endpoint:
+            layout = built.cache.layout
+            kind = "mla_attention" if isinstance(layout, MlaLayout) else "full_attention"
             self._events = KvEventPublisher(
                 self._spec.kv_events,
-                block_size=built.cache.layout.block_size,
+                block_size=layout.block_size,
                 now=lambda: datetime.now(UTC).timestamp(),
+                kv_kind="" if built.states is None else kind,
             )
             built.prefixes.observers.append(self._events)
         inventory = None

@@ -6,7 +6,9 @@ adds it on the device. ``kernels.hybrid`` does the same for decode steps without
 Shapes: T tokens, D hidden, K experts per token.
 """
 
+from itertools import count
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +23,11 @@ __all__ = ["ExpertStaging", "HostedExperts"]
 
 ALIGNMENT = 64
 """Of each part of the staging memory, in bytes."""
+
+
+_LIVE: "WeakValueDictionary[int, HostedExperts]" = WeakValueDictionary()
+"""By number, as an operator of torch takes no objects."""
+_numbers = count()
 
 
 class StagedTokens(NamedTuple):
@@ -81,6 +88,8 @@ class HostedExperts(RoutedExperts):
         super().__init__(native.spec)
         self._held = (native,)
         self._staging = staging
+        self._number = next(_numbers)
+        _LIVE[self._number] = self
 
     @property
     def native(self) -> NativeExperts:
@@ -95,8 +104,11 @@ class HostedExperts(RoutedExperts):
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
         """Add the weighted sum; see ``RoutedExperts``. Host and device wait for each other."""
-        if not len(x_TD):
-            return
+        if len(x_TD):
+            residual_TD += run_hosted(x_TD, ids_TK, w_TK, self._number)
+
+    def run_staged(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
+        """Return the weighted sum, float32 [T, D] on the device, new."""
         device, there = self._staging.device, self._staging.take(x_TD, ids_TK.shape[1])
         device.copy(x_TD.contiguous(), there.hidden)
         device.copy(ids_TK.contiguous(), there.ids)
@@ -104,4 +116,27 @@ class HostedExperts(RoutedExperts):
         self.native.run(*map(Buffer, there))
         sum_TD = torch.empty(x_TD.shape, dtype=torch.float32, device=x_TD.device)
         device.copy(there.out, sum_TD)
-        residual_TD += sum_TD
+        return sum_TD
+
+
+@torch.library.custom_op("tandem::run_hosted", mutates_args=())
+def run_hosted(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, number: int) -> Tensor:
+    """Run experts of the host on a device's tensors, as one operator of torch.
+
+    Args:
+        x_TD: hidden states.
+        ids_TK: int64.
+        w_TK: router weights.
+        number: of a live ``HostedExperts``.
+
+    Returns: the weighted sum, float32 [T, D] on the device of ``x_TD``, new.
+    """
+    return _LIVE[number].run_staged(x_TD, ids_TK, w_TK)
+
+
+@run_hosted.register_fake
+def _(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, number: int) -> Tensor:
+    assert ids_TK.shape == w_TK.shape, "a weight for each expert"
+    assert x_TD.device == ids_TK.device == w_TK.device, "tensors of one device"
+    assert number in _LIVE, "experts that are gone"
+    return torch.empty(x_TD.shape, dtype=torch.float32, device=x_TD.device)
