@@ -37,8 +37,6 @@ GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 MISSING = {
     "granitemoe": "experts stored as input_linear and output_linear",
     "granitemoeshared": "experts stored as input_linear and output_linear",
-    "nemotron": "decoder layers that pass no arguments on to their attention",
-    "stablelm": "decoder layers that pass no arguments on to their attention",
     "phimoe": "routers that choose by sparsemixer",
 }
 """What architectures have that no operator here computes."""

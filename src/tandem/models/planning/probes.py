@@ -20,6 +20,7 @@ from torch.nn import functional
 from tandem.core.model.layers import Activation, RoutingRule
 from tandem.kernels.activation import activate, apply_function
 from tandem.kernels.interfaces import AttentionRule
+from tandem.kernels.operators.operator import running
 from tandem.kernels.torch.execution import TorchExecution
 
 __all__ = [
@@ -293,13 +294,8 @@ def _run_attention(module: Any, x: Tensor, angles: Any, recorder: _Recorder) -> 
     stated: dict[str, Any] = {}
     if takes_positions(module):
         stated["position_ids"] = torch.empty(1, 1, device="meta")
-    module(
-        hidden_states=x,
-        position_embeddings=angles,
-        attention_mask=None,
-        tandem_step=recorder,
-        **stated,
-    )
+    with running(recorder):
+        module(hidden_states=x, position_embeddings=angles, attention_mask=None, **stated)
 
 
 def takes_positions(module: Any) -> bool:
