@@ -235,6 +235,8 @@ def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
     # A file may hold fields that its class does not have: those say nothing about its modules.
     known = {*type(config).__dataclass_fields__, *type(config).attribute_map}
     missing = [name for name in REQUIRED if name not in known or getattr(config, name) is None]
+    if "intermediate_size" in missing and getattr(config, "moe_intermediate_size", None):
+        missing.remove("intermediate_size")  # All its layers have experts.
     if missing and family.model_type not in FAMILIES:
         nearest = _find_nearest(family.model_type, raw)
         raise _refuse(

@@ -36,6 +36,7 @@ PARTS = (
     (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
     (".mlp.shared_experts.", ".mlp.shared_mlp."),
     (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),  # Exaone.
+    (".mlp.gate.moe_statics.", ".mlp.moe_statics."),  # Ernie.
 )
 """Parts of names: the module's, and the checkpoint's where it is there."""
 _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -122,8 +123,18 @@ class HybridReader(RenamedReader):
 CONVOLUTION = "linear_attn.conv1d.weight"
 
 
+STACKED = {
+    ".experts.gate_up_proj": ".input_linear.weight",
+    ".experts.down_proj": ".output_linear.weight",
+    ".router.weight": ".router.layer.weight",
+}
+"""Parts of a Granite block: the module's, and the checkpoint's."""
+
+
 def _rename_block(name: str) -> str:
-    name = name.replace(".mlp.", BLOCK)
+    if BLOCK in name:
+        return next((name.replace(a, b) for a, b in STACKED.items() if name.endswith(a)), name)
+    name = name.replace(".mlp.router.", f"{BLOCK}gate.").replace(".mlp.", BLOCK)
     return _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
 
 

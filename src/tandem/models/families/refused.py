@@ -35,9 +35,6 @@ STATEFUL = {
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose layers with a state are gated delta rules, which run here."""
 MISSING = {
-    "granitemoe": "experts stored as input_linear and output_linear",
-    "granitemoeshared": "experts stored as input_linear and output_linear",
-    "phimoe": "routers that choose by sparsemixer",
 }
 """What architectures have that no operator here computes."""
 INSTEAD = "run it with transformers or llama.cpp"

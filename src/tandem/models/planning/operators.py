@@ -162,11 +162,13 @@ for _entry in (
     OperatorEntry("LayerNorm", describe_layer_norm),
     OperatorEntry("Norm", None, choose=_choose_norm),
     OperatorEntry("Rope", describe_rotary),
-    OperatorEntry("Attention", describe_attention, absorbs=True, takes_format=True),
+    OperatorEntry(
+        "Attention", describe_attention, absorbs=True, takes_format=True, is_optional=True
+    ),
     OperatorEntry("MlaAttention", describe_mla_attention, absorbs=True, takes_format=True),
     OperatorEntry("GatedDelta", describe_gated_delta, absorbs=True, takes_format=True),
-    OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True),
-    OperatorEntry("Router", describe_router),
+    OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True, is_optional=True),
+    OperatorEntry("Router", describe_router, is_optional=True),
     OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True),
     OperatorEntry(
         "FrozenLinear",
@@ -178,7 +180,7 @@ for _entry in (
     OperatorEntry(
         "FrozenExperts", describe_experts, absorbs=True, takes_format=True, needs_format=True
     ),
-    OperatorEntry("MoeBlock", describe_moe_block),
+    OperatorEntry("MoeBlock", describe_moe_block, is_optional=True),
     OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),
     OperatorEntry("SelfAttention", None, choose=_choose_attention),
     OperatorEntry("FeedForward", None, choose=_choose_feed_forward),
