@@ -274,15 +274,7 @@ def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
             "layers of sliding_attention, and sliding_window is None",
             field="sliding_window",
         )
-    _check_activation(config)
     _check_rope(config)
-
-
-def _check_activation(config: Any) -> None:
-    field = "hidden_act" if hasattr(config, "hidden_act") else "hidden_activation"
-    name = getattr(config, field, None)
-    if name not in ACTIVATIONS:
-        raise _refuse(f"{field} {name!r}: known are {', '.join(ACTIVATIONS)}", field)
 
 
 def _check_rope(config: Any) -> None:

@@ -34,8 +34,7 @@ STATEFUL = {
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose layers with a state are gated delta rules, which run here."""
-MISSING = {
-}
+MISSING = {}
 """What architectures have that no operator here computes."""
 INSTEAD = "run it with transformers or llama.cpp"
 UNEVEN = "its configuration changes from layer to layer (per_layer_config)"

@@ -553,7 +553,9 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource)
 
     Raises: what ``WeightReader.read_into`` raises; ConfigError (a tensor belongs to no module).
     """
-    _load_modules(model, checkpoint, rename_reader(source, source.entries))
+    _load_modules(
+        model, checkpoint, rename_reader(source, source.entries, checkpoint.config.model_type)
+    )
     return source.check_all_used(_list_harmless(checkpoint, source))
 
 

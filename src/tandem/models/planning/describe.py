@@ -330,7 +330,8 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
     if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
         raise UnfitModuleError(f"{type(module).__name__} norms only one of q and k")
     others = {n for n, m in module.named_children() if list(m.parameters())}
-    _refuse_others(module, others - {*names, "o_proj", "q_norm", "k_norm"})
+    others |= {name for name, _ in module.named_parameters(recurse=False)}
+    _refuse_others(module, others - {*names, "o_proj", "q_norm", "k_norm", "sinks"})
     call = view.attentions.get(view.name, "it was not there before the rules")
     if isinstance(call, str):
         raise UnfitModuleError(call)

@@ -159,7 +159,7 @@ for _entry in (
     OperatorEntry("Embedding", describe_embedding),
     OperatorEntry("LmHead", describe_lm_head, takes_format=True),
     OperatorEntry("RmsNorm", describe_norm),
-    OperatorEntry("LayerNorm", describe_layer_norm),
+    OperatorEntry("LayerNorm", describe_layer_norm, is_optional=True),
     OperatorEntry("Norm", None, choose=_choose_norm),
     OperatorEntry("Rope", describe_rotary),
     OperatorEntry(
@@ -169,7 +169,7 @@ for _entry in (
     OperatorEntry("GatedDelta", describe_gated_delta, absorbs=True, takes_format=True),
     OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True, is_optional=True),
     OperatorEntry("Router", describe_router, is_optional=True),
-    OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True),
+    OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True, is_optional=True),
     OperatorEntry(
         "FrozenLinear",
         describe_frozen_linear,
