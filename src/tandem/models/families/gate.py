@@ -26,7 +26,6 @@ from tandem.models.planning.quantization import Quantization, read_quantization
 from tandem.models.sources.foreign import refuse_foreign_files
 
 __all__ = [
-    "ACTIVATIONS",
     "LAYER_TYPES",
     "ROPE_TYPES",
     "Checkpoint",
@@ -41,7 +40,6 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu2")
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""

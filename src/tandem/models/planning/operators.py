@@ -66,7 +66,7 @@ class OperatorEntry:
     takes_format: bool = False
     """Rules may give it a weight format."""
     is_optional: bool = False
-    """A module it cannot take is left to the skeleton instead of being refused."""
+    """A module it cannot take is left to the skeleton, unless a rule file asks for the operator."""
     needs_format: bool = False
     """A module whose matrices stay tensors is left to the skeleton."""
     choose: Callable[[Any], str] | None = None
