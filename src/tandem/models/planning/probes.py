@@ -260,6 +260,18 @@ class _Recorder:
         self.call = AttentionCall(scale, rule)
         return q_THd.flatten(1)
 
+    def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
+        """See ``Step``."""
+        raise AssertionError("attention alone runs in a probe")
+
+    def complete_(self, x_TD: Tensor) -> None:
+        """See ``Step``."""
+        raise AssertionError("attention alone runs in a probe")
+
+    def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
+        """See ``Step``."""
+        raise AssertionError("a probe runs modules of transformers")
+
 
 def observe_attention(model: Any, module: Any) -> AttentionCall:
     """Run an attention module on the meta device, and note what it asks of the step.
