@@ -16,6 +16,7 @@ from tandem.core.spec import make_root_key
 from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams, TierKv
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.reuse import StatePolicy
+from tandem.engine.groups.windows import WindowPolicy
 from tandem.engine.scheduling.blocks import BlockPool, find_state_slot
 from tandem.engine.scheduling.loads import LoadDecision
 from tandem.engine.scheduling.plan import BlockLoad
@@ -37,8 +38,17 @@ class WrongKvError(AssertionError):
 class ToyRunner:
     """Executes plans on blocks whose KV is a fingerprint of everything before it."""
 
-    def __init__(self, num_blocks: int, rng: random.Random, num_slots: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        rng: random.Random,
+        num_slots: int = 0,
+        window: int = 0,
+        num_window_blocks: int = 0,
+    ) -> None:
         self.kv = [[POISON] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.window = window
+        self.window_kv = [[POISON] * BLOCK_SIZE for _ in range(num_window_blocks)]
         self.states = [POISON] * num_slots
         self.rng = rng
         self.num_computed = 0
@@ -63,6 +73,9 @@ class ToyRunner:
                 is_failed = s.request.request_id in failed
                 kv = POISON if is_failed else expected[s.request.request_id][position]
                 self.kv[block_id][position % BLOCK_SIZE] = kv
+                if self.window:
+                    block_id = find_window_block(s, position)
+                    self.window_kv[block_id][position % BLOCK_SIZE] = kv
                 self.num_computed += 1
         sequences = [s for s in sequences if s.request.request_id not in failed]
         for s in sequences:
@@ -73,6 +86,13 @@ class ToyRunner:
                     raise WrongKvError(
                         f"{s.request.request_id} reads position {position} in block {block_id}"
                     )
+            # From the first that the step's first token sees.
+            seen = max(s.start - self.window + 1, 0)
+            for position in range(seen, s.start + s.num_tokens) if self.window else ():
+                block_id = find_window_block(s, position)
+                kv = self.window_kv[block_id][position % BLOCK_SIZE]
+                if kv != expected[s.request.request_id][position]:
+                    raise WrongKvError(f"{s.request.request_id} sees {position} in {block_id}")
         return {
             s.request.request_id: [expected[s.request.request_id][-1] % VOCABULARY]
             for s in sequences
@@ -91,6 +111,17 @@ class ToyRunner:
         for source, target, num_tokens in self.rng.sample(plan.copies, len(plan.copies)):
             copied = self.kv[source][:num_tokens]
             self.kv[target] = copied + [POISON] * (BLOCK_SIZE - num_tokens)
+        for source, target, num_tokens in plan.window_copies:
+            copied = self.window_kv[source][:num_tokens]
+            self.window_kv[target] = copied + [POISON] * (BLOCK_SIZE - num_tokens)
+
+
+def find_window_block(s, position: int) -> int:
+    """The block that has a position in the layers with a window."""
+    place = position // BLOCK_SIZE - s.window.first
+    if not 0 <= place < len(s.window.blocks):
+        raise WrongKvError(f"{s.request.request_id} has no window block for {position}")
+    return s.window.blocks[place]
 
 
 class ToyTier:
@@ -210,6 +241,9 @@ class World:
     num_slots: int = 0
     """Of states; 0: a model without."""
     every: int = 0
+    window: int = 0
+    """Of layers with a window; 0: a model without."""
+    num_window_blocks: int = 0
     handover_chance: float = 0.0
     checks: bool = True
     now_s: float = 0.0
@@ -238,10 +272,13 @@ class World:
         if self.num_slots:
             at_blocks = self.tier is not None
             parts.append(StatePolicy(self.num_slots, self.every, min_gain=1, at_blocks=at_blocks))
+        if self.window:
+            parts += [None, WindowPolicy(self.window, self.num_window_blocks)]
         if self.tier is not None:
             self.tier.has_states = bool(self.num_slots)
         self.scheduler = self.scheduler_class(*parts)
-        self.runner = self.runner_class(self.num_blocks, self.rng, self.num_slots)
+        sizes = (self.num_slots, self.window, self.num_window_blocks)
+        self.runner = self.runner_class(self.num_blocks, self.rng, *sizes)
 
     def add(
         self, prompt_ids, max_tokens=8, priority=0, salt="", timeout_s=None, lease_s=None, peer=None
@@ -256,7 +293,7 @@ class World:
             cache_salt=salt,
             prefill_lease_s=lease_s,
         )
-        if self.num_slots:
+        if self.num_slots or self.window:
             request.message_end = self.rng.choice([0, self.rng.randrange(len(prompt_ids) + 1)])
         if peer is not None and self.tier is not None:
             handle = KvHandle(request_id="p", num_tokens=len(request.prompt_ids), lease_s=peer)
@@ -356,6 +393,9 @@ class World:
         """What a step reads may not be given to anybody else while it runs."""
         for s in plan.sequences:
             free = [b for b in s.block_table if not self.pool.get_num_refs(b)]
+            if self.window and not free:
+                pool = self.scheduler._state.windows.pool
+                free = [b for b in s.window.blocks if not pool.get_num_refs(b)]
             if free and not s.request.is_finished:
                 raise WrongKvError(f"{s.request.request_id} reads blocks {free}, which are free")
 
@@ -425,6 +465,8 @@ class World:
             first, last = s.start // BLOCK_SIZE, (s.start + s.num_tokens - 1) // BLOCK_SIZE
             written += s.block_table[first : last + 1]
             assert len(s.block_table) == last + 1, "blocks beyond what the step needs"
+            if self.window:
+                assert s.window.end == last + 1, "window blocks beyond what the step needs"
             if self.is_new(request):
                 self.check_hit(request, s.start, plan)
         assert len(written) == len(set(written)), f"two writers of one block: {sorted(written)}"
@@ -480,7 +522,9 @@ class World:
             return
         tokens = request.get_tokens(0, request.num_tokens - 1)
         root = make_root_key(b"toy", request.cache_salt)
-        if self.num_slots:
+        if self.window:
+            found = self.list_windows(root, tokens)
+        elif self.num_slots:
             paths = self.list_snapshots(root)
             found = [len(path) for path in paths if tokens[: len(path)] == path]
         else:
@@ -489,18 +533,38 @@ class World:
         best = max(found, default=0)
         if start < best:
             # Only a copy may be forgone, and only where its source could not be pinned as well.
-            whole = [p for p in found if p % BLOCK_SIZE == 0] if self.num_slots else [best]
+            has_groups = self.num_slots or self.window
+            whole = [p for p in found if p % BLOCK_SIZE == 0] if has_groups else [best]
             expected = max(whole, default=0)
             expected -= expected % BLOCK_SIZE
             assert start == expected, f"{start} tokens reused, {best} were there"
             outstanding = map(
                 self.scheduler._state.count_outstanding, self.scheduler._state.running
             )
-            assert self.pool.num_free + self.pool.num_cached <= sum(outstanding)
+            is_full = self.pool.num_free + self.pool.num_cached <= sum(outstanding)
+            assert is_full or self.window
         copied = {c.dst_block_id: c.num_tokens for c in plan.copies}
         assert copied.get(request.block_table[start // BLOCK_SIZE], 0) == start % BLOCK_SIZE or (
             start % BLOCK_SIZE == 0
         )
+
+    def list_windows(self, root, tokens) -> list[int]:
+        """All places where a request could go on, with a window before each."""
+        found = []
+        for node, (key, path) in walk_paths(self.index):
+            if key != root:
+                continue
+            ancestors = [node]
+            while ancestors[-1].parent.parent is not None:
+                ancestors.append(ancestors[-1].parent)
+            ancestors.reverse()
+            shared = count_shared(tokens, path)
+            # Within the last block of the path, to the token.
+            for end in range((len(ancestors) - 1) * BLOCK_SIZE + 1, shared + 1):
+                first = max(end - self.window + 1, 0) // BLOCK_SIZE
+                if all(a.window_block_id >= 0 for a in ancestors[first:]):
+                    found.append(end)
+        return found
 
     def list_snapshots(self, root):
         """The tokens of all snapshots of a salt whose KV is there."""
@@ -531,6 +595,8 @@ class World:
         self.scheduler.schedule(self.now_s)
         assert not self.live, f"{len(self.live)} requests have not ended after {limit} steps"
         assert self.pool.num_used == 0
+        if self.window:
+            assert self.scheduler._state.windows.pool.num_used == 0
         assert self.pool.num_free + self.pool.num_cached == self.num_blocks
         assert not self.scheduler.has_requests
         self.scheduler.check()

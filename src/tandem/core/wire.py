@@ -478,6 +478,10 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Slots for states of sequences and snapshots of them; 0: the model has no state."""
     state_bytes: int = 0
     """Bytes of one state."""
+    num_window_blocks: int = 0
+    """Blocks of layers with a window; 0: these have none of their own."""
+    window_block_bytes: int = 0
+    """Bytes of one such block."""
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
     plan: list[tuple[str, str, str]] = []

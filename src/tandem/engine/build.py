@@ -16,12 +16,14 @@ import msgspec
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.kv_layout import WindowLayout, split_layout
 from tandem.core.model.plan import ModelPlan
-from tandem.core.spec import KvIdentity, KVLayout
+from tandem.core.spec import KvIdentity, KVLayout, ModelSpec
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.groups.reuse import StatePolicy
+from tandem.engine.groups.windows import WindowPolicy
 from tandem.engine.kv_memory import KvExtents, KvMemory
 from tandem.engine.memory import (
     DEFAULT_FRACTION,
@@ -79,6 +81,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelPlan
     layout: KVLayout
+    """Of the blocks, without the layers of ``windows``."""
+    windows: WindowLayout | None = None
+    """Of the blocks of layers with a window; None: they have none of their own."""
     config: EngineConfig
     """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
     kv: KvPlan
@@ -121,6 +126,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{kv.size_bytes / MIB:.0f} MiB when all are used",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
+            *self._list_windows(),
             *self._list_states(),
             ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
             ("step", f"{self.config.max_batch_tokens} tokens", "engine.max_batch_tokens"),
@@ -128,6 +134,19 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
             ("order", self.config.scheduling_order, "engine.scheduling_order"),
         ]
+
+    def _list_windows(self) -> list[tuple[str, str, str]]:
+        plan, windows = self.kv.windows, self.windows
+        if plan is None or windows is None:
+            return []
+        # Without blocks of their own, these layers would be in every other block.
+        saved = (self.kv.num_blocks - plan.num_blocks) * plan.block_bytes
+        text = (
+            f"{plan.num_blocks} blocks of {self.layout.block_size} tokens in "
+            f"{windows.layout.num_layers} layers, {plan.size_bytes / MIB:.0f} MiB when all are used"
+        )
+        why = f"{plan.reason}; a window of {windows.window} tokens saves {saved / MIB:.0f} MiB"
+        return [("windows", text, why)]
 
     def _list_states(self) -> list[tuple[str, str, str]]:
         states = self.states
@@ -162,7 +181,11 @@ class BuiltEngine(NamedTuple):
 
 
 def plan_engine(
-    model_config: ModelConfig, engine_config: EngineConfig, *, num_siblings: int = 1
+    model_config: ModelConfig,
+    engine_config: EngineConfig,
+    *,
+    num_siblings: int = 1,
+    is_shared: bool = False,
 ) -> EnginePlan:
     """Decide what 0 and ``auto`` leave open.
 
@@ -170,6 +193,8 @@ def plan_engine(
         model_config: what to load.
         engine_config: 0 where the value is to be decided here.
         num_siblings: instances that share the free memory, this one included.
+        is_shared: blocks go to a store or to other instances, which know no blocks of layers with a
+            window alone.
 
     Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
     """
@@ -204,6 +229,7 @@ def plan_engine(
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
+    layout, windows = _split_windows(spec, layout, is_shared=is_shared)
     states = None
     if spec.state_layout is not None:
         states = plan_states(
@@ -221,15 +247,18 @@ def plan_engine(
         total_bytes=topology.memory_total_bytes,
         taken_bytes=0 if states is None else states.size_bytes,
         fraction=fraction,
+        windows=windows,
     )
     return EnginePlan(
         model=model,
         layout=layout,
+        windows=windows,
         config=msgspec.structs.replace(
             engine_config,
             max_model_len=kv.max_model_len,
             num_kv_blocks=kv.num_blocks,
             num_state_slots=0 if states is None else states.num_slots,
+            num_window_blocks=0 if kv.windows is None else kv.windows.num_blocks,
             threads=threads,
         ),
         kv=kv,
@@ -239,6 +268,15 @@ def plan_engine(
         torch_threads=torch_threads,
         torch_threads_reason=torch_reason,
     )
+
+
+def _split_windows(
+    spec: ModelSpec, layout: KVLayout, *, is_shared: bool
+) -> tuple[KVLayout, WindowLayout | None]:
+    """Return the layouts of the two groups of blocks; one where windows are part of the others."""
+    if is_shared or spec.state_layout is not None:
+        return layout, None
+    return split_layout(layout, spec.window_layers, spec.sliding_window)
 
 
 def _plan_tier(
@@ -376,7 +414,8 @@ def build_engine(
 
     Raises: as ``plan_engine`` and ``load_model``.
     """
-    plan = plan_engine(model_config, engine_config, num_siblings=num_siblings)
+    is_shared = tiers is not None or allocate is not None
+    plan = plan_engine(model_config, engine_config, num_siblings=num_siblings, is_shared=is_shared)
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)
@@ -398,14 +437,25 @@ def build_engine(
             "engine.build", "the machine has no memory left for a block of KV: free some"
         )
     pool = BlockPool(plan.kv.num_blocks, extents)
-    identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
+    identity = model.kv_identity(plan.layout, plan.config.kv_sharing, plan.windows)
     index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
     planner = None
     if tiers is not None:
         planner = CostTierPlanner(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
-    cache = model.context.make_kv_cache(plan.layout, plan.kv.num_blocks, blocks)
+    window_cache, window_policy = None, None
+    if plan.windows is not None:
+        num_windows = plan.config.num_window_blocks
+        window_cache = model.context.make_kv_cache(plan.windows.layout, num_windows)
+        window_policy = WindowPolicy(plan.windows.window, num_windows)
+    cache = model.context.make_kv_cache(
+        plan.layout,
+        plan.kv.num_blocks,
+        blocks,
+        windows=window_cache,
+        window_layers=() if plan.windows is None else plan.windows.layers,
+    )
     policy, states = None, None
     if plan.states is not None:
         policy = StatePolicy(
@@ -414,7 +464,7 @@ def build_engine(
         states = _make_states(model, plan.states, allocate_states)
     experts = _open_expert_log(model, plan.config.expert_trace)
     engine = Engine(
-        Scheduler(plan.config, pool, index, planner, policy),
+        Scheduler(plan.config, pool, index, planner, policy, window_policy),
         TorchRunner(
             model,
             cache,
@@ -457,6 +507,8 @@ def build_engine(
         kv_identity=identity.digest.hex(),
         num_state_slots=0 if plan.states is None else plan.states.num_slots,
         state_bytes=0 if plan.states is None else plan.states.state_bytes,
+        num_window_blocks=plan.config.num_window_blocks,
+        window_block_bytes=0 if plan.kv.windows is None else plan.kv.windows.block_bytes,
         pid=0,
         plan=plan.rows(),
         load_seconds=0.0,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from tandem.core.wire import KvSource
 from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.scheduling.blocks import BlockCopy, KeyedBlock
-from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.request import NO_WINDOW, Request, WindowTable
 from tandem.engine.stepping.messages import Phase, StateCopy
 
 __all__ = ["BlockLoad", "ScheduledSequence", "StateSave", "StepPlan"]
@@ -27,6 +27,8 @@ class ScheduledSequence(NamedTuple):
     """The kind of work: a decode computes the token sampled last, a prefill known tokens."""
     num_drafts: int = 0
     """Of ``num_tokens``, the last ones that are guesses and not known tokens of the request."""
+    window: WindowTable = NO_WINDOW
+    """As ``block_table``, of the layers with a window."""
 
 
 class BlockLoad(NamedTuple):
@@ -65,6 +67,8 @@ class StepPlan:
 
     sequences: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    window_copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    """As ``copies``, of the blocks of layers with a window."""
     state_loads: list[StateCopy] = field(default_factory=list[StateCopy])
     """Snapshots to the slots of requests that take a prefix up, before the step."""
     state_saves: list[StateSave] = field(default_factory=list[StateSave])

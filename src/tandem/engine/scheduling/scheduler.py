@@ -38,6 +38,7 @@ from tandem.core.instance_status import Statistics
 from tandem.core.wire import FinishReason, InstanceLoad
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.reuse import StatePolicy
+from tandem.engine.groups.windows import WindowPolicy
 from tandem.engine.scheduling.admission import Admission
 from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock, find_state_slot
 from tandem.engine.scheduling.demand import measure_load
@@ -68,6 +69,7 @@ class Scheduler:
         index: over that pool.
         tiers: decides what is loaded from lower tiers; None: nothing is.
         states: slots of the runner's memory, and what is kept; None: the model has no state.
+        windows: blocks of layers with a window; None: these have none of their own.
 
     Raises: ConfigError (``max_model_len`` is 0).
     """
@@ -79,6 +81,7 @@ class Scheduler:
         index: PrefixIndex,
         tiers: TierPlanner | None = None,
         states: StatePolicy | None = None,
+        windows: WindowPolicy | None = None,
     ) -> None:
         if config.max_model_len < 1:
             raise ConfigError(
@@ -87,7 +90,7 @@ class Scheduler:
                 field="engine.max_model_len",
             )
         self._config = config
-        self._state = SchedulerState(config, pool, index, tiers, states)
+        self._state = SchedulerState(config, pool, index, tiers, states, windows)
         self._lifecycle = Lifecycle(self._state)
         self._running = RunningPlanner(self._state)
         self._admission = Admission(self._state)
@@ -230,12 +233,15 @@ class Scheduler:
     def get_stats(self) -> Statistics:
         """Return gauges and counters for the metrics. O(1)."""
         state = self._state
-        states = state.states
+        states, windows = state.states, state.windows
         return msgspec.structs.replace(
             state.counters,
             num_state_slots=states.num_slots if states else 0,
             num_used_state_slots=states.num_used if states else 0,
             num_snapshots=states.num_snapshots if states else 0,
+            num_window_blocks=windows.pool.num_blocks if windows else 0,
+            num_used_window_blocks=windows.pool.num_used if windows else 0,
+            num_cached_window_blocks=windows.pool.num_cached if windows else 0,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             num_loading=len(state.loading),

@@ -77,9 +77,11 @@ class CpuStep:
         assert cache.native is not None, "the cache is not native"
         self._num_tokens = batch.num_tokens
         self._pool = pool
-        self._attention = _native.PlannedAttention(
-            cache.native, batch.block_table, batch.query_start, batch.context_lens, pool
-        )
+        self._places = cache.places
+        self._groups = [_plan_attention(cache, batch, pool)]
+        if cache.windows is not None:
+            assert batch.windows is not None, "no blocks for the layers with a window"
+            self._groups.append(_plan_attention(cache.windows, batch.windows, pool))
         angles = [rope.compute(batch.positions, dtype) for rope in ropes]
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
         self._positions = batch.positions
@@ -162,7 +164,11 @@ class CpuStep:
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """See ``Step``."""
-        self._attention.store(layer_idx, view_tensor(kv_T2Kd.contiguous().flatten(1, 2)))
+        self._store(layer_idx, view_tensor(kv_T2Kd.contiguous().flatten(1, 2)))
+
+    def _store(self, layer_idx: int, rows: _native.TensorView, first_head: int = 0) -> None:
+        place = self._places[layer_idx]
+        self._groups[place.group].store(place.layer_idx, rows, first_head)
         if self._on_layer is not None:
             self._on_layer(layer_idx)
 
@@ -237,9 +243,7 @@ class CpuStep:
         if spec.position_scale is not None:
             queries = self._part(qkv, 0, heads * d).tensor
             queries *= scale_positions(spec.position_scale, self._positions, self._dtype)[:, None]
-        self._attention.store(layer_idx, by_head, heads)
-        if self._on_layer is not None:
-            self._on_layer(layer_idx)
+        self._store(layer_idx, by_head, heads)
         self._attend(layer_idx, by_head, mixed.view, spec.scale, attention.rule)
         if gates:
             gate, rows = self._part(product, 0, gates * d), self._part(mixed, 0, gates * d)
@@ -301,9 +305,7 @@ class CpuStep:
             self._pool,
         )
         # The key is there: others may have it while queries are still made.
-        self._attention.store(layer_idx, rows, spec.num_heads)
-        if self._on_layer is not None:
-            self._on_layer(layer_idx)
+        self._store(layer_idx, rows, spec.num_heads)
         attention.key_heads.run(buffers.plain, buffers.absorbed)
         mixed = buffers.mixed
         self._attend(layer_idx, rows, mixed.view, spec.scale, attention.rule)
@@ -319,7 +321,10 @@ class CpuStep:
         rule: AttentionRule,
     ) -> None:
         sinks = None if rule.sinks is None else rule.sinks.view
-        self._attention.attend(layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks)
+        place = self._places[layer_idx]
+        self._groups[place.group].attend(
+            place.layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks
+        )
 
     def _norm_all_heads(self, attention: Attention, qkv: Buffer) -> None:
         """Norm the queries of all heads together, and the keys, in place."""
@@ -456,3 +461,12 @@ class CpuStep:
         if self._residual is None or self._residual.tensor is not x_TD:
             self._residual = Buffer(x_TD)
         return self._residual
+
+
+def _plan_attention(
+    cache: PagedKvCache, batch: PagedBatch, pool: ThreadPool | None
+) -> _native.PlannedAttention:
+    assert cache.native is not None, "the cache is not native"
+    return _native.PlannedAttention(
+        cache.native, batch.block_table, batch.query_start, batch.context_lens, pool
+    )

@@ -1,0 +1,226 @@
+"""Goal: no request sees KV in its window that is not that of its own tokens, and hits are used.
+
+Method: random traffic over ``scheduler_world.World`` with window blocks, whose runner keeps a
+second fingerprint of all tokens in them and reads the window of every token that is computed.
+Mutants at the end show that it notices.
+"""
+
+import random
+from functools import partial
+
+import pytest
+from scheduler_world import BLOCK_SIZE, Impatient, World, WrongKvError, drive
+
+from tandem.core.errors import CapacityError, ConfigError, ConflictError
+from tandem.core.wire import FinishReason
+from tandem.engine.groups.windows import WindowReuse, count_window_blocks
+from tandem.engine.scheduling.scheduler import Scheduler
+
+
+@pytest.mark.parametrize(
+    ("order", "overlap", "window"),
+    [("chunked", True, 6), ("prefill_first", False, 1), ("decode_first", True, 9)],
+)
+def test_long_traffic_with_few_window_blocks_is_sound_and_exercises_everything(
+    order, overlap, window
+):
+    world = World(
+        16,
+        7,
+        order,
+        max_running=5,
+        overlap=overlap,
+        window=window,
+        num_window_blocks=14,
+        scheduler_class=Impatient,
+    )
+    drive(world, 400)
+    stats = world.scheduler.get_stats()
+    assert stats.num_preemptions > 5
+    assert stats.prefix_hit_tokens > 30
+    assert stats.num_evicted_window_blocks > 30
+    assert stats.windowless_tokens > (0 if window == 1 else 30)
+    reasons = {r.finish_reason for r in world.ended}
+    assert reasons == set(FinishReason) - {FinishReason.DEADLINE, FinishReason.PREFILLED}
+
+
+def test_tokens_do_not_depend_on_window_blocks():
+    def run(**kwargs):
+        world = World(max_queue=40, **kwargs)
+        rng = random.Random(3)
+        shared = rng.choices(range(3), k=10)
+        for i in range(20):
+            own = rng.choices(range(3), k=rng.randrange(12))
+            world.add(shared[: i % 11] + own + [0], 10)
+        while world.live:
+            world.step(stop_chance=0.0, fail_chance=0.0)
+        return {r.request_id: r.output_ids for r in world.ended}, world.runner.num_computed
+
+    expected, num_computed_alone = run(num_blocks=200, prefix_cache=False, max_running=1)
+    outputs, num_computed = run(num_blocks=200, window=7, num_window_blocks=100)
+    assert outputs == expected
+    assert num_computed < num_computed_alone
+    for num_window_blocks in (5, 9):
+        for overlap in (False, True):
+            found, _ = run(
+                num_blocks=9, window=7, num_window_blocks=num_window_blocks, overlap=overlap
+            )
+            assert found == expected
+
+
+def test_memory_is_that_of_the_windows():
+    """Long chats of one window each: as many as the pool has windows for run at once."""
+    window, num_chats, length = 8, 12, 100
+    seen = count_window_blocks(window, BLOCK_SIZE)
+    world = World(
+        num_chats * (length // BLOCK_SIZE + 3),
+        max_running=num_chats,
+        max_queue=num_chats,
+        window=window,
+        # Beside the windows a step's tokens.
+        num_window_blocks=num_chats * seen + 4,
+    )
+    rng = random.Random(1)
+    for _ in range(num_chats):
+        assert world.add(rng.choices(range(3), k=length), 8)
+    most = 0
+    while world.live:
+        world.step(stop_chance=0.0, fail_chance=0.0)
+        most = max(most, world.scheduler.get_stats().num_running)
+    assert most == num_chats
+    assert world.scheduler.get_stats().num_preemptions == 0
+    # Each goes on from its end.
+    for i in range(num_chats):
+        assert world.add_continuation(i, [0], 2)
+    while world.live:
+        world.step(stop_chance=0.0, fail_chance=0.0)
+    turns = world.ended[num_chats:]
+    assert [r.report.num_cached_tokens for r in turns] == [length + 7] * num_chats
+
+
+def test_what_ends_of_messages_see_outlasts_what_was_passed():
+    world = World(60, window=6, num_window_blocks=14, max_batch_tokens=8)
+    stem = [i % 3 for i in range(40)]
+    world.add(stem, 20)
+    (request,) = world.live.values()
+    request.message_end = 37
+    while world.live:
+        world.step(stop_chance=0.0, fail_chance=0.0)
+    assert world.scheduler.get_stats().num_evicted_window_blocks > 0
+    world.add([*stem[:37], 0, 0, 0], 2)
+    (later,) = world.live.values()
+    while world.live:
+        world.step(stop_chance=0.0, fail_chance=0.0)
+    assert later.report.num_cached_tokens == 37
+    # In the middle nothing is kept: all of it is computed again, and told.
+    world.add([*stem[:17], 2, 2, 2], 2)
+    (edited,) = world.live.values()
+    while world.live:
+        world.step(stop_chance=0.0, fail_chance=0.0)
+    assert edited.report.num_cached_tokens < 17
+    assert (edited.report.miss.reason, edited.report.miss.detail) == ("no_window", "17")
+
+
+def test_too_few_blocks_for_one_request_are_refused():
+    with pytest.raises(ConfigError, match="one request takes 4"):
+        World(9, window=8, num_window_blocks=3)
+
+
+# ------------------------------------------------------------------------------- mutants
+
+
+class GoesOnBehind(WindowReuse):
+    """Takes a prefix up where the other layers have it, with what is there of the window."""
+
+    def cut(self, match):
+        nodes = match.nodes if match.source is None else [*match.nodes, match.source]
+        if all(node.window_block_id >= 0 for node in nodes[-1:]):
+            return match.cut(match.num_tokens, self._block_size)
+        return super().cut(match)
+
+
+class GivesUpEarly(WindowReuse):
+    """Gives up one block that the next token still sees."""
+
+    def _find_first(self, position):
+        return super()._find_first(position + BLOCK_SIZE)
+
+
+class FilesTheUnwritten(WindowReuse):
+    """Files a block with the node of another request's tokens."""
+
+    def keep(self, request, position, node):
+        first, blocks = request.window_notes.table
+        super().keep(request, min(position + 1, first + len(blocks) - 1), node)
+
+
+class ForgetsToPin(WindowReuse):
+    """Releases the source of a copy before it is made."""
+
+    def start(self, plan, request, match):
+        super().start(plan, request, match)
+        for copy in plan.window_copies:
+            self._release(copy.src_block_id, self._kept)
+            self._drop(self._by_block[copy.src_block_id])
+        self._num_pinned -= len(plan.window_copies)
+
+    def end_copies(self, plan):
+        plan.window_copies = []
+
+
+class ForgetsToForget(WindowReuse):
+    """Finds the blocks of nodes that stand for other tokens now."""
+
+    def _allocate(self):
+        if self.pool.num_free < 1:
+            order = self._passed or self._kept
+            node, _ = order.popitem(last=False)
+            block_id = node.window_block_id
+            self.pool.drop_hold(block_id)
+            del self._by_block[block_id]
+            order[node] = None
+            block = self.pool.allocate()
+            self._by_block[block_id] = node
+            self.pool.hold(block)
+            return block
+        return self.pool.allocate()
+
+
+def with_windows(windows_class):
+    """A scheduler with another class of windows."""
+
+    class Mutant(Scheduler):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self._state.windows.__class__ = windows_class
+
+    return Mutant
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [WindowReuse, GoesOnBehind, GivesUpEarly, FilesTheUnwritten, ForgetsToPin, ForgetsToForget],
+    ids=lambda mutant: mutant.__name__,
+)
+def test_runner_notices_a_broken_rule(mutant):
+    """The content check alone finds each of these bugs, with all bookkeeping checks off."""
+    num_found, is_mutant = 0, mutant is not WindowReuse
+    for seed in range(6):
+        world = World(
+            16,
+            seed,
+            max_running=5,
+            window=9,
+            num_window_blocks=16,
+            checks=False,
+            overlap=seed % 2 == 1,
+            scheduler_class=with_windows(mutant),
+        )
+        world.step = partial(world.step, fail_chance=0.1)
+        try:
+            drive(world, 120)
+        except WrongKvError:
+            num_found += 1
+        except (AssertionError, CapacityError, ConflictError, KeyError):
+            assert is_mutant, "the unchanged rules are sound"
+    assert num_found >= 3 if is_mutant else num_found == 0
