@@ -244,7 +244,7 @@ def _plan_windows(config: EngineConfig, num_blocks: int, windows: WindowLayout) 
         wanted = fixed + int(each * num_blocks)
         num_windows = max(min(wanted, num_blocks), least)
         reason = (
-            f"{config.max_running} requests, and one kept for each {KEPT_WINDOW_TOKENS} tokens of KV"
+            f"{config.max_running} requests, and one kept each {KEPT_WINDOW_TOKENS} tokens of KV"
             if num_windows == wanted
             else "as many as other blocks"
         )

@@ -221,7 +221,7 @@ class WindowReuse:
     # ---------------------------------------------------------------- checks
 
     def check(self, running: Iterable[Request], in_flight: Iterable[StepPlan]) -> None:
-        """Assert that each reference has its owner, and each request what is promised; for tests."""
+        """Assert that references have owners and that promises can be kept; for tests."""
         self.pool.check()
         running = list(running)
         owners: Counter[int] = Counter()

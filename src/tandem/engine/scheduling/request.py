@@ -3,8 +3,8 @@
 A ``Request`` is mutable. Its own fields are set by whoever adds it (the first group) and by the
 scheduler's lifecycle (the second); each further group is a record with one writer: the queue's
 notes (admission and planning), the prefix's (``PrefixReuse``), the state's (``StateReuse``), the
-window's (``WindowReuse``), the load's (load planning and ``BlockLoads``) and the report's (times and counts, for outputs and
-``tandem explain``). Token ids alone: text is the server's business.
+window's (``WindowReuse``), the load's (load planning and ``BlockLoads``) and the report's (times
+and counts, for outputs and ``tandem explain``). Token ids alone: text is the server's business.
 """
 
 from dataclasses import dataclass, field
