@@ -34,7 +34,7 @@ def test_logits_are_those_of_layers_that_keep_all_tokens(folder, kv_dtype):
     chat = ChatEngine(folder, kv_dtype=kv_dtype)
     model = chat.built.model
     whole = model.allocate_kv(16, block_size=16, kv_dtype=kv_dtype)
-    split = model.allocate_kv(16, block_size=16, kv_dtype=kv_dtype, num_window_blocks=9)
+    split = model.allocate_kv(16, block_size=16, kv_dtype=kv_dtype, num_window_blocks=10)
     assert (whole.layout.num_layers, split.layout.num_layers) == (5, 5 - NUM_WINDOWED)
     prompt = make_prompt(120)
     start = 0
@@ -42,12 +42,12 @@ def test_logits_are_those_of_layers_that_keep_all_tokens(folder, kv_dtype):
         end = start + length
         table, first = list(range(5, 13)), max(start - WINDOW + 1, 0) // 16
         # In another order, so that positions that nobody sees have other blocks than before.
-        windows = [(3 * i + 1) % 9 for i in range(first, -(-end // 16))]
+        windows = [(2 * i + 1) % 9 for i in range(first, -(-end // 16))]
         own = SequenceChunk(token_ids=prompt[start:end], start=start, block_table=table)
         other = SequenceChunk(token_ids=[5, 6, 7], start=0, block_table=[1])
         expected = model.forward(PagedBatch.build([other, own], 16), whole)
         placed = [
-            SequenceChunk(token_ids=[5, 6, 7], start=0, block_table=[1], window_blocks=[0]),
+            SequenceChunk(token_ids=[5, 6, 7], start=0, block_table=[1], window_blocks=[9]),
             SequenceChunk(
                 token_ids=prompt[start:end],
                 start=start,
@@ -90,9 +90,9 @@ def test_turns_of_a_chat_go_on_from_where_the_last_message_ended(folder, fresh):
     assert chat.engine.get_stats().windowless_tokens > 0
 
 
-@pytest.mark.parametrize("num_window_blocks", [4, 9])
+@pytest.mark.parametrize("num_window_blocks", [5, 9])
 def test_few_blocks_change_no_bit(folder, fresh, num_window_blocks):
-    """Requests wait for windows, are preempted and recomputed; windows are given up all the time."""
+    """Requests wait for windows, are preempted and recomputed; windows are given up always."""
     sizes = {"num_window_blocks": num_window_blocks, "num_kv_blocks": 14, "max_model_len": 200}
     chat = ChatEngine(folder, **sizes)
     prompts = [make_prompt(40 + 3 * i, i % 2) for i in range(6)]

@@ -81,7 +81,13 @@ def _show_plan(settings: Config, *, json: bool) -> None:
     from tandem.engine.build import plan_engine
 
     cluster = settings.cluster
-    plan = plan_engine(settings.model, settings.engine, num_siblings=cluster.num_instances)
+    store = settings.store
+    plan = plan_engine(
+        settings.model,
+        settings.engine,
+        num_siblings=cluster.num_instances,
+        is_shared=bool(store.memory_bytes or store.master or cluster.prefill),
+    )
     rows = plan.rows()
     if cluster.num_instances > 1:
         roles = {name: getattr(cluster, name) for name in ("prefill", "decode", "unified")}
