@@ -1,6 +1,6 @@
 """A tiny random gpt-oss: layers with a window of 20 tokens and layers without take turns."""
 
-from transformers import GptOssConfig
+from transformers import GptOssConfig, MistralConfig
 
 from tandem.models.proof.tiny import make_tiny, save_tiny
 
@@ -25,4 +25,11 @@ NUM_WINDOWED = 3
 
 def save_windowed(place):
     save_tiny(make_tiny(GptOssConfig(**SIZES), 0), place)
+    return place
+
+
+def save_all_windowed(place):
+    """A tiny random Mistral, all of whose layers have a window."""
+    sizes = {name: SIZES[name] for name in SIZES if "expert" not in name}
+    save_tiny(make_tiny(MistralConfig(**sizes | {"num_hidden_layers": 3}), 0), place)
     return place

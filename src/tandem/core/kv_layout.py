@@ -49,7 +49,8 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Version 1 of the layout.
     """
 
-    num_layers: PositiveInt
+    num_layers: Annotated[int, Meta(ge=0)]
+    """0 where no layer sees all tokens: blocks then have no memory."""
     block_size: PositiveInt = 64
     """Tokens a block holds."""
     dtype: str = "bfloat16"
@@ -214,10 +215,10 @@ def split_layout(
 
     Args:
         whole: of all layers with KV.
-        layers: those with a window; with none of them, or nothing else, all stay together.
+        layers: those with a window.
         window: tokens that such a layer sees.
     """
-    if not 0 < len(layers) < whole.num_layers:
+    if not layers:
         return whole, None
     own = msgspec.structs.replace(whole, num_layers=len(layers))
     rest = msgspec.structs.replace(whole, num_layers=whole.num_layers - len(layers))

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from tandem import _native
 from tandem.core.clock import Clock
@@ -229,7 +232,8 @@ def plan_engine(
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
-    layout, windows = _split_windows(spec, layout, is_shared=is_shared)
+    context = engine_config.max_model_len or own
+    layout, windows = _split_windows(spec, layout, context, is_shared=is_shared)
     states = None
     if spec.state_layout is not None:
         states = plan_states(
@@ -271,10 +275,10 @@ def plan_engine(
 
 
 def _split_windows(
-    spec: ModelSpec, layout: KVLayout, *, is_shared: bool
+    spec: ModelSpec, layout: KVLayout, context: int, *, is_shared: bool
 ) -> tuple[KVLayout, WindowLayout | None]:
     """Return the layouts of the two groups of blocks; one where windows are part of the others."""
-    if is_shared or spec.state_layout is not None:
+    if is_shared or spec.state_layout is not None or spec.sliding_window >= context:
         return layout, None
     return split_layout(layout, spec.window_layers, spec.sliding_window)
 
@@ -423,20 +427,7 @@ def build_engine(
     # Several instances map the file of the first, so it is there before the next one loads.
     model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
     spec = plan.model.spec
-    if allocate is None:
-        memory = model.context.device.map_memory(plan.kv.size_bytes)
-        blocks = memory.tensor
-    else:
-        memory = allocate(plan.kv.size_bytes)
-        blocks = memory.array
-    extents = KvExtents(
-        memory, num_blocks=plan.kv.num_blocks, block_bytes=plan.layout.bytes_per_block
-    )
-    if extents.reserve_blocks(1) < 1:
-        raise CapacityError(
-            "engine.build", "the machine has no memory left for a block of KV: free some"
-        )
-    pool = BlockPool(plan.kv.num_blocks, extents)
+    pool, blocks = _make_pool(model, plan.kv, allocate)
     identity = model.kv_identity(plan.layout, plan.config.kv_sharing, plan.windows)
     index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
     planner = None
@@ -514,6 +505,26 @@ def build_engine(
         load_seconds=0.0,
     )
     return BuiltEngine(engine, info, model, identity, index, cache, states, planner, experts)
+
+
+def _make_pool(
+    model: CausalModel, plan: KvPlan, allocate: Callable[[int], KvMemory] | None
+) -> tuple[BlockPool, Tensor | npt.NDArray[np.uint8] | None]:
+    """Return the pool of blocks, and their memory; None: they need none, as no layer is in them."""
+    if not plan.block_bytes:
+        return BlockPool(plan.num_blocks), None
+    if allocate is None:
+        memory = model.context.device.map_memory(plan.size_bytes)
+        blocks = memory.tensor
+    else:
+        memory = allocate(plan.size_bytes)
+        blocks = memory.array
+    extents = KvExtents(memory, num_blocks=plan.num_blocks, block_bytes=plan.block_bytes)
+    if extents.reserve_blocks(1) < 1:
+        raise CapacityError(
+            "engine.build", "the machine has no memory left for a block of KV: free some"
+        )
+    return BlockPool(plan.num_blocks, extents), blocks
 
 
 def _make_states(

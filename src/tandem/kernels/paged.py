@@ -345,7 +345,7 @@ class PagedKvCache:
         self.places = _place_layers(layout, windows, self.window_layers)
         """By number among the layers with KV."""
         self.native = _view_natively(tensor, layout)
-        """The same memory as native attention takes it; None where torch attends."""
+        """The same memory as native attention takes it; None where torch attends, or no layer."""
         self._step_buffers: tuple[object, dict[tuple[object, ...], Any]] = (None, {})
         if layout.is_coded:
             size, rows_shape = layout.scale_offset, layout.layer_shape[:-1]
@@ -368,6 +368,12 @@ class PagedKvCache:
     def dtype(self) -> torch.dtype:
         """Dtype of the stored keys and values."""
         return self.tensor.dtype
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native attention takes the blocks of all layers."""
+        caches = [self] if self.windows is None else [self, self.windows]
+        return all(c.native is not None for c in caches if c.layout.num_layers)
 
     def view_bytes(self) -> NDArray[np.uint8]:
         """Return all blocks as bytes, one block after the other; the same memory.
@@ -474,7 +480,7 @@ def wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device:
 
 
 def _view_natively(tensor: Tensor, layout: KVLayout) -> KvPool | None:
-    if not layout.is_coded and not is_native(tensor):
+    if not layout.num_layers or (not layout.is_coded and not is_native(tensor)):
         return None
     view, dtype, size = view_tensor(tensor), layout.dtype, layout.block_size
     if isinstance(layout, MlaLayout):

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="models need the `serve` extra")
 pytest.importorskip("transformers", reason="models need the `serve` extra")
 
 from chat_engine import ChatEngine, make_prompt
-from windowed import NUM_WINDOWED, WINDOW, save_windowed
+from windowed import NUM_WINDOWED, WINDOW, save_all_windowed, save_windowed
 
 from tandem.engine.groups.windows import count_window_blocks
 from tandem.kernels.paged import PagedBatch, SequenceChunk
@@ -113,3 +113,24 @@ def test_memory_of_windows_is_planned_and_told(folder):
     assert info.num_window_blocks == 5 * (seen + 1) + 2 * 2 + int(200 * seen * 16 / 2048)
     [row] = [row for row in info.plan if row[0] == "windows"]
     assert f"{info.num_window_blocks} blocks of 16 tokens in 3 layers" in row[1]
+
+
+def test_where_all_layers_have_a_window_other_blocks_take_no_memory(tmp_path):
+    folder = save_all_windowed(tmp_path)
+    chat = ChatEngine(folder, num_kv_blocks=40, num_window_blocks=24)
+    assert (chat.built.cache.tensor.numel(), chat.built.info.kv_bytes_per_token) == (0, 0)
+    prompts = [make_prompt(100 + 9 * i, i % 2) for i in range(3)]
+    answers = chat.ask(*prompts)
+    assert chat.ask(*prompts) == answers
+    assert min(chat.cached.values()) > 90
+    # A context of one window: all layers are in the blocks, as nothing is ever left behind.
+    whole = ChatEngine(folder, max_model_len=WINDOW)
+    assert whole.built.info.num_window_blocks == 0
+    model = chat.built.model
+    cache = model.allocate_kv(9, block_size=16)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = [*prompt, *[token for token, _ in answer]]
+        chunk = SequenceChunk(token_ids=tokens, start=0, block_table=range(9), wants="all")
+        logits = model.forward(PagedBatch.build([chunk], 16), cache)[len(prompt) - 1 : -1]
+        for row, (token, given) in zip(logits.log_softmax(-1), answer, strict=True):
+            assert row[token].item() == pytest.approx(given.logprob, abs=1e-5)

@@ -175,6 +175,7 @@ async def _announce(cluster: Any, started: Any, *, json: bool) -> None:
 
 def _describe(info: InstanceInfo) -> str:
     kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
+    kv_bytes += info.num_window_blocks * info.window_block_bytes
     return (
         f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters in {info.dtype}, "
         f"{info.weight_bytes / 2**20:.0f} MiB; loaded in {info.load_seconds:.1f} s\n"

@@ -27,7 +27,7 @@ from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import scale_positions
-from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.paged import LayerPlace, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 
@@ -74,11 +74,10 @@ class CpuStep:
         states: StateCache | None = None,
         routing: StepRouting | None = None,
     ) -> None:
-        assert cache.native is not None, "the cache is not native"
         self._num_tokens = batch.num_tokens
         self._pool = pool
         self._places = cache.places
-        self._groups = [_plan_attention(cache, batch, pool)]
+        self._groups: list[_native.PlannedAttention | None] = [_plan_attention(cache, batch, pool)]
         if cache.windows is not None:
             assert batch.windows is not None, "no blocks for the layers with a window"
             self._groups.append(_plan_attention(cache.windows, batch.windows, pool))
@@ -167,8 +166,8 @@ class CpuStep:
         self._store(layer_idx, view_tensor(kv_T2Kd.contiguous().flatten(1, 2)))
 
     def _store(self, layer_idx: int, rows: _native.TensorView, first_head: int = 0) -> None:
-        place = self._places[layer_idx]
-        self._groups[place.group].store(place.layer_idx, rows, first_head)
+        attention, place = self._find_layer(layer_idx)
+        attention.store(place.layer_idx, rows, first_head)
         if self._on_layer is not None:
             self._on_layer(layer_idx)
 
@@ -321,10 +320,14 @@ class CpuStep:
         rule: AttentionRule,
     ) -> None:
         sinks = None if rule.sinks is None else rule.sinks.view
+        attention, place = self._find_layer(layer_idx)
+        attention.attend(place.layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks)
+
+    def _find_layer(self, layer_idx: int) -> tuple[_native.PlannedAttention, LayerPlace]:
         place = self._places[layer_idx]
-        self._groups[place.group].attend(
-            place.layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks
-        )
+        attention = self._groups[place.group]
+        assert attention is not None, f"layer {layer_idx} is in a group without layers"
+        return attention, place
 
     def _norm_all_heads(self, attention: Attention, qkv: Buffer) -> None:
         """Norm the queries of all heads together, and the keys, in place."""
@@ -465,7 +468,9 @@ class CpuStep:
 
 def _plan_attention(
     cache: PagedKvCache, batch: PagedBatch, pool: ThreadPool | None
-) -> _native.PlannedAttention:
+) -> _native.PlannedAttention | None:
+    if not cache.layout.num_layers:
+        return None
     assert cache.native is not None, "the cache is not native"
     return _native.PlannedAttention(
         cache.native, batch.block_table, batch.query_start, batch.context_lens, pool

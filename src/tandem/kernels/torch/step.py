@@ -19,7 +19,13 @@ from tandem.kernels.operators.rope import apply_rope_, scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
-from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
+from tandem.kernels.torch.attention import (
+    DecodeGroup,
+    Prefill,
+    attend_decodes,
+    attend_prefill,
+    plan_attention,
+)
 from tandem.kernels.torch.gated_delta import run_gated_delta
 from tandem.kernels.torch.latents import project_latents
 
@@ -185,7 +191,10 @@ class _Group:
         self._cache = cache
         self._slots = (batch.slot_blocks, batch.slot_offsets)
         self._runs = batch.slot_runs
-        self._decodes, self._prefills = plan_attention(batch, cache)
+        self._decodes: list[DecodeGroup] = []
+        self._prefills: list[Prefill] = []
+        if cache.layout.num_layers:
+            self._decodes, self._prefills = plan_attention(batch, cache)
 
     def write(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """Write the tokens' KV of one of these layers."""
