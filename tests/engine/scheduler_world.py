@@ -16,8 +16,14 @@ from tandem.core.spec import make_root_key
 from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams, TierKv
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.reuse import StatePolicy
-from tandem.engine.groups.windows import WindowPolicy
-from tandem.engine.scheduling.blocks import BlockPool, find_state_slot
+from tandem.engine.groups.windows import WindowPolicy, count_seen_blocks
+from tandem.engine.scheduling.blocks import (
+    BlockPool,
+    find_state_slot,
+    find_window_block,
+    is_full_block,
+    make_window_id,
+)
 from tandem.engine.scheduling.loads import LoadDecision
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -74,7 +80,7 @@ class ToyRunner:
                 kv = POISON if is_failed else expected[s.request.request_id][position]
                 self.kv[block_id][position % BLOCK_SIZE] = kv
                 if self.window:
-                    block_id = find_window_block(s, position)
+                    block_id = find_seen_block(s, position)
                     self.window_kv[block_id][position % BLOCK_SIZE] = kv
                 self.num_computed += 1
         sequences = [s for s in sequences if s.request.request_id not in failed]
@@ -89,7 +95,7 @@ class ToyRunner:
             # From the first that the step's first token sees.
             seen = max(s.start - self.window + 1, 0)
             for position in range(seen, s.start + s.num_tokens) if self.window else ():
-                block_id = find_window_block(s, position)
+                block_id = find_seen_block(s, position)
                 kv = self.window_kv[block_id][position % BLOCK_SIZE]
                 if kv != expected[s.request.request_id][position]:
                     raise WrongKvError(f"{s.request.request_id} sees {position} in {block_id}")
@@ -116,7 +122,7 @@ class ToyRunner:
             self.window_kv[target] = copied + [POISON] * (BLOCK_SIZE - num_tokens)
 
 
-def find_window_block(s, position: int) -> int:
+def find_seen_block(s, position: int) -> int:
     """The block that has a position in the layers with a window."""
     place = position // BLOCK_SIZE - s.window.first
     if not 0 <= place < len(s.window.blocks):
@@ -133,6 +139,9 @@ class ToyTier:
         self.stored: dict[bytes, list[int]] = {}
         self.states: dict[bytes, int] = {}
         self.has_states = False
+        self.windows: dict[bytes, list[int]] = {}
+        self.num_seen = 0
+        """Blocks that a window reaches back; 0: a model without."""
         self.moving: list[BlockLoad] = []
         self.storing = []
         self.num_dropped = 0
@@ -143,6 +152,12 @@ class ToyTier:
         while num_blocks < len(keys) and keys[num_blocks] in self.stored:
             num_blocks += 1
         while self.has_states and num_blocks and keys[num_blocks - 1] not in self.states:
+            num_blocks -= 1
+        while (
+            self.num_seen
+            and num_blocks
+            and not all(key in self.windows for key in keys[:num_blocks][-self.num_seen :])
+        ):
             num_blocks -= 1
         # The same answer to the same question.
         rng = random.Random(f"{request.request_id} {num_matched} {num_blocks} {now_s}")
@@ -162,11 +177,16 @@ class ToyTier:
             if self.rng.random() >= chance:
                 self.storing.append(block)
                 continue
-            slot = find_state_slot(block.block_id)
-            content = runner.kv[block.block_id] if slot is None else [runner.states[slot]]
+            slot, window = find_state_slot(block.block_id), find_window_block(block.block_id)
+            if window is not None:
+                content = runner.window_kv[window]
+            else:
+                content = runner.kv[block.block_id] if slot is None else [runner.states[slot]]
             content = list(content)
             if self.is_stale(scheduler, block):
                 self.num_stale += 1
+            elif window is not None:
+                self.windows[block.key] = content
             elif slot is None:
                 self.stored[block.key] = content
             else:
@@ -185,17 +205,21 @@ class ToyTier:
             if slot is not None:
                 self.end_state(load, slot, scheduler, runner)
                 continue
-            content = self.stored.get(load.key)
+            window = find_window_block(load.block_id)
+            pool, place = (
+                (runner.kv, load.block_id) if window is None else (runner.window_kv, window)
+            )
+            content = (self.stored if window is None else self.windows).get(load.key)
             if isinstance(load.source, PrefillKv):
                 # The other instance computes the same prompt.
                 start = load.position * BLOCK_SIZE
                 kv = fingerprint(load.request)[: load.request.prompt_len]
                 content = (kv + [POISON] * BLOCK_SIZE)[start : start + BLOCK_SIZE]
             if content is None or self.rng.random() < self.fail_chance:
-                runner.kv[load.block_id] = [POISON] * BLOCK_SIZE
+                pool[place] = [POISON] * BLOCK_SIZE
                 scheduler.load_failed(load.request, [load.block_id])
             else:
-                runner.kv[load.block_id] = list(content)
+                pool[place] = list(content)
                 scheduler.load_done(load.request, [load.block_id])
 
     def end_state(self, load, slot, scheduler: Scheduler, runner: ToyRunner) -> None:
@@ -276,6 +300,7 @@ class World:
             parts += [None, WindowPolicy(self.window, self.num_window_blocks)]
         if self.tier is not None:
             self.tier.has_states = bool(self.num_slots)
+            self.tier.num_seen = count_seen_blocks(self.window, BLOCK_SIZE) if self.window else 0
         self.scheduler = self.scheduler_class(*parts)
         sizes = (self.num_slots, self.window, self.num_window_blocks)
         self.runner = self.runner_class(self.num_blocks, self.rng, *sizes)
@@ -499,10 +524,12 @@ class World:
         moving = [load.block_id for load in self.tier.moving + plan.loads]
         assert len(moving) == len(set(moving)), f"two transfers into one block: {sorted(moving)}"
         from_tier = [x for x in self.tier.moving + plan.loads if isinstance(x.source, TierKv)]
-        assert sum(x.block_id >= 0 for x in from_tier) <= self.num_blocks // 4
+        assert sum(is_full_block(x.block_id) for x in from_tier) <= self.num_blocks // 4
         in_step = {c.src_block_id for c in plan.copies}.union(
             *(s.block_table for s in plan.sequences)
         )
+        if self.window:
+            in_step |= {make_window_id(b) for s in plan.sequences for b in s.window.blocks}
         assert in_step.isdisjoint(moving), "a step uses a block that a transfer writes"
         running = self.scheduler._state.running
         if running and self.order == "chunked" and running[0].num_remaining_tokens == 1:

@@ -279,6 +279,22 @@ class Statistics(msgspec.Struct, kw_only=True):
     stored_tokens: Annotated[
         int, _counter("backuped_tokens_total", "tokens", "Tokens whose KV was stored.")
     ] = 0
+    stored_window_blocks: Annotated[
+        int,
+        _counter(
+            "kv_stored_window_blocks_total",
+            "blocks",
+            "Blocks of layers with a window put into the store.",
+        ),
+    ] = 0
+    loaded_window_blocks: Annotated[
+        int,
+        _counter(
+            "kv_loaded_window_blocks_total",
+            "blocks",
+            "Blocks of layers with a window read from the store.",
+        ),
+    ] = 0
     stored_states: Annotated[
         int, _counter("kv_stored_states_total", "states", "Kept states put into the store.")
     ] = 0

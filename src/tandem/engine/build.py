@@ -177,6 +177,8 @@ class BuiltEngine(NamedTuple):
     cache: PagedKvCache
     states: StateCache | None
     """None: the model has no state."""
+    windows: WindowLayout | None
+    """Of ``cache.windows``; None: there are no blocks of layers with a window alone."""
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
     experts: ExpertLog | None
@@ -188,7 +190,8 @@ def plan_engine(
     engine_config: EngineConfig,
     *,
     num_siblings: int = 1,
-    is_shared: bool = False,
+    has_store: bool = False,
+    is_read: bool = False,
 ) -> EnginePlan:
     """Decide what 0 and ``auto`` leave open.
 
@@ -196,8 +199,8 @@ def plan_engine(
         model_config: what to load.
         engine_config: 0 where the value is to be decided here.
         num_siblings: instances that share the free memory, this one included.
-        is_shared: blocks go to a store or to other instances, which know no blocks of layers with a
-            window alone.
+        has_store: blocks go to a store.
+        is_read: blocks go to other instances, which know no blocks of layers with a window alone.
 
     Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
     """
@@ -233,7 +236,10 @@ def plan_engine(
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
     context = engine_config.max_model_len or own
-    layout, windows = _split_windows(spec, layout, context, is_shared=is_shared)
+    # An object of the store has bytes, and so has a block that another instance reads.
+    has_layers = len(spec.window_layers) < layout.num_layers
+    is_split = not is_read and (has_layers or not has_store)
+    layout, windows = _split_windows(spec, layout, context) if is_split else (layout, None)
     states = None
     if spec.state_layout is not None:
         states = plan_states(
@@ -275,10 +281,10 @@ def plan_engine(
 
 
 def _split_windows(
-    spec: ModelSpec, layout: KVLayout, context: int, *, is_shared: bool
+    spec: ModelSpec, layout: KVLayout, context: int
 ) -> tuple[KVLayout, WindowLayout | None]:
     """Return the layouts of the two groups of blocks; one where windows are part of the others."""
-    if is_shared or spec.state_layout is not None or spec.sliding_window >= context:
+    if spec.state_layout is not None or spec.sliding_window >= context:
         return layout, None
     return split_layout(layout, spec.window_layers, spec.sliding_window)
 
@@ -418,8 +424,13 @@ def build_engine(
 
     Raises: as ``plan_engine`` and ``load_model``.
     """
-    is_shared = tiers is not None or allocate is not None
-    plan = plan_engine(model_config, engine_config, num_siblings=num_siblings, is_shared=is_shared)
+    plan = plan_engine(
+        model_config,
+        engine_config,
+        num_siblings=num_siblings,
+        has_store=tiers is not None,
+        is_read=allocate is not None,
+    )
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)
@@ -504,7 +515,9 @@ def build_engine(
         plan=plan.rows(),
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity, index, cache, states, planner, experts)
+    return BuiltEngine(
+        engine, info, model, identity, index, cache, states, plan.windows, planner, experts
+    )
 
 
 def _make_pool(

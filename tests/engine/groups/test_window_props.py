@@ -9,7 +9,7 @@ import random
 from functools import partial
 
 import pytest
-from scheduler_world import BLOCK_SIZE, Impatient, World, WrongKvError, drive
+from scheduler_world import BLOCK_SIZE, Impatient, ToyTier, World, WrongKvError, drive
 
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
 from tandem.core.wire import FinishReason
@@ -120,6 +120,36 @@ def test_what_ends_of_messages_see_outlasts_what_was_passed():
         world.step(stop_chance=0.0, fail_chance=0.0)
     assert edited.report.num_cached_tokens < 17
     assert (edited.report.miss.reason, edited.report.miss.detail) == ("no_window", "17")
+
+
+def test_windows_come_from_a_tier_with_the_blocks_before_them_or_not_at_all():
+    """Not vacuous: windows are loaded, come too late, fail, and are stored too late."""
+    tier = ToyTier(random.Random(5))
+    sizes = {"window": 7, "num_window_blocks": 22}
+    world = World(40, 5, max_running=5, scheduler_class=Impatient, tier=tier, **sizes)
+    drive(world, 600)
+    stats = world.scheduler.get_stats()
+    assert len(tier.windows) > 30
+    assert tier.num_stale > 5
+    assert stats.num_failed_loads > 20
+    assert sum(r.report.num_loaded_tokens > 0 for r in world.ended) > 4
+    # Another instance goes on from what this one has stored.
+    tokens = next(
+        r.prompt_ids + r.output_ids
+        for r in world.ended
+        if r.report.num_loaded_tokens > 0 and len(r.output_ids) > 1
+    )
+    tier.fail_chance = 0.0
+    # It waits for the load, however long that takes.
+    choose = tier.choose_load
+    tier.choose_load = lambda *args: choose(*args)._replace(wait_s=100.0)
+    other = World(40, 6, tier=tier, **sizes)
+    other.add(tokens, 4)
+    (request,) = other.live.values()
+    for _ in range(60):
+        other.step([other.move_some], stop_chance=0.0, fail_chance=0.0)
+    assert request.is_finished
+    assert request.report.num_loaded_tokens > 0
 
 
 def test_too_few_blocks_for_one_request_are_refused():

@@ -86,7 +86,8 @@ def _show_plan(settings: Config, *, json: bool) -> None:
         settings.model,
         settings.engine,
         num_siblings=cluster.num_instances,
-        is_shared=bool(store.memory_bytes or store.master or cluster.prefill),
+        has_store=bool(store.memory_bytes or store.master),
+        is_read=cluster.prefill > 0,
     )
     rows = plan.rows()
     if cluster.num_instances > 1:

@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from tandem.core.errors import ConfigError
 from tandem.core.instance_status import Statistics
-from tandem.engine.scheduling.blocks import BlockCopy, BlockPool
+from tandem.engine.scheduling.blocks import BlockCopy, BlockPool, KeyedBlock, make_window_id
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch, PrefixNode
 from tandem.engine.scheduling.request import NO_WINDOW, Request, WindowTable
 
-__all__ = ["WindowPolicy", "WindowReuse", "count_window_blocks"]
+__all__ = ["WindowPolicy", "WindowReuse", "count_seen_blocks", "count_window_blocks"]
 
 
 class WindowPolicy(NamedTuple):
@@ -41,7 +41,12 @@ class WindowPolicy(NamedTuple):
 
 def count_window_blocks(window: int, block_size: int) -> int:
     """Return the blocks that a token sees at most, wherever it stands."""
-    return -(-(window - 1) // block_size) + 1
+    return count_seen_blocks(window, block_size) + 1
+
+
+def count_seen_blocks(window: int, block_size: int) -> int:
+    """Return the blocks before the end of a block that the next token sees."""
+    return -(-(window - 1) // block_size)
 
 
 class WindowReuse:
@@ -86,7 +91,8 @@ class WindowReuse:
         self._kept: OrderedDict[PrefixNode, None] = OrderedDict()
         """Nodes whose block nobody owns, and where a later prompt may go on."""
         self._num_pinned = 0
-        """Blocks that plans in flight copy from."""
+        """Blocks that plans in flight copy from, and that loads write into."""
+        self._filled: list[KeyedBlock] = []
         index.on_unlinked = self._forget
 
     # ---------------------------------------------------------------- hits
@@ -192,6 +198,9 @@ class WindowReuse:
             node.window_block_id = block_id
             self._by_block[block_id] = node
             self.pool.hold(block_id)
+            if node.key is not None:
+                generation = self.pool.get_generation(block_id)
+                self._filled.append(KeyedBlock(node.key, make_window_id(block_id), generation))
         elif node.window_block_id != block_id:
             self._retain(node)
             self._release(block_id, self._passed)
@@ -218,13 +227,61 @@ class WindowReuse:
             self._release(block_id, self._kept)
         notes.table, notes.marks = NO_WINDOW, ()
 
+    # ---------------------------------------------------------------- lower tiers
+
+    def take_filled(self) -> list[KeyedBlock]:
+        """Return the full blocks that can be found since the last call."""
+        filled, self._filled = self._filled, []
+        return filled
+
+    def clear(self) -> None:
+        """Tell lower tiers nothing of what was filled: the index has forgotten it."""
+        self._filled.clear()
+
+    def list_lacking(self, nodes: Sequence[PrefixNode], end: int) -> list[int]:
+        """Return the positions of the blocks that going on at the end of a block takes yet.
+
+        Args:
+            nodes: of the leading blocks that the index has.
+            end: blocks before the token to go on at.
+        """
+        first = self._find_first(end * self._block_size)
+        return [i for i in range(first, end) if i >= len(nodes) or nodes[i].window_block_id < 0]
+
+    def take_for_load(self, num_blocks: int, running: Iterable[Request]) -> list[int] | None:
+        """Take blocks for what comes from elsewhere; None if they are promised to others."""
+        promised = sum(map(self._count_promised, running)) + self._num_pinned
+        if promised + num_blocks > self.pool.num_blocks:
+            return None
+        self._num_pinned += num_blocks
+        return [self._allocate() for _ in range(num_blocks)]
+
+    def end_load(self, node: PrefixNode | None, block_id: int) -> None:
+        """File a block that came from elsewhere with the node of its tokens, if that has none."""
+        if node is not None and node.window_block_id < 0:
+            node.window_block_id = block_id
+            self._by_block[block_id] = node
+            self.pool.hold(block_id)
+        self.free(block_id)
+
+    def free(self, block_id: int) -> None:
+        """End a load's hold on a block."""
+        self._num_pinned -= 1
+        self._release(block_id, self._kept)
+
     # ---------------------------------------------------------------- checks
 
-    def check(self, running: Iterable[Request], in_flight: Iterable[StepPlan]) -> None:
+    def check(
+        self,
+        running: Iterable[Request],
+        in_flight: Iterable[StepPlan],
+        loading: Iterable[int] = (),
+    ) -> None:
         """Assert that references have owners and that promises can be kept; for tests."""
         self.pool.check()
         running = list(running)
         owners: Counter[int] = Counter()
+        owners.update(loading)
         for request in running:
             owners.update(request.window_notes.table.blocks)
         for plan in in_flight:

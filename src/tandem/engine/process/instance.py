@@ -344,10 +344,17 @@ class Instance:
     def _open_tier(
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
     ) -> None:
+        from tandem.engine.groups.windows import count_seen_blocks
         from tandem.engine.tiers.service import TierService
-        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory
+        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, WindowMemory
 
-        layout = built.cache.layout
+        layout, windows = built.cache.layout, None
+        if built.windows is not None and built.cache.windows is not None:
+            windows = WindowMemory(
+                built.cache.windows.view_bytes(),
+                built.windows.layout.bytes_per_block,
+                count_seen_blocks(built.windows.window, layout.block_size),
+            )
         tier = TierService(
             store,
             self._spec.rpc,
@@ -359,6 +366,7 @@ class Instance:
             states=None
             if built.states is None
             else StateMemory(built.states.view_bytes(), built.states.layout.bytes_per_state),
+            windows=windows,
         )
         built.engine.attach_transfers(tier)
         tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)

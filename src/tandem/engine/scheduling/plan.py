@@ -44,7 +44,8 @@ class BlockLoad(NamedTuple):
     key: bytes
     """Empty for the tail of a prompt, which another instance may have and no tier."""
     block_id: int
-    """Or ``make_state_id`` of the slot that the state at the end of the load goes to."""
+    """Or ``make_state_id`` of the slot that the state at the end of the load goes to, or
+    ``make_window_id`` of the block that what the layers with a window hold goes to."""
     source: KvSource
 
 
@@ -87,8 +88,9 @@ class StepPlan:
     """In progress and not wanted any more. May be stopped; their end is reported all the same."""
     filled: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
     """Blocks that steps have filled since the last plan, generated tokens included; each content
-    once, however many requests computed it. Then states that are kept where a block ends: whoever
-    finds one of them elsewhere finds the blocks before it, which were stored first."""
+    once, however many requests computed it. Then their window blocks. Then states that are kept
+    where a block ends: whoever finds one of them elsewhere finds the blocks before it, which were
+    stored first."""
     evicted: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
     """Full blocks whose content this plan gives up."""
     num_tokens: int = 0

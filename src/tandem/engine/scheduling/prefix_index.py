@@ -192,6 +192,10 @@ class PrefixIndex:
         by_key = self._by_key
         return bisect_left(keys, True, key=lambda key: key not in by_key)
 
+    def find_node(self, key: bytes) -> PrefixNode | None:
+        """Return the node of a full block."""
+        return self._by_key.get(key)
+
     def match(
         self, root_key: bytes, keys: Sequence[bytes], token_ids: Sequence[int], max_tokens: int
     ) -> PrefixMatch:
@@ -214,6 +218,10 @@ class PrefixIndex:
             if source is not None:
                 return PrefixMatch(nodes, start + num_tokens, source, num_tokens)
         return PrefixMatch(nodes, start)
+
+    def match_blocks(self, keys: Sequence[bytes]) -> PrefixMatch:
+        """Return the match of leading blocks of a chain that are all here."""
+        return PrefixMatch([self._by_key[key] for key in keys], len(keys) * self._block_size)
 
     def explain_end(
         self, root_key: bytes, match: PrefixMatch, next_key: bytes | None

@@ -77,7 +77,9 @@ class SchedulerState:
             windows=self.windows,
         )
         self.tiers = tiers if is_enabled else None
-        self.loads = BlockLoads(pool, index, self.prefix, config.block_size, counters, self.states)
+        self.loads = BlockLoads(
+            pool, index, self.prefix, config.block_size, counters, self.states, self.windows
+        )
         self.holds = BlockHolds(pool, index, self.states)
         # The last token of a request needs no KV, but a prompt that is only scored does.
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
@@ -242,7 +244,7 @@ class SchedulerState:
                 f"block {block_id}: {num_refs} references, {owners[block_id]} owners"
             )
         if self.windows is not None:
-            self.windows.check(self.running, self.in_flight)
+            self.windows.check(self.running, self.in_flight, self.loads.list_window_blocks())
         if self.states is not None:
             in_use = [r.state_notes.slot for r in self.running]
             in_use += [save.slot for plan in self.in_flight for save in plan.state_saves]
