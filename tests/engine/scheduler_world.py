@@ -512,10 +512,23 @@ class World:
             kv = [value for block_id in request.held_blocks for value in self.runner.kv[block_id]]
             if kv[: request.prompt_len] != expected:
                 raise WrongKvError(f"blocks held for {request_id} were written")
+            self.check_held_window(request, expected)
             self.num_held_checked += 1
             if self.rng.random() < 0.1:
                 assert self.scheduler.release_hold(request_id)
                 del self.held[request_id]
+
+    def check_held_window(self, request: Request, expected: list[int]) -> None:
+        if not self.window:
+            return
+        window, end = request.held_window, request.prompt_len
+        seen = range(max(end - self.window + 1, 0), end)
+        assert window.first * BLOCK_SIZE <= seen.start
+        assert not seen or seen.stop <= window.end * BLOCK_SIZE
+        for position in seen:
+            block_id = window.blocks[position // BLOCK_SIZE - window.first]
+            if self.runner.window_kv[block_id][position % BLOCK_SIZE] != expected[position]:
+                raise WrongKvError(f"a window held for {request.request_id} was written")
 
     def check_loads(self, plan: StepPlan) -> None:
         if self.tier is None:

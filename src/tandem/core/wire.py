@@ -431,6 +431,10 @@ class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
     """The same of its slots of states; empty where the model has no state."""
     state_bytes: Annotated[int, Meta(ge=0)] = 0
     num_state_slots: Annotated[int, Meta(ge=0)] = 0
+    window_buffer: str = ""
+    """The same of its blocks of layers with a window; empty where these have none of their own."""
+    window_block_bytes: Annotated[int, Meta(ge=0)] = 0
+    num_window_blocks: Annotated[int, Meta(ge=0)] = 0
 
 
 class ClosePeer(msgspec.Struct, frozen=True):

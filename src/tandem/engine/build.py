@@ -190,8 +190,7 @@ def plan_engine(
     engine_config: EngineConfig,
     *,
     num_siblings: int = 1,
-    has_store: bool = False,
-    is_read: bool = False,
+    is_shared: bool = False,
 ) -> EnginePlan:
     """Decide what 0 and ``auto`` leave open.
 
@@ -199,8 +198,7 @@ def plan_engine(
         model_config: what to load.
         engine_config: 0 where the value is to be decided here.
         num_siblings: instances that share the free memory, this one included.
-        has_store: blocks go to a store.
-        is_read: blocks go to other instances, which know no blocks of layers with a window alone.
+        is_shared: blocks go to a store or to other instances.
 
     Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
     """
@@ -237,8 +235,7 @@ def plan_engine(
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
     context = engine_config.max_model_len or own
     # An object of the store has bytes, and so has a block that another instance reads.
-    has_layers = len(spec.window_layers) < layout.num_layers
-    is_split = not is_read and (has_layers or not has_store)
+    is_split = not is_shared or len(spec.window_layers) < layout.num_layers
     layout, windows = _split_windows(spec, layout, context) if is_split else (layout, None)
     states = None
     if spec.state_layout is not None:
@@ -407,6 +404,7 @@ def build_engine(
     tiers: TierConfig | None = None,
     allocate: Callable[[int], KvMemory] | None = None,
     allocate_states: Callable[[int], KvMemory] | None = None,
+    allocate_windows: Callable[[int], KvMemory] | None = None,
     num_siblings: int = 1,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
@@ -420,6 +418,7 @@ def build_engine(
             what moves the blocks.
         allocate: makes the memory of all blocks, given its bytes; None: the device does.
         allocate_states: the same of the slots of states.
+        allocate_windows: the same of the blocks of layers with a window.
         num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
@@ -428,8 +427,7 @@ def build_engine(
         model_config,
         engine_config,
         num_siblings=num_siblings,
-        has_store=tiers is not None,
-        is_read=allocate is not None,
+        is_shared=tiers is not None or allocate is not None,
     )
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
@@ -449,7 +447,10 @@ def build_engine(
     window_cache, window_policy = None, None
     if plan.windows is not None:
         num_windows = plan.config.num_window_blocks
-        window_cache = model.context.make_kv_cache(plan.windows.layout, num_windows)
+        own = None
+        if allocate_windows is not None and plan.kv.windows is not None:
+            own = allocate_windows(plan.kv.windows.size_bytes).array
+        window_cache = model.context.make_kv_cache(plan.windows.layout, num_windows, own)
         window_policy = WindowPolicy(plan.windows.window, num_windows)
     cache = model.context.make_kv_cache(
         plan.layout,

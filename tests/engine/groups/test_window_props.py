@@ -152,6 +152,15 @@ def test_windows_come_from_a_tier_with_the_blocks_before_them_or_not_at_all():
     assert request.report.num_loaded_tokens > 0
 
 
+def test_windows_are_held_for_other_instances_and_come_from_them():
+    tier = ToyTier(random.Random(5))
+    sizes = {"window": 7, "num_window_blocks": 26, "handover_chance": 0.4}
+    world = World(40, 5, max_running=5, overlap=True, tier=tier, **sizes)
+    drive(world, 400)
+    assert world.num_held_checked > 20
+    assert sum(r.report.num_loaded_tokens > 0 for r in world.ended) > 4
+
+
 def test_too_few_blocks_for_one_request_are_refused():
     with pytest.raises(ConfigError, match="one request takes 4"):
         World(9, window=8, num_window_blocks=3)

@@ -86,8 +86,7 @@ def _show_plan(settings: Config, *, json: bool) -> None:
         settings.model,
         settings.engine,
         num_siblings=cluster.num_instances,
-        has_store=bool(store.memory_bytes or store.master),
-        is_read=cluster.prefill > 0,
+        is_shared=bool(store.memory_bytes or store.master or cluster.prefill),
     )
     rows = plan.rows()
     if cluster.num_instances > 1:

@@ -91,7 +91,7 @@ class WindowReuse:
         self._kept: OrderedDict[PrefixNode, None] = OrderedDict()
         """Nodes whose block nobody owns, and where a later prompt may go on."""
         self._num_pinned = 0
-        """Blocks that plans in flight copy from, and that loads write into."""
+        """References of copies in plans in flight, of loads and of holds."""
         self._filled: list[KeyedBlock] = []
         index.on_unlinked = self._forget
 
@@ -238,14 +238,14 @@ class WindowReuse:
         """Tell lower tiers nothing of what was filled: the index has forgotten it."""
         self._filled.clear()
 
-    def list_lacking(self, nodes: Sequence[PrefixNode], end: int) -> list[int]:
-        """Return the positions of the blocks that going on at the end of a block takes yet.
+    def list_lacking(self, nodes: Sequence[PrefixNode], position: int) -> list[int]:
+        """Return the positions of the blocks that going on at a token takes yet.
 
         Args:
             nodes: of the leading blocks that the index has.
-            end: blocks before the token to go on at.
+            position: of the token.
         """
-        first = self._find_first(end * self._block_size)
+        first, end = self._find_first(position), -(-position // self._block_size)
         return [i for i in range(first, end) if i >= len(nodes) or nodes[i].window_block_id < 0]
 
     def take_for_load(self, num_blocks: int, running: Iterable[Request]) -> list[int] | None:
@@ -264,8 +264,21 @@ class WindowReuse:
             self.pool.hold(block_id)
         self.free(block_id)
 
+    def hold(self, request: Request) -> None:
+        """Keep what a request sees at its end, which other instances may read."""
+        request.held_window = request.window_notes.table
+        for block_id in request.held_window.blocks:
+            self.pool.retain(block_id)
+        self._num_pinned += len(request.held_window.blocks)
+
+    def release_hold(self, request: Request) -> None:
+        """End ``hold``."""
+        for block_id in request.held_window.blocks:
+            self.free(block_id)
+        request.held_window = NO_WINDOW
+
     def free(self, block_id: int) -> None:
-        """End a load's hold on a block."""
+        """End the hold of a load, or of another instance, on a block."""
         self._num_pinned -= 1
         self._release(block_id, self._kept)
 

@@ -258,13 +258,14 @@ class Instance:
 
         tiers = None if self._spec.store is None else self._spec.tiers
         clock = MonotonicClock()
-        allocate = allocate_states = None
+        allocate = allocate_states = allocate_windows = None
         if self._spec.transfer is not None:
             from tandem.engine.disaggregation.exchange import KvExchange
 
             self._exchange = KvExchange(self._spec.name, self._spec.transfer, clock)
             allocate = self._exchange.allocate
             allocate_states = self._exchange.allocate_states
+            allocate_windows = self._exchange.allocate_windows
         built = build_engine(
             self._spec.model,
             self._spec.engine,
@@ -273,6 +274,7 @@ class Instance:
             tiers=tiers,
             allocate=allocate,
             allocate_states=allocate_states,
+            allocate_windows=allocate_windows,
             num_siblings=self._spec.num_siblings,
         )
         adapters, loaded, failures = self._load_adapters(built)
@@ -287,6 +289,7 @@ class Instance:
                 cache.num_blocks,
                 self._tier,
                 None if built.states is None else built.states.layout,
+                built.windows,
             )
         if self._spec.kv_events.endpoint:
             self._events = KvEventPublisher(

@@ -76,6 +76,19 @@ class LoadPlanning:
                 if slot == NO_SLOT:
                     return []
                 loaded_state = (b"", slot)
+            if state.windows is not None:
+                # As the prefill has it at its end; the tail of the prompt has no key.
+                lacking = state.windows.list_lacking(match.nodes, request.prompt_len)
+                blocks = state.windows.take_for_load(len(lacking), state.running)
+                if blocks is None:
+                    return []
+                first = len(match.nodes)
+                named = {first + i: key for i, key in enumerate(keys)}
+                named |= {i: node.key or b"" for i, node in enumerate(match.nodes)}
+                windows = [
+                    WindowLoad(i, named[i], block_id)
+                    for i, block_id in zip(lacking, blocks, strict=True)
+                ]
         elif state.states is not None:
             choice = self._choose_with_state(request, match, room, now_s)
             if choice is None:
@@ -185,7 +198,7 @@ class LoadPlanning:
         end = min(num_reused + decision.num_blocks, len(keys), len(match.nodes) + room)
         if end <= num_reused:
             return None
-        lacking = state.windows.list_lacking(match.nodes, end)
+        lacking = state.windows.list_lacking(match.nodes, end * state.config.block_size)
         blocks = state.windows.take_for_load(len(lacking), state.running)
         if blocks is None:
             return None

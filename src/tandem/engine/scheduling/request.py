@@ -203,6 +203,8 @@ class Request:
     planning its decode."""
     held_blocks: tuple[int, ...] = ()
     """Its ``block_table`` at the end, if it ended with ``FinishReason.PREFILLED``."""
+    held_window: WindowTable = NO_WINDOW
+    """The same of its window blocks."""
 
     queue: QueueNotes = field(default_factory=QueueNotes)
     prefix: PrefixNotes = field(default_factory=PrefixNotes)

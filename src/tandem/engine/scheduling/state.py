@@ -80,7 +80,7 @@ class SchedulerState:
         self.loads = BlockLoads(
             pool, index, self.prefix, config.block_size, counters, self.states, self.windows
         )
-        self.holds = BlockHolds(pool, index, self.states)
+        self.holds = BlockHolds(pool, index, self.states, self.windows)
         # The last token of a request needs no KV, but a prompt that is only scored does.
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.requests: dict[str, Request] = {}
@@ -244,7 +244,8 @@ class SchedulerState:
                 f"block {block_id}: {num_refs} references, {owners[block_id]} owners"
             )
         if self.windows is not None:
-            self.windows.check(self.running, self.in_flight, self.loads.list_window_blocks())
+            elsewhere = [*self.loads.list_window_blocks(), *self.holds.list_window_blocks()]
+            self.windows.check(self.running, self.in_flight, elsewhere)
         if self.states is not None:
             in_use = [r.state_notes.slot for r in self.running]
             in_use += [save.slot for plan in self.in_flight for save in plan.state_saves]

@@ -66,7 +66,8 @@ class TorchStep:
         cache: the block pool.
         ropes: give the angles.
         dtype: the model's.
-        on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+        on_layer: called with the number of each layer in the cache's own blocks, not in those of
+            windows, once its KV of this step is there.
         states: the slots that the sequences go on with; None where no layer has a state.
         routing: takes the routers' choices, and defers experts; None: neither.
     """
@@ -168,8 +169,8 @@ class TorchStep:
         """See ``Step``."""
         place = self._places[layer_idx]
         self._groups[place.group].write(place.layer_idx, kv_T2Kd)
-        if self._on_layer is not None:
-            self._on_layer(layer_idx)
+        if self._on_layer is not None and place.group == 0:
+            self._on_layer(place.layer_idx)
 
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule

@@ -282,7 +282,8 @@ class CausalModel:
         Args:
             batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
             kv_cache: written at the batch's slots, read at its block tables.
-            on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+            on_layer: called with the number of each layer in the cache's own blocks, not in those
+                of windows, once its KV of this step is there.
             states: the slots that the batch's sequences go on with, for a model that has
                 ``spec.state_layout``.
 
