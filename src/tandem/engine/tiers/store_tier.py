@@ -408,7 +408,7 @@ class StoreTier:
             if result == size
         ]
         if good:
-            groups = [self._locate(block_id)[0] for block_id in good]
+            groups: list[Group] = [self._locate(block_id)[0] for block_id in good]
             num_blocks = groups.count("")
             num_bytes = sum(self._areas[group].item_bytes for group in groups)
             self.counters.loaded_blocks += num_blocks
