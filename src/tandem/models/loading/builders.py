@@ -25,6 +25,7 @@ from tandem.core.model.layers import (
 )
 from tandem.core.model.plan import NO_FORMAT, ModulePlan
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
 from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer, LayerParts
@@ -60,6 +61,8 @@ class Resources:
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
     share: TierShare | None = None
     """Each layer's share of the memory for experts that lie on disk; None: all are in memory."""
+    staging: ExpertStaging | None = None
+    """Moves what packed experts need from the model's device and back; None: it is the host."""
 
 
 def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.Module:
@@ -153,21 +156,23 @@ def _build_experts(spec: ExpertsSpec, planned: ModulePlan, resources: Resources)
     weight_format, caches = find_format(planned.weight_format), resources.caches
     if resources.share is not None:
         assert caches is not None, "experts on disk without a place"
-        return DiskExperts(
+        native: NativeExperts = DiskExperts(
             spec,
             weight_format=weight_format,
             pool=resources.pool,
             cache=caches.open(weight_format.name),
             share=resources.share,
         )
-    nodes = len(resources.pool.node_ids)
-    return NativeExperts(
-        spec,
-        weight_format=weight_format,
-        pool=resources.pool,
-        cache=None if caches is None else caches.open(weight_format.name),
-        num_parts=choose_expert_parts(resources.expert_parts, nodes, spec.intermediate_size),
-    )
+    else:
+        nodes = len(resources.pool.node_ids)
+        native = NativeExperts(
+            spec,
+            weight_format=weight_format,
+            pool=resources.pool,
+            cache=None if caches is None else caches.open(weight_format.name),
+            num_parts=choose_expert_parts(resources.expert_parts, nodes, spec.intermediate_size),
+        )
+    return native if resources.staging is None else HostedExperts(native, resources.staging)
 
 
 def build_rotary(spec: RotarySpec) -> Operator:
