@@ -23,6 +23,7 @@ __all__ = [
     "StatSpec",
     "StatUnit",
     "Statistics",
+    "StepCosts",
     "StoreStatus",
     "list_stats",
     "sum_stats",
@@ -427,6 +428,22 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
 
 
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a step by feature, as the server has learnt them from an instance's steps."""
+
+    step_s: float
+    """Of every step."""
+    prefill_token_s: float
+    prefill_context_s: float
+    """For each token that a prefilled token attends to."""
+    decode_s: float
+    """For each sequence that decodes."""
+    decode_token_s: float
+    """For each KV token that a decode reads."""
+    num_steps: int
+    """Steps that they were learnt from; 0: they are a guess."""
+
+
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One instance, as ``/server_info`` lists it."""
 
@@ -439,6 +456,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
     step_error: float = 0.0
     """Mean relative error of the predicted times of its steps."""
+    step_costs: StepCosts | None = None
+    """By which these times are predicted; None: nobody predicts them."""
     is_draining: bool = False
     """It takes no new requests."""
     sources: list[str] = []

@@ -36,7 +36,7 @@ from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.moe import MoeBlock
-from tandem.kernels.operators.operator import Operator, freeze
+from tandem.kernels.operators.operator import Operator, freeze, running
 from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
@@ -361,12 +361,12 @@ class CausalModel:
             batch, kv_cache, self.ropes, self.dtype, on_layer, states, routing
         )
         if self._fused is None:
-            hidden = self.skeleton.model(
-                input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                tandem_step=step,
-            ).last_hidden_state[0]
+            with running(step):
+                hidden = self.skeleton.model(
+                    input_ids=batch.token_ids[None],
+                    position_ids=batch.positions[None],
+                    use_cache=False,
+                ).last_hidden_state[0]
             hidden = hidden.index_select(0, batch.logit_rows)
         else:
             hidden = self._embed(batch.token_ids)
@@ -597,7 +597,9 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource)
 
     Raises: what ``WeightReader.read_into`` raises; ConfigError (a tensor belongs to no module).
     """
-    _load_modules(model, checkpoint, rename_reader(source, source.entries))
+    _load_modules(
+        model, checkpoint, rename_reader(source, source.entries, checkpoint.config.model_type)
+    )
     return source.check_all_used(_list_harmless(checkpoint, source))
 
 

@@ -29,6 +29,7 @@ from tandem.models.planning.describe import (
     describe_attention,
     describe_experts,
     describe_gated_delta,
+    describe_kept_attention,
     describe_mla_attention,
     describe_mlp,
     describe_rotary,
@@ -121,10 +122,16 @@ def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec
             describe = describe_gated_delta
         else:
             continue
+        path = f"model.layers.{index}.{name}"
         try:
-            found = describer.describe(f"model.layers.{index}.{name}", describe)
+            found = describer.describe(path, describe)
         except UnfitModuleError as error:
-            raise UnsupportedError("models.read_layers", f"layer {index}: {error}") from error
+            kept = None
+            if describe is describe_attention:
+                kept = _try(describer, path, describe_kept_attention)
+            if kept is None:
+                raise UnsupportedError("models.read_layers", f"layer {index}: {error}") from error
+            found = kept
         assert isinstance(found, MixerSpec), found
         return found
     raise UnsupportedError(
