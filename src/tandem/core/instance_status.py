@@ -98,6 +98,31 @@ class Statistics(msgspec.Struct, kw_only=True):
         int,
         _gauge("kv_cache_cached_blocks", "blocks", "KV blocks kept for reuse without an owner."),
     ] = 0
+    num_window_blocks: Annotated[
+        int,
+        _gauge(
+            "window_blocks", "blocks", "Blocks of layers with a window, in a pool of their own."
+        ),
+    ] = 0
+    num_used_window_blocks: Annotated[
+        int, _gauge("window_used_blocks", "blocks", "Window blocks that live requests own.")
+    ] = 0
+    num_cached_window_blocks: Annotated[
+        int,
+        _gauge("window_cached_blocks", "blocks", "Window blocks kept for reuse without an owner."),
+    ] = 0
+    num_evicted_window_blocks: Annotated[
+        int, _counter("window_evictions_total", "blocks", "Kept window blocks given up for others.")
+    ] = 0
+    windowless_tokens: Annotated[
+        int,
+        _counter(
+            "prefix_cache_windowless_tokens_total",
+            "tokens",
+            "Prompt tokens whose KV was found in layers that see all tokens and computed again, as "
+            "layers with a window had given theirs up.",
+        ),
+    ] = 0
     num_state_slots: Annotated[
         int, _gauge("state_slots", "states", "Slots for states of sequences and for snapshots.")
     ] = 0
@@ -254,6 +279,22 @@ class Statistics(msgspec.Struct, kw_only=True):
     """Those that were there already left out."""
     stored_tokens: Annotated[
         int, _counter("backuped_tokens_total", "tokens", "Tokens whose KV was stored.")
+    ] = 0
+    stored_window_blocks: Annotated[
+        int,
+        _counter(
+            "kv_stored_window_blocks_total",
+            "blocks",
+            "Blocks of layers with a window put into the store.",
+        ),
+    ] = 0
+    loaded_window_blocks: Annotated[
+        int,
+        _counter(
+            "kv_loaded_window_blocks_total",
+            "blocks",
+            "Blocks of layers with a window read from the store.",
+        ),
     ] = 0
     stored_states: Annotated[
         int, _counter("kv_stored_states_total", "states", "Kept states put into the store.")
