@@ -18,10 +18,19 @@ constexpr size_t kMaxTaskPieces = 4;
 constexpr size_t kMaxIntSize = 65536;
 
 constexpr WeightFormat kStoredFormats[] = {
-    // In superblocks, and by table.
-    {4, 32, true, false, 6, false},  {5, 32, true, false, 6, false}, {6, 16, false, false, 8, false},
-    {2, 16, true, false, 4, false},  {3, 16, false, false, 6, false}, {4, 32, false, false, 6, true},
-    {4, 32, false, false, 0, true},
+    // In superblocks, by table and by codebook.
+    {4, 32, true, false, 6},
+    {5, 32, true, false, 6},
+    {6, 16, false, false, 8},
+    {2, 16, true, false, 4},
+    {3, 16, false, false, 6},
+    {4, 32, false, false, 6, CodeTable::kIq4Nl},
+    {4, 32, false, false, 0, CodeTable::kIq4Nl},
+    {2, 32, false, false, 4, CodeTable::kIq2Xxs},
+    {2, 16, false, false, 4, CodeTable::kIq2Xs},
+    {2, 16, false, false, 4, CodeTable::kIq2S},
+    {3, 32, false, false, 4, CodeTable::kIq3Xxs},
+    {3, 32, false, false, 4, CodeTable::kIq3S},
 };
 
 // Of a group, a superblock, or a panel with one scale a row.
@@ -45,14 +54,15 @@ size_t span_size(const WeightFormat& format) {
 }
 
 size_t count_levels(const WeightFormat& format) {
-  if (format.scale_bits == 0) return 0;
+  const bool is_aside = format.table == CodeTable::kIq2Xxs || format.table == CodeTable::kIq3Xxs;
+  if (format.scale_bits == 0 || is_aside) return 0;
   return kSuperblockSize / static_cast<size_t>(format.group_size) * (format.has_minimum ? 2 : 1);
 }
 
 Status check_format(const WeightFormat& format) {
   const auto is_same = [&](const WeightFormat& other) { return other == format; };
   if (std::any_of(std::begin(kStoredFormats), std::end(kStoredFormats), is_same)) return {};
-  const bool is_stored = format.scale_bits != 0 || format.has_table;
+  const bool is_stored = format.scale_bits != 0 || format.table != CodeTable::kNone;
   const int g = format.group_size;
   const bool is_group = g == 32 || g == 64 || g == 128 || (g == 16 && format.bits == 8);
   const bool is_value = format.bits == 32 || format.bits == 16;
@@ -70,7 +80,7 @@ Status check_format(const WeightFormat& format) {
                std::to_string(format.bits) + " bits in groups of " + std::to_string(g) +
                    ": there are kernels for fp32, bf16, e4m3 in blocks of 128 or in rows, e2m1 in groups of 32, 8 "
                    "bits in groups of 16 to 128 or in rows, 5 bits in groups of 32, 4 bits in groups of 32 "
-                   "to 128, and for GGUF's superblocks and tables",
+                   "to 128, and for GGUF's superblocks, tables and codebooks",
                "format"};
 }
 
@@ -103,8 +113,14 @@ size_t padded_size(const WeightFormat& format, size_t size) {
   return round_up(size, unit_size(format));
 }
 
+size_t code_bytes(const WeightFormat& format, size_t num_inputs) {
+  const bool has_upper = format.table == CodeTable::kIq2S || format.table == CodeTable::kIq3S;
+  const size_t upper = has_upper ? kPanelColumns * num_inputs / 32 : 0;
+  return kPanelColumns * num_inputs * static_cast<size_t>(format.bits) / 8 + upper;
+}
+
 size_t group_bytes(const WeightFormat& format, size_t num_inputs) {
-  const size_t codes = kPanelColumns * num_inputs * static_cast<size_t>(format.bits) / 8;
+  const size_t codes = code_bytes(format, num_inputs);
   if (format.bits >= 16 || format.group_size == 0) return codes;
   return codes + num_inputs / span_size(format) * header_bytes(format);
 }
@@ -134,9 +150,9 @@ Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
   const MatrixView& matrix = *source.matrix;
   if (matrix.block_rows != nullptr) return lay_out_blocks(format, source, panel);
   if (matrix.scales != nullptr) return lay_out_panel(format, source, panel);
-  if (format.scale_bits != 0 || format.has_table)
+  if (format.scale_bits != 0 || format.table != CodeTable::kNone)
     return Error{Code::kUnsupported, "kernels.pack",
-                 "superblocks and tables are laid out from a file's blocks, not coded from values: "
+                 "superblocks, tables and codebooks are laid out from a file's blocks, not coded from values: "
                  "choose another format",
                  "format"};
   const int64_t refused = kernels.pack(

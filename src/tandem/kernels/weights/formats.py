@@ -43,6 +43,12 @@ BLOCK_ROWS = 128
 """Outputs that share a scale in fp8."""
 SUPERBLOCK_SIZE = 256
 """Inputs whose scales and minima are integers times the same fp16 numbers."""
+TABLES = ("", "iq4nl", "iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s")
+"""As the native core counts them."""
+LEVELS_ASIDE = ("iq2xxs", "iq3xxs")
+"""Codebooks whose levels lie above the signs, within the bits of codes."""
+UPPER_BITS = ("iq2s", "iq3s")
+"""Codebooks whose indices have upper bits of their own, one for every four inputs."""
 
 
 class FormatFields(TypedDict):
@@ -53,7 +59,7 @@ class FormatFields(TypedDict):
     has_minimum: bool
     is_float: bool
     scale_bits: int
-    has_table: bool
+    table: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +87,9 @@ class WeightFormat:
     """Whether codes of 8 bits are e4m3 and of 4 bits e2m1; values are floats either way."""
     scale_bits: int = 0
     """Of the integers that scales and minima are in a superblock; 0: fp16 numbers a group."""
-    has_table: bool = False
-    """Whether codes are indices into the values of IQ4_NL."""
+    table: str = ""
+    """The type of GGUF that has what codes are looked up in: iq4nl, whose values they are indices
+    of, or one with a codebook of eight or four magnitudes an entry, beside which signs lie."""
     down: "WeightFormat | None" = None
     """Of experts alone: another format of their down projections."""
 
@@ -94,7 +101,7 @@ class WeightFormat:
     @property
     def is_stored_only(self) -> bool:
         """Whether weights come from blocks of a file alone, as nothing here codes values so."""
-        return self.scale_bits > 0 or self.has_table
+        return self.scale_bits > 0 or bool(self.table)
 
     @property
     def holds_values(self) -> bool:
@@ -115,11 +122,11 @@ class WeightFormat:
             "has_minimum": self.has_minimum,
             "is_float": self.is_float,
             "scale_bits": self.scale_bits,
-            "has_table": self.has_table,
+            "table": TABLES.index(self.table),
         }
 
     @property
-    def field_tuple(self) -> tuple[int, int, bool, bool, int, bool]:
+    def field_tuple(self) -> tuple[int, int, bool, bool, int, int]:
         """The same, where a second format is an argument of its own."""
         return (
             self.bits,
@@ -127,7 +134,7 @@ class WeightFormat:
             self.has_minimum,
             self.is_float,
             self.scale_bits,
-            self.has_table,
+            TABLES.index(self.table),
         )
 
     @property
@@ -146,7 +153,9 @@ class WeightFormat:
         numbers = 1 + self.has_minimum
         if self.scale_bits:
             shared = 16 * numbers / SUPERBLOCK_SIZE
-            return self.bits + self.scale_bits * numbers / self.group_size + shared
+            level_bits = 0 if self.table in LEVELS_ASIDE else self.scale_bits
+            upper = 0.25 if self.table in UPPER_BITS else 0.0
+            return self.bits + upper + level_bits * numbers / self.group_size + shared
         return self.bits + 16 * numbers / self.group_size
 
 
@@ -167,8 +176,18 @@ def _list_formats() -> list[WeightFormat]:
     formats += [WeightFormat("q4k", 4, 32, True, scale_bits=6)]
     formats += [WeightFormat("q5k", 5, 32, True, scale_bits=6)]
     formats += [WeightFormat("q6k", 6, 16, scale_bits=8)]
-    formats += [WeightFormat("iq4nl", 4, 32, has_table=True)]
-    formats += [WeightFormat("iq4xs", 4, 32, scale_bits=6, has_table=True)]
+    formats += [WeightFormat("iq4nl", 4, 32, table="iq4nl")]
+    formats += [WeightFormat("iq4xs", 4, 32, scale_bits=6, table="iq4nl")]
+    books = (
+        ("iq2xxs", 2, 32),
+        ("iq2xs", 2, 16),
+        ("iq2s", 2, 16),
+        ("iq3xxs", 3, 32),
+        ("iq3s", 3, 32),
+    )
+    formats += [
+        WeightFormat(name, bits, size, scale_bits=4, table=name) for name, bits, size in books
+    ]
     return formats
 
 

@@ -26,6 +26,11 @@ PLAIN_FORMATS = {
     "q6k": "int8g16",
     "iq4nl": "int8g32",
     "iq4xs": "int8g32",
+    "iq2xxs": "int8g32",
+    "iq2xs": "int8g16",
+    "iq2s": "int8g16",
+    "iq3xxs": "int8g32",
+    "iq3s": "int8g32",
 }
 """By name, what holds the same codes without superblocks and tables; scales of superblocks are
 products, which it has rounded to fp16."""
