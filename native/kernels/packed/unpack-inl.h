@@ -3,7 +3,7 @@
 // share. Included by multiply-inl.h; weight_format.h says where what lies.
 
 // The numbers beside codes, in fp16 or made of a superblock's.
-enum class Scales { kGroup, kGroupMinimum, kRow };
+enum class Scales { kGroup, kGroupMinimum, kGroupZero, kRow };
 
 constexpr size_t kScaleBytes = kPanelColumns * 2;
 
@@ -21,11 +21,12 @@ struct IntFormat {
   static constexpr bool kLevelsAside = kTable == CodeTable::kIq2Xxs || kTable == CodeTable::kIq3Xxs;
   // Upper bits of indices, one for every four inputs.
   static constexpr bool kHasUpper = kTable == CodeTable::kIq2S || kTable == CodeTable::kIq3S;
-  static constexpr bool kHasMinimum = kKind == Scales::kGroupMinimum;
+  static constexpr bool kHasZeros = kKind == Scales::kGroupZero;
+  static constexpr bool kHasMinimum = kKind == Scales::kGroupMinimum || kHasZeros;
   static constexpr bool kIsRow = kKind == Scales::kRow;
   static constexpr bool kIsSuper = kLevelBits != 0;
   // True if products of several rows unpack the weights first, into memory.
-  static constexpr bool kKeepsUnpacked = kIsSuper || kHasTable || kCodeBits == 5;
+  static constexpr bool kKeepsUnpacked = kIsSuper || kHasTable || kHasZeros || kCodeBits == 5;
   // The value of code 0, before the scale.
   static constexpr int32_t kCentre = kHasMinimum ? 0 : kHasTable ? 128 : 1 << (kCodeBits - 1);
   // Inputs that are unpacked together.
@@ -33,7 +34,9 @@ struct IntFormat {
       kIsBook ? kGroupSize : kBits == 8 ? 4 : kBits == 4 ? 8 : kBits == 5 ? 32 : 16;
   static constexpr size_t kChunkBytes =
       kPanelColumns * kChunk * kBits / 8 + (kHasUpper ? kPanelColumns * kChunk / 32 : 0);
-  static constexpr size_t kHalfBytes = kIsRow ? 0 : (kHasMinimum ? 2 : 1) * kScaleBytes;
+  static constexpr size_t kHalfBytes = kIsRow      ? 0
+                                       : kHasZeros ? kScaleBytes + kPanelColumns / 2
+                                                   : (kHasMinimum ? 2 : 1) * kScaleBytes;
   // Of a superblock: groups, integers of scales and minima, and bytes before the codes.
   static constexpr size_t kGroups = kIsSuper ? kSuperblockSize / kGroupSize : 1;
   static constexpr size_t kLevels =
@@ -95,6 +98,7 @@ inline auto visit_int_format(const WeightFormat& format, const Visit& visit) {
                               : visit(IntFormat<5, kPlain, 0, 32>{});
   if (format.table != CodeTable::kNone)
     return visit(IntFormat<4, kPlain, 0, 32, CodeTable::kIq4Nl>{});
+  if (format.has_zeros) return visit(IntFormat<4, Scales::kGroupZero>{});
   return format.has_minimum ? visit(IntFormat<4, kMinimum>{}) : visit(IntFormat<4, kPlain>{});
 }
 
@@ -228,6 +232,12 @@ class GroupScales {
       const F32 step = load_fp16(halves_ + kPanelColumns + column) * set_f32(-1.0f);
       const size_t at = (Format::kGroups + group_) * kPanelColumns + column;
       return to_f32(load_u8(levels_ + at)) * step;
+    } else if constexpr (Format::kHasZeros) {
+      constexpr size_t kHalf = kPanelColumns / 2;
+      const uint8_t* nibbles = reinterpret_cast<const uint8_t*>(halves_ + kPanelColumns);
+      const I32 pairs = load_u8(nibbles + column % kHalf);
+      const I32 zero = (pairs >> (static_cast<int>(column / kHalf) * 4)) & 15;
+      return to_f32(zero) * (load_fp16(halves_ + column) * set_f32(-1.0f));
     } else {
       return load_fp16(halves_ + kPanelColumns + column);
     }

@@ -36,6 +36,7 @@ constexpr WeightFormat kStoredFormats[] = {
 // Of a group, a superblock, or a panel with one scale a row.
 size_t header_bytes(const WeightFormat& format) {
   if (format.is_float) return format.group_size == 0 ? kRowHeaderBytes : kFloatHeaderBytes;
+  if (format.has_zeros) return kPanelColumns * 2 + kPanelColumns / 2;
   const size_t level_bits = count_levels(format) * static_cast<size_t>(format.scale_bits);
   return kPanelColumns * (2 * (format.has_minimum ? 2 : 1) + level_bits / 8);
 }
@@ -63,11 +64,12 @@ Status check_format(const WeightFormat& format) {
   const auto is_same = [&](const WeightFormat& other) { return other == format; };
   if (std::any_of(std::begin(kStoredFormats), std::end(kStoredFormats), is_same)) return {};
   const bool is_stored = format.scale_bits != 0 || format.table != CodeTable::kNone;
+  const bool fits_zeros = format.bits == 4 && format.has_minimum && !format.is_float && !is_stored;
   const int g = format.group_size;
   const bool is_group = g == 32 || g == 64 || g == 128 || (g == 16 && format.bits == 8);
   const bool is_value = format.bits == 32 || format.bits == 16;
   if (is_value && g == 0 && !format.has_minimum && !is_stored) return {};
-  if (is_stored) {
+  if (is_stored || (format.has_zeros && !fits_zeros)) {
     // None but those above.
   } else if (format.is_float && !format.has_minimum) {
     if ((format.bits == 8 && (g == 128 || g == 0)) || (format.bits == 4 && g == 32)) return {};
@@ -150,10 +152,10 @@ Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
   const MatrixView& matrix = *source.matrix;
   if (matrix.block_rows != nullptr) return lay_out_blocks(format, source, panel);
   if (matrix.scales != nullptr) return lay_out_panel(format, source, panel);
-  if (format.scale_bits != 0 || format.table != CodeTable::kNone)
+  if (format.scale_bits != 0 || format.table != CodeTable::kNone || format.has_zeros)
     return Error{Code::kUnsupported, "kernels.pack",
-                 "superblocks, tables and codebooks are laid out from a file's blocks, not coded from values: "
-                 "choose another format",
+                 "superblocks, tables, codebooks and zero points are laid out from a file's blocks and codes, "
+                 "not coded from values: choose another format",
                  "format"};
   const int64_t refused = kernels.pack(
       {format, matrix.data, matrix.is_bf16, matrix.rows, matrix.columns, source.first_row,

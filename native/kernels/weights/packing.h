@@ -34,14 +34,15 @@ struct MatrixView {
   // Of codes. Integer formats: fp16 [rows, groups]. e4m3: fp32, a row for 128 rows. e2m1: fp32
   // powers of two, [rows, groups].
   const void* scales = nullptr;
-  const uint16_t* minima = nullptr;  // fp16 [rows, groups], of formats with minimum.
+  const uint16_t* minima = nullptr;  // fp16 [rows, groups], of formats with minimum: those, or zeros.
   // Of blocks; of kinds that the format holds.
   const BlockRow* block_rows = nullptr;
 };
 
 constexpr bool operator==(const WeightFormat& a, const WeightFormat& b) {
   return a.bits == b.bits && a.group_size == b.group_size && a.has_minimum == b.has_minimum &&
-         a.is_float == b.is_float && a.scale_bits == b.scale_bits && a.table == b.table;
+         a.is_float == b.is_float && a.scale_bits == b.scale_bits && a.table == b.table &&
+         a.has_zeros == b.has_zeros;
 }
 
 // Errors: kUnsupported (a combination of bits, group size and minimum without a kernel).

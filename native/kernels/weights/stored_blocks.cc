@@ -246,7 +246,7 @@ Result<BlockKind> find_block_kind(std::string_view name) {
 bool holds_blocks(const WeightFormat& format, BlockKind kind) {
   const BlockType& type = block_type(kind);
   if (format == type.format) return true;
-  if (format.scale_bits != 0 || format.table != CodeTable::kNone) return false;
+  if (format.scale_bits != 0 || format.table != CodeTable::kNone || format.has_zeros) return false;
   const WeightFormat& plain = type.plain;
   return !format.is_float && !plain.is_float && format.bits < 16 && format.bits >= plain.bits &&
          format.has_minimum >= plain.has_minimum && format.group_size > 0 &&

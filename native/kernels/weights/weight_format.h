@@ -3,6 +3,7 @@
 // Integer formats code groups of `group_size` consecutive weights of one output, unsigned:
 //   symmetric     w = scale * (u - 2^(bits-1))
 //   with minimum  w = scale * u + minimum
+//   with zeros    w = scale * (u - zero), zero an integer of 4 bits
 //   by table      w = scale * table[u], the table being that of GGUF's IQ4_NL
 //   by codebook   w = scale * +-book[index], of four or eight weights at once (GGUF's IQ2 and IQ3)
 // with scale and minimum in fp16, or, in superblocks of kSuperblockSize weights, integers of
@@ -23,6 +24,7 @@
 //     6 bits: the upper two bits [64][4], j at bit 2 j; then nibbles [2][64][4];
 //     3 bits: the lower two bits as of 2 bits; then the third ones, u16[64], where input 4 j + i is
 //     bit 8 (i % 2) + 4 (i / 2) + j.
+//     With zeros: nibbles [32] in the place of minima, those of columns 0 to 31 in the low ones.
 //     One scale a row: fp16 scale[64], then the codes of all K.
 //   in superblocks: for each { fp16 d[64]; fp16 m[64] if there are minima; levels; the codes of its
 //     groups }. Levels are the V integers of scales, then of minima, in rows of 64 columns: of 8 bits
@@ -75,6 +77,7 @@ struct WeightFormat {
   bool is_float = false;  // 8 bits: e4m3; 4 bits: e2m1. Values are floats either way.
   int32_t scale_bits = 0;  // Of integers in superblocks, 4, 6 or 8; 0: each group has fp16 numbers.
   CodeTable table = CodeTable::kNone;  // kIq4Nl: 4 bits; codebooks: 2 or 3, rounded down.
+  bool has_zeros = false;  // With minimum: it is -(scale * zero), the zero an integer of 4 bits.
 };
 
 }  // namespace tandem

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,10 @@ from tandem.models.gguf.metadata import (
     make_metadata,
     read_sizes,
 )
-from tandem.models.gguf.mixtures import MIXTURES, ModelSizes, choose_types
-from tandem.models.gguf.names import How, Recipe, make_recipes
+from tandem.models.gguf.mixtures import MIXTURES, choose_types
+from tandem.models.gguf.names import How
+from tandem.models.gguf.origins import Origin, list_origins, list_tensors
 from tandem.models.gguf.vocabulary import NO_VOCABULARY, make_vocabulary
-from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.gguf_header import Value
 from tandem.models.sources.gguf_writer import PlannedTensor, write_gguf
@@ -57,31 +56,6 @@ Bytes = NDArray[np.uint8]
 
 WHERE = "models.export"
 EXPERTS = ".mlp.experts."
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """A tensor of the file, and the weight that it is made of."""
-
-    weight: str
-    shape: tuple[int, ...]
-    """Of the weight."""
-    recipe: Recipe
-    part: int
-    """Place among the tensors of the recipe."""
-
-
-class _Names:
-    """The names that a file of a model may have: no tensors that hold several others."""
-
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
-
-    def __contains__(self, name: object) -> bool:
-        words = str(name).split(".")
-        if words[0] == "blk" and int(words[1]) >= self._num_layers:
-            return False
-        return "ffn_gate_up_exps" not in words
 
 
 def export_gguf(
@@ -107,16 +81,15 @@ def export_gguf(
     if checkpoint.folder.is_file():
         what = f"{checkpoint.folder.name} is GGUF: it runs as it is; convert its original"
         raise UnsupportedError(WHERE, what)
-    sizes = read_sizes(checkpoint.config)
     name = checkpoint.folder.resolve().name
-    origins = _list_origins(checkpoint.config, sizes)
+    origins = list_origins(checkpoint.config)
     metadata = make_metadata(checkpoint.config, name, mixture.file_type)
-    shapes = {tensor: _shape_of(origin) for tensor, origin in origins.items()}
+    shapes = list_tensors(checkpoint.config)
     factors = list_rope_factors(checkpoint.config)
     if factors is not None:
         shapes[ROPE_FACTORS] = factors.shape
     check_metadata(checkpoint.config, metadata, shapes)
-    kinds = choose_types(mixture, sizes, shapes)
+    kinds = choose_types(mixture, read_sizes(checkpoint.config), shapes)
     planned = [PlannedTensor(tensor, kinds[tensor], shape) for tensor, shape in shapes.items()]
     vocabulary, note = _list_vocabulary(checkpoint)
     with ExitStack() as stack:
@@ -147,30 +120,6 @@ def export_gguf(
         )
 
 
-def _list_origins(config: Any, sizes: ModelSizes) -> dict[str, _Origin]:
-    """Return the tensors of the file in its order, with what they are made of."""
-    recipes = make_recipes(sizes.architecture, _Names(sizes.num_layers))
-    origins: dict[str, _Origin] = {}
-    for name, parameter in build_skeleton(config).named_parameters():
-        recipe = recipes.get(name)
-        if recipe is None or recipe.how not in (How.PLAIN, How.UNPERMUTE, How.MINUS_ONE):
-            what = f"{name!r} of {config.model_type} has no place in a GGUF file"
-            raise UnsupportedError(WHERE, f"{what}: use another format")
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        for part, tensor in enumerate(recipe.tensors):
-            origins[tensor] = _Origin(name, tuple(parameter.shape), recipe, part)
-    return origins
-
-
-def _shape_of(origin: _Origin) -> tuple[int, ...]:
-    count = len(origin.recipe.tensors)
-    if count == 1:
-        return origin.shape
-    experts, outputs, inputs = origin.shape
-    return experts, outputs // count, inputs
-
-
 def _list_vocabulary(checkpoint: Checkpoint) -> tuple[Mapping[str, Value], str]:
     """Return the metadata of the tokenizer, and what the user must know about it."""
     tokenizer = load_tokenizer(checkpoint.folder)
@@ -196,7 +145,7 @@ class _Maker:
         self,
         config: Any,
         reader: WeightReader,
-        origins: Mapping[str, _Origin],
+        origins: Mapping[str, Origin],
         factors: Floats | None,
         pool: ThreadPoolExecutor,
         planned: list[PlannedTensor],
@@ -242,7 +191,7 @@ class _Maker:
             self._reader.read_into(origin.weight, values)
             yield self._rearrange(origin, values.numpy())
 
-    def _read_expert(self, origin: _Origin, expert: int) -> Floats:
+    def _read_expert(self, origin: Origin, expert: int) -> Floats:
         count = len(origin.recipe.tensors)
         if self._reader.has(origin.weight):
             values = torch.empty(1, *origin.shape[1:])
@@ -255,7 +204,7 @@ class _Maker:
         self._reader.read_into(f"{module}.{expert}.{part}.weight", own)
         return own.numpy()
 
-    def _rearrange(self, origin: _Origin, values: Floats) -> Floats:
+    def _rearrange(self, origin: Origin, values: Floats) -> Floats:
         if origin.recipe.how is How.MINUS_ONE:
             return values + 1
         if origin.recipe.how is How.PLAIN:

@@ -5,7 +5,8 @@ DeepSeek-V2-Lite's with four of its 27, both with a vocabulary of 32,000 and ran
 enough that no cache holds them, small enough for a laptop. Ours is whole engine steps; the
 rival is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp and its fork
 ik_llama.cpp in the format nearest to ours, from the very same weights. Before a time counts, logits
-must be near transformers', as far as the format's own error; the peer's as well.
+must be near transformers', as far as the format's own error; the peer's as well. Cases named
+``gguf`` run one file in one of GGUF's types in all three (``stored``).
 
 The ceiling of a decode step is reading, once, the packed bytes of the distinct experts that its
 tokens choose and all other weights, at the speed at which a bank of experts is read; that of a
@@ -27,9 +28,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
-from tandem.bench.rivals.isa import check_peer_isa, list_ggml_settings
-from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.rivals.llama_cpp import PEERS, LlamaCpp
 from tandem.bench.serving.driver import EngineDriver, Phase, TransformersDriver
+from tandem.bench.serving.stored import SHAPE, make_stored_cases
 from tandem.core.errors import CapacityError
 from tandem.core.spec import ModelSpec
 from tandem.models.families import find_family
@@ -67,12 +68,6 @@ PEER_LARGEST_ERROR = {"int8g128": 0.1, "int4g32": 0.6, "int4g32sym": 0.6}
 NEEDED_BYTES = {"qwen3_moe": 17 << 30, "deepseek_v2": 9 << 30}
 """Of two models in bfloat16, 7 and 4 GB each, and what is made of them."""
 LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0", "int4g32sym": "q4_0"}
-PEERS = {
-    "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
-    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
-}
-"""Name to what pip installs. The fork's source package does not build and its wheel is for AVX2: a
-``libllama.so`` built for this machine is taken from ``IK_LLAMA_CPP_LIB_PATH`` if that is set."""
 DECODE_CONTEXT = 128
 SPARE = 64
 """Tokens of context a sequence, for what is decoded in a measurement."""
@@ -107,18 +102,6 @@ QUICK_LATENT_SHAPE = LATENT_SHAPE | {
     "num_experts_per_tok": 2,
     "vocab_size": 512,
 }
-SHAPE = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 32_000,
-}
 QUICK_SHAPE = SHAPE | {
     "hidden_size": 256,
     "moe_intermediate_size": 128,
@@ -128,47 +111,6 @@ QUICK_SHAPE = SHAPE | {
     "num_experts_per_tok": 2,
     "vocab_size": 512,
 }
-
-
-def install_llama(peer: str) -> Path:
-    """Return the interpreter of a peer by name, built for the cap on the instruction set if any.
-
-    Raises: UnsupportedError (pip failed).
-    """
-    # The fork comes as a wheel.
-    settings = list_ggml_settings() if peer == "llama.cpp" else {}
-    return install_peer(peer.replace(".", "-"), PEERS[peer], settings=settings)
-
-
-class _LlamaCpp:
-    """llama.cpp or its fork in one type, in a process of its own."""
-
-    def __init__(
-        self, folder: Path, peer: str, kind: str, threads: int, num_sequences: int
-    ) -> None:
-        python = install_llama(peer)
-        self._process = PeerProcess(python, "llama_cpp_peer.py", peer)
-        path = folder / f"{kind}.gguf"
-        if not path.exists():
-            self._process.call("write_gguf", folder=str(folder), path=str(path), kind=kind)
-        isa = self._process.call(
-            "load",
-            path=str(path),
-            threads=threads,
-            context_len=DECODE_CONTEXT + SPARE if num_sequences > 1 else max(PREFILLS) + SPARE,
-            num_sequences=num_sequences,
-        )
-        check_peer_isa(peer, isa)
-        self.name = f"{peer} {kind} {isa}"
-
-    def score(self, prompt: list[int]) -> torch.Tensor:
-        return torch.tensor(self._process.call("score", prompt=prompt))
-
-    def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
-        return self._process.call(phase, prompts=prompts)
-
-    def close(self) -> None:
-        self._process.close()
 
 
 class _Bench:
@@ -184,7 +126,7 @@ class _Bench:
         self._linear_formats = LINEAR_FORMATS[model_type]
         self.formats = tuple(self._linear_formats)
         self._ours: tuple[str, EngineDriver] | None = None
-        self._llama: tuple[tuple[str, str, int], _LlamaCpp] | None = None
+        self._llama: tuple[tuple[str, str, int], LlamaCpp] | None = None
 
     @cached_property
     def folder(self) -> Path:
@@ -232,13 +174,24 @@ class _Bench:
             self._ours = (weight_format, driver)
         return self._ours[1]
 
-    def llama(self, peer: str, weight_format: str, batch: int) -> _LlamaCpp:
+    def llama(self, peer: str, weight_format: str, batch: int) -> LlamaCpp:
         """A peer in the type nearest to a format, loaded."""
         kind = LLAMA_TYPES[weight_format]
         key = (peer, kind, batch)
         if self._llama is None or self._llama[0] != key:
             self.close()
-            self._llama = (key, _LlamaCpp(self.folder, peer, kind, self.threads, batch))
+            context_len = DECODE_CONTEXT if batch > 1 else max(PREFILLS)
+            path = self.folder / f"{kind}.gguf"
+            model = LlamaCpp(
+                path,
+                peer,
+                self.threads,
+                context_len + SPARE,
+                batch,
+                folder=self.folder,
+                kind=kind,
+            )
+            self._llama = (key, model)
         return self._llama[1]
 
     def close(self) -> None:
@@ -252,7 +205,7 @@ class _Bench:
         """Make a case against a peer by name, or against transformers."""
         prompts: list[list[int]] = []
 
-        def find_peer() -> _LlamaCpp | None:
+        def find_peer() -> LlamaCpp | None:
             return None if peer is None else self.llama(peer, weight_format, batch)
 
         def check() -> str:
@@ -339,6 +292,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
             bench = _Bench(Path(scratch), model_type, shape, needed)
             stack.callback(bench.close)
             yield from _list_cases(bench, quick=quick, with_peers=with_peers)
+    yield from make_stored_cases(quick=quick, with_peers=with_peers)
 
 
 def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[BenchCase]:

@@ -152,7 +152,7 @@ class _Rules:
             kind = "Q4_K" if self.sizes.group >= 4 else "Q3_K"
         elif name == "q3_k_m":
             kind = "Q5_K" if i < 2 else "Q4_K"
-        elif name == "q3_k_l" or name in ("iq4_nl", "iq4_xs") and self.sizes.group >= 4:
+        elif name == "q3_k_l" or (name in ("iq4_nl", "iq4_xs") and self.sizes.group >= 4):
             kind = "Q5_K"
         elif name in ("q4_k_m", "q5_k_m") and self._uses_more(i, len(self.value_places)):
             kind = "Q6_K"
