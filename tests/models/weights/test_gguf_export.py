@@ -133,7 +133,12 @@ def test_rows_that_are_no_superblocks_get_the_next_type():
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
-EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {
+    "moe_intermediate_size": 256,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 FAMILIES = {
     "llama": {},
     "qwen3_moe": EXPERTS,
@@ -181,7 +186,7 @@ def test_a_model_is_itself_as_gguf(family, checkpoint, tmp_path, open_session):
         for path in (file, tmp_path / "out")
     )
     assert torch.equal(alone, whole)
-    assert float((alone - wanted).norm() / wanted.norm()) < 0.03
+    assert float((alone - wanted).norm() / wanted.norm()) < 0.05
     found = load_gguf_tokenizer(file)
     original = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = "hello THERE's 1234 things\n\n  and the rest<|im_end|>"

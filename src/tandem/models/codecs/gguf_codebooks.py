@@ -46,7 +46,7 @@ def _nibbles(raw: Bytes) -> Indices:
 
 def _complete(seven: Indices) -> Indices:
     """Return eight signs: the last makes their number even."""
-    ones = np.unpackbits(seven.astype(np.uint8)[..., None], axis=-1).sum(-1)
+    ones = np.unpackbits(seven.astype(np.uint8)[..., None], axis=-1).sum(-1, dtype=np.int64)
     return seven | (ones % 2) << 7
 
 

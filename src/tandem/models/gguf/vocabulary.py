@@ -111,4 +111,15 @@ def _encodes_alike(backend: tokenizers.Tokenizer, metadata: dict[str, Value]) ->
         other = build_tokenizer(metadata, "the file").backend
     except TandemError:
         return False
-    return all(backend.encode(text).ids == other.encode(text).ids for text in PROBES)
+    return all(
+        backend.encode(text).ids == other.encode(text).ids
+        and _split(backend, text) == _split(other, text)
+        for text in PROBES
+    )
+
+
+def _split(backend: tokenizers.Tokenizer, text: str) -> list[str]:
+    """Return the pieces that merges stay within, whatever the vocabulary joins of them."""
+    if backend.pre_tokenizer is None:
+        return [text]
+    return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
