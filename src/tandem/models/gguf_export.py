@@ -120,7 +120,7 @@ def export_gguf(
         )
 
 
-def _list_vocabulary(checkpoint: Checkpoint) -> tuple[Mapping[str, Value], str]:
+def _list_vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Value], str]:
     """Return the metadata of the tokenizer, and what the user must know about it."""
     tokenizer = load_tokenizer(checkpoint.folder)
     made = make_vocabulary(

@@ -10,6 +10,7 @@ long rows.
 
 from collections.abc import Callable
 from concurrent.futures import Executor
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,8 @@ from tandem.models.codecs.gguf_blocks import IQ4_NL_VALUES
 
 __all__ = ["QUANTIZED_TYPES", "quantize_rows"]
 
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[Any]
+"""Of uint8."""
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int32]
 
@@ -61,7 +63,7 @@ def quantize_rows(name: str, values: Floats, pool: Executor | None = None) -> By
     return out.reshape(*values.shape[:-1], values.shape[-1] // weights * size)
 
 
-Quantized = tuple[Bytes, NDArray[np.float16]]
+Quantized = tuple[Bytes, NDArray[Any]]
 """Blocks, and their fp16 numbers."""
 
 
@@ -140,7 +142,7 @@ def _quantize_q8_0(blocks: Floats) -> Quantized:
     return np.hstack([head, codes.view(np.uint8)]), head.view(np.float16)
 
 
-def _round(values: Floats, low: int, high: int) -> Floats:
+def _round(values: NDArray[Any], low: int, high: int) -> Floats:
     return np.clip(np.rint(values), low, high)
 
 

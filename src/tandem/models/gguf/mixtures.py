@@ -109,12 +109,12 @@ def _find_layer(name: str) -> int:
 
 def _fit(kind: str, name: str, shape: tuple[int, ...]) -> str:
     """Return the type itself, or what rows of this size can have."""
-    has_rows = len(shape) > 1 and prod(shape[:-1]) > 1
-    if not name.endswith("weight") or not has_rows or name.endswith(NOT_CODED):
+    *rows, inputs = shape
+    if not name.endswith("weight") or prod(rows) == 1 or name.endswith(NOT_CODED):
         return "F32"
-    if shape[-1] % BLOCK_SIZES[kind][0]:
+    if inputs % BLOCK_SIZES[kind][0]:
         kind = NARROWER.get(kind, kind)
-    return "F16" if shape[-1] % BLOCK_SIZES[kind][0] else kind
+    return "F16" if inputs % BLOCK_SIZES[kind][0] else kind
 
 
 @dataclass(frozen=True, slots=True)
