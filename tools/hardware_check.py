@@ -19,13 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from tandem._native import DirectReader, ThreadPool, kernel_isas, read_topology
+from tandem.core.clock import MonotonicClock
 from tandem.core.errors import TandemError, UnsupportedError
+from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine.build import build_engine
+from tandem.engine.config import EngineConfig
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.device import Device
 from tandem.kernels.fake.device import FakeDevice
 from tandem.kernels.hybrid import HybridDecoder
 from tandem.kernels.native import Buffer
 from tandem.kernels.weights.formats import find_format
+from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import measure_reads
 
 STEPS = 20
@@ -222,6 +227,47 @@ def check_hybrid(stand_in: bool) -> str:
     return f"{NUM_LAYERS} layers, tokens: " + ", ".join(found)
 
 
+def generate(device: str, expert_device: str) -> tuple[list[list[int]], float]:
+    """Return what the demo model answers to three prompts, and the seconds of a decode step."""
+    config = EngineConfig(kv_cache_gib=0.05, block_size=16, max_batch_tokens=64)
+    model = ModelConfig(
+        path="demo",
+        device=device,
+        expert_device=expert_device,
+        dtype="float32",
+        packed_cache="off",
+    )
+    engine = build_engine(model, config, MonotonicClock()).engine
+    for i, size in enumerate((20, 9, 70)):
+        prompt = [(7 * i + 11 * j) % 100 + 5 for j in range(size)]
+        sampling = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
+        engine.add(AddRequest(request_id=str(i), prompt_ids=prompt, sampling=sampling))
+    tokens: list[list[int]] = [[], [], []]
+    times: list[float] = []
+    while engine.has_requests:
+        begin = time.perf_counter()
+        outputs = engine.step()
+        times.append(time.perf_counter() - begin)
+        for output in outputs:
+            if output.error_text is not None:
+                raise AssertionError(f"request {output.request_id}: {output.error_text}")
+            tokens[int(output.request_id)] += output.token_ids
+    return tokens, statistics.median(times)
+
+
+def check_model(stand_in: bool) -> str:
+    """Serve the demo model in part and whole on the GPU; its tokens are those of the CPU."""
+    device = "cpu" if stand_in else "cuda:0"
+    wanted, on_cpu_s = generate("cpu", "auto")
+    found = [f"CPU {1e3 * on_cpu_s:.2f} ms a step"]
+    for name, expert_device in (("experts on the CPU", "cpu"), ("all on the GPU", device)):
+        tokens, seconds = generate(device, expert_device)
+        if tokens != wanted:
+            raise AssertionError(f"{name}: tokens {tokens}, on the CPU {wanted}")
+        found.append(f"{name} {1e3 * seconds:.2f} ms")
+    return ", ".join(found)
+
+
 def find_amx() -> str:
     """Return why there is no AMX."""
     return "" if "amx" in kernel_isas() else "the CPU has no AMX, or this build no kernels for it"
@@ -305,6 +351,7 @@ def check_disk(stand_in: bool) -> str:
 ROWS = (
     Row("GPU: streams, graphs, host functions", find_gpu, check_graph),
     Row("GPU: decode with experts on the CPU", find_gpu, check_hybrid),
+    Row("GPU: the demo model", find_gpu, check_model),
     Row("AMX", find_amx, check_amx),
     Row("two sockets", find_sockets, check_sockets),
     Row("RDMA", find_rdma, check_rdma),

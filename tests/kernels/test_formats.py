@@ -185,7 +185,10 @@ def code_activations(x: np.ndarray, weight_format: WeightFormat) -> np.ndarray:
     return (np.rint(groups / step) * step).reshape(x.shape)
 
 
-@pytest.mark.parametrize("name", EXPERT_ERRORS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (i % 3 != 0)) for i, n in enumerate(EXPERT_ERRORS)],
+)
 def test_error_of_an_expert_on_gaussian_weights(name: str):
     weight_format = find_format(name)
     rng = np.random.default_rng(1)

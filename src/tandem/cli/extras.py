@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from tandem.core.config import let_idle_threads_sleep
 from tandem.core.errors import UnsupportedError
 
-__all__ = ["describe_missing", "require_extra", "require_serve"]
+__all__ = ["describe_extra", "describe_missing", "require_extra", "require_serve"]
 
 DISTRIBUTION = "tandem-llm"
 
@@ -20,7 +20,7 @@ def require_extra(extra: str, *packages: str) -> None:
     let_idle_threads_sleep()
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise UnsupportedError("cli.require_extra", _describe(", ".join(missing), extra))
+        raise UnsupportedError("cli.require_extra", describe_extra(", ".join(missing), extra))
 
 
 def require_serve() -> None:
@@ -35,10 +35,11 @@ def describe_missing(error: ModuleNotFoundError) -> str | None:
     """Return a line about a module that an extra would bring; None if none would."""
     package = (error.name or "").partition(".")[0]
     extra = _find_extra(package)
-    return None if extra is None else f"[cli.import] {_describe(package, extra)}"
+    return None if extra is None else f"[cli.import] {describe_extra(package, extra)}"
 
 
-def _describe(packages: str, extra: str) -> str:
+def describe_extra(packages: str, extra: str) -> str:
+    """Return which packages are not installed, and what brings them."""
     return f"{packages} not installed: pip install '{DISTRIBUTION}[{extra}]'"
 
 

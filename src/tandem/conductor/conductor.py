@@ -38,8 +38,6 @@ MAX_CANDIDATES = 8
 """Instances that a decision names, best first."""
 MAX_EXPECTED = 1 << 18
 """Keys of blocks that instances were asked to compute."""
-TRANSFER_MEMORY = 0.8
-"""The weight of the speed known so far when a transfer is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +177,11 @@ class Conductor:
             if estimator.note_step(step):
                 self.fleet.costs[:, row] = estimator.costs
 
-    def note_transfer(self, name: str, num_tokens: int, seconds: float) -> None:
-        """Take in how long an instance took to load the KV of tokens from elsewhere."""
+    def set_load_speed(self, name: str, tokens_per_s: float) -> None:
+        """Take in how fast an instance loads KV from elsewhere; 0 while it does not know."""
         row = self.fleet.find(name)
-        if row is not None and num_tokens > 0 and seconds > 0:
-            known = self.fleet.load_tokens_per_s[row]
-            speed = num_tokens / seconds
-            self.fleet.load_tokens_per_s[row] = (
-                TRANSFER_MEMORY * known + (1 - TRANSFER_MEMORY) * speed
-            )
+        if row is not None and tokens_per_s > 0:
+            self.fleet.load_tokens_per_s[row] = tokens_per_s
 
     def note_blocks(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()

@@ -50,7 +50,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -345,6 +345,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     """KV tokens of the requests that decode here, or will."""
     num_requests: int = 0
     """Requests that are live here."""
+    load_tokens_per_s: float = 0.0
+    """KV that it loads from the store, as measured lately; 0: nothing was loaded."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -395,6 +397,8 @@ class InstanceStage(StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
+    SLEEPING = "sleeping"
+    """It has no process until it is woken."""
     FAILED = "failed"
 
 

@@ -41,6 +41,7 @@ from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
+from tandem.kernels.devices import open_device
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
@@ -58,6 +59,9 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 GIB = 1 << 30
+
+DEVICE_FRACTION = 0.85
+"""Of the memory that weights leave free on a GPU: a step's activations need the rest."""
 
 TIER_KV_FRACTION = 0.2
 """The share for KV of the memory beside the dense weights, where experts lie on disk: there an
@@ -182,6 +186,7 @@ def plan_engine(
         dtype=model_config.dtype,
         rules=Path(model_config.rules) if model_config.rules else None,
         device=model_config.device,
+        expert_device=model_config.expert_device,
         expert_format=model_config.expert_format,
         linear_format=model_config.linear_format,
         packed_cache=model_config.packed_cache,
@@ -194,11 +199,18 @@ def plan_engine(
         # What the interpreter and a step take comes out of it too.
         available = max(0, min(available, engine_config.memory_bytes - RUNTIME_BYTES))
     left = _share_memory(
-        available * num_siblings, model.weight_bytes, count_mapped_bytes(model), num_siblings
+        available * num_siblings, model.host_bytes, count_mapped_bytes(model), num_siblings
     )
     if model_config.expert_slots or (left < 0 and list_expert_sizes(model) is not None):
         model = _plan_tier(model, model_config, engine_config, available)
         left, fraction = available - (model.weight_bytes - model.expert_bytes), TIER_KV_FRACTION
+    total = topology.memory_total_bytes
+    device = open_device(model.device)
+    if not device.is_host:
+        # KV and states lie beside the weights on the device.
+        total = device.count_free_bytes()
+        left, fraction = total - (model.weight_bytes - model.host_bytes), DEVICE_FRACTION
+        _check_device_weights(model, total, left)
     spec = model.spec
     own = spec.max_position_embeddings
     check_context(engine_config.max_model_len, own)
@@ -210,7 +222,7 @@ def plan_engine(
             engine_config,
             state_bytes=spec.state_layout.bytes_per_state,
             available_bytes=left,
-            total_bytes=topology.memory_total_bytes,
+            total_bytes=total,
             fraction=fraction,
         )
     kv = plan_kv_cache(
@@ -218,7 +230,7 @@ def plan_engine(
         block_bytes=layout.bytes_per_block,
         own_context=own,
         available_bytes=left,
-        total_bytes=topology.memory_total_bytes,
+        total_bytes=total,
         taken_bytes=0 if states is None else states.size_bytes,
         fraction=fraction,
     )
@@ -238,6 +250,23 @@ def plan_engine(
         deferral_reason=deferral_reason,
         torch_threads=torch_threads,
         torch_threads_reason=torch_reason,
+    )
+
+
+def _check_device_weights(model: ModelPlan, free_bytes: int, left_bytes: int) -> None:
+    """Refuse weights that a device has no room for, before any is loaded.
+
+    Raises: ConfigError; the text says what to change.
+    """
+    if left_bytes > 0:
+        return
+    is_with_experts = model.spec.is_moe and model.expert_device != "cpu"
+    remedy = "--model.expert-device cpu" if is_with_experts else "--model.device cpu"
+    raise ConfigError(
+        "engine.plan",
+        f"{(free_bytes - left_bytes) / GIB:.1f} GiB of weights for {model.device}, which has "
+        f"{free_bytes / GIB:.1f} GiB free: give {remedy}",
+        field="model.device",
     )
 
 
@@ -383,6 +412,9 @@ def build_engine(
     require_proof(plan.model.folder, model_config.proof)
     # Several instances map the file of the first, so it is there before the next one loads.
     model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
+    if not model.context.device.is_host and plan.model.expert_device == "cpu" and model.moe:
+        # Memory of a step is not at fixed places yet, so nothing is captured.
+        model.enable_hybrid(model.context.device, is_captured=False)
     spec = plan.model.spec
     if allocate is None:
         memory = model.context.device.map_memory(plan.kv.size_bytes)

@@ -356,6 +356,7 @@ class Engine:
             priority=message.priority,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
             client=message.client,
+            weight=message.weight,
             cache_salt=message.cache_salt,
             adapter=message.adapter,
             kv_source=message.kv_source,

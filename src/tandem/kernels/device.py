@@ -89,6 +89,10 @@ class Device(Protocol):
         """Return what torch's libraries choose the order of sums by, for rounding classes."""
         ...
 
+    def count_free_bytes(self) -> int:
+        """Return how much memory of the device is free now."""
+        ...
+
     def allocate(self, size_bytes: int) -> Tensor:
         """Return zeros, uint8 [size_bytes], new.
 
@@ -118,6 +122,10 @@ class Device(Protocol):
 
     def make_stream(self) -> Stream:
         """Return a stream without work."""
+        ...
+
+    def follow(self, stream: Stream) -> None:
+        """Let later work of ``stream`` begin when operators called outside of streams are done."""
         ...
 
     def make_event(self) -> Event:

@@ -3,6 +3,7 @@
 The top of ``kernels``: everything else there takes what is chosen here, and asks for no device.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -15,6 +16,7 @@ from tandem.core.kv_layout import KVLayout
 from tandem.core.state_layout import StateLayout
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.cpu.execution import CpuExecution
+from tandem.kernels.cuda.device import CudaDevice
 from tandem.kernels.device import Device
 from tandem.kernels.interfaces import Execution
 from tandem.kernels.native import NATIVE_DTYPES
@@ -30,8 +32,8 @@ __all__ = [
     "open_device",
 ]
 
-_DEVICES: dict[str, Device] = {"cpu": CPU}
-"""By the type of torch's device."""
+_OPENERS: dict[str, Callable[[str], Device]] = {"cpu": lambda _name: CPU, "cuda": CudaDevice}
+"""What opens a device of torch's name, by its type."""
 
 
 def has_native_kernels(name: str) -> bool:
@@ -40,28 +42,28 @@ def has_native_kernels(name: str) -> bool:
     Args:
         name: as torch writes it, such as ``cuda:0``; planning knows devices that are not here.
     """
-    device = _DEVICES.get(torch.device(name).type)
-    return device is not None and device.has_native_kernels
+    return torch.device(name).type == CPU.torch_device.type
 
 
 def name_arithmetic(name: str) -> str:
     """Return ``Device.name_arithmetic``; the name itself of a device that this build has not."""
-    device = _DEVICES.get(torch.device(name).type)
-    return name if device is None else device.name_arithmetic()
+    is_known = torch.device(name).type in _OPENERS
+    return open_device(name).name_arithmetic() if is_known else name
 
 
+@cache
 def open_device(name: str) -> Device:
-    """Return the device of that name.
+    """Return the device of that name, the same each time.
 
-    Raises: UnsupportedError (this build does not run on such a device).
+    Raises: UnsupportedError (this build does not run on such a device, or none is here).
     """
-    device = _DEVICES.get(torch.device(name).type)
-    if device is None:
+    opener = _OPENERS.get(torch.device(name).type)
+    if opener is None:
         raise UnsupportedError(
             "kernels.open_device",
-            f"this build does not run on {name!r}: use one of {', '.join(_DEVICES)}",
+            f"this build does not run on {name!r}: use one of {', '.join(_OPENERS)}",
         )
-    return device
+    return opener(name)
 
 
 def choose_execution(
@@ -76,7 +78,7 @@ def choose_execution(
     """
     if device.has_native_kernels and dtype in NATIVE_DTYPES:
         return CpuExecution(pool)
-    return TorchExecution()
+    return TorchExecution(is_host=device.is_host)
 
 
 class DeviceContext:

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import UnsupportedError
-from tandem.kernels.cpu.step import ExpertChoice
 from tandem.kernels.device import Device, Graph, Stream
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.experts import MAX_RUN_S
+from tandem.kernels.operators.moe import ExpertChoice
 from tandem.kernels.routing import StepRouting
 
 __all__ = ["BATCH_SIZES", "HostExperts", "HybridDecoder", "LayeredStep"]
@@ -189,6 +189,7 @@ class HybridDecoder:
             batch = self._batches[size] = self._make_batch(size)
         batch.step, batch.routing, batch.hidden = step, routing, hidden_TD
         batch.num_live, batch.failure, batch.jobs = num_live, None, []
+        self._device.follow(self._stream)
         if not self._is_captured:
             self._queue(batch)
         else:

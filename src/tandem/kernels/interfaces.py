@@ -211,6 +211,8 @@ class Execution(Protocol):
 
     is_native: bool
     """True if native kernels compute, so that what operators hold is packed for them."""
+    is_host: bool
+    """True if the host reads values at once; elsewhere a look at one waits for the device."""
 
     def begin_step(
         self,

@@ -99,8 +99,8 @@ class PagedBatch(msgspec.Struct, frozen=True):
     """The same slots as runs of rows within a block, (block, offset, first row, end row); None
     where runs are short, as in a decode, and writing by slot is cheaper."""
     block_size: int
-    state_slots: Tensor
-    """int32 [S]: slot of each sequence's state; ``NO_SLOT`` where it has none."""
+    state_slots: tuple[int, ...]
+    """Slot of each sequence's state; ``NO_SLOT`` where it has none."""
     fresh_slots: tuple[int, ...]
     """Those of sequences that begin with this step; they hold whatever they held last."""
     prompt_lens: tuple[int, ...] = ()
@@ -189,7 +189,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
             adapter_rows=adapter_rows,
             slot_runs=tuple(runs) if len(runs) * MIN_RUN_TOKENS <= len(ids) else None,
             block_size=block_size,
-            state_slots=torch.tensor([c.state_slot for c in sequences], dtype=torch.int32),
+            state_slots=tuple(chunk.state_slot for chunk in sequences),
             fresh_slots=tuple(
                 c.state_slot for c in sequences if c.start == 0 and c.state_slot != NO_SLOT
             ),

@@ -65,7 +65,8 @@ class StepRouting:
         self._output_T: Tensor | None = None
         if moe.num_deferred:
             output_T = batch.find_output_rows()
-            self._output_T = torch.from_numpy(output_T) if output_T.any() else None
+            device = batch.token_ids.device
+            self._output_T = torch.from_numpy(output_T).to(device) if output_T.any() else None
         self.defers = self._output_T is not None
         """True if any token of the step defers experts."""
 
@@ -84,8 +85,7 @@ class StepRouting:
         """
         if self._output_T is None or self.layer_idx == self._moe.num_layers - 1:
             return ids_TK, None
-        rows_T = self._output_T.to(ids_TK.device)
-        return split_deferred(ids_TK, w_TK, self._moe.num_deferred, rows_T)
+        return split_deferred(ids_TK, w_TK, self._moe.num_deferred, self._output_T)
 
     def add_into_(
         self,

@@ -107,4 +107,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_adapters: Annotated[
         int, Meta(ge=1, le=4096, description="Adapters that are loaded at a time, by name.")
     ] = 64
-    device: Annotated[Literal["cpu"], Meta(description="Device of layers without a rule.")] = "cpu"
+    device: Annotated[
+        str,
+        Meta(
+            pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$",
+            description="Device of all but routed experts: cpu, or cuda or cuda:N, whose operators "
+            "are torch's. CUDA has not run on hardware yet (tools/hardware_check.py).",
+        ),
+    ] = "cpu"
+    expert_device: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|cpu|cuda(:[0-9]{1,3})?)$",
+            description="Device of routed experts: cpu, that of the rest of the model, or auto: "
+            "cpu, in their weight format.",
+        ),
+    ] = "auto"

@@ -14,6 +14,7 @@ from torch import nn
 from tandem._native import kernel_isas
 from tandem.core.spec import KvIdentity, KVLayout, KvSharing, ModelSpec, RoundingClass
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.hosted_experts import HostedExperts
 from tandem.kernels.devices import name_arithmetic
 from tandem.kernels.native import NATIVE_DTYPES
 from tandem.kernels.operators.operator import Operator
@@ -123,7 +124,9 @@ def _find_rounding_class(
     skeleton: nn.Module, spec: ModelSpec, layout: KVLayout, formats: dict[str, str]
 ) -> RoundingClass:
     modules = list(skeleton.named_modules())
-    parts = [module.num_parts for _, module in modules if isinstance(module, NativeExperts)]
+    operators = [module for _, module in modules]
+    held = [m.native if isinstance(m, HostedExperts) else m for m in operators]
+    parts = [experts.num_parts for experts in held if isinstance(experts, NativeExperts)]
     return RoundingClass(
         expert_parts=max(parts, default=1),
         bf16_unit=_find_bf16_unit(spec, layout, formats),

@@ -87,6 +87,14 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
     handover: float = 0.0
 
 
+class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of one layer of a step."""
+
+    parts: Parts
+    shared_gpu: float
+    """Of ``parts.gpu``, experts that every token uses; they may run beside those on the CPU."""
+
+
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step, and what they are spent on, summed over the layers."""
 
@@ -317,6 +325,44 @@ def decode_time(
         is_prefill=False,
         heads=users,
     )
+
+
+def list_decode_layers(
+    spec: HardwareSpec,
+    shape: ModelShape,
+    place: Placement,
+    eff: Efficiencies,
+    *,
+    users: int,
+    context: int,
+) -> list[LayerTime]:
+    """Return the seconds of each layer of the step that ``decode_time`` adds up, in order.
+
+    Args: as of ``decode_time``.
+    """
+    machine = _Machine(spec, place, eff)
+
+    def count(layer: ShapeLayer) -> Parts:
+        return _layer_parts(
+            machine,
+            shape,
+            layer,
+            place,
+            eff,
+            tokens=users,
+            users=users,
+            context=context,
+            is_prefill=False,
+        )
+
+    times: list[LayerTime] = []
+    for layer in shape.layers:
+        parts = count(layer)
+        alone = (
+            count(msgspec.structs.replace(layer, shared_weights=0)) if layer.num_experts else parts
+        )
+        times.append(LayerTime(parts=parts, shared_gpu=parts.gpu - alone.gpu))
+    return times
 
 
 def chunk_time(

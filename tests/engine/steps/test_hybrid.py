@@ -15,14 +15,18 @@ torch = pytest.importorskip("torch", reason="models need the `serve` extra")
 transformers = pytest.importorskip("transformers", reason="models need the `serve` extra")
 
 from tandem.core.clock import MonotonicClock  # noqa: E402 - after the skip
-from tandem.core.errors import UnsupportedError  # noqa: E402
+from tandem.core.errors import ConfigError, UnsupportedError  # noqa: E402
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams  # noqa: E402
+from tandem.engine import build as building  # noqa: E402
 from tandem.engine.build import build_engine  # noqa: E402
 from tandem.engine.config import EngineConfig  # noqa: E402
 from tandem.kernels.cpu.experts import NativeExperts  # noqa: E402
+from tandem.kernels.cpu.hosted_experts import HostedExperts  # noqa: E402
+from tandem.kernels.devices import open_device as open_named  # noqa: E402
 from tandem.kernels.fake.device import FakeDevice  # noqa: E402
 from tandem.kernels.hybrid import HybridDecoder  # noqa: E402
 from tandem.models.config import ModelConfig  # noqa: E402
+from tandem.models.loading import loader  # noqa: E402
 
 PROMPTS = [[(7 * i * i + 3) % 120 + 3 for i in range(n)] for n in (20, 9, 33)]
 LENGTHS = (12, 5, 8)
@@ -217,3 +221,79 @@ def test_models_without_packed_experts_are_refused(open_device):
     built = build_engine(model, config, MonotonicClock())
     with pytest.raises(UnsupportedError, match="routed experts in a weight format"):
         built.model.enable_hybrid(open_device())
+
+
+# A model on a device, from its configuration.
+
+
+class FarDevice(FakeDevice):
+    """A fake device whose memory operators outside of streams may use, as CUDA's may."""
+
+    def __init__(self, *args, free_bytes=1 << 30):
+        super().__init__(*args)
+        self.free_bytes = free_bytes
+        self.num_copies = 0
+
+    def count_free_bytes(self):
+        return self.free_bytes
+
+    def copy(self, source, target, stream=None):
+        self.num_copies += 1
+        super().copy(source, target, stream)
+
+
+@pytest.fixture
+def far(monkeypatch):
+    with FarDevice() as device:
+        for module in (building, loader):
+            monkeypatch.setattr(module, "open_device", lambda _name: device)
+        yield device
+
+
+def build_far(path, *, deferred=0, **settings):
+    config = EngineConfig(kv_cache_gib=0.02, block_size=16, max_batch_tokens=64)
+    model = ModelConfig(
+        path=str(path),
+        device="cuda",
+        dtype="float32",
+        packed_cache="off",
+        deferred_experts=deferred,
+        **settings,
+    )
+    return build_engine(model, config, MonotonicClock())
+
+
+def test_tokens_are_those_of_the_host(far):
+    config = EngineConfig(kv_cache_gib=0.02, block_size=16, max_batch_tokens=64)
+    model = ModelConfig(path="demo", dtype="float32", packed_cache="off")
+    expected, _ = generate(build_engine(model, config, MonotonicClock()).engine)
+    built = build_far("demo")
+    experts = [m for m in built.model.skeleton.modules() if isinstance(m, HostedExperts)]
+    assert experts
+    before = far.num_copies
+    assert generate(built.engine)[0] == expected
+    assert far.num_copies > before
+
+
+@pytest.mark.parametrize("deferred", [0, 2])
+def test_a_decode_that_waits_for_no_expert_gives_the_same_bits(far, folder, deferred):
+    built = build_far(folder, deferred=deferred)
+    assert built.model._hybrid is not None
+    found = generate(built.engine)
+    built = build_far(folder, deferred=deferred)
+    built.model._hybrid.close()
+    built.model._hybrid = None
+    assert generate(built.engine)[0] == found[0]
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(far):
+    far.free_bytes = 1000
+    with pytest.raises(ConfigError, match="GiB of weights for cuda"):
+        build_far("demo")
+
+
+def test_a_device_that_is_not_here_is_named():
+    if torch.cuda.is_available():
+        pytest.skip("CUDA is here")
+    with pytest.raises(UnsupportedError, match="libcuda"):
+        open_named("cuda:0")

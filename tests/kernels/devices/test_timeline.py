@@ -23,12 +23,13 @@ class Nothing:
     """A step and experts whose work is not called."""
 
 
-def run(*, has_shared, is_captured=True, launch_s=0.0, steps=1):
+def run(*, has_shared, is_captured=True, launch_s=0.0, steps=1, late_share=0.0):
     costs = {"layer": ATTENTION_S, "shared": SHARED_S, "submit": EXPERTS_S}
     device = TimelineDevice(
         lambda name: costs.get(name.partition(" ")[0], OTHERS_S),
         link_bytes_per_s=1e15,
         launch_s=launch_s,
+        late_share=late_share,
     )
     decoder = HybridDecoder(
         device,
@@ -61,6 +62,14 @@ def test_a_graph_is_launched_once():
     whole = 3 * LAYERS * (ATTENTION_S + EXPERTS_S)
     assert graph.end_s == pytest.approx(whole + 3 * 0.001)
     assert eager.end_s > graph.end_s + 3 * LAYERS * 0.001
+
+
+def test_deferred_experts_run_beside_the_next_layer():
+    """The host never rests between layers once what is late is longer than the device's part."""
+    late = run(has_shared=False, late_share=0.4)
+    assert late.end_s == pytest.approx(ATTENTION_S + LAYERS * EXPERTS_S)
+    some = run(has_shared=False, late_share=0.1)
+    assert late.end_s < some.end_s < run(has_shared=False).end_s
 
 
 def test_lanes_do_one_thing_at_a_time():

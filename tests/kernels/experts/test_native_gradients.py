@@ -134,7 +134,14 @@ def none_outside(counts):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("isa", [*kernel_isas(), "amx_emulated"])
+@pytest.mark.parametrize(
+    "isa",
+    # Between the narrowest and the widest one, in the slow tests.
+    [
+        pytest.param(isa, marks=[pytest.mark.slow] * (0 < i < len(kernel_isas()) - 1))
+        for i, isa in enumerate([*kernel_isas(), "amx_emulated"])
+    ],
+)
 def test_experts(name, isa, pool):
     """Every format on every instruction set, an expert unused, a slot computed elsewhere."""
     case = Case(name, pool, isa=isa)

@@ -73,6 +73,5 @@ def test_a_batch_tells_slots_and_which_begin() -> None:
         SequenceChunk([4], 0, [2]),
     ]
     batch = PagedBatch.build(chunks, 8)
-    assert batch.state_slots.dtype == torch.int32
-    assert batch.state_slots.tolist() == [5, 2, NO_SLOT]
+    assert batch.state_slots == (5, 2, NO_SLOT)
     assert batch.fresh_slots == (5,)

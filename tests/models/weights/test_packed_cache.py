@@ -415,6 +415,7 @@ convert_model(sys.argv[1], "int8g32", packed_cache=sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_two_conversions_at_once_leave_one_whole_cache(folder, cache_root, open_session):
     """Either one ends well, or it says that the other writes; what is there is right."""
     command = [sys.executable, "-c", TWO, str(folder), str(cache_root)]

@@ -111,7 +111,7 @@ class Traffic:
                 self.violations.append(f"{key} is {found!r} in the end")
 
 
-@pytest.mark.parametrize("kind", ["stop", "kill"])
+@pytest.mark.parametrize("kind", [pytest.param("stop", marks=pytest.mark.slow), "kill"])
 def test_leaders_that_change_make_nothing_absent_and_undo_no_removal(masters, kind):
     client = masters.client()
     masters.wait_hosts(client, 2)

@@ -16,6 +16,8 @@ PEERS = {
 }
 """Name to what pip installs. The fork's source package does not build and its wheel is for AVX2: a
 ``libllama.so`` built for this machine is taken from ``IK_LLAMA_CPP_LIB_PATH`` if that is set."""
+LONG_S = 3600.0
+"""For a model to be written, or a long history to be computed."""
 
 
 def install_llama(peer: str) -> Path:
@@ -56,7 +58,9 @@ class LlamaCpp:
     ) -> None:
         self._process = PeerProcess(install_llama(peer), "llama_cpp_peer.py", peer)
         if folder is not None and not path.exists():
-            self._process.call("write_gguf", folder=str(folder), path=str(path), kind=kind)
+            self._process.call(
+                "write_gguf", timeout_s=LONG_S, folder=str(folder), path=str(path), kind=kind
+            )
         isa = self._process.call(
             "load",
             path=str(path),
@@ -74,6 +78,10 @@ class LlamaCpp:
     def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
         """Milliseconds of a prefill of all prompts, or of a decode step after them."""
         return self._process.call(phase, prompts=prompts)
+
+    def measure_turn(self, history: list[int], message: list[int]) -> float:
+        """Milliseconds of a message after a history that is computed already."""
+        return self._process.call("turn", timeout_s=LONG_S, history=history, message=message)
 
     def close(self) -> None:
         """End the process."""

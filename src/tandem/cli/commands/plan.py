@@ -53,6 +53,12 @@ def plan(
         Path | None,
         typer.Option(metavar="FILE.svg", help="Draw the plan too: layers by devices."),
     ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html", help="Draw when GPU and CPU work in a decode step, in one page."
+        ),
+    ] = None,
     rejected: Annotated[
         bool, typer.Option("--rejected", help="Tell the choices that were rejected, and why.")
     ] = False,
@@ -124,10 +130,11 @@ def plan(
             with_cost=cost,
             with_rejected=rejected,
             picture=picture,
+            timeline=timeline,
             as_json=json,
         )
         return
-    if placing.is_known_model(model) or cost or rejected or picture is not None:
+    if placing.is_known_model(model) or cost or rejected or picture or timeline:
         what = "give the machine to place the model on: a name of `tandem plan --list`, or a file"
         raise typer.BadParameter(what, param_hint="'--hardware'")
     if device.partition(":")[0] not in DEVICES:

@@ -54,6 +54,7 @@ def place_model(
     with_cost: bool,
     with_rejected: bool,
     picture: Path | None = None,
+    timeline: Path | None = None,
     as_json: bool,
 ) -> None:
     """Plan a model on a machine, and print it.
@@ -65,9 +66,11 @@ def place_model(
         with_cost: whether prices and operator classes are printed too.
         with_rejected: whether rejected choices are.
         picture: takes the plan as SVG; None draws none.
+        timeline: takes the lanes of a decode step as HTML; None draws none.
         as_json: whether it is one JSON document.
 
-    Raises: ConfigError (the picture cannot be written), and as ``make_plan``.
+    Raises: ConfigError (a picture cannot be written, or a timeline has one lane), and as
+        ``make_plan``.
     """
     spec, efficiencies = _find_machine(hardware)
     known = find_model(model) if is_known_model(model) else _read_model(model)
@@ -80,11 +83,11 @@ def place_model(
         efficiencies=efficiencies,
     )
     if picture is not None:
-        try:
-            picture.write_text(render_picture(planned, shape), "utf-8")
-        except OSError as error:
-            what = f"--picture {picture}: {error.strerror}: give a file that can be written"
-            raise ConfigError("cli.plan", what) from error
+        _write(picture, render_picture(planned, shape), "--picture")
+    if timeline is not None:
+        from tandem.cli.planning.timeline import render_timeline
+
+        _write(timeline, render_timeline(planned, spec, shape, efficiencies), "--timeline")
     if as_json:
         report: dict[str, Any] = {"plan": planned, "hardware": spec, "efficiencies": efficiencies}
         if with_cost:
@@ -94,6 +97,14 @@ def place_model(
     sys.stdout.write(render_plan(planned, spec, shape, with_rejected=with_rejected))
     if with_cost:
         _print_cost(_collect_cost(spec, shape, planned), shape)
+
+
+def _write(file: Path, text: str, option: str) -> None:
+    try:
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        what = f"{option} {file}: {error.strerror}: give a file that can be written"
+        raise ConfigError("cli.plan", what) from error
 
 
 def _find_machine(hardware: str) -> tuple[HardwareSpec, Efficiencies]:

@@ -203,6 +203,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The routers' scores, in a format that loses nothing."""
     expert_parts: PositiveInt
     """Shares of packed experts, each copied to memory of a NUMA node; 1 leaves them mapped."""
+    expert_device: str = "cpu"
+    """The device of the routed experts, which may be the host while the model's is a GPU."""
     packed_cache: str
     """The place of packed experts: a folder, ``off`` or ``auto``."""
     tier: ExpertTierPlan | None = None
@@ -231,6 +233,13 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     def expert_bytes(self) -> int:
         """Bytes of the routed experts as they are stored."""
         return sum(matrix.size_bytes for matrix in self.matrices if matrix.role == "experts")
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the weights that lie in the host's memory."""
+        if self.device == "cpu":
+            return self.weight_bytes
+        return self.expert_bytes if self.expert_device == "cpu" else 0
 
     @property
     def resident_bytes(self) -> int:

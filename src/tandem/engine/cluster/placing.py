@@ -63,6 +63,7 @@ class _Listener:
     def note_load(self) -> None:
         """See ``LoadListener``."""
         load = self._load.estimate(self._info)
+        self._conductor.set_load_speed(self._name, load.load_tokens_per_s)
         self._conductor.set_load(
             self._name,
             Load(

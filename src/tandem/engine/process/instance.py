@@ -4,9 +4,10 @@ Two threads. The main thread loads the model and runs the engine's steps; the ot
 control channel's event loop, so that a request is accepted, refused or cancelled while a step is
 computed. What a step produced goes to each server as one event.
 
-The process is started by ``tandem.engine.process.supervisor`` and gets its configuration as one
-line on standard input, later if it was started in advance. It ends when that input ends: it never
-outlives its server.
+The process is started by ``tandem.engine.process.supervisor``, of a server or of a launcher, and
+gets its configuration as one line on standard input, later if it was started in advance. It ends
+when that input ends: it never outlives its starter. Any number of servers may connect; when one is
+lost, or its lease ends, its requests are cancelled.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
 from tandem.core.instance_status import InstanceRole, InstanceStats, Statistics, sum_stats
+from tandem.core.kv_layout import MlaLayout
 from tandem.core.logs import configure_logging
 from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import (
@@ -89,7 +91,9 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str = "instance-0"
     endpoint: str = ""
-    """Chosen by the supervisor."""
+    """Chosen by the launcher."""
+    secret: str | None = None
+    """Of the cluster, proved by servers on other machines; None: a Unix socket needs none."""
     role: InstanceRole = "unified"
     cores: tuple[int, ...] = ()
     """The CPUs that it computes on; empty: all that are allowed."""
@@ -126,7 +130,7 @@ class Instance:
         self._server = RpcServer(
             spec.endpoint,
             identity=make_identity(spec.name, INSTANCE_ROLE, compat=compat_facts()),
-            auth=Auth.local(),
+            auth=Auth.for_endpoint(spec.endpoint, spec.secret),
             config=spec.rpc,
         )
         self._stage = StageChanged(InstanceStage.STARTING)
@@ -289,10 +293,13 @@ class Instance:
                 None if built.states is None else built.states.layout,
             )
         if self._spec.kv_events.endpoint:
+            layout = built.cache.layout
+            kind = "mla_attention" if isinstance(layout, MlaLayout) else "full_attention"
             self._events = KvEventPublisher(
                 self._spec.kv_events,
-                block_size=built.cache.layout.block_size,
+                block_size=layout.block_size,
                 now=lambda: datetime.now(UTC).timestamp(),
+                kv_kind="" if built.states is None else kind,
             )
             built.prefixes.observers.append(self._events)
         inventory = None
@@ -320,6 +327,7 @@ class Instance:
             inventory=inventory,
             read_stats=self._read_stats,
             read_experts=None if built.experts is None else built.experts.read,
+            read_load_speed=None if built.planner is None else built.planner.read_load_speed,
         )
         self._experts = built.experts
         self.set_stage(StageChanged(InstanceStage.READY))

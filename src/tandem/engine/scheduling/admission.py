@@ -2,7 +2,8 @@
 
 Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
 block's worth of growth for everybody, fits beside what the running ones still need. Clients get
-equal shares, and none of a client's requests is overtaken by more than ``MAX_OVERTAKEN`` others.
+shares by their weights, and none of a client's requests is overtaken by more than ``MAX_OVERTAKEN``
+others.
 """
 
 from collections import Counter
@@ -56,7 +57,7 @@ class Admission:
         """Return the candidates of this step, the one to admit first in front.
 
         By priority; then preempted ones in order of arrival; then the clients in turn, the one
-        with the fewest running requests first. Of one client, those passed over for
+        with the fewest running requests for its weight first. Of one client, those passed over for
         ``max_passover_s`` or by ``MAX_OVERTAKEN`` in order of arrival, then the longest cached
         prefix first.
         """
@@ -79,16 +80,19 @@ class Admission:
         return waiting[:MAX_CANDIDATES]
 
     def _take_turns(self, waiting: Sequence[Request]) -> list[Request]:
-        """Return requests so that clients get equal numbers of running ones; keep their orders."""
+        """Return requests so that clients run as many as their weights say; keep their orders.
+
+        The next slot goes to the client that has the fewest for its weight with it (D'Hondt).
+        """
         turns = Counter(request.client for request in self._state.running)
-        keyed: list[tuple[int, bool, int, int, Request]] = []
+        keyed: list[tuple[int, bool, float, int, Request]] = []
         for request in waiting:
             is_new = request.state is not RequestState.PREEMPTED
-            turn = turns[request.client]
             turns[request.client] += 1
+            turn = turns[request.client] / request.weight
             # Of clients that have equally many, the one whose request came first.
             order = request.sequence_id
-            keyed.append((request.priority, is_new, turn if is_new else 0, order, request))
+            keyed.append((request.priority, is_new, turn if is_new else 0.0, order, request))
         keyed.sort(key=lambda entry: entry[:4])
         return [entry[4] for entry in keyed]
 

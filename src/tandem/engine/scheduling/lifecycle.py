@@ -57,7 +57,7 @@ class Lifecycle:
                 f"the prompt takes {num_blocks} blocks, and the machine has memory for "
                 f"{state.pool.num_blocks} now: try again later",
             )
-        if not state.shares.has_room(request.client, limit):
+        if not state.shares.has_room(request.client, limit, request.weight):
             raise CapacityError(
                 "engine.add",
                 f"{len(state.running)} requests running and {len(state.waiting)} waiting of "
@@ -82,7 +82,7 @@ class Lifecycle:
             # Not later than the prefill's blocks are there.
             request.load.wait_until_s = request.arrival_s + request.prefill_kv.handle.lease_s
         state.requests[request.request_id] = request
-        state.shares.add(request.client)
+        state.shares.add(request.client, request.weight)
         state.enqueue(request)
         if request.deadline_s is not None:
             self._add_deadline(request, request.deadline_s)

@@ -18,7 +18,8 @@ __all__ = ["LoadPlanning"]
 
 LOADING_SHARE = 4
 """One in so many blocks may be in transfer at a time. A prefix that needs more is loaded as far as
-this goes; with more in transfer, requests would wait for the link and not for their own blocks."""
+this goes; with more in transfer, requests would wait for the link and not for their own blocks. Of
+a model with states a part of a prefix is of no use: there a load that needs more goes alone."""
 
 
 class LoadPlanning:
@@ -130,7 +131,8 @@ class LoadPlanning:
             key with a slot for it.
         """
         state = self._state
-        room = min(room, state.pool.num_blocks // LOADING_SHARE - state.loads.num_in_transfer)
+        if state.loads.num_in_transfer:
+            room = min(room, state.pool.num_blocks // LOADING_SHARE - state.loads.num_in_transfer)
         if state.tiers is None or state.states is None:
             return None
         if not isinstance(request.kv_source, TierKv):

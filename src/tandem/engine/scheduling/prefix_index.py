@@ -115,7 +115,10 @@ class PrefixMatch:
 
 
 class IndexObserver(Protocol):
-    """Learns which full blocks can be found. Called under the engine's lock: returns at once."""
+    """Learns which full blocks and states can be found.
+
+    Called under the engine's lock: returns at once.
+    """
 
     def note_stored(self, node: "PrefixNode") -> None:
         """A full block can be found from now on; ``node.parent`` is the block before it."""
@@ -127,6 +130,14 @@ class IndexObserver(Protocol):
 
     def note_cleared(self) -> None:
         """No block can be found any more."""
+        ...
+
+    def note_state_kept(self, snapshot: Snapshot) -> None:
+        """A state can be found from now on; the full blocks before it can."""
+        ...
+
+    def note_state_removed(self, snapshot: Snapshot) -> None:
+        """A state cannot be found any more."""
         ...
 
 

@@ -122,7 +122,8 @@ class Request:
         arrival_s: monotonic seconds, on the clock that ``Scheduler.schedule`` is given.
         priority: lower is served first.
         deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
-        client: who sent it; waiting requests of different clients get equal shares.
+        client: who sent it; waiting requests of different clients get shares by their weights.
+        weight: of its client's share.
         cache_salt: requests of different salts never share blocks.
         adapter: digest of the LoRA adapter that computes it; different ones never share blocks.
         kv_source: where KV may come from beside this instance's own blocks.
@@ -144,6 +145,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     client: str = ""
+    weight: float = 1.0
     cache_salt: str = ""
     adapter: str = ""
     kv_source: KvSource = field(default_factory=TierKv)

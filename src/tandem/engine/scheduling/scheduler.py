@@ -10,9 +10,9 @@ Rules that everything below serves:
 - Running requests are served in order of urgency: lower ``priority`` first, then arrival. A
   request takes blocks only from less urgent ones, never from one in flight, and only if that
   yields a block. So the most urgent request always proceeds, and every request ends.
-- Of the waiting requests of a priority, those of the client with the fewest running ones come
-  first: clients get equal shares. A client's own are admitted in the order of arrival, but for
-  those with a longer cached prefix; ``MAX_OVERTAKEN`` later ones at most go before any.
+- Of the waiting requests of a priority, those of the client with the fewest running ones for its
+  weight come first: clients get shares. A client's own are admitted in the order of arrival, but
+  for those with a longer cached prefix; ``MAX_OVERTAKEN`` later ones at most go before any.
 - Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
   block's worth of growth for everybody, fits beside what the running ones still need.
 - Tokens become matchable when the step that computed them has completed, not before.

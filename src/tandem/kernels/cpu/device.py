@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem._native import AlignedBuffer
+from tandem._native import AlignedBuffer, read_topology
 from tandem.core.errors import InternalError
 from tandem.kernels.device import Event, Graph, Stream
 
@@ -112,6 +112,10 @@ class CpuDevice:
         """See ``Device``: the instruction set that torch's libraries use."""
         return torch.backends.cpu.get_cpu_capability()
 
+    def count_free_bytes(self) -> int:
+        """See ``Device``: of the machine, whatever a control group allows."""
+        return read_topology().memory_available_bytes
+
     def allocate(self, size_bytes: int) -> Tensor:
         """See ``Device``; pages are touched on first use."""
         if size_bytes < MIN_HUGE_BYTES:
@@ -137,6 +141,9 @@ class CpuDevice:
     def make_stream(self) -> CpuStream:
         """See ``Device``."""
         return CpuStream()
+
+    def follow(self, stream: Stream) -> None:
+        """See ``Device``: such operators are done when they return."""
 
     def make_event(self) -> CpuEvent:
         """See ``Device``."""

@@ -32,6 +32,7 @@ class CpuExecution(TorchExecution):
     """
 
     is_native = True
+    is_host = True
 
     def __init__(self, pool: _native.ThreadPool | None = None) -> None:
         self._pool = pool

@@ -493,7 +493,7 @@ class NativeExperts(RoutedExperts):
     def _load_biases(self, reader: WeightReader, name: str) -> None:
         """Read the biases, if there are such: small, and so not in the cache."""
         if self.has_bias:
-            biases = read_biases(self, reader, name)
+            biases = [part.cpu() for part in read_biases(self, reader, name)]
             for expert_id, (gate, up, down) in enumerate(zip(*biases, strict=True)):
                 self._experts.set_bias(expert_id, gate, up, down)
 

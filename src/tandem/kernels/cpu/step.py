@@ -7,7 +7,6 @@ Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim, E experts.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,29 +23,14 @@ from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
-from tandem.kernels.operators.moe import MoeBlock
+from tandem.kernels.operators.moe import ExpertChoice, MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 
-__all__ = ["CpuStep", "ExpertChoice"]
-
-
-class ExpertChoice(NamedTuple):
-    """A layer's choice of experts, in buffers of the step that the next layer writes again."""
-
-    block: MoeBlock
-    experts: RoutedExperts
-    residual: Buffer
-    """[T, D]"""
-    x: Buffer
-    """[T, D]: normed, for the experts."""
-    ids: Buffer
-    """[T, K], int64."""
-    weights: Buffer
-    """[T, K]"""
+__all__ = ["CpuStep"]
 
 
 class CpuStep:
@@ -86,7 +70,7 @@ class CpuStep:
         self._dtype = dtype
         self._on_layer = on_layer
         self._states = states
-        self._state_rows = (batch.query_start, batch.state_slots.tolist())
+        self._state_rows = (batch.query_start, list(batch.state_slots))
         self._routing = routing
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None
@@ -112,7 +96,7 @@ class CpuStep:
             residual = choice.residual.tensor
             experts.add_into_(residual, x.tensor, ids.tensor, weights.tensor)
 
-    def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> "ExpertChoice | None":
+    def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> ExpertChoice | None:
         """Run a fused layer up to its router's choice; None: it has no experts, and has run.
 
         ``run_shared_`` and ``leave_sum_`` complete it, in any order.
@@ -138,7 +122,7 @@ class CpuStep:
             return None
         return self._choose(mlp, x, h)
 
-    def run_shared_(self, choice: "ExpertChoice") -> None:
+    def run_shared_(self, choice: ExpertChoice) -> None:
         """Add the experts that every token uses, if the layer has such, to the residual stream."""
         block = choice.block
         if block.shared is not None:

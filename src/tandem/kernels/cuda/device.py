@@ -186,6 +186,11 @@ class CudaDevice:
         """See ``Device``: libraries choose the order of sums by the chip."""
         return torch.cuda.get_device_name(self.torch_device)
 
+    def count_free_bytes(self) -> int:
+        """See ``Device``."""
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free_bytes
+
     def allocate(self, size_bytes: int) -> Tensor:
         """See ``Device``."""
         try:
@@ -213,6 +218,10 @@ class CudaDevice:
     def make_stream(self) -> CudaStream:
         """See ``Device``."""
         return CudaStream(torch.cuda.Stream(self.torch_device))
+
+    def follow(self, stream: Stream) -> None:
+        """See ``Device``."""
+        _as_own(stream).stream.wait_stream(torch.cuda.current_stream(self.torch_device))
 
     def make_event(self) -> CudaEvent:
         """See ``Device``."""

@@ -188,6 +188,10 @@ class FakeDevice:
         """See ``Device``: operators are the CPU's."""
         return CPU.name_arithmetic()
 
+    def count_free_bytes(self) -> int:
+        """See ``Device``: memory is the host's."""
+        return CPU.count_free_bytes()
+
     def allocate(self, size_bytes: int) -> Tensor:
         """See ``Device``."""
         return hide(CPU.allocate(size_bytes))
@@ -211,6 +215,9 @@ class FakeDevice:
         """See ``Device``."""
         self._streams.append(FakeStream(self._delay))
         return self._streams[-1]
+
+    def follow(self, stream: Stream) -> None:
+        """See ``Device``: such operators are done when they return."""
 
     def make_event(self) -> FakeEvent:
         """See ``Device``."""

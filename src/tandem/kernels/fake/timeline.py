@@ -92,6 +92,7 @@ class TimelineDevice:
         link_bytes_per_s: between host and device.
         launch_s: of each piece of work that is no part of a graph, on the stream.
         handover_s: of each host function.
+        late_share: of what a host function submits, the part that nobody waits for in its layer.
     """
 
     torch_device = torch.device("cpu")
@@ -105,10 +106,12 @@ class TimelineDevice:
         link_bytes_per_s: float,
         launch_s: float = 0.0,
         handover_s: float = 0.0,
+        late_share: float = 0.0,
     ) -> None:
         self._costs = costs
         self._link = link_bytes_per_s
         self._launch_s, self._handover_s = launch_s, handover_s
+        self._late_share = late_share
         self._num_streams = 0
         self._host_s = 0.0
         self._is_replay = False
@@ -119,6 +122,10 @@ class TimelineDevice:
     def name_arithmetic(self) -> str:
         """See ``Device``; nothing is computed."""
         return CPU.name_arithmetic()
+
+    def count_free_bytes(self) -> int:
+        """See ``Device``: memory is the host's."""
+        return CPU.count_free_bytes()
 
     def allocate(self, size_bytes: int) -> Tensor:
         """See ``Device``."""
@@ -136,6 +143,9 @@ class TimelineDevice:
         """See ``Device``."""
         self._num_streams += 1
         return TimelineStream(f"stream {self._num_streams}")
+
+    def follow(self, stream: Stream) -> None:
+        """See ``Device``: such operators are done when they return."""
 
     def make_event(self) -> TimelineEvent:
         """See ``Device``."""
@@ -199,10 +209,13 @@ class TimelineDevice:
 
     def _submit(self, stream: TimelineStream, name: str) -> None:
         stream.now_s += self._handover_s
-        begin_s = max(self._host_s, stream.now_s)
-        self._host_s = begin_s + self._costs(name)
-        self._due.append(self._host_s)
-        self.spans.append(Span(HOST_LANE, name, begin_s, self._host_s))
+        begin_s, cost = max(self._host_s, stream.now_s), self._costs(name)
+        due_s = begin_s + cost * (1 - self._late_share)
+        self._host_s = begin_s + cost
+        self._due.append(due_s)
+        self.spans.append(Span(HOST_LANE, name, begin_s, due_s))
+        if self._late_share:
+            self.spans.append(Span(HOST_LANE, f"late {name}", due_s, self._host_s))
 
     def _wait(self, stream: TimelineStream, name: str) -> None:
         del name

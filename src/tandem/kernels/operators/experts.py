@@ -58,6 +58,7 @@ class RoutedExperts(Operator):
 
     def __init__(self, spec: ExpertsSpec) -> None:
         super().__init__()
+        self.spec = spec
         self.activation = spec.activation
         self.has_bias = spec.has_bias
         self.is_transposed = spec.is_transposed

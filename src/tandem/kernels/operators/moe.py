@@ -3,6 +3,8 @@
 Shapes: T tokens, D hidden, E experts, K experts per token.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -13,10 +15,9 @@ from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.linear import Linear
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.operator import Operator, freeze
-from tandem.kernels.routing import StepRouting
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, read_matrix
 
-__all__ = ["MoeBlock", "Router"]
+__all__ = ["ExpertChoice", "MoeBlock", "Router"]
 
 
 class Router(Operator):
@@ -122,25 +123,20 @@ class MoeBlock(Operator):
         assert self._shared_gate is None or isinstance(self._shared_gate, Linear)
         return self._shared_gate
 
-    def add_into_(
-        self, residual_TD: Tensor, x_TD: Tensor, routing: StepRouting | None = None
-    ) -> None:
-        """Add the block's output for ``x_TD`` to ``residual_TD``, in place.
 
-        Args:
-            residual_TD: the residual stream.
-            x_TD: normed.
-            routing: takes the choices, and defers experts; None: neither.
-        """
-        router, experts = self.operators
-        _, weights, ids = router.route(x_TD)
-        if routing is not None:
-            routing.find_choices().tensor.copy_(ids)
-        if routing is not None and routing.defers:
-            immediate, late = routing.split(ids, weights)
-            routing.add_into_(residual_TD, experts, x_TD, immediate, late, weights)
-        else:
-            experts.add_into_(residual_TD, x_TD, ids, weights)
-        if self.shared is not None:
-            gate = self.shared_gate
-            self.shared.add_into_(residual_TD, x_TD, None if gate is None else gate(x_TD))
+class ExpertChoice(NamedTuple):
+    """A layer's choice of experts; a step on native kernels writes its buffers again in the next.
+
+    Shapes: T tokens, D hidden, K experts per token.
+    """
+
+    block: MoeBlock
+    experts: RoutedExperts
+    residual: Buffer
+    """[T, D]"""
+    x: Buffer
+    """[T, D]: normed, for the experts."""
+    ids: Buffer
+    """[T, K], int64."""
+    weights: Buffer
+    """[T, K]"""

@@ -19,9 +19,16 @@ __all__ = ["TorchExecution"]
 
 
 class TorchExecution:
-    """See ``Execution``."""
+    """See ``Execution``.
+
+    Args:
+        is_host: whether the host reads the device's values.
+    """
 
     is_native = False
+
+    def __init__(self, *, is_host: bool = True) -> None:
+        self.is_host = is_host
 
     def begin_step(
         self,

@@ -16,6 +16,10 @@ from tandem.kernels.operators.operator import allocate_scratch, freeze
 
 __all__ = ["Experts"]
 
+MAX_GATHERED_BYTES = 512 << 20
+"""Weights of chosen experts that a step on a device gathers at most: a decode of a few tokens. More
+tokens are sorted by expert, for which the host reads the choices and so waits for the device."""
+
 TOKENS_PER_SUM = 64
 """Their outputs of all slots, in float32, stay in a cache: 4 MiB where K = 8 and D = 2048."""
 
@@ -37,6 +41,7 @@ class Experts(RoutedExperts):
             gate_up[..., :f], gate_up[..., f:] = stored[..., 0::2], stored[..., 1::2]
         else:
             read_experts(reader, name, gate_up.transpose(1, 2), down.transpose(1, 2))
+        self._is_host = reader.execution.is_host
         self.gate_up_weight = freeze(gate_up.transpose(1, 2))
         self.down_weight = freeze(down.transpose(1, 2))
         # Views made once: making them in the loop over experts costs as much as a small product.
@@ -55,10 +60,34 @@ class Experts(RoutedExperts):
                 f"ids {tuple(ids_TK.shape)}, weights {tuple(w_TK.shape)}, {len(x_TD)} tokens: "
                 "give [tokens, top_k] of both",
             )
-        if len(x_TD) == 1:
+        expert_bytes = 3 * self.hidden_size * self.intermediate_size * x_TD.itemsize
+        if not self._is_host and ids_TK.numel() * expert_bytes <= MAX_GATHERED_BYTES:
+            self._add_gathered_(residual_TD, x_TD, ids_TK, w_TK)
+        elif len(x_TD) == 1:
             self._add_one_(residual_TD, x_TD, ids_TK, w_TK)
         elif len(x_TD) > 1:
             self._add_many_(residual_TD, x_TD, ids_TK, w_TK)
+
+    def _add_gathered_(
+        self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor
+    ) -> None:
+        """Copy the chosen experts' weights together and multiply; no value is looked at.
+
+        So it can be captured. An id beyond the experts is an error of the device.
+        """
+        tokens, top_k = ids_TK.shape
+        ids = ids_TK.flatten().clamp_min(0)
+        x = x_TD.repeat_interleave(top_k, 0)[:, None]
+        gate_up = torch.bmm(x, self.gate_up_weight.transpose(1, 2).index_select(0, ids))[:, 0]
+        if self.has_bias:
+            gate_up = gate_up + self.gate_up_bias.index_select(0, ids)
+        hidden = activate(self.activation, gate_up)[:, None]
+        out = torch.bmm(hidden, self.down_weight.transpose(1, 2).index_select(0, ids))[:, 0]
+        if self.has_bias:
+            out = out + self.down_bias.index_select(0, ids)
+        weights = w_TK.float().masked_fill(ids_TK < 0, 0.0)
+        outputs = out.view(tokens, top_k, -1).float()
+        residual_TD += torch.bmm(weights[:, None], outputs)[:, 0]
 
     def _add_one_(self, residual_1D: Tensor, x_1D: Tensor, ids_1K: Tensor, w_1K: Tensor) -> None:
         for expert_id, weight in zip(ids_1K[0].tolist(), w_1K[0].tolist(), strict=True):

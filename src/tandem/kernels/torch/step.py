@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from tandem.kernels.gated_delta import GatedDeltaRows
 from tandem.kernels.interfaces import Angles, AttentionRule
+from tandem.kernels.native import Buffer
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
-from tandem.kernels.operators.moe import MoeBlock
+from tandem.kernels.operators.moe import ExpertChoice, MoeBlock
 from tandem.kernels.operators.rope import apply_rope_, scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
@@ -78,8 +79,10 @@ class TorchStep:
         self._cache = cache
         self._on_layer = on_layer
         self._states = states
-        self._state_rows = (batch.query_start, batch.state_slots.tolist())
+        self._state_rows = (batch.query_start, list(batch.state_slots))
         self._routing = routing
+        self._residual: Tensor | None = None
+        """Of the layer that has chosen experts."""
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._positions = batch.positions
         self._slots = (batch.slot_blocks, batch.slot_offsets)
@@ -88,6 +91,20 @@ class TorchStep:
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """See ``Step``."""
+        choice = self.choose_experts_(layer, x_TD)
+        if choice is None:
+            return
+        self.run_shared_(choice)
+        routing, experts, x = self._routing, choice.experts, choice.x.tensor
+        ids, weights = choice.ids.tensor, choice.weights.tensor
+        if routing is not None and routing.defers:
+            immediate, late = routing.split(ids, weights)
+            routing.add_into_(x_TD, experts, x, immediate, late, weights)
+        else:
+            experts.add_into_(x_TD, x, ids, weights)
+
+    def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> ExpertChoice | None:
+        """See ``kernels.hybrid.LayeredStep``."""
         assert isinstance(layer, DecoderLayer), "a layer that is not fused"
         first_norm, attention, attention_out_norm, second_norm, mlp, mlp_out_norm = layer.parts
         mixed = self.mix(attention, x_TD if first_norm is None else first_norm(x_TD))
@@ -100,8 +117,7 @@ class TorchStep:
         if routing is not None:
             routing.enter_layer()
         if isinstance(mlp, MoeBlock):
-            mlp.add_into_(x_TD, h, routing)
-            return
+            return self._choose(mlp, x_TD, h)
         late = None if routing is None else routing.take_carried()
         if late is not None:
             x_TD += late
@@ -109,6 +125,28 @@ class TorchStep:
             mlp.add_into_(x_TD, h)
         else:
             x_TD += mlp_out_norm(mlp(h))
+        return None
+
+    def _choose(self, block: MoeBlock, x_TD: Tensor, h_TD: Tensor) -> ExpertChoice:
+        router, experts = block.operators
+        _, weights, ids = router.route(h_TD)
+        if self._routing is not None:
+            self._routing.find_choices().tensor.copy_(ids)
+        self._residual = x_TD
+        given = (Buffer(x_TD), Buffer(h_TD), Buffer(ids), Buffer(weights))
+        return ExpertChoice(block, experts, *given)
+
+    def run_shared_(self, choice: ExpertChoice) -> None:
+        """See ``kernels.hybrid.LayeredStep``."""
+        shared, gate, x_TD = choice.block.shared, choice.block.shared_gate, choice.x.tensor
+        if shared is not None:
+            scale = None if gate is None else gate(x_TD)
+            shared.add_into_(choice.residual.tensor, x_TD, scale)
+
+    def leave_sum_(self, out_TD: Buffer) -> None:
+        """See ``kernels.hybrid.LayeredStep``: added at once."""
+        assert self._residual is not None, "no layer has chosen experts"
+        self._residual += out_TD.tensor
 
     def complete_(self, x_TD: Tensor) -> None:
         """See ``Step``: nothing is left over."""

@@ -7,7 +7,7 @@ model does not run until its state is kept with its blocks.
 import re
 from typing import Any
 
-__all__ = ["UNEVEN", "find_refusal"]
+__all__ = ["GATED_DELTA", "UNEVEN", "find_refusal"]
 
 STATE_LAYERS = re.compile(r"linear|mamba|conv|recurrent|state|rwkv|delta|lightning")
 """Words in ``layer_types`` of layers that are no attention over all earlier tokens."""

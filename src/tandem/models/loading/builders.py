@@ -10,6 +10,7 @@ from tandem.core.model.layers import (
     DecoderLayerSpec,
     EmbeddingSpec,
     ExpertsSpec,
+    FrozenGatedDeltaSpec,
     FrozenLinearSpec,
     GatedDeltaSpec,
     GqaSpec,
@@ -24,11 +25,14 @@ from tandem.core.model.layers import (
     RouterSpec,
 )
 from tandem.core.model.plan import NO_FORMAT, ModulePlan
+from tandem.kernels.cpu.delta_scan import NativeScan
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
 from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer, LayerParts
 from tandem.kernels.operators.experts import RoutedExperts
+from tandem.kernels.operators.frozen_delta import freeze_mixer
 from tandem.kernels.operators.frozen_linear import FrozenLinear
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.linear import Embedding, Linear, LmHead
@@ -60,6 +64,8 @@ class Resources:
     """Shares of packed experts; 0 is one for each NUMA node of the pool."""
     share: TierShare | None = None
     """Each layer's share of the memory for experts that lie on disk; None: all are in memory."""
+    staging: ExpertStaging | None = None
+    """Moves what packed experts need from the model's device and back; None: it is the host."""
 
 
 def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.Module:
@@ -118,6 +124,8 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
             return Linear(
                 spec.in_features, spec.out_features, has_bias=spec.has_bias, settings=settings
             )
+        case FrozenGatedDeltaSpec():
+            return freeze_mixer(model.get_submodule(name), spec.rule, NativeScan(resources.pool))
         case FrozenLinearSpec():
             assert settings.weight_format is not None, "a frozen matrix is packed"
             return FrozenLinear(spec, weight_format=settings.weight_format, pool=resources.pool)
@@ -153,21 +161,23 @@ def _build_experts(spec: ExpertsSpec, planned: ModulePlan, resources: Resources)
     weight_format, caches = find_format(planned.weight_format), resources.caches
     if resources.share is not None:
         assert caches is not None, "experts on disk without a place"
-        return DiskExperts(
+        native: NativeExperts = DiskExperts(
             spec,
             weight_format=weight_format,
             pool=resources.pool,
             cache=caches.open(weight_format.name),
             share=resources.share,
         )
-    nodes = len(resources.pool.node_ids)
-    return NativeExperts(
-        spec,
-        weight_format=weight_format,
-        pool=resources.pool,
-        cache=None if caches is None else caches.open(weight_format.name),
-        num_parts=choose_expert_parts(resources.expert_parts, nodes, spec.intermediate_size),
-    )
+    else:
+        nodes = len(resources.pool.node_ids)
+        native = NativeExperts(
+            spec,
+            weight_format=weight_format,
+            pool=resources.pool,
+            cache=None if caches is None else caches.open(weight_format.name),
+            num_parts=choose_expert_parts(resources.expert_parts, nodes, spec.intermediate_size),
+        )
+    return native if resources.staging is None else HostedExperts(native, resources.staging)
 
 
 def build_rotary(spec: RotarySpec) -> Operator:

@@ -7,6 +7,7 @@ from torch import nn
 from tandem.core.errors import UnsupportedError
 from tandem.core.model.plan import ModelPlan
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.hosted_experts import HostedExperts
 from tandem.kernels.weights.formats import WeightFormat
 from tandem.kernels.weights.matrix import MatrixSettings
 from tandem.models.loading.builders import Resources, build_operator
@@ -33,6 +34,8 @@ def apply_plan(model: Any, plan: ModelPlan, resources: Resources) -> None:
 
 def find_module_format(module: nn.Module) -> WeightFormat | None:
     """Return the format in which a module stores its matrices; None: as tensors, or it has none."""
+    if isinstance(module, HostedExperts):
+        module = module.native
     if isinstance(module, NativeExperts):
         return module.weight_format
     settings = getattr(module, "settings", None)

@@ -25,6 +25,7 @@ from tandem.core.spec import (
 )
 from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
 from tandem.kernels.cpu.step import CpuStep
 from tandem.kernels.device import Device
 from tandem.kernels.devices import DeviceContext, open_device
@@ -38,6 +39,7 @@ from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
+from tandem.kernels.torch.step import TorchStep
 from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.families.names import IMAGE_PARTS, rename_reader
@@ -130,6 +132,7 @@ class CausalModel:
         """
         blocks = [] if self._fused is None else [layer.parts[4] for layer in self._fused]
         experts = [b.operators[1] if isinstance(b, MoeBlock) else None for b in blocks]
+        experts = [e.native if isinstance(e, HostedExperts) else e for e in experts]
         held = [e for e in experts if e is not None]
         if self._fused is None or not all(isinstance(e, NativeExperts) for e in held) or not held:
             what = (
@@ -289,7 +292,7 @@ class CausalModel:
             self.adapters.end_step()
 
     def _check_states(self, batch: PagedBatch, states: StateCache | None) -> StateCache:
-        layout, slots = self.spec.state_layout, batch.state_slots.tolist()
+        layout, slots = self.spec.state_layout, batch.state_slots
         held = None if states is None else states.layout
         if states is None or held != layout or NO_SLOT in slots or len({*slots}) < len(slots):
             raise ShapeError(
@@ -324,7 +327,7 @@ class CausalModel:
         else:
             hidden = self._embed(batch.token_ids)
             if self._hybrid is not None and len(batch.query_start) - 1 == batch.num_tokens:
-                assert isinstance(step, CpuStep), "a step that does not stop at experts"
+                assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
                 self._hybrid.run(step, routing, hidden)
             else:
                 for layer in self._fused:
@@ -378,7 +381,10 @@ def load_model(
             checkpoint, plan, context, progress, stack, is_behind=is_behind
         )
         share = None if plan.tier is None else open_tier(plan.tier)
-        resources = Resources(pool=pool, caches=caches, expert_parts=plan.expert_parts, share=share)
+        staging = None if context.device.is_host else ExpertStaging(context.device)
+        resources = Resources(
+            pool=pool, caches=caches, expert_parts=plan.expert_parts, share=share, staging=staging
+        )
         apply_plan(model, plan, resources)
         ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.

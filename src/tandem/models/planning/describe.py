@@ -19,6 +19,7 @@ from tandem.core.model.layers import (
     DecoderLayerSpec,
     EmbeddingSpec,
     ExpertsSpec,
+    FrozenGatedDeltaSpec,
     FrozenLinearSpec,
     GatedDeltaSpec,
     GqaSpec,
@@ -74,6 +75,7 @@ __all__ = [
     "describe_decoder_layer",
     "describe_embedding",
     "describe_experts",
+    "describe_frozen_gated_delta",
     "describe_frozen_linear",
     "describe_gated_delta",
     "describe_layer_norm",
@@ -404,6 +406,11 @@ def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
     if isinstance(found, str):
         raise UnfitModuleError(found)
     return found
+
+
+def describe_frozen_gated_delta(module: Any, view: ModuleView) -> FrozenGatedDeltaSpec:
+    """Describe a gated delta rule that stays a module of transformers."""
+    return FrozenGatedDeltaSpec(rule=describe_gated_delta(module, view))
 
 
 def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:

@@ -17,6 +17,7 @@ from tandem.models.planning.describe import (
     describe_decoder_layer,
     describe_embedding,
     describe_experts,
+    describe_frozen_gated_delta,
     describe_frozen_linear,
     describe_gated_delta,
     describe_layer_norm,
@@ -168,6 +169,7 @@ for _entry in (
     OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True),
     OperatorEntry("Router", describe_router),
     OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True),
+    OperatorEntry("FrozenGatedDelta", describe_frozen_gated_delta, is_optional=True),
     OperatorEntry(
         "FrozenLinear",
         describe_frozen_linear,

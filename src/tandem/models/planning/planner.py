@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tandem._native import read_topology
+from tandem.core.errors import ConfigError
 from tandem.core.model.plan import (
     NO_FORMAT,
     FormatChoice,
@@ -74,6 +75,7 @@ def plan_model(
     dtype: str = "auto",
     rules: str | Path | tuple[Rule, ...] | None = None,
     device: str = "cpu",
+    expert_device: str = "auto",
     expert_format: str = "auto",
     linear_format: str = "auto",
     packed_cache: str = "off",
@@ -89,6 +91,8 @@ def plan_model(
         dtype: ``auto`` (see ``ModelSpec.dtype_reason``), ``float32`` or ``bfloat16``.
         rules: rules, or a file of them, that go before the built-in ones.
         device: where operators run.
+        expert_device: where routed experts do: ``device``'s name, ``cpu``, or ``auto``, which is
+            ``cpu`` unless ``expert_format`` is ``none``.
         expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
         linear_format: of the other matrices; the embedding stays a tensor.
         packed_cache: where packed experts are kept: a folder, ``off`` or ``auto``.
@@ -116,12 +120,17 @@ def plan_model(
     raw, vectors = list_matrices(skeleton, is_absorbed=workload == "serving")
     stored = read_stored(checkpoint, raw)
     spec = choose_dtype(_describe(checkpoint, layers, raw, vectors, stored), dtype)
+    expert_device = _choose_expert_device(expert_device, device, spec, expert_format)
     choices = choose_formats(
-        spec, expert_format=expert_format, linear_format=linear_format, device=device
+        spec,
+        expert_format=expert_format,
+        linear_format=linear_format,
+        device=device,
+        expert_device=expert_device,
     )
     all_rules = load_rules(rules, workload)
     wishes = {"experts": expert_format, "linear": linear_format}
-    kept = _keep_stored(stored, raw, wishes) if has_native_kernels(device) else StoredModel()
+    kept = _keep_stored(stored, raw, wishes, {"experts": expert_device, "linear": device})
     formats = DefaultFormats(
         experts=choices.experts.weight_format,
         linear=choices.linear.weight_format,
@@ -130,13 +139,16 @@ def plan_model(
     )
     table, modules = plan_modules(describer, all_rules, device=device, formats=formats)
     nodes = len(read_topology().numa_nodes) if num_nodes is None else num_nodes
-    matrices = _plan_matrices(raw, modules, choices, all_rules, spec, stored, kept, device)
+    matrices = _plan_matrices(
+        raw, modules, choices, all_rules, spec, stored, kept, device, expert_device
+    )
     complete, others = place_matrices(layers, matrices, list_adapter_places(skeleton))
     check_deferral(deferred_experts, complete, modules)
     return ModelPlan(
         folder=str(checkpoint.folder),
         spec=spec,
         device=device,
+        expert_device=expert_device,
         config=list_config_values(checkpoint.config),
         layers=complete,
         modules=modules,
@@ -173,14 +185,33 @@ def _describe(
     return set_auto_dtype(complete_spec(spec, layers, matrices, num_vectors), is_coded=is_coded)
 
 
-def _keep_stored(stored: StoredModel, raw: list[RawMatrix], wishes: dict[str, str]) -> StoredModel:
-    """Return what may keep its format, as nobody asked for another."""
-    roles = {matrix.module: matrix.role for matrix in raw}
+def _choose_expert_device(wish: str, device: str, spec: ModelSpec, expert_format: str) -> str:
+    """Return where routed experts run.
+
+    Raises: ConfigError (a third device).
+    """
+    if not spec.is_moe or has_native_kernels(device):
+        return device
+    if wish not in ("auto", "cpu", device):
+        raise ConfigError(
+            "models.plan",
+            f"experts on {wish}, the model on {device}: give one of {device}, cpu and auto",
+            field="model.expert_device",
+        )
+    is_on_host = wish == "cpu" or (wish == "auto" and expert_format != NO_FORMAT)
+    return "cpu" if is_on_host else device
+
+
+def _keep_stored(
+    stored: StoredModel, raw: list[RawMatrix], wishes: dict[str, str], devices: dict[str, str]
+) -> StoredModel:
+    """Return what may keep its format: nobody asked for another, and its device has kernels."""
+    groups = {matrix.module: "experts" if matrix.role == "experts" else "linear" for matrix in raw}
     return StoredModel(
         {
             name: matrix
             for name, matrix in stored.matrices.items()
-            if wishes["experts" if roles[name] == "experts" else "linear"] == "auto"
+            if wishes[groups[name]] == "auto" and has_native_kernels(devices[groups[name]])
         }
     )
 
@@ -194,6 +225,7 @@ def _plan_matrices(
     stored: StoredModel,
     kept: StoredModel,
     device: str,
+    expert_device: str,
 ) -> Iterator[MatrixPlan]:
     by_name = {module.module: module for module in modules}
     asked = {rule.place for rule in rules if FORMAT_KWARG in rule.kwargs}
@@ -209,7 +241,7 @@ def _plan_matrices(
             role=role,
             shape=shape,
             weight_format=_find_format(role, shape, weight_format),
-            device=device,
+            device=expert_device if role == "experts" else device,
             size_bytes=0 if is_view else _count_bytes(role, shape, runs, plain),
             plain_bytes=0 if group[0].is_shared else plain,
             reason=_tell_stored(

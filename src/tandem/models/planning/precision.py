@@ -87,7 +87,7 @@ def set_auto_dtype(spec: ModelSpec, *, is_coded: bool) -> ModelSpec:
 
 
 def choose_formats(
-    spec: ModelSpec, *, expert_format: str, linear_format: str, device: str
+    spec: ModelSpec, *, expert_format: str, linear_format: str, device: str, expert_device: str
 ) -> FormatChoices:
     """Choose the formats of a model's matrices.
 
@@ -96,14 +96,15 @@ def choose_formats(
         expert_format: ``auto``, ``none`` (tensors of the model's dtype), or a format's name.
         linear_format: the same.
         device: where the model runs.
+        expert_device: where its routed experts do.
 
     Raises:
         ConfigError: an unknown format.
         UnsupportedError: a format that has no kernels on this device, or that values are not coded
             into.
     """
-    experts = _choose(spec, expert_format, device, "expert_format")
-    if expert_format == "auto" and spec.expert_format and has_native_kernels(device):
+    experts = _choose(spec, expert_format, expert_device, "expert_format")
+    if expert_format == "auto" and spec.expert_format and has_native_kernels(expert_device):
         experts = FormatChoice(
             weight_format=spec.expert_format, reason="as the checkpoint stores them"
         )

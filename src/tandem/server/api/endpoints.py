@@ -28,6 +28,7 @@ from tandem.server.dialects.sglang import answer_generate
 from tandem.server.dialects.vectors.embeddings import answer_embed, answer_embeddings
 from tandem.server.dialects.vectors.scores import answer_rerank, answer_score
 from tandem.server.edge.auth import ADMIN_PATHS
+from tandem.server.hub import endpoints as hosted
 from tandem.server.lifecycle import OPEN_PATHS
 from tandem.server.protocol import anthropic, batches, responses, rules, sglang, vectors
 from tandem.server.protocol import ollama as own
@@ -38,6 +39,7 @@ from tandem.server.protocol.adapters import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
 )
+from tandem.server.protocol.hub import ChangeModels, HostedModels
 from tandem.server.protocol.instances import ChangeInstances, InstanceList
 
 __all__ = ["list_endpoints"]
@@ -199,6 +201,8 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         ),
         Endpoint("/instances", _GET, instances.list_instances, InstanceList),
         Endpoint("/instances", _POST, instances.change_instances, InstanceList, ChangeInstances),
+        Endpoint("/models", _GET, hosted.list_hosted_models, HostedModels),
+        Endpoint("/models", _POST, hosted.change_models, HostedModels, ChangeModels),
         Endpoint("/requests/{id:path}/timeline", _GET, get_timeline, RequestTimeline),
         Endpoint("/health", _GET, status.get_health, replies.Health),
         # For SageMaker; vLLM answers both methods.

@@ -14,6 +14,7 @@ from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import make_policy
 from tandem.conductor.routes import InstanceRef, Place
 from tandem.core.wire import NO_SLO, AddRequest, Slo, StepRecord
+from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.process.inventory import cut_key
 from tandem.engine.scheduling.prefix_index import PrefixNode
 from tandem.sim.cluster.instance import SimInstance
@@ -41,6 +42,12 @@ class _Teller:
     def note_cleared(self) -> None:
         """See ``IndexObserver``."""
         self._conductor.note_flushed(self._name)
+
+    def note_state_kept(self, snapshot: Snapshot) -> None:
+        """Do nothing: the conductor knows blocks alone."""
+
+    def note_state_removed(self, snapshot: Snapshot) -> None:
+        """Do nothing, as above."""
 
     def note_step(self, step: StepRecord) -> None:
         """Take in a step."""

@@ -1,0 +1,118 @@
+"""Goal: a model on a GPU has all its tensors there, and a step waits for no value of it.
+
+Method: torch's fake tensors on ``cuda``. An operator whose tensors lie on two devices raises, and
+so does a look at a value (``.item()``, ``.tolist()``, a shape that depends on values).
+"""
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda import load_fake, register_guard, run_without_inference
+from odd_configs import MODEL_TYPES, make_odd
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from tandem._native import ThreadPool
+from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.kernels.weights.formats import WEIGHT_FORMATS
+from tandem.models.planning.planner import plan_model
+
+QUICK = ("qwen2", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
+"""One of each kind of mixer and of experts; the others are ``slow``."""
+BLOCK_SIZE = 16
+CUDA = torch.device("cuda:0")
+FORMATS = [name for name, held in WEIGHT_FORMATS.items() if not held.is_stored_only]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def guard(tmp_path_factory):
+    register_guard(tmp_path_factory.mktemp("guard"))
+
+
+class HostCopies(TorchDispatchMode):
+    """Notes operators that give the host a tensor made of one on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        is_far = any(a.device.type == "cuda" for a in given)
+        if is_far and isinstance(out, torch.Tensor) and out.device.type != "cuda":
+            self.found.append(str(func))
+        return out
+
+
+def make_batch(model, chunks):
+    return PagedBatch.build(
+        [
+            SequenceChunk(
+                token_ids=tokens,
+                start=start,
+                block_table=np.arange(4 * i, 4 * i + 4, dtype=np.int32),
+                wants="last",
+                state_slot=i,
+            )
+            for i, (tokens, start) in enumerate(chunks)
+        ],
+        BLOCK_SIZE,
+        model.device,
+    )
+
+
+def check_steps(folder, monkeypatch, **wishes):
+    """A prompt, one that goes on, decodes of unequal length; then decodes alone."""
+    plan = plan_model(str(folder), device="cuda", **wishes)
+    with load_fake(plan, ThreadPool(1), monkeypatch) as model:
+        cache, states = model.allocate_kv(16, block_size=BLOCK_SIZE), model.allocate_states(4)
+        for chunks in (
+            [(list(range(3, 23)), 0), ([5, 6], 18), ([7], 3), ([8], 40)],
+            [([7], 4), ([8], 41)],
+        ):
+            batch = make_batch(model, chunks)
+            with HostCopies() as copies:
+                hidden = run_without_inference(model.compute_hidden, batch, cache, None, states)
+                logits = run_without_inference(model.project, hidden)
+            assert logits.device == CUDA
+            assert logits.shape == (len(chunks), model.spec.num_logits)
+            assert not copies.found
+    return plan
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in MODEL_TYPES]
+)
+def test_a_step_stays_on_the_device(name, tmp_path, monkeypatch):
+    config = make_odd(name, 1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    check_steps(tmp_path, monkeypatch, expert_format="none", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("int4g32", "bf16") else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS],
+)
+def test_experts_of_the_host_are_one_operator(name, tmp_path, checkpoint, monkeypatch):
+    """In every format that values are coded into."""
+    folder = checkpoint("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
+    plan = check_steps(folder, monkeypatch, expert_format=name, dtype="bfloat16")
+    assert {m.device for m in plan.matrices if m.role == "experts"} == {"cpu"}
+    assert {m.device for m in plan.matrices if m.role != "experts"} == {"cuda"}
+    assert plan.experts.weight_format == name
+
+
+def test_two_places_are_found(tmp_path, monkeypatch):
+    """Not vacuous: a weight that was left on the host, and a look at a value, raise."""
+    config = make_odd("qwen2", 1)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    plan = plan_model(str(tmp_path), device="cuda", dtype="float32")
+    with load_fake(plan, ThreadPool(1), monkeypatch) as model:
+        batch = make_batch(model, [([3, 4, 5], 0)])
+        with pytest.raises(Exception, match="local_scalar_dense"):
+            batch.token_ids.tolist()
+        cache = model.allocate_kv(16, block_size=BLOCK_SIZE)
+        cache.slots = [layer.cpu() for layer in cache.slots]
+        with pytest.raises(RuntimeError, match="device"):
+            run_without_inference(model.compute_hidden, batch, cache, None, None)
