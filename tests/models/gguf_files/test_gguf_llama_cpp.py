@@ -16,8 +16,8 @@ from test_gguf_formats import make_codes, mix
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tandem.bench.rivals.llama_cpp import PEERS
 from tandem.bench.rivals.peers import PeerProcess, find_peer
-from tandem.bench.serving.model import PEERS
 
 PYTHON = find_peer("llama-cpp", PEERS["llama.cpp"])
 pytestmark = [
