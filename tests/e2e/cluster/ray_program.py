@@ -44,8 +44,10 @@ def main():
     head = {"num_cpus": 1, "resources": {"tandem_server": 1, "tandem_unified": 1},
             "include_dashboard": False, "node_ip_address": "127.0.0.1"}  # fmt: skip
     nodes = Cluster(initialize_head=True, head_node_args=head)
-    doomed = nodes.add_node(num_cpus=1, resources={"tandem_unified": 1})
-    ray.init(address=nodes.address, log_to_driver=False)
+    here = {"node_ip_address": "127.0.0.1"}
+    doomed = nodes.add_node(num_cpus=1, resources={"tandem_unified": 1}, **here)
+    # Without its address a driver looks for the others at that of the machine.
+    ray.init(address=nodes.address, _node_ip_address="127.0.0.1", log_to_driver=False)
     try:
         with RayCluster(spec, secret) as cluster:
             before = {each["name"]: each for each in cluster.wait_up(START_S)}
