@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
-from tandem.bench.rivals.llama_cpp import PEERS, LlamaCpp
+from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp
 from tandem.bench.serving.driver import EngineDriver, Phase
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, dequantize
 from tandem.models.codecs.gguf_quantizers import QUANTIZED_TYPES, quantize_rows
