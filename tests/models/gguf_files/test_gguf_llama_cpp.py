@@ -146,4 +146,5 @@ def test_what_is_converted_is_what_llama_cpp_quantizes(
     tokens = torch.randint(4, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     wanted = score(peer, ours, tokens)
     got = open_session(load_checkpoint(ours, dtype="bfloat16")).run(tokens)
-    assert float((got - wanted).norm() / wanted.norm()) < 2 * TOLERANCE
+    # Eight layers, each with activations in int8 on both sides.
+    assert float((got - wanted).norm() / wanted.norm()) < 3 * TOLERANCE
