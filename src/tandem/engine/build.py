@@ -58,7 +58,7 @@ from tandem.models.proof.require import require_proof
 from tandem.models.tokenizing.grammars import TokenTable, make_token_table
 from tandem.models.tokenizing.tokenizer import load_tokenizer
 
-__all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
+__all__ = ["RUNTIME_BYTES", "BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
 logger = logging.getLogger(__name__)
 
