@@ -435,6 +435,10 @@ class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
     """The same of its slots of states; empty where the model has no state."""
     state_bytes: Annotated[int, Meta(ge=0)] = 0
     num_state_slots: Annotated[int, Meta(ge=0)] = 0
+    window_buffer: str = ""
+    """The same of its blocks of layers with a window; empty where these have none of their own."""
+    window_block_bytes: Annotated[int, Meta(ge=0)] = 0
+    num_window_blocks: Annotated[int, Meta(ge=0)] = 0
 
 
 class ClosePeer(msgspec.Struct, frozen=True):
@@ -482,6 +486,10 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Slots for states of sequences and snapshots of them; 0: the model has no state."""
     state_bytes: int = 0
     """Bytes of one state."""
+    num_window_blocks: int = 0
+    """Blocks of layers with a window; 0: these have none of their own."""
+    window_block_bytes: int = 0
+    """Bytes of one such block."""
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
     plan: list[tuple[str, str, str]] = []

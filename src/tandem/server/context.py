@@ -61,6 +61,7 @@ from tandem.server.telemetry.timelines import (
     digest_text,
 )
 from tandem.server.telemetry.tracing import RequestTracer
+from tandem.server.telemetry.traffic import EndedRequest, TrafficLog
 from tandem.server.text.stop_strings import StopMatcher, StopStrings
 from tandem.server.text.work_threads import SMALL_COST
 
@@ -169,6 +170,7 @@ class ServerContext:
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 
+    traffic: TrafficLog = field(default_factory=TrafficLog)
     kept_responses: KeptResponses = field(init=False)
     background_jobs: dict[str, asyncio.Task[None]] = field(init=False, default_factory=dict)
     """Responses whose clients do not wait, by their ids."""
@@ -400,7 +402,7 @@ class ServerContext:
             generations,
             self.lifecycle,
             limit_s,
-            lambda: self._trace(record),
+            lambda: self._note_closed(record, generations),
             origin.owner,
         )
         try:
@@ -429,9 +431,22 @@ class ServerContext:
         left_s = max(ttft_s - (self.clock.now_s() - origin.arrived_s), MIN_TTFT_S)
         return terms._replace(slo=msgspec.structs.replace(terms.slo, ttft_s=left_s))
 
-    def _trace(self, record: RequestRecord) -> None:
+    def _note_closed(self, record: RequestRecord, generations: Sequence[Generation]) -> None:
         if self.tracer is not None:
             self.tracer.trace(record)
+        if not self.traffic.is_recorded:
+            return
+        for each in generations:
+            if not each.was_accepted:
+                continue
+            asked = each.request
+            ended = EndedRequest(
+                record.origin.arrived_s,
+                asked.prompt_ids,
+                each.num_tokens,
+                f"{asked.adapter}/{asked.cache_salt}",
+            )
+            self.traffic.note_end(ended, self.clock.now_s())
 
     def _record(
         self, options: RequestOptions, origin: Origin, generations: Sequence[Generation]

@@ -122,6 +122,7 @@ POSTS = [
     ("/v1/detokenize", {"tokens": [[70], [71]]}),
     ("/abort_request", {"rid": "none"}),
     ("/flush_cache", None),
+    ("/traffic", {"action": "start", "block_tokens": 64}),
     ("/ping", None),
 ]
 GETS = [

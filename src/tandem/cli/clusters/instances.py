@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from tandem.cli.asking.local_server import trim_url
+from tandem.cli.asking.call import call_server
 from tandem.cli.output import JsonFlag, print_json
-from tandem.core.errors import ConfigError, PeerLostError
 from tandem.core.instance_status import InstanceStatus
 
 __all__ = ["ApiKeyFlag", "UrlFlag", "add", "drain", "remove", "restart", "role", "show", "undrain"]
@@ -107,16 +106,4 @@ def _print(listed: _Listed, *, json: bool) -> None:
 
 
 def _ask(url: str, body: dict[str, Any] | None, api_key: str | None) -> _Listed:
-    import httpx
-
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    place = trim_url(url) + "/instances"
-    try:
-        with httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers) as client:
-            reply = client.get(place) if body is None else client.post(place, json=body)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        what = f"no answer from {url}: {error}: does a server run there?"
-        raise PeerLostError("cli.cluster", what) from error
-    if reply.status_code != 200:
-        raise ConfigError("cli.cluster", f"{url} answers {reply.status_code}: {reply.text[:500]}")
-    return msgspec.json.decode(reply.content, type=_Listed)
+    return call_server(url, "/instances", _Listed, body=body, api_key=api_key, timeout_s=TIMEOUT_S)

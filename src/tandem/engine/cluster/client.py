@@ -8,11 +8,15 @@ import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Self
 
 import msgspec
 
 from tandem import _native
+from tandem.conductor.admission import Admission
+from tandem.conductor.conductor import Conductor
+from tandem.conductor.journal import JournalingConductor
 from tandem.conductor.policies.policy import Policy
 from tandem.conductor.policies.table import make_policy
 from tandem.core.adapter import AdapterInfo, AdapterSource
@@ -39,6 +43,7 @@ from tandem.core.wire import (
     InstanceStage,
     StageChanged,
 )
+from tandem.engine.bounded_file import BoundedFile
 from tandem.engine.cluster.adapters import ClusterAdapters
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher
@@ -57,6 +62,7 @@ __all__ = ["ClusterClient", "make_specs"]
 
 logger = logging.getLogger(__name__)
 
+MAX_JOURNAL_BYTES = 1 << 30
 DRAIN_S = 30.0
 """Seconds that the requests of an instance get to end before it is restarted or removed."""
 IDLE_LOOK_S = 0.05
@@ -172,11 +178,11 @@ class ClusterClient:
         self._specs = specs
         self._num_added = 0
         self._members = [self._make_member(spec) for spec in specs]
+        self._journal: BoundedFile | None = None
         self._dispatcher = Dispatcher(
             self._members,
-            make_policy(config.policy) if policy is None else policy,
+            self._make_conductor(config, policy),
             Limits(config.lease_s, config.recovery_s, config.max_attempts),
-            admission=config.admission,
             max_history=specs[0].engine.timelines,
         )
         self._sources = specs[0].adapters
@@ -188,6 +194,19 @@ class ClusterClient:
         self._entered: list[ClusterMember] = []
         self._was_ready = False
         self._last_info: InstanceInfo | None = None
+
+    def _make_conductor(self, config: ClusterConfig, policy: Policy | None) -> Conductor:
+        if not config.journal:
+            made = make_policy(config.policy) if policy is None else policy
+            return Conductor(made, Admission(config.admission))
+        self._journal = BoundedFile(
+            Path(config.journal),
+            MAX_JOURNAL_BYTES,
+            name="conductor_journal",
+            field="cluster.journal",
+            flushes=False,
+        )
+        return JournalingConductor(config.policy, config.admission, self._journal.write, policy)
 
     def _make_member(self, spec: InstanceSpec) -> ClusterMember:
         return ClusterMember(
@@ -211,6 +230,8 @@ class ClusterClient:
         # Together: each may take the seconds that a stuck process is given.
         closing = [member.__aexit__(None, None, None) for member in self._entered]
         await asyncio.gather(*closing, return_exceptions=True)
+        if self._journal is not None:
+            self._journal.close()
 
     async def _start(self) -> None:
         first, *others = self._members
@@ -281,6 +302,7 @@ class ClusterClient:
                 num_restarts=member.supervisor.num_restarts,
                 is_draining=self._dispatcher.conductor.is_draining(member.name),
                 step_error=self._dispatcher.conductor.get_step_error(member.name),
+                step_costs=self._dispatcher.conductor.get_step_costs(member.name),
                 sources=sorted(member.sources),
                 refusals=dict(member.refusals),
             )

@@ -75,6 +75,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "decodes will be at their first token. Others get 429 with Retry-After.",
         ),
     ] = "none"
+    journal: Annotated[
+        str,
+        Meta(
+            description="New file for a journal of the conductor, up to 1 GiB: loads, steps and "
+            "heads of hashes that it was told, and its decisions; `tandem sim decide` replays it. "
+            "Empty: none."
+        ),
+    ] = ""
     lease_s: Annotated[
         float,
         Meta(

@@ -11,6 +11,7 @@ from tandem.core.timeline import RequestTimeline
 from tandem.server.api import adapters, instances, ollama, status, tokens
 from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
+from tandem.server.api.traffic import record_traffic
 from tandem.server.batches import endpoints as files
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
@@ -41,6 +42,7 @@ from tandem.server.protocol.adapters import (
 )
 from tandem.server.protocol.hub import ChangeModels, HostedModels
 from tandem.server.protocol.instances import ChangeInstances, InstanceList
+from tandem.server.protocol.traffic import RecordTraffic, TrafficReply
 
 __all__ = ["list_endpoints"]
 
@@ -201,6 +203,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         ),
         Endpoint("/instances", _GET, instances.list_instances, InstanceList),
         Endpoint("/instances", _POST, instances.change_instances, InstanceList, ChangeInstances),
+        Endpoint("/traffic", _POST, record_traffic, TrafficReply, RecordTraffic),
         Endpoint("/models", _GET, hosted.list_hosted_models, HostedModels),
         Endpoint("/models", _POST, hosted.change_models, HostedModels, ChangeModels),
         Endpoint("/requests/{id:path}/timeline", _GET, get_timeline, RequestTimeline),
