@@ -97,7 +97,7 @@ def export_gguf(
             open_source(checkpoint.folder, quantization=checkpoint.quantization)
         )
         pool = stack.enter_context(ThreadPoolExecutor(len(os.sched_getaffinity(0))))
-        reader = rename_reader(source, source.entries)
+        reader = rename_reader(source, source.entries, checkpoint.config.model_type)
         maker = _Maker(checkpoint.config, reader, origins, factors, pool, planned, progress)
         try:
             with Draft(out) as draft:

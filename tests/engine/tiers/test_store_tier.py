@@ -45,13 +45,14 @@ TIMEOUT_S = 60.0
 class LiveStore:
     """Master and host on a thread of their own; ``run`` runs a coroutine function with a client."""
 
-    def __init__(self, folder) -> None:
+    def __init__(self, folder, **settings) -> None:
         folder.chmod(0o700)
         self.config = StoreConfig(
             master=f"ipc://{folder}/m.sock",
             name="host",
             segment_dir=str(folder / "segments"),
             segment_bytes=2**26,
+            **settings,
         )
         self._stop = threading.Event()
         self._ready = threading.Event()

@@ -32,7 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
-from tandem.bench.rivals.llama_cpp import PEERS, LlamaCpp
+from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp
 from tandem.bench.serving.driver import EngineDriver, Phase, TransformersDriver
 from tandem.bench.serving.stored import SHAPE, make_stored_cases
 from tandem.core.errors import CapacityError
