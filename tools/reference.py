@@ -196,8 +196,8 @@ def render_metrics() -> str:
 
 
 PAGES = {
-    "reference/api.md": render_api,
-    "reference/python_api.md": render_library,
+    "reference/api/http.md": render_api,
+    "reference/api/python.md": render_library,
     "reference/config.md": render_config,
     "reference/errors.md": render_errors,
     "reference/finetune.md": render_finetune,
