@@ -7,6 +7,7 @@ from the file's own codes. Before a time counts, our logits must be near each pe
 the decoded file without peers.
 """
 
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -21,8 +22,9 @@ from transformers import AutoConfig
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
-from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp
+from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp, install_llama
 from tandem.bench.serving.driver import EngineDriver, Phase
+from tandem.core.errors import UnsupportedError
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, dequantize
 from tandem.models.codecs.gguf_quantizers import QUANTIZED_TYPES, quantize_rows
 from tandem.models.gguf.metadata import make_metadata, read_sizes
@@ -231,6 +233,17 @@ def _judge(name: str, got: torch.Tensor, want: torch.Tensor) -> str:
     return "ok" if error < LARGEST_ERROR else f"logits of {name} differ by {error:.4f}"
 
 
+def _find_peers() -> Iterator[str]:
+    """Yield the peers that can be installed; say why another is left out."""
+    for name in PEERS:
+        try:
+            install_llama(name)
+        except UnsupportedError as error:
+            sys.stderr.write(f"gguf cases without {name}: {error.what}\n")
+        else:
+            yield name
+
+
 def make_stored_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
     """Yield the cases, a type after the other.
 
@@ -239,7 +252,7 @@ def make_stored_cases(*, quick: bool, with_peers: bool = False) -> Iterator[Benc
         with_peers: llama.cpp and its fork are measured in the same rounds.
     """
     shape = QUICK_SHAPE if quick else SHAPE
-    peers = list(PEERS) if with_peers else []
+    peers = list(_find_peers()) if with_peers else []
     for kind in QUICK_KINDS if quick else KINDS:
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
