@@ -38,7 +38,7 @@ WITHOUT_EXTRA = (
     (["verify", "demo"], 1, REMEDY + "serve]"),
     (["convert", "demo", "--format", "int8"], 1, REMEDY + "serve]"),
     (["bench", "engine", "--quick"], 1, REMEDY + "serve]"),
-    (["eval", "demo", "--data", "d"], 1, REMEDY + "finetune]"),
+    (["eval", "demo", "--data", "d"], 1, REMEDY + "serve]"),
     (["export", "demo", "--adapter", "a", "--out", "o"], 1, REMEDY),
 )
 
@@ -100,9 +100,15 @@ def check_commands(programs: Path, cwd: Path) -> None:
 
 
 def check_serving(programs: Path, cwd: Path) -> None:
-    """Serve the demo model, ask it once, and stop it."""
+    """Measure the demo model, serve it, ask it once, and stop it."""
     for command in ("version", "doctor"):
         run(programs / "tandem", command, cwd=cwd)
+    (cwd / "rows.json").write_text('[{"instruction": "def f(x):", "output": "return x"}]')
+    figures = run(
+        programs / "tandem", "eval", "demo", "--data", "rows.json", "--max-tokens", "4", cwd=cwd
+    )
+    if "perplexity" not in figures or REMEDY + "finetune]" not in figures:
+        sys.exit(f"tandem eval demo: no figures without the extra finetune:\n{figures}")
     with subprocess.Popen(
         [programs / "tandem", "serve", "demo", "--port", "0"],
         cwd=cwd, stdout=subprocess.PIPE, text=True,

@@ -20,8 +20,12 @@ from tandem.finetune.data.examples import (
 )
 from tandem.finetune.data.named_templates import LATER_NAMES, NAMED_TEXTS
 from tandem.finetune.data.records import Conversation, Message, Pair
-from tandem.finetune.data.templates import Turn, differs_from_checkpoint, make_template
-from tandem.finetune.training.model import load_tokenizer
+from tandem.finetune.data.templates import (
+    Turn,
+    differs_from_checkpoint,
+    load_tokenizer,
+    make_template,
+)
 from tandem.models.families import open_checkpoint
 
 TALK = Conversation(

@@ -14,10 +14,11 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from typer.testing import CliRunner
 
 from tandem._native import ThreadPool
+from tandem.cli.main import app
 from tandem.core.errors import ConfigError, CorruptionError, UnsupportedError
-from tandem.finetune.evaluate import evaluate_records
 from tandem.finetune.export import export_merged
 from tandem.finetune.forecast.fake_step import StepShape, simulate_step
 from tandem.finetune.forecast.prediction import predict_run
@@ -269,8 +270,11 @@ def test_evaluation_takes_the_adapter(run, checkpoint, tmp_path):
     path.write_text(json.dumps(rows))
 
     def score(adapter):
-        model = TunedModel(checkpoint, adapter, expert_format="bf16", num_threads=2)
-        return evaluate_records(model, str(path), max_tokens=2).metrics["perplexity"]
+        words = ["eval", str(checkpoint), "--data", str(path), "--expert-format", "bf16"]
+        words += ["--adapter", str(adapter)] if adapter else []
+        result = CliRunner().invoke(app, [*words, "--max-tokens", "2", "--json"])
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)["metrics"]["perplexity"]
 
     assert score(folder) < score(None)
 

@@ -259,7 +259,7 @@ def test_sharegpt_pairs(tmp_path):
 
 def test_answers_are_learned_and_prompts_are_not(values):
     """Both answers follow one prompt; what the cutoff makes equal is left out."""
-    from tandem.finetune.training.model import load_tokenizer
+    from tandem.finetune.data.templates import load_tokenizer
     from tandem.models.families import open_checkpoint
 
     tokenizer = load_tokenizer(open_checkpoint("demo"))
@@ -329,8 +329,8 @@ def test_adapters_of_routed_experts(values, tmp_path):
 
 def test_the_example(monkeypatch):
     """Its rows are all good, and its keys are obeyed."""
+    from tandem.finetune.data.templates import load_tokenizer
     from tandem.finetune.recipes.recipe import read_recipe
-    from tandem.finetune.training.model import load_tokenizer
     from tandem.models.families import open_checkpoint
 
     monkeypatch.chdir(Path(__file__).parents[2])

@@ -14,9 +14,8 @@ from tandem.core.errors import (
     CorruptionError,
     UnsupportedError,
 )
-from tandem.finetune.evaluate import evaluate_records
 from tandem.finetune.export import export_merged
-from tandem.finetune.metrics import measure_texts, split_tokens
+from tandem.finetune.metrics import measure_matches, measure_texts, split_tokens
 from tandem.finetune.tuned import TunedModel
 
 MESSAGES = [{"role": "user", "content": "def add(a, b):"}]
@@ -82,19 +81,6 @@ def _folders(merged):
     return DEMO_FOLDER, merged
 
 
-def test_evaluation(adapter, tmp_path):
-    """Scores of a file, and its answers as JSON lines."""
-    rows = [{"instruction": "def add(a, b):", "output": "return a + b"}, 7]
-    path = tmp_path / "rows.json"
-    path.write_text(json.dumps(rows))
-    model = TunedModel("demo", adapter, num_threads=2)
-    report = evaluate_records(model, str(path), max_tokens=4, predictions=tmp_path / "out.jsonl")
-    assert (report.num_rows, report.num_bad_rows) == (1, 1)
-    assert report.metrics["perplexity"] > 1
-    (line,) = (tmp_path / "out.jsonl").read_text().splitlines()
-    assert json.loads(line)["label"] == "return a + b"
-
-
 def test_chat_command(adapter):
     """``tandem chat --adapter`` answers in this process."""
     words = ["chat", "demo", "--adapter", str(adapter), "--prompt", "Hi", "--max-tokens", "3"]
@@ -105,13 +91,14 @@ def test_chat_command(adapter):
 
 def test_metrics():
     """Equal texts score 100; the scores are those of the definitions."""
-    same = measure_texts(["the cat sat on the mat"], ["the cat sat on the mat"])
+    text = ["the cat sat on the mat"]
+    same = measure_texts(text, text) | measure_matches(text, text)
     assert all(value == pytest.approx(100) for value in same.values())
     scores = measure_texts(["the cat sat"], ["the dog sat"])
     assert scores["bleu-1"] == pytest.approx(200 / 3)
     assert scores["rouge-1"] == pytest.approx(200 / 3)
     assert scores["rouge-2"] == 0
-    assert scores["exact_match"] == 0
+    assert measure_matches([" a", "b"], ["a", "c"]) == {"exact_match": 50}
 
 
 def test_chinese_is_measured_by_characters():

@@ -1,13 +1,14 @@
-"""Which optional packages a command needs."""
+"""Which optional packages a command needs.
 
-import importlib.metadata
+Every command imports this module, so that it imports the configuration only where it is used.
+"""
+
 import re
 from importlib.util import find_spec
 
-from tandem.core.config import let_idle_threads_sleep
 from tandem.core.errors import UnsupportedError
 
-__all__ = ["describe_missing", "require_extra", "require_serve"]
+__all__ = ["describe_extra", "describe_missing", "require_extra", "require_serve"]
 
 DISTRIBUTION = "tandem-llm"
 
@@ -17,10 +18,12 @@ def require_extra(extra: str, *packages: str) -> None:
 
     Raises: UnsupportedError: names them and the extra that brings them.
     """
+    from tandem.core.config import let_idle_threads_sleep
+
     let_idle_threads_sleep()
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise UnsupportedError("cli.require_extra", _describe(", ".join(missing), extra))
+        raise UnsupportedError("cli.require_extra", describe_extra(", ".join(missing), extra))
 
 
 def require_serve() -> None:
@@ -35,15 +38,18 @@ def describe_missing(error: ModuleNotFoundError) -> str | None:
     """Return a line about a module that an extra would bring; None if none would."""
     package = (error.name or "").partition(".")[0]
     extra = _find_extra(package)
-    return None if extra is None else f"[cli.import] {_describe(package, extra)}"
+    return None if extra is None else f"[cli.import] {describe_extra(package, extra)}"
 
 
-def _describe(packages: str, extra: str) -> str:
+def describe_extra(packages: str, extra: str) -> str:
+    """Return which packages are not installed, and what brings them."""
     return f"{packages} not installed: pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def _find_extra(package: str) -> str | None:
     """Return the first extra of ours whose requirements have a package, by its import's name."""
+    import importlib.metadata
+
     try:
         needed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

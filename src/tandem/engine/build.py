@@ -6,17 +6,23 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.kv_layout import WindowLayout
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.groups.reuse import StatePolicy
+from tandem.engine.groups.windows import WindowPolicy
 from tandem.engine.kv_memory import KvExtents, KvMemory
-from tandem.engine.memory import StatePlan
+from tandem.engine.memory import KvPlan, StatePlan
 from tandem.engine.planning import plan_engine
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -32,6 +38,7 @@ from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
 from tandem.models.loading.loader import CausalModel, load_model
+from tandem.models.planning.places import list_placed_layers
 from tandem.models.proof.require import require_proof
 from tandem.models.tokenizing.grammars import TokenTable, make_token_table
 from tandem.models.tokenizing.tokenizer import load_tokenizer
@@ -53,6 +60,8 @@ class BuiltEngine(NamedTuple):
     cache: PagedKvCache
     states: StateCache | None
     """None: the model has no state."""
+    windows: WindowLayout | None
+    """Of ``cache.windows``; None: there are no blocks of layers with a window alone."""
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
     experts: ExpertLog | None
@@ -68,6 +77,7 @@ def build_engine(
     tiers: TierConfig | None = None,
     allocate: Callable[[int], KvMemory] | None = None,
     allocate_states: Callable[[int], KvMemory] | None = None,
+    allocate_windows: Callable[[int], KvMemory] | None = None,
     num_siblings: int = 1,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
@@ -81,11 +91,17 @@ def build_engine(
             what moves the blocks.
         allocate: makes the memory of all blocks, given its bytes; None: the device does.
         allocate_states: the same of the slots of states.
+        allocate_windows: the same of the blocks of layers with a window.
         num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
     """
-    plan = plan_engine(model_config, engine_config, num_siblings=num_siblings)
+    plan = plan_engine(
+        model_config,
+        engine_config,
+        num_siblings=num_siblings,
+        is_shared=tiers is not None or allocate is not None,
+    )
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)
@@ -96,28 +112,29 @@ def build_engine(
         # Memory of a step is not at fixed places yet, so nothing is captured.
         model.enable_hybrid(model.context.device, is_captured=False)
     spec = plan.model.spec
-    if allocate is None:
-        memory = model.context.device.map_memory(plan.kv.size_bytes)
-        blocks = memory.tensor
-    else:
-        memory = allocate(plan.kv.size_bytes)
-        blocks = memory.array
-    extents = KvExtents(
-        memory, num_blocks=plan.kv.num_blocks, block_bytes=plan.layout.bytes_per_block
-    )
-    if extents.reserve_blocks(1) < 1:
-        raise CapacityError(
-            "engine.build", "the machine has no memory left for a block of KV: free some"
-        )
-    pool = BlockPool(plan.kv.num_blocks, extents)
-    identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
+    pool, blocks = _make_pool(model, plan.kv, allocate)
+    identity = model.kv_identity(plan.layout, plan.config.kv_sharing, plan.windows)
     index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
     planner = None
     if tiers is not None:
         planner = CostTierPlanner(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
-    cache = model.context.make_kv_cache(plan.layout, plan.kv.num_blocks, blocks)
+    window_cache, window_policy = None, None
+    if plan.windows is not None:
+        num_windows = plan.config.num_window_blocks
+        own = None
+        if allocate_windows is not None and plan.kv.windows is not None:
+            own = allocate_windows(plan.kv.windows.size_bytes).array
+        window_cache = model.context.make_kv_cache(plan.windows.layout, num_windows, own)
+        window_policy = WindowPolicy(plan.windows.window, num_windows)
+    cache = model.context.make_kv_cache(
+        plan.layout,
+        plan.kv.num_blocks,
+        blocks,
+        windows=window_cache,
+        window_layers=() if plan.windows is None else plan.windows.layers,
+    )
     policy, states = None, None
     if plan.states is not None:
         policy = StatePolicy(
@@ -126,7 +143,7 @@ def build_engine(
         states = _make_states(model, plan.states, allocate_states)
     experts = _open_expert_log(model, plan.config.expert_trace)
     engine = Engine(
-        Scheduler(plan.config, pool, index, planner, policy),
+        Scheduler(plan.config, pool, index, planner, policy, window_policy),
         TorchRunner(
             model,
             cache,
@@ -169,12 +186,37 @@ def build_engine(
         kv_identity=identity.digest.hex(),
         num_state_slots=0 if plan.states is None else plan.states.num_slots,
         state_bytes=0 if plan.states is None else plan.states.state_bytes,
+        num_window_blocks=plan.config.num_window_blocks,
+        window_block_bytes=0 if plan.kv.windows is None else plan.kv.windows.block_bytes,
         pid=0,
         plan=plan.rows(),
         rejected=plan.rejected_rows(),
+        placement=list_placed_layers(plan.model),
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity, index, cache, states, planner, experts)
+    return BuiltEngine(
+        engine, info, model, identity, index, cache, states, plan.windows, planner, experts
+    )
+
+
+def _make_pool(
+    model: CausalModel, plan: KvPlan, allocate: Callable[[int], KvMemory] | None
+) -> tuple[BlockPool, Tensor | npt.NDArray[np.uint8] | None]:
+    """Return the pool of blocks, and their memory; None: they need none, as no layer is in them."""
+    if not plan.block_bytes:
+        return BlockPool(plan.num_blocks), None
+    if allocate is None:
+        memory = model.context.device.map_memory(plan.size_bytes)
+        blocks = memory.tensor
+    else:
+        memory = allocate(plan.size_bytes)
+        blocks = memory.array
+    extents = KvExtents(memory, num_blocks=plan.num_blocks, block_bytes=plan.block_bytes)
+    if extents.reserve_blocks(1) < 1:
+        raise CapacityError(
+            "engine.build", "the machine has no memory left for a block of KV: free some"
+        )
+    return BlockPool(plan.num_blocks, extents), blocks
 
 
 def _make_states(

@@ -12,8 +12,9 @@ import msgspec
 
 from tandem import _native
 from tandem.core.errors import ConfigError
+from tandem.core.kv_layout import WindowLayout, split_layout
 from tandem.core.model.plan import ModelPlan
-from tandem.core.spec import KVLayout
+from tandem.core.spec import KVLayout, ModelSpec
 from tandem.engine.config import EngineConfig
 from tandem.engine.memory import (
     DEFAULT_FRACTION,
@@ -35,7 +36,7 @@ from tandem.placement.costs import Placement, decode_time, prefill_time
 from tandem.placement.served import place_served, read_served
 from tandem.placement.shape import FORMAT_BYTES, ModelShape
 
-__all__ = ["EnginePlan", "Forecast", "count_users", "plan_engine"]
+__all__ = ["RUNTIME_BYTES", "EnginePlan", "Forecast", "count_users", "plan_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelPlan
     layout: KVLayout
+    """Of the blocks, without the layers of ``windows``."""
+    windows: WindowLayout | None = None
+    """Of the blocks of layers with a window; None: they have none of their own."""
     config: EngineConfig
     """With everything filled in that was left open."""
     kv: KvPlan
@@ -143,6 +147,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{kv.size_bytes / MIB:.0f} MiB when all are used",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
+            *self._list_windows(),
             *self._list_states(),
             ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
             ("step", f"{self.config.max_batch_tokens} tokens", self.step_reason),
@@ -167,6 +172,19 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         text += f"{told.decode_rate:.1f} tokens/s of an answer"
         return ("speed", text, f"predicted for one user, {told.source}")
 
+    def _list_windows(self) -> list[tuple[str, str, str]]:
+        plan, windows = self.kv.windows, self.windows
+        if plan is None or windows is None:
+            return []
+        # Without blocks of their own, these layers would be in every other block.
+        saved = (self.kv.num_blocks - plan.num_blocks) * plan.block_bytes
+        text = (
+            f"{plan.num_blocks} blocks of {self.layout.block_size} tokens in "
+            f"{windows.layout.num_layers} layers, {plan.size_bytes / MIB:.0f} MiB when all are used"
+        )
+        why = f"{plan.reason}; a window of {windows.window} tokens saves {saved / MIB:.0f} MiB"
+        return [("windows", text, why)]
+
     def _list_states(self) -> list[tuple[str, str, str]]:
         states = self.states
         if states is None:
@@ -182,7 +200,11 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_engine(
-    model_config: ModelConfig, engine_config: EngineConfig, *, num_siblings: int = 1
+    model_config: ModelConfig,
+    engine_config: EngineConfig,
+    *,
+    num_siblings: int = 1,
+    is_shared: bool = False,
 ) -> EnginePlan:
     """Decide what 0 and ``auto`` leave open.
 
@@ -190,6 +212,7 @@ def plan_engine(
         model_config: what to load.
         engine_config: 0 where the value is to be decided here.
         num_siblings: instances that share the free memory, this one included.
+        is_shared: blocks go to a store or to other instances.
 
     Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
     """
@@ -232,6 +255,11 @@ def plan_engine(
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
+    bytes_per_token = layout.bytes_per_token
+    context = engine_config.max_model_len or own
+    # An object of the store has bytes, and so has a block that another instance reads.
+    is_split = not is_shared or len(spec.window_layers) < layout.num_layers
+    layout, windows = _split_windows(spec, layout, context) if is_split else (layout, None)
     states = None
     if spec.state_layout is not None:
         states = plan_states(
@@ -249,8 +277,9 @@ def plan_engine(
         total_bytes=total,
         taken_bytes=0 if states is None else states.size_bytes,
         fraction=fraction,
+        windows=windows,
     )
-    shape = read_served(model, kv_bytes=layout.bytes_per_token)
+    shape = read_served(model, kv_bytes=bytes_per_token)
     forecast = _forecast(model, shape, find_kept(), min(PROMPT_TOKENS, kv.max_model_len // 2 or 1))
     step, step_reason = _choose_step(engine_config, forecast)
     config = msgspec.structs.replace(
@@ -258,12 +287,14 @@ def plan_engine(
         max_model_len=kv.max_model_len,
         num_kv_blocks=kv.num_blocks,
         num_state_slots=0 if states is None else states.num_slots,
+        num_window_blocks=0 if kv.windows is None else kv.windows.num_blocks,
         threads=threads,
         max_batch_tokens=step,
     )
     return EnginePlan(
         model=model,
         layout=layout,
+        windows=windows,
         config=config,
         kv=kv,
         states=states,
@@ -281,6 +312,15 @@ def plan_engine(
             *_reject_steps(step, forecast),
         ),
     )
+
+
+def _split_windows(
+    spec: ModelSpec, layout: KVLayout, context: int
+) -> tuple[KVLayout, WindowLayout | None]:
+    """Return the layouts of the two groups of blocks; one where windows are part of the others."""
+    if spec.state_layout is not None or spec.sliding_window >= context:
+        return layout, None
+    return split_layout(layout, spec.window_layers, spec.sliding_window)
 
 
 def _check_device_weights(model: ModelPlan, free_bytes: int, left_bytes: int) -> None:
@@ -310,7 +350,9 @@ def count_users(planned: EnginePlan, rate: float) -> int:
     calibration, told = find_kept(), planned.forecast
     if calibration is None or told is None:
         return 0
-    shape = read_served(planned.model, kv_bytes=planned.layout.bytes_per_token)
+    config = planned.config
+    kv_bytes = make_kv_layout(planned.model.spec, config.block_size, config.kv_dtype)
+    shape = read_served(planned.model, kv_bytes=kv_bytes.bytes_per_token)
     place = place_served(planned.model, chunk_tokens=planned.config.max_batch_tokens)
     spec, eff, context = calibration.hardware, calibration.efficiencies, told.prompt_tokens
     fitting = planned.kv.num_blocks * planned.layout.block_size // context

@@ -7,11 +7,13 @@ all are percentages. Chinese, Japanese and Korean characters are a token each.
 import re
 from collections.abc import Sequence
 
-__all__ = ["measure_texts", "split_tokens"]
+__all__ = ["PACKAGES", "measure_matches", "measure_texts", "split_tokens"]
 
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _TOKEN = re.compile(rf"[{_IDEOGRAPHS}]|[^\W_{_IDEOGRAPHS}]+")
 BLEU_ORDERS = (1, 2, 3, 4)
+PACKAGES = ("sacrebleu", "rouge_score")
+"""Compute BLEU and ROUGE; the extra ``finetune`` brings them."""
 
 
 def split_tokens(text: str) -> list[str]:
@@ -26,19 +28,32 @@ class _Tokenizer:
         return split_tokens(text)
 
 
-def measure_texts(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return ``exact_match``, ``bleu-1`` to ``bleu-4``, ``rouge-1``, ``rouge-2``, ``rouge-l``.
+def measure_matches(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Return ``exact_match``: the share of predictions equal to their references, in percent.
 
     Args:
         predictions: one for each row; at least one row.
         references: of the same rows.
     """
+    assert len(predictions) == len(references) > 0, (len(predictions), len(references))
+    same = [p.strip() == r.strip() for p, r in zip(predictions, references, strict=True)]
+    return {"exact_match": 100 * sum(same) / len(same)}
+
+
+def measure_texts(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Return ``bleu-1`` to ``bleu-4``, ``rouge-1``, ``rouge-2`` and ``rouge-l``.
+
+    Args:
+        predictions: one for each row; at least one row.
+        references: of the same rows.
+
+    Raises: ModuleNotFoundError: sacrebleu or rouge-score is not installed.
+    """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu.metrics.bleu import BLEU
 
     assert len(predictions) == len(references) > 0, (len(predictions), len(references))
-    same = [p.strip() == r.strip() for p, r in zip(predictions, references, strict=True)]
-    results = {"exact_match": 100 * sum(same) / len(same)}
+    results: dict[str, float] = {}
     has_ideographs = any(re.search(f"[{_IDEOGRAPHS}]", text) for text in references)
     for order in BLEU_ORDERS:
         bleu = BLEU(max_ngram_order=order, tokenize="zh" if has_ideographs else "13a")

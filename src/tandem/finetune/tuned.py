@@ -1,21 +1,20 @@
-"""A model with an adapter, in this process: answers and perplexity.
+"""A model with an adapter, in this process: answers and scores.
 
 For looking at what was learned; a server is faster at many requests.
 """
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tandem.core.errors import ConfigError
-from tandem.finetune.data.examples import IGNORED_LABEL, Example, collate, encode
-from tandem.finetune.data.records import Conversation
-from tandem.finetune.data.templates import make_template
+from tandem.finetune.data.examples import IGNORED_LABEL, Example, collate
+from tandem.finetune.data.templates import list_ends, load_tokenizer, make_template
 from tandem.finetune.training.expert_adapters import open_adapter
-from tandem.finetune.training.model import load_frozen, load_tokenizer
+from tandem.finetune.training.model import count_weight_bytes, load_frozen
 
 __all__ = ["TunedModel"]
 
@@ -49,13 +48,14 @@ class TunedModel:
         )
         self._tokenizer = load_tokenizer(frozen.checkpoint)
         self._template = make_template(self._tokenizer, template)
-        ends = (*frozen.checkpoint.spec.eos_token_ids, *self._template.stop_ids)
-        self._ends = _list_ends(ends, self._tokenizer)
+        eos = frozen.checkpoint.spec.eos_token_ids
+        self._ends = list_ends(eos, self._template, self._tokenizer)
         self._model = frozen.model
         if adapter is not None:
             # Checked before PEFT believes it.
             self._model = open_adapter(frozen.model, Path(adapter))
         self._model.eval()
+        self._context: int = self._model.config.max_position_embeddings
 
     def answer(
         self,
@@ -70,11 +70,46 @@ class TunedModel:
         Raises: ConfigError: the prompt is longer than the model's context.
         """
         ids = self._template.encode_prompt(messages)
-        limit = self._model.config.max_position_embeddings
-        if len(ids) + 1 > limit:
-            raise ConfigError("finetune.answer", f"{len(ids)} tokens: the context has {limit}")
+        if len(ids) + 1 > self._context:
+            raise ConfigError(
+                "finetune.answer", f"{len(ids)} tokens: the context has {self._context}"
+            )
         if seed is not None:
             torch.manual_seed(seed)
+        answer = self._generate(ids, max_tokens, self._ends, temperature)
+        return self._tokenizer.decode(answer, skip_special_tokens=True)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights in memory."""
+        return count_weight_bytes(self._model)
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        max_tokens: int,
+        end_ids: Sequence[int],
+        on_answer: Callable[[], None],
+    ) -> list[list[int]]:
+        """Return the greedy answer to each prompt, all in token ids; see ``EvaluatedModel``."""
+        answers: list[list[int]] = []
+        for prompt in prompts:
+            answers.append(self._generate(prompt, max_tokens, end_ids, 0.0))
+            on_answer()
+        return answers
+
+    def compute_logprobs(self, example: Example) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the labels of a row and log-probabilities at their places, in one piece."""
+        batch = collate([example], 0)
+        labels = batch.pop("labels")[0, 1:]
+        is_scored = labels != IGNORED_LABEL
+        with torch.no_grad():
+            logits = self._model(**batch).logits[0, :-1][is_scored].float()
+        yield labels[is_scored], torch.nn.functional.log_softmax(logits, -1)
+
+    def _generate(
+        self, ids: list[int], max_tokens: int, end_ids: Sequence[int], temperature: float
+    ) -> list[int]:
         sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None}
         sampling["top_k"] = None
         if temperature > 0:
@@ -84,47 +119,10 @@ class TunedModel:
             out = self._model.generate(
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
-                max_new_tokens=min(max_tokens, limit - len(ids)),
-                eos_token_id=self._ends,
+                max_new_tokens=min(max_tokens, self._context - len(ids)),
+                eos_token_id=list(end_ids),
                 pad_token_id=self._tokenizer.pad_token_id,
                 use_cache=True,
                 **sampling,
             )
-        return self._tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
-
-    def predict(self, conversations: Sequence[Conversation], max_tokens: int) -> Iterator[str]:
-        """Yield the greedy answer to each conversation's last question."""
-        for conversation in conversations:
-            messages = [{"role": m.role, "content": m.content} for m in conversation.messages[:-1]]
-            yield self.answer(messages, max_tokens=max_tokens).strip()
-
-    def perplexity(self, conversations: Sequence[Conversation], cutoff_len: int) -> float:
-        """Return exp of the mean negative log probability of all answers' tokens."""
-        total, count = 0.0, 0
-        for conversation in conversations:
-            example = encode(conversation, self._template, cutoff_len=cutoff_len)
-            if example is None:
-                continue
-            loss, num_tokens = self._score(example)
-            total, count = total + loss, count + num_tokens
-        return math.exp(total / count) if count else math.nan
-
-    def _score(self, example: Example) -> tuple[float, int]:
-        batch = collate([example], 0)
-        labels = batch.pop("labels")[:, 1:]
-        with torch.no_grad():
-            logits = self._model(**batch).logits[:, :-1].float()
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        return float(loss), int((labels != IGNORED_LABEL).sum())
-
-
-def _list_ends(of_model: Sequence[int], tokenizer: Any) -> list[int]:
-    """Ids that end an answer: the model's, and the one that ends a turn of the template."""
-    ends = set(of_model)
-    if tokenizer.eos_token_id is not None:
-        ends.add(tokenizer.eos_token_id)
-    vocabulary = tokenizer.get_vocab()
-    ends |= {vocabulary[name] for name in ("<|im_end|>", "<|eot_id|>") if name in vocabulary}
-    return sorted(ends)
+        return out[0, len(ids) :].tolist()

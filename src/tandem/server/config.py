@@ -134,6 +134,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "on from; whole conversations are forgotten for new ones. 0 keeps none.",
         ),
     ] = 64 * 2**20
+    response_total_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**40,
+            description="Memory for the kept responses of all keys together; conversations of the "
+            "key that has the most are forgotten first.",
+        ),
+    ] = 2**30
     response_idle_s: Annotated[
         float,
         Meta(

@@ -84,6 +84,34 @@ def test_a_response_whose_conversation_is_forgotten_is_not_kept():
     assert memory.measure(ANN) == 0
 
 
+def test_all_clients_together_are_bounded_and_the_largest_gives_way():
+    """A flood under many keys takes no more than the whole may, and nothing of small clients."""
+    memory = KeptResponses(10 * SIZE, 60.0, max_total_bytes=30 * SIZE)
+    keep(memory, ANN, "small")
+    keep(memory, BOB, "old", size=SIZE)
+    owners = [b"key%d" % number for number in range(50)]
+    for owner in owners:
+        for name in "abc":
+            keep(memory, owner, name, size=2 * SIZE)
+            assert memory.num_bytes <= 30 * SIZE
+    assert has(memory, ANN, "small") and has(memory, BOB, "old")
+    # The last to come is served, too.
+    assert has(memory, owners[-1], "c")
+    assert memory.num_bytes == sum(map(memory.measure, [ANN, BOB, *owners]))
+
+
+def test_clients_that_left_nothing_take_no_memory():
+    """Whatever a client kept expires, and then it is not known any more."""
+    memory = KeptResponses(10 * SIZE, 60.0)
+    for number in range(1000):
+        keep(memory, b"key%d" % number, "1", now_s=float(number))
+    assert memory.num_clients == 61
+    memory.remove(b"key999", "1", 999.0)
+    assert memory.num_clients == 60
+    keep(memory, ANN, "1", now_s=2000.0)
+    assert (memory.num_clients, memory.num_bytes) == (1, memory.measure(ANN))
+
+
 @given(
     st.lists(
         st.tuples(

@@ -6,6 +6,8 @@ Method: real servers over the fake engine.
 import contextlib
 import io
 import json
+import os
+import subprocess
 
 import openai
 import pytest
@@ -13,6 +15,9 @@ import requests
 from fake_engine import FakeEngine, make_info
 from serving import LiveServers, wait_until
 from vocabularies import make_byte_level_tokenizer
+
+from tandem.core.wire import NO_SLO
+from tandem.server.batches.store import BatchStore
 
 CHAT = "/v1/chat/completions"
 OVER = {"completed", "failed", "cancelled", "expired"}
@@ -68,7 +73,8 @@ class Client:
 
 
 def test_a_batch_is_answered(servers, engine, connect):
-    client = connect(servers.start(engine))
+    live = servers.start(engine, slo=("ttft_ms=0.001",))
+    client = connect(live)
     lines = [make_line(number) for number in range(40)]
     lines[7]["body"]["max_tokens"] = -1
     lines[9]["body"]["priority"] = -5
@@ -91,6 +97,9 @@ def test_a_batch_is_answered(servers, engine, connect):
     assert {request.priority for request in engine.requests} == {2**31 - 1}
     assert {request.client for request in engine.requests} == {"batches"}
     assert [each.id for each in client.api.batches.list()] == [batch.id]
+    # Nobody waits for them: they have no objectives, and no part in how these are kept.
+    assert {request.slo for request in engine.requests} == {NO_SLO}
+    assert "outcome=" not in live.get("/metrics").text
 
 
 def test_a_full_queue_is_asked_again(servers, engine, connect):
@@ -210,3 +219,87 @@ def test_files_are_their_keys_alone_and_bounded(servers, engine, connect):
         f"{live.url}/v1/files", data=b"x", headers={"Authorization": "Bearer one"}, timeout=20
     )
     assert wrong.status_code == 400
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 128 KiB; a page is 4 KiB, so that a file takes at least one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder):
+    """Fill a disk; return the file to remove again."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as out, contextlib.suppress(OSError):
+        while out.write(b"x" * 512):
+            pass
+    return filler
+
+
+def test_a_full_disk_is_told_and_costs_nothing_else(small_disk, engine, connect):
+    """Neither an upload nor a batch that finds no room leaves anything; later ones are served."""
+    with LiveServers(make_byte_level_tokenizer()) as servers:
+        live = servers.start(engine, batch_folder=str(small_disk))
+        client = connect(live)
+        filler = fill(small_disk)
+        before = sorted(path.name for path in small_disk.rglob("*"))
+        for size in (10, 100_000):
+            with pytest.raises(openai.InternalServerError, match="the disk is full") as refused:
+                client.api.files.create(file=("b", io.BytesIO(b"x" * size)), purpose="batch")
+            assert refused.value.status_code == 503
+        assert [*client.api.files.list()] == []
+        assert sorted(path.name for path in small_disk.rglob("*")) == before
+        filler.unlink()
+        # The input is kept, the batch finds no room for what is known of it.
+        text = json.dumps(make_line(1)) + "\n"
+        file = client.api.files.create(file=("a", io.BytesIO(text.encode())), purpose="batch")
+        filler = fill(small_disk)
+        options = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+        with pytest.raises(openai.InternalServerError, match="the disk is full"):
+            client.api.batches.create(**options)
+        assert [*client.api.batches.list()] == []
+        filler.unlink()
+        assert client.end(client.api.batches.create(**options)).status == "completed"
+
+
+def test_a_batch_whose_answers_fill_the_disk_fails_by_name(small_disk, engine, connect):
+    """Whole lines stay, the rest fails as ``storage_full``; the worker goes on, a restart too."""
+    lines = [make_line(number, max_tokens=60, logprobs=True) for number in range(30)]
+    with LiveServers(make_byte_level_tokenizer()) as servers:
+        live = servers.start(engine, batch_folder=str(small_disk), batch_width=1)
+        client = connect(live)
+        batch = client.end(client.begin(lines))
+        assert batch.status == "failed"
+        assert [error.code for error in batch.errors.data] == ["storage_full"]
+        answers = client.read(batch.output_file_id)
+        assert [each["custom_id"] for each in answers] == [f"r{n}" for n in range(len(answers))]
+        assert 0 < batch.request_counts.completed == len(answers) < 30
+        output = small_disk / "files" / batch.output_file_id
+        assert client.api.files.retrieve(output.name).bytes == output.stat().st_size
+        client.api.files.delete(batch.output_file_id)
+        assert client.end(client.begin([make_line(1)])).status == "completed"
+    with LiveServers(make_byte_level_tokenizer()) as servers:
+        client = connect(servers.start(engine, batch_folder=str(small_disk)))
+        assert client.end(client.begin([make_line(2)])).status == "completed"
+        # Its end found no room, so that it was begun again; its answers are gone.
+        again = client.api.batches.retrieve(batch.id)
+        assert again.status == "failed"
+        assert again.errors.data[0].code in ("storage_full", "file_deleted")
+
+
+def test_what_a_crash_left_of_an_upload_is_removed(tmp_path):
+    """A content without a description, and a draft that did not replace one."""
+    store = BatchStore(tmp_path, 1000)
+    kept = store.add_file("ann", "a", "batch", io.BytesIO(b"abc"), 0)
+    (tmp_path / "files" / "file-lost").write_bytes(b"x" * 100)
+    (tmp_path / "files" / "file-lost.new").write_bytes(b"{")
+    again = BatchStore(tmp_path, 1000)
+    assert [file.id for file in again.list_files("ann")] == [kept.id]
+    names = {path.name for path in (tmp_path / "files").iterdir()}
+    assert names == {kept.id, f"{kept.id}.json"}

@@ -20,6 +20,7 @@ from tandem.cli.config import (
     with_config_flags,
 )
 from tandem.cli.extras import require_serve
+from tandem.cli.hosting import serve_models
 from tandem.cli.launch_flags import make_launch_parameters, translate
 from tandem.cli.output import JsonFlag, print_json
 from tandem.core.descriptors import raise_limit
@@ -62,11 +63,15 @@ def serve(
     for note in foreign.notes:
         sys.stderr.write(f"tandem: {note}\n")
     settings = resolved.config
+    if settings.hub.file:
+        serve_models(settings, log_level, log_format, json=json)
+        return
     if not settings.model.path:
         raise ConfigError(
             "cli.serve", "name a model: a folder, a hub id or `demo`", field="model.path"
         )
     check_store(settings.store)
+    settings.cluster.require_pairs()
     if dry_run:
         from tandem.cli.planning.serving import show_serving
 
@@ -90,7 +95,8 @@ async def _serve(
         # Instances import torch and transformers, most of a start, while this process imports the
         # server and checks what is cheap to check.
         launchers: list[ProcessLauncher] = []
-        for _ in range(settings.cluster.num_instances):
+        num_own = 0 if settings.cluster.launchers else settings.cluster.num_instances
+        for _ in range(num_own):
             launchers.append(ProcessLauncher())
             opened.push_async_callback(launchers[-1].close)
             await launchers[-1].prepare()

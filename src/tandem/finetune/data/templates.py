@@ -21,6 +21,7 @@ from tandem.finetune.data.named_templates import (
     Part,
 )
 from tandem.finetune.data.records import Conversation
+from tandem.models.families import Checkpoint
 
 __all__ = [
     "CheckpointTemplate",
@@ -28,6 +29,8 @@ __all__ = [
     "Template",
     "Turn",
     "differs_from_checkpoint",
+    "list_ends",
+    "load_tokenizer",
     "make_template",
 ]
 
@@ -310,6 +313,39 @@ class NamedTemplate:
         ids = self._fill(self._text.assistant, "") + self.tail
         special = set(self._tokenizer.all_special_ids)
         return [i for i in ids if i in special]
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
+    """Return transformers' tokenizer of a checkpoint.
+
+    Raises: UnsupportedError (it would need code of the checkpoint, or is missing).
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        what = f"no tokenizer in {checkpoint.folder}: {error}"
+        raise UnsupportedError("finetune.load_tokenizer", what) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def list_ends(of_model: Sequence[int], template: Template, tokenizer: Any) -> list[int]:
+    """Return the ids that end an answer: the model's, and those that end a turn of the template.
+
+    Args:
+        of_model: what the checkpoint names.
+        template: what renders the conversation.
+        tokenizer: transformers'.
+    """
+    ends = {*of_model, *template.stop_ids}
+    if tokenizer.eos_token_id is not None:
+        ends.add(tokenizer.eos_token_id)
+    vocabulary = tokenizer.get_vocab()
+    ends |= {vocabulary[name] for name in ("<|im_end|>", "<|eot_id|>") if name in vocabulary}
+    return sorted(ends)
 
 
 def make_template(

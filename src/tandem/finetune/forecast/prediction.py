@@ -13,11 +13,12 @@ from tandem._native import read_topology, recommend_threads
 from tandem.core.errors import ConfigError, TandemError
 from tandem.core.model.plan import ModelPlan
 from tandem.finetune.data.dataset import prepare_data
+from tandem.finetune.data.templates import load_tokenizer
 from tandem.finetune.forecast.fake_step import StepCost, StepShape, simulate_step
 from tandem.finetune.forecast.machine_speed import measure_speed
 from tandem.finetune.recipes.recipe import MethodKeys, Recipe, make_recipe
 from tandem.finetune.training.expert_adapters import adapt_model
-from tandem.finetune.training.model import choose_format, load_tokenizer, plan_training
+from tandem.finetune.training.model import choose_format, plan_training
 from tandem.finetune.training.output_folder import check_folders
 from tandem.finetune.training.trainer import (
     check_packages,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
-from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.errors import ConfigError
 from tandem.core.model.layers import ExpertsSpec
 from tandem.core.model.plan import NO_FORMAT, ModelPlan
 from tandem.finetune.recipes.targets import find_expert_shapes
@@ -32,7 +32,6 @@ __all__ = [
     "choose_format",
     "count_weight_bytes",
     "load_frozen",
-    "load_tokenizer",
     "plan_training",
 ]
 
@@ -69,23 +68,6 @@ def choose_format(name: str, *, is_bf16: bool) -> WeightFormat | None:
         return find_format(name)
     except KeyError as error:
         raise ConfigError("finetune.choose_format", str(error), field="expert_format") from error
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Return transformers' tokenizer of a checkpoint.
-
-    Raises: UnsupportedError (it would need code of the checkpoint, or is missing).
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        what = f"no tokenizer in {checkpoint.folder}: {error}"
-        raise UnsupportedError("finetune.load_tokenizer", what) from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def load_frozen(

@@ -24,6 +24,7 @@ from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.finetune.artefacts import name_full_disk, plot_losses, write_card, write_json
 from tandem.finetune.data.dataset import Dataset, prepare_data
 from tandem.finetune.data.examples import collate
+from tandem.finetune.data.templates import load_tokenizer
 from tandem.finetune.recipes.recipe import Recipe
 from tandem.finetune.recipes.targets import find_expert_parameters, find_targets, name_targets
 from tandem.finetune.training.allocator import map_large_blocks
@@ -36,7 +37,7 @@ from tandem.finetune.training.callbacks import (
 from tandem.finetune.training.epochs import EpochTrainer
 from tandem.finetune.training.expert_adapters import adapt_model, open_adapter
 from tandem.finetune.training.loss import Head, compute_loss, find_head
-from tandem.finetune.training.model import load_frozen, load_tokenizer
+from tandem.finetune.training.model import load_frozen
 from tandem.finetune.training.output_folder import check_folders, clear_folder
 from tandem.models.families import open_checkpoint
 

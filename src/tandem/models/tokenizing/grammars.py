@@ -4,11 +4,13 @@ Server and instances make the same of the same files, so that a grammar which th
 compiled compiles at every instance.
 """
 
+import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tandem.core.errors import UnsupportedError
+from tandem.models.tokenizing.schemas.rewrite import RefusedError, rewrite_schema
 from tandem.models.tokenizing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ __all__ = [
     "make_token_table",
     "write_grammar",
 ]
+
+_MAX_REWRITTEN = 1 << 18
+"""Characters of a schema that is rewritten; a longer one is llguidance's to take or refuse."""
 
 TokenTable: TypeAlias = "llguidance.LLTokenizer"
 Matcher: TypeAlias = "llguidance.LLMatcher"
@@ -103,6 +108,46 @@ def write_grammar(kind: str, text: str) -> str:
         text: the grammar.
 
     Raises:
-        ValueError: the text cannot be read as of that kind.
+        ValueError: the text cannot be read as of that kind; a schema of which there is no grammar
+            is refused by its keyword.
     """
-    return _load_library().grammar_from(kind, text)
+    return (
+        _write_schema(text) if kind == "json_schema" else _load_library().grammar_from(kind, text)
+    )
+
+
+@lru_cache(maxsize=64)
+def _write_schema(text: str) -> str:
+    """Return the grammar of a schema, rewritten if it has keywords that llguidance lacks."""
+    library = _load_library()
+    grammar: str = library.grammar_from("json_schema", text)
+    check = library.LLMatcher.validate_grammar_with_warnings
+    if not check(grammar, None, limits=_find_limits())[0] or len(text) > _MAX_REWRITTEN:
+        return grammar
+    # It was read before.
+    schema = json.loads(text)
+    matchers: dict[str, Matcher] = {}
+
+    def matches(pattern: str, found_in: str) -> bool:
+        if pattern not in matchers:
+            plain = json.dumps({"type": "string", "pattern": pattern})
+            whole: str = library.grammar_from("json_schema", plain)
+            matchers[pattern] = make_matcher(_load_bytes(), whole)
+        matcher = matchers[pattern]
+        matcher.reset()
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        ids = _load_bytes().tokenize_str(json.dumps(found_in, ensure_ascii=False))
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    try:
+        rewritten = rewrite_schema(schema, matches).schema
+    except RefusedError as error:
+        raise ValueError(str(error)) from error
+    return library.grammar_from("json_schema", json.dumps(rewritten, ensure_ascii=False))
+
+
+@cache
+def _load_bytes() -> TokenTable:
+    """Return the vocabulary of single bytes."""
+    return _load_library().LLTokenizer("byte")

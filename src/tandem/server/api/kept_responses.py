@@ -1,8 +1,9 @@
 """The memory of responses that later requests go on from.
 
-Each client has a bounded number of bytes. Conversations are forgotten as wholes, since a response
-is of no use without those before it: the least recently used one where the bytes are over, and each
-that nobody used for a time. Calls may come from any thread; time is an argument.
+Each client has a bounded number of bytes, and all together have one. Conversations are forgotten as
+wholes, since a response is of no use without those before it: the least recently used one where a
+client's bytes are over, that of the client with the most where all bytes are, and each that nobody
+used for a time. Calls may come from any thread; time is an argument.
 """
 
 import threading
@@ -58,7 +59,8 @@ class KeptResponse:
 class _Conversation:
     """Responses that go back to one."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: bytes) -> None:
+        self.owner = owner
         self.ids: set[str] = set()
         """Ids of those that were not deleted."""
         self.size_bytes = 0
@@ -74,16 +76,6 @@ class _Shelf:
         """The least recently used one first."""
         self.size_bytes = 0
 
-    def drop(self, conversation: _Conversation) -> None:
-        for each in conversation.ids:
-            del self.responses[each]
-        self.size_bytes -= conversation.size_bytes
-        del self.conversations[conversation]
-
-    def resize(self, conversation: _Conversation, change: int) -> None:
-        conversation.size_bytes += change
-        self.size_bytes += change
-
 
 class KeptResponses:
     """Responses by client and id.
@@ -91,12 +83,20 @@ class KeptResponses:
     Args:
         max_bytes: of one client; 0 keeps nothing.
         max_idle_s: after which a conversation that nobody uses is forgotten.
+        max_total_bytes: of all clients together; None: as many as each of them may have.
     """
 
-    def __init__(self, max_bytes: int, max_idle_s: float) -> None:
+    def __init__(
+        self, max_bytes: int, max_idle_s: float, *, max_total_bytes: int | None = None
+    ) -> None:
         self.max_bytes = max_bytes
         self._max_idle_s = max_idle_s
+        self._max_total_bytes = max_total_bytes
         self._shelves: dict[bytes, _Shelf] = {}
+        """Of clients that have something."""
+        self._conversations: OrderedDict[_Conversation, None] = OrderedDict()
+        """Of all clients, the least recently used one first."""
+        self._num_bytes = 0
         self._lock = threading.Lock()
 
     def find(self, owner: bytes, response_id: str, now_s: float, field: str = "") -> KeptResponse:
@@ -127,18 +127,18 @@ class KeptResponses:
         """Keep a response, unless its conversation is forgotten; others may be for its sake."""
         with self._lock:
             self._open(owner, now_s)
-            shelf = self._shelves.setdefault(owner, _Shelf())
             parent = response.parent
-            conversation = _Conversation() if parent is None else parent.conversation
-            if parent is not None and conversation not in shelf.conversations:
+            conversation = _Conversation(owner) if parent is None else parent.conversation
+            if parent is not None and conversation not in self._conversations:
                 # Forgotten while the response was generated, which is of no use without it.
                 return
+            shelf = self._shelves.setdefault(owner, _Shelf())
             if parent is not None:
                 parent.num_children += 1
             response.conversation = conversation
             conversation.ids.add(response.id)
             shelf.responses[response.id] = response
-            shelf.resize(conversation, response.size_bytes)
+            self._resize(conversation, response.size_bytes)
             self._touch(shelf, conversation, now_s)
             self._shrink(shelf)
 
@@ -152,10 +152,9 @@ class KeptResponses:
             before = response.size_bytes
             response.document, response.messages = document, messages
             response.is_running = False
-            shelf = self._shelves.get(owner)
-            if shelf is not None and response.conversation in shelf.conversations:
-                shelf.resize(response.conversation, response.size_bytes - before)
-                self._shrink(shelf)
+            if response.conversation in self._conversations:
+                self._resize(response.conversation, response.size_bytes - before)
+                self._shrink(self._shelves[owner])
 
     def remove(self, owner: bytes, response_id: str, now_s: float) -> None:
         """Forget a response; those that go on from it keep their conversation.
@@ -165,17 +164,17 @@ class KeptResponses:
         """
         response: KeptResponse | None = self.find(owner, response_id, now_s)
         with self._lock:
-            shelf = self._shelves[owner]
-            if shelf.responses.pop(response_id, None) is None:
+            shelf = self._shelves.get(owner)
+            if shelf is None or shelf.responses.pop(response_id, None) is None:
                 return
             conversation = response.conversation
             conversation.ids.discard(response_id)
             response.is_deleted = True
             if not conversation.ids:
-                shelf.drop(conversation)
+                self._drop(conversation)
                 return
             while response is not None and response.is_deleted and not response.num_children:
-                shelf.resize(conversation, -response.size_bytes)
+                self._resize(conversation, -response.size_bytes)
                 response = response.parent
                 if response is not None:
                     response.num_children -= 1
@@ -186,21 +185,48 @@ class KeptResponses:
             shelf = self._shelves.get(owner)
             return 0 if shelf is None else shelf.size_bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes all clients' responses take."""
+        return self._num_bytes
+
+    @property
+    def num_clients(self) -> int:
+        """Clients of which something is kept."""
+        return len(self._shelves)
+
     def _open(self, owner: bytes, now_s: float) -> _Shelf | None:
-        """Return what a client has, without what is too old."""
-        for shelf in self._shelves.values():
-            while shelf.conversations:
-                oldest = next(iter(shelf.conversations))
-                if now_s - oldest.used_s <= self._max_idle_s:
-                    break
-                shelf.drop(oldest)
+        """Forget what is too old; return what a client has."""
+        while self._conversations:
+            oldest = next(iter(self._conversations))
+            if now_s - oldest.used_s <= self._max_idle_s:
+                break
+            self._drop(oldest)
         return self._shelves.get(owner)
 
     def _touch(self, shelf: _Shelf, conversation: _Conversation, now_s: float) -> None:
         conversation.used_s = now_s
-        shelf.conversations[conversation] = None
-        shelf.conversations.move_to_end(conversation)
+        for order in (shelf.conversations, self._conversations):
+            order[conversation] = None
+            order.move_to_end(conversation)
+
+    def _resize(self, conversation: _Conversation, change: int) -> None:
+        conversation.size_bytes += change
+        self._shelves[conversation.owner].size_bytes += change
+        self._num_bytes += change
+
+    def _drop(self, conversation: _Conversation) -> None:
+        shelf = self._shelves[conversation.owner]
+        for each in conversation.ids:
+            del shelf.responses[each]
+        self._resize(conversation, -conversation.size_bytes)
+        del shelf.conversations[conversation], self._conversations[conversation]
+        if not shelf.conversations:
+            del self._shelves[conversation.owner]
 
     def _shrink(self, shelf: _Shelf) -> None:
         while shelf.conversations and shelf.size_bytes > self.max_bytes:
-            shelf.drop(next(iter(shelf.conversations)))
+            self._drop(next(iter(shelf.conversations)))
+        while self._max_total_bytes is not None and self._num_bytes > self._max_total_bytes:
+            largest = max(self._shelves.values(), key=lambda each: each.size_bytes)
+            self._drop(next(iter(largest.conversations)))

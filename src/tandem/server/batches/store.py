@@ -2,13 +2,16 @@
 
 A folder has ``files/ID`` with the content and ``files/ID.json`` and ``batches/ID.json`` with what
 is known of them, which are replaced as wholes. The outputs of a batch are files that grow by a line
-a request, so that a restart goes on behind the last whole line. Everything here blocks; calls may
-come from any thread.
+a request, so that a restart goes on behind the last whole line. On a full disk nothing changes, and
+what was begun is taken back. Everything here blocks; calls may come from any thread.
 """
 
+import errno
+import os
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -60,6 +63,12 @@ class BatchStore:
         self._lock = threading.RLock()
         self._files: dict[str, KeptFile] = {}
         self._batches: dict[str, KeptBatch] = {}
+        for draft in (*self._files_folder.glob("*.new"), *self._batches_folder.glob("*.new")):
+            draft.unlink()
+        for path in self._files_folder.iterdir():
+            if path.suffix != ".json" and not path.with_suffix(".json").exists():
+                # An upload that a crash ended: nobody knows its name.
+                path.unlink()
         for path in self._files_folder.glob("*.json"):
             kept = msgspec.json.decode(path.read_bytes(), type=KeptFile)
             content = self._files_folder / kept.file.id
@@ -89,19 +98,20 @@ class BatchStore:
             purpose=purpose,
         )
         path = self._files_folder / file.id
+        kept = KeptFile(owner, file)
         try:
-            with path.open("wb") as out:
+            with _name_full_disk(), path.open("wb") as out:
                 while content is not None and (part := content.read(_COPY_BYTES)):
                     self._reserve(len(part))
                     file.bytes += len(part)
                     out.write(part)
+            _replace(path.with_suffix(".json"), kept)
         except BaseException:
             path.unlink(missing_ok=True)
             self._reserve(-file.bytes)
             raise
         with self._lock:
-            self._files[file.id] = kept = KeptFile(owner, file)
-            _replace(path.with_suffix(".json"), kept)
+            self._files[file.id] = kept
         return file
 
     def _reserve(self, num_bytes: int) -> None:
@@ -154,12 +164,22 @@ class BatchStore:
         """Add a line to a file; what the bound of all files leaves no room for is refused.
 
         Raises:
-            CapacityError: there is no room for it.
+            CapacityError: there is no room for it; the file is as it was.
         """
         self._reserve(len(line))
-        with self._lock, self.find_path(file_id).open("ab") as out:
-            out.write(line)
-            self._files[file_id].file.bytes += len(line)
+        path = self.find_path(file_id)
+        with self._lock:
+            file = self._files[file_id].file
+            try:
+                with _name_full_disk(), path.open("ab") as out:
+                    out.write(line)
+            except BaseException:
+                # A part of the line may be there, and the next one would go on behind it.
+                with suppress(OSError):
+                    os.truncate(path, file.bytes)
+                self._reserve(-len(line))
+                raise
+            file.bytes += len(line)
 
     def repair(self, file_id: str) -> list[bytes]:
         """Cut off what stands behind the last whole line of a file; return its lines."""
@@ -174,10 +194,15 @@ class BatchStore:
     # ---------------------------------------------------------------- batches
 
     def put_batch(self, kept: KeptBatch) -> None:
-        """Keep a batch as it is now."""
+        """Keep a batch as it is now.
+
+        Raises:
+            CapacityError: the disk is full. One that is known already is still what it is now; a
+                restart finds what was written last.
+        """
         with self._lock:
-            self._batches[kept.batch.id] = kept
             _replace(self._batches_folder / f"{kept.batch.id}.json", kept)
+            self._batches[kept.batch.id] = kept
 
     def find_batch(self, owner: str, batch_id: str) -> KeptBatch:
         """Return a batch of a key. Raises: NotFoundError."""
@@ -196,7 +221,30 @@ class BatchStore:
 
 
 def _replace(path: Path, document: msgspec.Struct) -> None:
-    """Write a file as a whole: after a crash it is the old one or the new one."""
+    """Write a file as a whole: after a crash it is the old one or the new one.
+
+    Raises:
+        CapacityError: the disk is full; it is the old one.
+    """
     draft = path.with_suffix(".new")
-    draft.write_bytes(msgspec.json.encode(document))
+    try:
+        with _name_full_disk(), draft.open("wb") as out:
+            out.write(msgspec.json.encode(document))
+            out.flush()
+            # A new name may reach the disk before the content does.
+            os.fsync(out.fileno())
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     draft.replace(path)
+
+
+@contextmanager
+def _name_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        what = "the disk is full (server.batch_folder): delete files that are not needed"
+        raise CapacityError("server.files", what) from error

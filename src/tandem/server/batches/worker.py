@@ -23,7 +23,7 @@ from starlette.types import Message
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.logs import current_request_id
 from tandem.server.batches.store import BatchStore, KeptBatch
-from tandem.server.clients import current_client
+from tandem.server.clients import BATCHES, current_client
 from tandem.server.config import ServerConfig
 from tandem.server.protocol.batches import BatchError, BatchErrors, BatchLine
 
@@ -144,11 +144,18 @@ class BatchWorker:
         if kept.is_over:
             return
         kept.batch.status, kept.batch.cancelling_at = "cancelling", now_s()
-        await asyncio.to_thread(self.store.put_batch, kept)
+        await self._put(kept)
         job = self._running.get(kept.batch.id)
         if job is not None:
             job.cancel()
         self.notify()
+
+    async def _put(self, kept: KeptBatch) -> None:
+        """Keep a batch as it is now; on a full disk in memory alone, so that others go on."""
+        try:
+            await asyncio.to_thread(self.store.put_batch, kept)
+        except CapacityError as error:
+            _logger.warning("event=batch_not_kept batch=%s error=%s", kept.batch.id, error)
 
     async def _run_batch(self, kept: KeptBatch) -> None:
         batch = kept.batch
@@ -165,12 +172,8 @@ class BatchWorker:
                 error = job.exception()
                 while isinstance(error, BaseExceptionGroup):
                     error = error.exceptions[0]
-                code = "storage_full" if isinstance(error, CapacityError) else "internal"
-                if code == "internal":
-                    _logger.error("event=batch_failed batch=%s", batch.id, exc_info=error)
-                what = str(error) if code == "storage_full" else "the server failed"
-                _fail(kept, [BatchError(code=code, message=what)])
-            await asyncio.to_thread(self.store.put_batch, kept)
+                _fail(kept, [_describe(batch.id, error)])
+            await self._put(kept)
         finally:
             del self._running[batch.id]
             job.cancel()
@@ -324,6 +327,17 @@ class BatchWorker:
 _WHY = {"batch_expired": "the completion window was over before the request was answered"}
 
 
+def _describe(batch_id: str, error: BaseException | None) -> BatchError:
+    if isinstance(error, CapacityError):
+        return BatchError(code="storage_full", message=str(error))
+    if isinstance(error, FileNotFoundError):
+        # The end of a batch that a full disk did not keep is not known after a restart, and its
+        # files may be deleted from then on.
+        return BatchError(code="file_deleted", message="a file of the batch was deleted")
+    _logger.error("event=batch_failed batch=%s", batch_id, exc_info=error)
+    return BatchError(code="internal", message="the server failed")
+
+
 def _fail(kept: KeptBatch, errors: list[BatchError]) -> None:
     kept.batch.status, kept.batch.failed_at = "failed", now_s()
     kept.batch.errors = BatchErrors(data=errors)
@@ -339,7 +353,7 @@ def _make_sender(
     """
 
     async def send(path: str, body: bytes) -> BatchAnswer:
-        current_client.set("batches")
+        current_client.set(BATCHES)
         current_request_id.set(uuid.uuid4().hex)
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

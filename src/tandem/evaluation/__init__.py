@@ -1,0 +1,1 @@
+"""Measuring a model on held-out records, by the engine that serves it."""

@@ -1,0 +1,1 @@
+"""JSON Schemas rewritten without the keywords that llguidance lacks; pure."""

@@ -1,0 +1,333 @@
+"""What one alternative of a schema asks of a value, type by type, and two of them together.
+
+An alternative is a conjunction; those of a schema are joined by "or". Values are immutable and
+compare by content, so that equal alternatives are found.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from math import ceil, floor, lcm
+from typing import Any, TypeAlias
+
+from tandem.models.tokenizing.schemas.formulas import TRUE, Formula
+
+__all__ = [
+    "ALL_ITEMS",
+    "TYPES",
+    "Alternative",
+    "ArrayLayer",
+    "Count",
+    "Numbers",
+    "ObjectLayer",
+    "Seen",
+    "Sizes",
+    "Text",
+    "Value",
+    "forget_seen",
+    "freeze",
+    "list_values",
+    "make_fraction",
+    "merge",
+    "thaw",
+]
+
+TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+ALL_ITEMS = 1 << 40
+"""A number of items that stands for all."""
+
+Value: TypeAlias = tuple[str, Any]
+"""A JSON value by which equal ones are equal in Python: 1 and 1.0, but not 1 and true."""
+
+
+def freeze(value: Any) -> Value:
+    """Return a JSON value as a key."""
+    match value:
+        case None:
+            return ("null", None)
+        case bool():
+            return ("boolean", value)
+        case int() | float():
+            return ("number", make_fraction(value))
+        case str():
+            return ("string", value)
+        case list():
+            return ("array", tuple(freeze(item) for item in value))
+        case _:
+            return ("object", tuple(sorted((name, freeze(item)) for name, item in value.items())))
+
+
+def make_fraction(number: float) -> Fraction:
+    """Return a number as it was written, 0.1 as a tenth.
+
+    Raises: ValueError, OverflowError: it has no value, or no end.
+    """
+    return Fraction(number) if isinstance(number, int) else Fraction(repr(number))
+
+
+def thaw(value: Value) -> Any:
+    """Return the JSON value of a key."""
+    kind, content = value
+    match kind:
+        case "number":
+            return int(content) if content.denominator == 1 else float(content)
+        case "array":
+            return [thaw(item) for item in content]
+        case "object":
+            return {name: thaw(item) for name, item in content}
+        case _:
+            return content
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bounds of a length or of a number of entries."""
+
+    low: int = 0
+    high: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing has such a size."""
+        return self.high is not None and self.low > self.high
+
+    def __contains__(self, size: int) -> bool:
+        return self.low <= size and (self.high is None or size <= self.high)
+
+    def __and__(self, other: "Sizes") -> "Sizes":
+        highs = [high for high in (self.high, other.high) if high is not None]
+        return Sizes(max(self.low, other.low), min(highs) if highs else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Bounds of numbers."""
+
+    low: Fraction | None = None
+    is_low_open: bool = False
+    high: Fraction | None = None
+    is_high_open: bool = False
+    factor: Fraction | None = None
+    """All are multiples of it."""
+    is_integer: bool = False
+    is_fractional: bool = False
+    """None is an integer."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no number is so, as far as the bounds tell."""
+        if self.is_integer and self.is_fractional:
+            return True
+        low, high = self.low, self.high
+        if low is None or high is None:
+            return False
+        if self.is_integer:
+            first = floor(low) + 1 if self.is_low_open else ceil(low)
+            return first > (ceil(high) - 1 if self.is_high_open else floor(high))
+        return low > high or (low == high and (self.is_low_open or self.is_high_open))
+
+    def __contains__(self, number: Fraction) -> bool:
+        if self.low is not None and (
+            number < self.low or (number == self.low and self.is_low_open)
+        ):
+            return False
+        if self.high is not None and (
+            number > self.high or (number == self.high and self.is_high_open)
+        ):
+            return False
+        if self.factor is not None and (number / self.factor).denominator != 1:
+            return False
+        is_integer = number.denominator == 1
+        return not ((self.is_integer and not is_integer) or (self.is_fractional and is_integer))
+
+    def __and__(self, other: "Numbers") -> "Numbers":
+        low, is_low_open = _take_bound(
+            (self.low, self.is_low_open), (other.low, other.is_low_open), 1
+        )
+        high, is_high_open = _take_bound(
+            (self.high, self.is_high_open), (other.high, other.is_high_open), -1
+        )
+        return Numbers(
+            low,
+            is_low_open,
+            high,
+            is_high_open,
+            _join_factors(self.factor, other.factor),
+            self.is_integer or other.is_integer,
+            self.is_fractional or other.is_fractional,
+        )
+
+
+def _take_bound(
+    first: tuple[Fraction | None, bool], second: tuple[Fraction | None, bool], sign: int
+) -> tuple[Fraction | None, bool]:
+    if first[0] is None or second[0] is None:
+        return second if first[0] is None else first
+    if first[0] == second[0]:
+        return first[0], first[1] or second[1]
+    return first if sign * first[0] > sign * second[0] else second
+
+
+def _join_factors(a: Fraction | None, b: Fraction | None) -> Fraction | None:
+    if a is None or b is None:
+        return b if a is None else a
+    scale = lcm(a.denominator, b.denominator)
+    return Fraction(lcm(int(a * scale), int(b * scale)), scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What a string is like."""
+
+    sizes: Sizes = Sizes()
+    patterns: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+
+    def __and__(self, other: "Text") -> "Text":
+        return Text(
+            self.sizes & other.sizes,
+            _join(self.patterns, other.patterns),
+            _join(self.formats, other.formats),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayer:
+    """What one schema says of the items at each place."""
+
+    first: tuple[Formula, ...] = ()
+    rest: Formula = TRUE
+
+    def at(self, index: int) -> Formula:
+        """Return what the item at a place satisfies."""
+        return self.first[index] if index < len(self.first) else self.rest
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many items satisfy a formula."""
+
+    item: Formula
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class ObjectLayer:
+    """What one schema says of the property of each name."""
+
+    named: tuple[tuple[str, Formula], ...] = ()
+    patterns: tuple[tuple[str, Formula], ...] = ()
+    rest: Formula = TRUE
+
+    @cached_property
+    def by_name(self) -> dict[str, Formula]:
+        """``named`` for look-ups."""
+        return dict(self.named)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Items and properties that a schema has evaluated, for ``unevaluatedItems`` and its like."""
+
+    num_items: int = 0
+    """The first ones."""
+    items: tuple[Formula, ...] = ()
+    """Items that satisfy one of these, wherever they are."""
+    names: tuple[str, ...] = ()
+    patterns: tuple[str, ...] = ()
+    has_all_properties: bool = False
+
+    def __or__(self, other: "Seen") -> "Seen":
+        return Seen(
+            max(self.num_items, other.num_items),
+            _join(self.items, other.items),
+            _join(self.names, other.names),
+            _join(self.patterns, other.patterns),
+            self.has_all_properties or other.has_all_properties,
+        )
+
+
+NOTHING_SEEN = Seen()
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A conjunction of constraints; each says nothing of values of other types than its own."""
+
+    types: frozenset[str] = TYPES
+    values: tuple[Value, ...] | None = None
+    """All that are allowed; None: any."""
+    excluded: tuple[Value, ...] = ()
+    """Numbers, strings and booleans that are not."""
+    numbers: Numbers = Numbers()
+    text: Text = Text()
+    items: tuple[ArrayLayer, ...] = ()
+    counts: tuple[Count, ...] = ()
+    num_items: Sizes = Sizes()
+    is_unique: bool = False
+    properties: tuple[ObjectLayer, ...] = ()
+    required: tuple[str, ...] = ()
+    names: tuple[Formula, ...] = ()
+    """Satisfied by the name of each property."""
+    num_properties: Sizes = Sizes()
+    seen: Seen = field(default=NOTHING_SEEN)
+
+
+def merge(a: Alternative, b: Alternative) -> Alternative | None:
+    """Return the constraints of both; None where types or bounds show that nothing has them."""
+    types = a.types & b.types
+    values = a.values
+    if values is None:
+        values = b.values
+    elif b.values is not None:
+        other = set(b.values)
+        values = tuple(value for value in values if value in other)
+    numbers, text = a.numbers & b.numbers, a.text & b.text
+    num_items, num_properties = a.num_items & b.num_items, a.num_properties & b.num_properties
+    required = _join(a.required, b.required)
+    impossible = {
+        "number": numbers.is_empty,
+        "string": text.sizes.is_empty,
+        "array": num_items.is_empty,
+        "object": (num_properties & Sizes(len(required))).is_empty,
+    }
+    types -= {name for name, is_impossible in impossible.items() if is_impossible}
+    if values is not None:
+        values = tuple(value for value in values if value[0] in types)
+    if not types or values == ():
+        return None
+    return Alternative(
+        types,
+        values,
+        _join(a.excluded, b.excluded),
+        numbers,
+        text,
+        _join(a.items, b.items),
+        _join(a.counts, b.counts),
+        num_items,
+        a.is_unique or b.is_unique,
+        _join(a.properties, b.properties),
+        required,
+        _join(a.names, b.names),
+        num_properties,
+        a.seen | b.seen,
+    )
+
+
+def forget_seen(alternative: Alternative) -> Alternative:
+    """Return an alternative whose evaluated parts nobody asks about."""
+    if alternative.seen == NOTHING_SEEN:
+        return alternative
+    return replace(alternative, seen=NOTHING_SEEN)
+
+
+def _join(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not b or a == b:
+        return a
+    return tuple(dict.fromkeys((*a, *b)))
+
+
+def list_values(values: Iterable[Any]) -> tuple[Value, ...]:
+    """Return the keys of JSON values, each once."""
+    return tuple(dict.fromkeys(freeze(value) for value in values))
