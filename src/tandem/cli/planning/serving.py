@@ -83,8 +83,12 @@ def show_serving(
 
     Raises: as ``plan_engine``.
     """
+    store, cluster = settings.store, settings.cluster
     planned = plan_engine(
-        settings.model, settings.engine, num_siblings=settings.cluster.num_instances
+        settings.model,
+        settings.engine,
+        num_siblings=cluster.num_instances,
+        is_shared=bool(store.memory_bytes or store.master or cluster.prefill),
     )
     rows = [*planned.rows(), *_tell_instances(settings)]
     if rate:
