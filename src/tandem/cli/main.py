@@ -41,7 +41,7 @@ COMMANDS = {
     ),
     "plan": _Entry(
         "tandem.cli.commands.plan:plan",
-        "Place a model on a machine (--hardware), or show what a rule file makes of it.",
+        "Tell what serving a model is here and why; or place it on another machine (--hardware).",
     ),
     "verify": _Entry(
         "tandem.cli.commands.verify:verify",
