@@ -13,6 +13,8 @@ import httpx
 from tandem.integrations.deploying.ray_cluster import RayCluster, set_ray_token
 from tandem.integrations.deploying.spec import load_spec
 
+HERE = "198.18.0.1"
+"""Of the namespace that this runs in; Ray takes loopback for the machine's first address."""
 START_S, WAIT_S = 240.0, 180.0
 BODY = {"model": "demo", "prompt": "def merge(", "max_tokens": 16, "seed": 3}
 
@@ -42,12 +44,11 @@ def main():
 
     spec = load_spec(file)
     head = {"num_cpus": 1, "resources": {"tandem_server": 1, "tandem_unified": 1},
-            "include_dashboard": False, "node_ip_address": "127.0.0.1"}  # fmt: skip
+            "include_dashboard": False, "node_ip_address": HERE}  # fmt: skip
     nodes = Cluster(initialize_head=True, head_node_args=head)
-    here = {"node_ip_address": "127.0.0.1"}
+    here = {"node_ip_address": HERE}
     doomed = nodes.add_node(num_cpus=1, resources={"tandem_unified": 1}, **here)
-    # Without its address a driver looks for the others at that of the machine.
-    ray.init(address=nodes.address, _node_ip_address="127.0.0.1", log_to_driver=False)
+    ray.init(address=nodes.address, _node_ip_address=HERE, log_to_driver=False)
     try:
         with RayCluster(spec, secret) as cluster:
             before = {each["name"]: each for each in cluster.wait_up(START_S)}
