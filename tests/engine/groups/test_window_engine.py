@@ -90,7 +90,7 @@ def test_turns_of_a_chat_go_on_from_where_the_last_message_ended(folder, fresh):
     assert chat.engine.get_stats().windowless_tokens > 0
 
 
-@pytest.mark.parametrize("num_window_blocks", [5, 9])
+@pytest.mark.parametrize("num_window_blocks", [5, pytest.param(9, marks=pytest.mark.slow)])
 def test_few_blocks_change_no_bit(folder, fresh, num_window_blocks):
     """Requests wait for windows, are preempted and recomputed; windows are given up always."""
     sizes = {"num_window_blocks": num_window_blocks, "num_kv_blocks": 14, "max_model_len": 200}
