@@ -55,3 +55,16 @@ def test_a_failed_check_reports_no_time(name, monkeypatch):
     with contextlib.closing(model_bench.make_cases(quick=True)) as cases:
         case = next(case for case in cases if f"format={name} " in case.name)
         assert "logits differ by" in case.check()
+
+
+@pytest.mark.slow
+def test_a_hybrid_tells_its_rules_share_and_what_a_turn_costs():
+    prefill, turn = run_case("hybrid format=int8g128 phase=[pt]*")
+    assert prefill["case"] == "hybrid format=int8g128 phase=prefill tokens=128"
+    assert turn["case"] == "hybrid format=int8g128 phase=turn history=512 message=64"
+    assert (prefill["check"], turn["check"]) == ("ok", "ok")
+    milliseconds, share = prefill["limits"]["gated delta rules"]
+    assert 0 < milliseconds < prefill["ours"]
+    assert 0 < share < 1
+    assert turn["baseline_name"].startswith("computing all")
+    assert turn["ratio"] > 1

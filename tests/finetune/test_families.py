@@ -10,10 +10,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tandem._native import ThreadPool
 from tandem.finetune.forecast.fake_step import StepShape, _run_step, simulate_step
 from tandem.finetune.training.model import load_frozen
+from tandem.kernels.cpu.delta_scan import NativeScan
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.planning.describe import Describer
 from tandem.models.planning.layers import list_layers
+from tandem.models.proof.tiny import make_tiny, save_tiny
 
 COMMON = {
     "vocab_size": 64,
@@ -115,6 +117,29 @@ def test_a_wrong_gradient_of_experts_is_seen(part, tmp_path, monkeypatch):
 
     monkeypatch.setattr(PackedExperts, "backward", scale)
     assert measure_angle("qwen3_moe", tmp_path) > LARGEST_ANGLE
+
+
+def test_a_wrong_gradient_of_a_recurrence_is_seen(tmp_path, monkeypatch):
+    """It is the native one; a fifth less of what flows to its values is beyond the bound."""
+    scan = NativeScan.__call__
+
+    def scale(self, q, k, v, *rest):
+        return scan(self, q, k, v.detach() + 0.8 * (v - v.detach()), *rest)
+
+    monkeypatch.setattr(NativeScan, "__call__", scale)
+    assert measure_angle("olmo_hybrid", tmp_path) > LARGEST_ANGLE
+
+
+def test_answers_with_a_cache_are_those_without(tmp_path):
+    """A hybrid's tokens that follow one by one take transformers' own way, with its cache."""
+    torch.manual_seed(0)
+    save_tiny(make_tiny(make_config("qwen3_next"), 0), tmp_path)
+    model = load_frozen(str(tmp_path), pool=ThreadPool(2)).model
+    prompt = torch.arange(3, 15)[None]
+    plain = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    with torch.no_grad():
+        cached, whole = (model.generate(prompt, use_cache=kept, **plain) for kept in (True, False))
+    assert torch.equal(cached, whole)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

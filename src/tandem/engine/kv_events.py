@@ -5,6 +5,12 @@ number (8 bytes, big endian), msgpack payload]; a ROUTER socket replays what it 
 sequence number on and ends with the number -1. The payload is [time, events, rank]. vLLM writes an
 event as a map with the key ``type``, SGLang and older vLLM as an array that begins with the name.
 
+Of a model whose layers have a state, an event of a map names its group as vLLM's do: 0 for KV, 1
+for states. A prefix of such a model is cached up to the last state whose blocks are all there. A
+state has the hash of the block that it follows; between two blocks' ends its own, and the tokens
+behind the block. Arrays have no groups: there states are left out, for one that is removed would
+be taken for a block.
+
 Events carry the tokens of prompts. So nothing is published by default, without a secret only on
 loopback or a Unix socket, and beyond it only over CURVE to holders of the secret.
 
@@ -25,6 +31,7 @@ import zmq
 from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.engine.config import KvEventConfig
 from tandem.engine.groups.chain import TOKEN_BYTES
+from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.scheduling.prefix_index import PrefixNode
 from tandem.rpc import Auth
 from tandem.rpc.trust.gate import CurveGate
@@ -37,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 MEDIUM = "CPU"
 """Where the blocks are; ``GPU`` comes with devices."""
+KV_GROUP, STATE_GROUP = 0, 1
+STATE_KIND = "mamba"
+"""vLLM's name for any state of a sequence."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 STOP_TIMEOUT_S = 5.0
 FLUSH_S = 0.01
@@ -49,14 +59,24 @@ class KvEventPublisher:
     Args:
         config: with an endpoint.
         block_size: tokens per block.
+        kv_kind: vLLM's name for what a block holds, of a model whose layers have a state beside it;
+            empty of other models.
         now: wall time in seconds, for the messages.
 
     Raises: ConfigError for an address that cannot be bound; PermissionDeniedError for one that
         others could read.
     """
 
-    def __init__(self, config: KvEventConfig, *, block_size: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: KvEventConfig,
+        *,
+        block_size: int,
+        now: Callable[[], float],
+        kv_kind: str = "",
+    ) -> None:
         self._config = config
+        self._kv_kind = kv_kind
         self._block_size = block_size
         self._now = now
         self._auth = None if config.secret is None else Auth.cluster(config.secret)
@@ -101,28 +121,55 @@ class KvEventPublisher:
         # The parent of the first block is the root, which is no block.
         if parent is not None and parent.parent is not None and parent.key is not None:
             parent_hash = self._hash(parent.key)
-        tokens = [
-            int.from_bytes(node.tokens[i : i + TOKEN_BYTES], "little")
-            for i in range(0, len(node.tokens), TOKEN_BYTES)
-        ]
         self._add(
             "BlockStored",
             block_hashes=[self._hash(node.key)],
             parent_block_hash=parent_hash,
-            token_ids=tokens,
+            token_ids=_unpack_tokens(node.tokens),
             block_size=self._block_size,
             lora_id=int(node.adapter[:8], 16) if node.adapter else None,
             medium=MEDIUM,
             lora_name=node.adapter or None,
+            **self._name_group(KV_GROUP, self._kv_kind),
         )
 
     def note_removed(self, key: bytes) -> None:
         """See ``IndexObserver``."""
-        self._add("BlockRemoved", block_hashes=[self._hash(key)], medium=MEDIUM)
+        group = self._name_group(KV_GROUP, self._kv_kind)
+        self._add("BlockRemoved", block_hashes=[self._hash(key)], medium=MEDIUM, **group)
 
     def note_cleared(self) -> None:
         """See ``IndexObserver``."""
         self._add("AllBlocksCleared")
+
+    def note_state_kept(self, snapshot: Snapshot) -> None:
+        """See ``IndexObserver``."""
+        if self._config.encoding != "map":
+            return
+        tokens = _unpack_tokens(snapshot.tail)
+        self._add(
+            "BlockStored",
+            block_hashes=[self._hash(snapshot.key)],
+            parent_block_hash=self._hash(snapshot.parent_key) if tokens else None,
+            token_ids=tokens,
+            block_size=len(tokens) or self._block_size,
+            lora_id=None,
+            medium=MEDIUM,
+            lora_name=None,
+            **self._name_group(STATE_GROUP, STATE_KIND),
+        )
+
+    def note_state_removed(self, snapshot: Snapshot) -> None:
+        """See ``IndexObserver``."""
+        if self._config.encoding == "map":
+            group = self._name_group(STATE_GROUP, STATE_KIND)
+            hashes = [self._hash(snapshot.key)]
+            self._add("BlockRemoved", block_hashes=hashes, medium=MEDIUM, **group)
+
+    def _name_group(self, number: int, kind: str) -> dict[str, Any]:
+        """Return the fields of a group; none where all blocks are of one."""
+        has_groups = self._kv_kind and self._config.encoding == "map"
+        return {"group_idx": number, "kv_cache_spec_kind": kind} if has_groups else {}
 
     def _hash(self, key: bytes) -> bytes | int:
         # SGLang's hashes are 64-bit integers.
@@ -251,3 +298,10 @@ class KvEventPublisher:
                 break  # The client is gone, or does not read.
         if self._pump is not None:
             self._pump.note_sent()
+
+
+def _unpack_tokens(packed: bytes) -> list[int]:
+    return [
+        int.from_bytes(packed[i : i + TOKEN_BYTES], "little")
+        for i in range(0, len(packed), TOKEN_BYTES)
+    ]

@@ -41,7 +41,7 @@ from tandem.server.config import (
 from tandem.server.context import ServerContext
 from tandem.server.dialects.vectors.embeddings import read_pooling
 from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
-from tandem.server.edge.auth import ApiKeyGate
+from tandem.server.edge.auth import ADMIN_PATHS, ApiKeyGate
 from tandem.server.edge.connection import ClientGoneError
 from tandem.server.edge.hosts import HostGate
 from tandem.server.edge.http_errors import (
@@ -54,6 +54,7 @@ from tandem.server.edge.http_errors import (
 from tandem.server.engine import EngineClient
 from tandem.server.lifecycle import AdmissionGate, Lifecycle
 from tandem.server.outputs.formats import FORMATS, OutputFormat, detect_format
+from tandem.server.page.files import list_page_routes
 from tandem.server.telemetry.load_log import log_load
 from tandem.server.telemetry.metrics import ServerMetrics
 from tandem.server.telemetry.timelines import TimelineRing
@@ -80,6 +81,7 @@ def build_app(
     defaults: SamplingDefaults | None = None,
     adapter_folder: Path | None = None,
     read_store: Callable[[], StoreStatus] | None = None,
+    lifecycle: Lifecycle | None = None,
 ) -> Starlette:
     """Build the HTTP application over one engine.
 
@@ -92,6 +94,7 @@ def build_app(
         defaults: sampling defaults of the checkpoint (``sampling.load_sampling_defaults``).
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
+        lifecycle: shared with applications of other models; None: of this one alone.
 
     Returns: the application; ``state.context`` is its ``ServerContext``.
 
@@ -110,7 +113,7 @@ def build_app(
         models=models,
         defaults=defaults if defaults is not None else SamplingDefaults(),
         metrics=metrics,
-        lifecycle=Lifecycle(metrics),
+        lifecycle=Lifecycle(metrics) if lifecycle is None else lifecycle,
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
         terms=terms,
@@ -148,12 +151,16 @@ def build_app(
         hosts.append(config.host)
     endpoints = list_endpoints(config)
     handlers = {each.path: _bind(context, each.handler) for each in endpoints}
+    page = list_page_routes()
     app = Starlette(
         routes=[
-            Route(each.path, _bind(context, each.handler), methods=list(each.methods))
-            for each in endpoints
+            *(
+                Route(each.path, _bind(context, each.handler), methods=list(each.methods))
+                for each in endpoints
+            ),
+            *page,
         ],
-        middleware=_make_gates(context, keys, hosts),
+        middleware=_make_gates(context, keys, hosts, [route.path for route in page]),
         exception_handlers={HTTPException: _answer_http_exception},
         lifespan=lifespan,
     )
@@ -162,7 +169,7 @@ def build_app(
 
 
 def _make_gates(
-    context: ServerContext, keys: tuple[str, ...], hosts: list[str]
+    context: ServerContext, keys: tuple[str, ...], hosts: list[str], page: list[str]
 ) -> list[Middleware]:
     config = context.config
     cors: list[Middleware] = []
@@ -182,7 +189,7 @@ def _make_gates(
         *cors,
         Middleware(AdmissionGate, lifecycle=context.lifecycle, max_in_flight=config.max_in_flight),
         Middleware(HostGate, allowed=hosts, origins=config.cors_origins),
-        Middleware(ApiKeyGate, keys=keys, admin_keys=config.admin_api_key),
+        Middleware(ApiKeyGate, keys=keys, admin_keys=config.admin_api_key, keyless_paths=page),
     ]
 
 
@@ -214,6 +221,9 @@ def _find_form(config: ServerConfig, tokenizer: Tokenizer) -> OutputFormat | Non
 def _bind(context: ServerContext, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
+            is_for_model = request.method == "POST" and request.url.path not in ADMIN_PATHS
+            if context.wake is not None and is_for_model:
+                await context.wake()
             return await handler(context, request)
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)

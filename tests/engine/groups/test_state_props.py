@@ -73,9 +73,7 @@ def test_states_come_from_a_tier_with_the_blocks_before_them_or_not_at_all():
         if r.report.num_loaded_tokens > 0 and len(r.output_ids) > 1
     )
     tier.fail_chance = 0.0
-    # It waits for the load, however long that takes.
-    choose = tier.choose_load
-    tier.choose_load = lambda *args: choose(*args)._replace(wait_s=100.0)
+    tier.choose_load = partial(wait_for_load, tier.choose_load)
     other = World(40, 6, tier=tier, num_slots=2)
     other.add(tokens, 4)
     (request,) = other.live.values()
@@ -83,6 +81,28 @@ def test_states_come_from_a_tier_with_the_blocks_before_them_or_not_at_all():
         other.step([other.move_some], stop_chance=0.0, fail_chance=0.0)
     assert request.is_finished
     assert request.report.num_loaded_tokens > 0
+
+
+def test_a_prefix_of_most_of_the_memory_is_loaded():
+    """A quarter of it may be in transfer, and part of a prefix is of no use: it goes alone."""
+    tier = ToyTier(random.Random(1), fail_chance=0.0)
+    prompt = [i % 3 for i in range(32)]
+    for seed in (1, 2):
+        world = World(12, seed, tier=tier, num_slots=3)
+        tier.choose_load, choose = partial(wait_for_load, tier.choose_load), tier.choose_load
+        world.add(prompt, 4)
+        (request,) = world.live.values()
+        for _ in range(60):
+            world.step([world.move_some], stop_chance=0.0, fail_chance=0.0)
+        tier.choose_load = choose
+        assert request.is_finished
+        tier.store_some(world.scheduler, world.runner, 1.0)
+    assert request.report.num_loaded_tokens > 32 // 2
+
+
+def wait_for_load(choose, *args):
+    """It waits for the load, however long that takes."""
+    return choose(*args)._replace(wait_s=100.0)
 
 
 # ------------------------------------------------------------------------------- mutants

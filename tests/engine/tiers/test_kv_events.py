@@ -8,10 +8,16 @@ import pytest
 import zmq
 
 from tandem.core.errors import ConfigError, PermissionDeniedError
+from tandem.core.instance_status import Statistics
+from tandem.core.wire import SamplingParams
 from tandem.engine.config import KvEventConfig
+from tandem.engine.groups.chain import hash_block, pack_tokens
+from tandem.engine.groups.reuse import StatePolicy, StateReuse
+from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
+from tandem.engine.scheduling.request import Request
 from tandem.rpc import Auth, generate_secret
 
 BLOCK = 4
@@ -29,10 +35,10 @@ def publish():
     """Makes (publisher, index); closes the publishers at the end."""
     with contextlib.ExitStack() as stack:
 
-        def make(**settings):
+        def make(kv_kind="", **settings):
             settings.setdefault("endpoint", "tcp://127.0.0.1:0")
             publisher = KvEventPublisher(
-                KvEventConfig(**settings), block_size=BLOCK, now=lambda: 12.5
+                KvEventConfig(**settings), block_size=BLOCK, now=lambda: 12.5, kv_kind=kv_kind
             )
             stack.callback(publisher.close)
             pool = BlockPool(8)
@@ -124,6 +130,48 @@ def test_stored_removed_cleared_as_maps(publish, subscribe):
     assert removed == {"type": "BlockRemoved", "block_hashes": [keys[1]], "medium": "CPU"}
     assert cleared == {"type": "AllBlocksCleared"}
     assert numbers == sorted(numbers)
+
+
+def test_states_are_a_group_of_their_own(publish, subscribe):
+    """The same hash is told of a block and of the state behind it; each removal names its group."""
+    publisher, index, pool = publish(kv_kind="full_attention")
+    socket = subscribe(publisher)
+    poke(publisher, socket)
+    keys, blocks = insert_chain(index, pool, list(range(8)))
+    policy = StatePolicy(num_slots=1, min_gain=1)
+    states = StateReuse(policy, index, BLOCK, Statistics(), is_enabled=True)
+    for length in (8, 7):
+        request = Request("r", list(range(length)), SamplingParams(), 0.0)
+        request.prefix.root_key = index.make_root_key("")
+        request.prefix.block_keys = keys[: length // BLOCK]
+        request.state_notes.slot = states.take_for_load(None)
+        states.release(request, length, is_sound=True)
+    index.release(tuple(blocks))
+    index.evict(1)
+    events = receive(socket, 6)[0]
+    told = [
+        (e["type"], e["block_hashes"][0], e["group_idx"], e["kv_cache_spec_kind"]) for e in events
+    ]
+    own = hash_block(keys[0], pack_tokens([4, 5, 6]))
+    assert told == [
+        ("BlockStored", keys[0], 0, "full_attention"),
+        ("BlockStored", keys[1], 0, "full_attention"),
+        ("BlockStored", keys[1], 1, "mamba"),
+        ("BlockRemoved", keys[1], 1, "mamba"),
+        ("BlockStored", own, 1, "mamba"),
+        ("BlockRemoved", keys[1], 0, "full_attention"),
+    ]
+    assert (events[4]["parent_block_hash"], events[4]["token_ids"]) == (keys[0], [4, 5, 6])
+
+
+def test_arrays_have_no_states(publish):
+    """An array names no group: a state that is gone would be taken for its block."""
+    publisher, index, pool = publish(encoding="array", kv_kind="full_attention")
+    keys, _ = insert_chain(index, pool, list(range(4)))
+    snapshot = Snapshot(keys[0], b"", 4, 0)
+    publisher.note_state_kept(snapshot)
+    publisher.note_state_removed(snapshot)
+    assert [event[0] for event in publisher._events] == ["BlockStored"]
 
 
 def test_arrays_with_integers_as_sglang_has_them(publish, subscribe):

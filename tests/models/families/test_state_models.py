@@ -4,15 +4,18 @@ Method: tiny random models, in float32, where the last bit of any other order of
 bfloat16. A checkpoint of a model that also takes images is that of its decoder.
 """
 
+import json
+
 import pytest
 import torch
 from loading import load_checkpoint
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3NextConfig
 
 from tandem._native import ThreadPool
-from tandem.core.errors import ShapeError
+from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.export import export_checkpoint
+from tandem.models.families import open_checkpoint
 from tandem.models.planning.planner import plan_model
 from tandem.models.proof.tiny import make_tiny, save_tiny
 
@@ -150,6 +153,39 @@ def test_a_model_that_sees_images_runs_as_its_decoder(tmp_path):
     with torch.inference_mode():
         want = theirs(torch.tensor([PROMPTS[0]]), use_cache=False).logits[0]
     torch.testing.assert_close(feeder.run((0, 0, PROMPTS[0]))[0], want, rtol=1e-4, atol=1e-5)
+
+
+TEXT = Qwen3_5Config(text_config={**SIZES, "layer_types": ["linear_attention"] * 4})
+NAMED = {
+    "class of text": {"architectures": ["Qwen3_5ForCausalLM"]},
+    "class with images, without towers": {"architectures": ["Qwen3_5ForConditionalGeneration"]},
+    "type of the whole": {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForCausalLM"]},
+    "own type": {"model_type": "my_hybrid", "architectures": ["Qwen3_5ForCausalLM"]},
+    "auto map": {
+        "model_type": "my_hybrid",
+        "architectures": ["MyHybrid"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_mine.Qwen3_5ForCausalLM"},
+    },
+    "own type with images": {
+        "model_type": "my_hybrid",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": TEXT.text_config.to_dict(),
+        "vision_config": {"depth": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("name", [*NAMED, "nothing known"])
+def test_a_class_names_the_family(name, tmp_path):
+    """Where the type of a configuration does not."""
+    unknown = {"model_type": "my_hybrid", "architectures": ["MyHybrid"]}
+    raw = TEXT.text_config.to_dict() | NAMED.get(name, unknown)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    if name in NAMED:
+        assert open_checkpoint(tmp_path).spec.architecture == "Qwen3_5ForCausalLM"
+    else:
+        with pytest.raises(UnsupportedError, match="my_hybrid"):
+            open_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_in_codes_leaves_gates_and_convolutions_as_they_are(tmp_path):

@@ -1,18 +1,16 @@
 """llama.cpp or its fork ik_llama.cpp as a peer, by argument; imports nothing of ours.
 
-Run by its own interpreter (see ``peers``). Writes a qwen3_moe or deepseek_v2 checkpoint as GGUF,
-quantised by the ``gguf`` package from the very same weights, and runs it through the C interface
-that both have: batches of several sequences, greedy. The fork repacks the weights as it loads them.
+Run by its own interpreter (see ``peers``). Writes a checkpoint as GGUF (``gguf_peer``) and
+runs it through the C interface that both have: batches of several sequences, greedy. The fork
+repacks the weights as it loads them.
 """
 
 import ctypes
-import json
 import sys
 import time
-from pathlib import Path
 
-import gguf
 import numpy as np
+from gguf_peer import write_gguf
 from peer_loop import answer_calls
 
 IS_FORK = sys.argv[1] == "ik_llama.cpp"
@@ -33,135 +31,6 @@ ISAS = {
     "AVX2": "avx2",
 }
 """Names in the library's account of itself, widest first, and ours."""
-
-LAYER_NAMES = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.q_norm.weight": "attn_q_norm.weight",
-    "self_attn.k_norm.weight": "attn_k_norm.weight",
-    "self_attn.q_a_proj.weight": "attn_q_a.weight",
-    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
-    "self_attn.q_b_proj.weight": "attn_q_b.weight",
-    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
-    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
-    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.experts.down_proj": "ffn_down_exps.weight",
-}
-NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-
-def read_tensors(path):
-    """Yield (name, float32 array) of a safetensors file of bfloat16 tensors."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        base = file.tell()
-    header.pop("__metadata__", None)
-    data = np.memmap(path, np.uint8, "r")
-    for name, entry in header.items():
-        assert entry["dtype"] == "BF16", (name, entry["dtype"])
-        begin, end = entry["data_offsets"]
-        raw = data[base + begin : base + end].view(np.uint16).astype(np.uint32) << 16
-        yield name, raw.view(np.float32).reshape(entry["shape"])
-
-
-def write_gguf(folder, path, kind):
-    """Write every tensor of the checkpoint; norms and routers in float32, the rest as ``kind``."""
-    folder, path = Path(folder), Path(path)
-    config = json.loads((folder / "config.json").read_text())
-    is_latent = "kv_lora_rank" in config
-    architecture = "deepseek2" if is_latent else "qwen3moe"
-    writer = gguf.GGUFWriter(path, architecture, use_temp_file=True)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    if is_latent:
-        describe_latents(writer, config)
-    else:
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    # transformers has written either name.
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    writer.add_expert_count(next(config[name] for name in names if config.get(name)))
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, tensor in read_tensors(file):
-            for new_name, part in rename(name, tensor, config):
-                add_tensor(writer, new_name, part, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path.stat().st_size
-
-
-def describe_latents(writer, config):
-    """Write what DeepSeek-V2 has beyond others."""
-    rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
-    writer.add_head_count_kv(1)
-    writer.add_key_length(rank + rope)
-    writer.add_value_length(rank)
-    writer.add_key_length_mla(config["qk_nope_head_dim"] + rope)
-    writer.add_value_length_mla(config["v_head_dim"])
-    writer.add_kv_lora_rank(rank)
-    writer.add_q_lora_rank(config["q_lora_rank"])
-    writer.add_rope_dimension_count(rope)
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-    writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_weights_norm(False)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
-
-
-def rename(name, tensor, config):
-    """Yield the tensors of llama.cpp that one of transformers is."""
-    if name in NAMES:
-        yield NAMES[name], tensor
-        return
-    _, _, layer, rest = name.split(".", 3)
-    if rest == "mlp.experts.gate_up_proj":
-        gate, up = np.split(tensor, 2, axis=1)
-        yield f"blk.{layer}.ffn_gate_exps.weight", gate
-        yield f"blk.{layer}.ffn_up_exps.weight", up
-    elif rest == "self_attn.kv_b_proj.weight":
-        heads = tensor.reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
-        keys, values = np.split(heads, [config["qk_nope_head_dim"]], axis=1)
-        yield f"blk.{layer}.attn_k_b.weight", keys.transpose(0, 2, 1)
-        yield f"blk.{layer}.attn_v_b.weight", values
-    else:
-        yield f"blk.{layer}.{LAYER_NAMES[rest]}", tensor
-
-
-def add_tensor(writer, name, tensor, kind):
-    if tensor.ndim == 1 or "ffn_gate_inp" in name:
-        writer.add_tensor(name, np.ascontiguousarray(tensor))
-        return
-    # As llama.cpp's own quantiser does, the embedding and the head get no fewer than 8 bits.
-    wish = "Q8_0" if name in NAMES.values() else kind.upper()
-    quantised = gguf.GGMLQuantizationType[wish]
-    data = gguf.quants.quantize(np.ascontiguousarray(tensor), quantised)
-    writer.add_tensor(name, data, raw_dtype=quantised)
 
 
 def find_isa():
@@ -247,6 +116,16 @@ class Model:
             tokens = [int(self.logits(i).argmax()) for i in range(len(tokens))]
         return (time.perf_counter() - begin) / DECODE_STEPS * 1e3
 
+    def turn(self, history, message):
+        """Return the milliseconds to the token after a message, the history being computed."""
+        self.clear()
+        self.run([(token, i, 0, i == len(history) - 1) for i, token in enumerate(history)])
+        answer = int(self.logits(len(history) - 1).argmax())
+        tokens, first = [answer, *message], len(history)
+        begin = time.perf_counter()
+        self.run([(t, first + i, 0, i == len(tokens) - 1) for i, t in enumerate(tokens)])
+        return (time.perf_counter() - begin) * 1e3
+
     def score(self, prompt):
         """Return the logits of every token of a prompt."""
         self.clear()
@@ -263,6 +142,14 @@ class Peer:
     def write_gguf(self, folder, path, kind):
         return write_gguf(folder, path, kind)
 
+    def quantize(self, path, out, file_type):
+        """Quantize a file by the library's own recipe; return its code, 0 for done."""
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.nthread = file_type, 2
+        return llama_cpp.llama_model_quantize(
+            str(path).encode(), str(out).encode(), ctypes.byref(params)
+        )
+
     def load(self, **arguments):
         """Load a model; return what the library was built for."""
         self.model = Model(**arguments)
@@ -276,6 +163,9 @@ class Peer:
 
     def decode(self, prompts):
         return self.model.decode(prompts)
+
+    def turn(self, history, message):
+        return self.model.turn(history, message)
 
     def score(self, prompt):
         return self.model.score(prompt)

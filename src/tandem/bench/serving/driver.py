@@ -12,12 +12,15 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from tandem import _native
 from tandem.bench.harness import time_call
 from tandem.core.clock import MonotonicClock
+from tandem.core.state_layout import NO_SLOT
 from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.config import ModelConfig
 from tandem.models.proof.tiny import name_cache
@@ -31,6 +34,19 @@ DECODE_STEPS = 8
 """Steps per measurement; the contexts of both sides grow alike meanwhile."""
 
 
+class _TimedRule:
+    """A native gated delta rule that sums up the seconds of its calls."""
+
+    def __init__(self, rule: _native.GatedDelta) -> None:
+        self._rule = rule
+        self.seconds = 0.0
+
+    def run(self, *arguments: Any) -> None:
+        begin_s = time.perf_counter()
+        self._rule.run(*arguments)
+        self.seconds += time.perf_counter() - begin_s
+
+
 class EngineDriver:
     """Our engine on one model.
 
@@ -41,6 +57,7 @@ class EngineDriver:
         linear_format: of its other matrices.
         num_adapters: that it takes; 0 is none.
         rules: a file that goes before the built-in ones.
+        packed_cache: where packed experts are kept, as ``model.packed_cache``.
     """
 
     def __init__(
@@ -51,6 +68,7 @@ class EngineDriver:
         linear_format: str = "auto",
         num_adapters: int = 0,
         rules: Path | None = None,
+        packed_cache: str = "off",
     ) -> None:
         config = EngineConfig(kv_cache_gib=1.0, max_batch_tokens=8192, max_running=64)
         model = ModelConfig(
@@ -58,7 +76,7 @@ class EngineDriver:
             dtype=dtype,
             expert_format=expert_format,
             linear_format=linear_format,
-            packed_cache="off",
+            packed_cache=packed_cache,
             rules="" if rules is None else str(rules),
         )
         built = build_engine(model, config, MonotonicClock())
@@ -66,6 +84,7 @@ class EngineDriver:
         self._model = built.model
         if num_adapters:
             self.adapters = built.model.enable_adapters(num_adapters)
+        self._rules: list[_TimedRule] = []
         self._ids = itertools.count()
 
     def add(self, prompt: list[int], max_tokens: int, salt: str = "", adapter: str = "") -> str:
@@ -95,8 +114,29 @@ class EngineDriver:
         """Return the logits [tokens, vocabulary] of a prompt, float32."""
         block_size = 64
         cache = self._model.allocate_kv(-(-len(prompt) // block_size), block_size=block_size)
-        chunk = SequenceChunk(prompt, 0, list(range(cache.num_blocks)), "all")
-        return self._model.forward(PagedBatch.build([chunk], block_size), cache)
+        states = self._model.allocate_states(1)
+        slot = NO_SLOT if states is None else 0
+        chunk = SequenceChunk(prompt, 0, list(range(cache.num_blocks)), "all", state_slot=slot)
+        return self._model.forward(PagedBatch.build([chunk], block_size), cache, states=states)
+
+    def watch_rules(self) -> None:
+        """Have the gated delta rules of the layers take their times from now on."""
+        for module in self._model.skeleton.modules():
+            if isinstance(module, GatedDelta):
+                rule = _TimedRule(module.rule.native)
+                # A cached property: what is there is taken.
+                module.rule.native = rule  # pyright: ignore[reportAttributeAccessIssue]
+                self._rules.append(rule)
+
+    def take_rule_ms(self) -> float:
+        """Return the milliseconds between the projections of layers with a state since last asked.
+
+        That is convolution, gates, recurrence and gated norm, of all layers. Needs ``watch_rules``.
+        """
+        seconds = sum(rule.seconds for rule in self._rules)
+        for rule in self._rules:
+            rule.seconds = 0.0
+        return seconds * 1e3
 
     def measure(
         self, phase: Phase, prompts: list[list[int]], adapters: list[str] | None = None
@@ -123,6 +163,16 @@ class EngineDriver:
         self.engine.flush_cache()
         self._add_all(prompts, 1, adapters)
         return time_call(self.drain) * 1e3
+
+    def time_turn(self, history: list[int], message: list[int]) -> tuple[float, float]:
+        """Milliseconds to the first token after a message, with the history cached and without."""
+        self.engine.flush_cache()
+        self.add(history, 1)
+        [answer] = self.drain().values()
+        prompt = [*history, *answer, *message]
+        self.add(prompt, 1)
+        cached = time_call(self.drain) * 1e3
+        return cached, self.time_prefill([prompt])
 
     def time_decode(self, prompts: list[list[int]], adapters: list[str] | None = None) -> float:
         """Milliseconds of a decode step, the mean of a few."""

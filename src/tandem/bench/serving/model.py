@@ -1,11 +1,16 @@
 """`tandem bench model`: some layers of large MoE models with experts in each weight format.
 
-The shapes are Qwen3-30B-A3B's with six of its 48 layers and, in the cases named ``mla``,
-DeepSeek-V2-Lite's with four of its 27, both with a vocabulary of 32,000 and random weights: large
+The shapes are Qwen3-30B-A3B's with six of its 48 layers, in the cases named ``mla``
+DeepSeek-V2-Lite's with four of its 27, and in those named ``hybrid`` Qwen3.6-35B-A3B's with six of
+its 40, five of them with a state; all with a vocabulary of 32,000 and random weights: large
 enough that no cache holds them, small enough for a laptop. Ours is whole engine steps; the
 rival is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp and its fork
 ik_llama.cpp in the format nearest to ours, from the very same weights. Before a time counts, logits
-must be near transformers', as far as the format's own error; the peer's as well.
+must be near transformers', as far as the format's own error; the peer's as well. The hybrid's
+experts are too many for a third model beside: with peers its logits are compared with the peer's.
+Its prefill also tells the share of convolution, gates, recurrence and gated norm, and a case more
+what a message costs after a long history. Cases named ``gguf`` run one file in one of GGUF's types
+in all three (``stored``).
 
 The ceiling of a decode step is reading, once, the packed bytes of the distinct experts that its
 tokens choose and all other weights, at the speed at which a bank of experts is read; that of a
@@ -27,9 +32,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
-from tandem.bench.rivals.isa import check_peer_isa, list_ggml_settings
-from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp
 from tandem.bench.serving.driver import EngineDriver, Phase, TransformersDriver
+from tandem.bench.serving.stored import SHAPE, make_stored_cases
 from tandem.core.errors import CapacityError
 from tandem.core.spec import ModelSpec
 from tandem.models.families import find_family
@@ -48,6 +53,7 @@ __all__ = [
 LINEAR_FORMATS = {
     "qwen3_moe": {"int8g128": "int8g128", "int4g32": "int8g128", "bf16": "bf16"},
     "deepseek_v2": {"int8g128": "int8g64", "int4g32sym": "int4g32sym", "bf16": "bf16"},
+    "qwen3_5_moe_text": {"int8g128": "int8g128"},
 }
 """By model, the cases' formats of experts, and of the other matrices. V2-Lite's dense layer has
 10,944 columns, which are no whole groups of 128. Most of its weights in a step are no routed
@@ -61,22 +67,26 @@ LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "int4g32sym": 0.5, "bf16": 0
 """Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
 one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
 in everything else, on both sides: 0.03 is seen between two that are right."""
+STATE_ERROR = 1.5
+"""Times the error of ours that a model with states may have: 0.080 is seen in two small layers, as
+far from float32 as from bfloat16, for a state carries what all tokens before it were off."""
 PEER_LARGEST_ERROR = {"int8g128": 0.1, "int4g32": 0.6, "int4g32sym": 0.6}
 """The same of llama.cpp, which has q4_0, without minimum, in attention as well; its fork was seen
 0.080 off in q8_0, with AVX-512."""
-NEEDED_BYTES = {"qwen3_moe": 17 << 30, "deepseek_v2": 9 << 30}
-"""Of two models in bfloat16, 7 and 4 GB each, and what is made of them."""
+NEEDED_BYTES = {"qwen3_moe": 17 << 30, "deepseek_v2": 9 << 30, "qwen3_5_moe_text": 17 << 30}
+"""Of two models in bfloat16, 7 and 4 GB each, and what is made of them; of the third, which has 10
+GB, packed."""
+WORDS = {"qwen3_moe": "", "deepseek_v2": "mla ", "qwen3_5_moe_text": "hybrid "}
+"""That begin the names of a model's cases."""
 LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0", "int4g32sym": "q4_0"}
-PEERS = {
-    "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
-    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
-}
-"""Name to what pip installs. The fork's source package does not build and its wheel is for AVX2: a
-``libllama.so`` built for this machine is taken from ``IK_LLAMA_CPP_LIB_PATH`` if that is set."""
 DECODE_CONTEXT = 128
 SPARE = 64
 """Tokens of context a sequence, for what is decoded in a measurement."""
 PREFILLS, BATCHES = (128, 512, 2048), (1, 4, 16)
+TURN = (32_000, 256)
+"""Tokens of a chat so far, and of the next message."""
+QUICK_TURN = (512, 64)
+CONTEXT = 36_864
 LATENT_SHAPE = {
     "hidden_size": 2048,
     "intermediate_size": 10_944,
@@ -107,17 +117,39 @@ QUICK_LATENT_SHAPE = LATENT_SHAPE | {
     "num_experts_per_tok": 2,
     "vocab_size": 512,
 }
-SHAPE = {
+HYBRID_SHAPE = {
     "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
     "num_hidden_layers": 6,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
+    "layer_types": [*["linear_attention"] * 5, "full_attention"],
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 256,
     "num_experts_per_tok": 8,
     "vocab_size": 32_000,
+}
+QUICK_HYBRID_SHAPE = HYBRID_SHAPE | {
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
 }
 QUICK_SHAPE = SHAPE | {
     "hidden_size": 256,
@@ -130,66 +162,34 @@ QUICK_SHAPE = SHAPE | {
 }
 
 
-def install_llama(peer: str) -> Path:
-    """Return the interpreter of a peer by name, built for the cap on the instruction set if any.
-
-    Raises: UnsupportedError (pip failed).
-    """
-    # The fork comes as a wheel.
-    settings = list_ggml_settings() if peer == "llama.cpp" else {}
-    return install_peer(peer.replace(".", "-"), PEERS[peer], settings=settings)
-
-
-class _LlamaCpp:
-    """llama.cpp or its fork in one type, in a process of its own."""
-
-    def __init__(
-        self, folder: Path, peer: str, kind: str, threads: int, num_sequences: int
-    ) -> None:
-        python = install_llama(peer)
-        self._process = PeerProcess(python, "llama_cpp_peer.py", peer)
-        path = folder / f"{kind}.gguf"
-        if not path.exists():
-            self._process.call("write_gguf", folder=str(folder), path=str(path), kind=kind)
-        isa = self._process.call(
-            "load",
-            path=str(path),
-            threads=threads,
-            context_len=DECODE_CONTEXT + SPARE if num_sequences > 1 else max(PREFILLS) + SPARE,
-            num_sequences=num_sequences,
-        )
-        check_peer_isa(peer, isa)
-        self.name = f"{peer} {kind} {isa}"
-
-    def score(self, prompt: list[int]) -> torch.Tensor:
-        return torch.tensor(self._process.call("score", prompt=prompt))
-
-    def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
-        return self._process.call(phase, prompts=prompts)
-
-    def close(self) -> None:
-        self._process.close()
-
-
 class _Bench:
     """One random model; each side is loaded when the first case needs it, one format at a time."""
 
     def __init__(
-        self, folder: Path, model_type: str, shape: Mapping[str, int], needed_bytes: int
+        self,
+        folder: Path,
+        model_type: str,
+        shape: Mapping[str, Any],
+        needed_bytes: int,
+        *,
+        has_reference: bool,
     ) -> None:
+        self.has_reference = has_reference
         self._folder = folder
         self._model_type = model_type
         self._shape = shape
         self._needed_bytes = needed_bytes
         self._linear_formats = LINEAR_FORMATS[model_type]
         self.formats = tuple(self._linear_formats)
+        self.has_states = "linear_num_key_heads" in shape
         self._ours: tuple[str, EngineDriver] | None = None
-        self._llama: tuple[tuple[str, str, int], _LlamaCpp] | None = None
+        self._llama: tuple[tuple[str, str, int, int], LlamaCpp] | None = None
 
     @cached_property
     def folder(self) -> Path:
         _check_memory(self._needed_bytes)
-        write_random_model(self._folder, self._shape, model_type=self._model_type)
+        context = CONTEXT if self.has_states else 4096
+        write_random_model(self._folder, self._shape, context, model_type=self._model_type)
         return self._folder
 
     @cached_property
@@ -229,16 +229,27 @@ class _Bench:
                 self._linear_formats[weight_format],
                 rules=self.find_rules(weight_format),
             )
+            driver.watch_rules()
             self._ours = (weight_format, driver)
         return self._ours[1]
 
-    def llama(self, peer: str, weight_format: str, batch: int) -> _LlamaCpp:
-        """A peer in the type nearest to a format, loaded."""
+    def llama(self, peer: str, weight_format: str, batch: int, context_len: int = 0) -> LlamaCpp:
+        """A peer in the type nearest to a format, loaded; a context of 0 is enough for the rest."""
         kind = LLAMA_TYPES[weight_format]
-        key = (peer, kind, batch)
+        tokens = context_len or (DECODE_CONTEXT if batch > 1 else max(PREFILLS))
+        key = (peer, kind, batch, tokens)
         if self._llama is None or self._llama[0] != key:
             self.close()
-            self._llama = (key, _LlamaCpp(self.folder, peer, kind, self.threads, batch))
+            made = LlamaCpp(
+                self.folder / f"{kind}.gguf",
+                peer,
+                self.threads,
+                tokens + SPARE,
+                batch,
+                folder=self.folder,
+                kind=kind,
+            )
+            self._llama = (key, made)
         return self._llama[1]
 
     def close(self) -> None:
@@ -252,7 +263,7 @@ class _Bench:
         """Make a case against a peer by name, or against transformers."""
         prompts: list[list[int]] = []
 
-        def find_peer() -> _LlamaCpp | None:
+        def find_peer() -> LlamaCpp | None:
             return None if peer is None else self.llama(peer, weight_format, batch)
 
         def check() -> str:
@@ -260,18 +271,11 @@ class _Bench:
             shape = (batch, tokens)
             vocab_size = self.spec.vocab_size
             prompts[:] = torch.randint(0, vocab_size, shape, generator=generator).tolist()
-            got = self.ours(weight_format).score(prompts[0][:64])
-            want = self.rival.score(prompts[0][:64])
-            error = _compare(got, want)
-            if not error < LARGEST_ERROR[weight_format]:
-                return f"logits differ by {error:.4f}"
-            self.ours(weight_format).measure(phase, prompts)
-            rival = find_peer()
-            if rival is not None:
-                error = _compare(rival.score(prompts[0][:64]), want)
-                if not error < PEER_LARGEST_ERROR[weight_format]:
-                    return f"logits of {rival.name} differ by {error:.4f}"
-            return "ok"
+            wrong = self.check_logits(weight_format, prompts[0][:64], find_peer())
+            if wrong is None:
+                self.ours(weight_format).measure(phase, prompts)
+                self.ours(weight_format).take_rule_ms()
+            return wrong or "ok"
 
         def measure_rival() -> float:
             rival = find_peer()
@@ -287,16 +291,81 @@ class _Bench:
         if peer is not None:
             words += f" peer={peer}"
         is_decode = phase == "decode"
-        model = "mla " if self._model_type == "deepseek_v2" else ""
+        limits = None
+        if self.has_states and not is_decode:
+            limits = {"gated delta rules": lambda: self.ours(weight_format).take_rule_ms()}
         return BenchCase(
-            name=f"{model}format={weight_format} phase={phase} {words}",
+            name=f"{WORDS[self._model_type]}format={weight_format} phase={phase} {words}",
             unit="ms",
             ours=lambda: self.ours(weight_format).measure(phase, prompts),
             check=check,
             baseline=measure_rival,
             baseline_name=lambda: f"{name_rival()} threads={self.threads}",
             ceiling=(lambda: self._measure_reading(weight_format, batch)) if is_decode else None,
+            limits=limits,
         )
+
+    def turn_case(self, weight_format: str, tokens: tuple[int, int], peer: str | None) -> BenchCase:
+        """Make a case of a message after a history, against computing all tokens."""
+        history, message = tokens
+        generator = torch.Generator().manual_seed(1)
+        drawn = torch.randint(0, self.spec_vocab, (history + message,), generator=generator)
+        prompt: list[int] = drawn.tolist()
+        whole: list[float] = []
+
+        def measure() -> float:
+            cached, all_ms = self.ours(weight_format).time_turn(prompt[:history], prompt[history:])
+            whole[:] = [all_ms]
+            return cached
+
+        def check() -> str:
+            rival = None if peer is None else self.llama(peer, weight_format, 1, sum(tokens))
+            return self.check_logits(weight_format, prompt[:64], rival) or "ok"
+
+        limits = None
+        if peer is not None:
+            limits = {
+                peer: lambda: self.llama(peer, weight_format, 1, sum(tokens)).measure_turn(
+                    prompt[:history], prompt[history:]
+                )
+            }
+        return BenchCase(
+            name=f"{WORDS[self._model_type]}format={weight_format} phase=turn history={history} "
+            f"message={message}" + ("" if peer is None else f" peer={peer}"),
+            unit="ms",
+            ours=measure,
+            check=check,
+            baseline=lambda: whole[0],
+            baseline_name=f"computing all threads={self.threads}",
+            limits=limits,
+            max_rounds=3,
+        )
+
+    def check_logits(
+        self, weight_format: str, tokens: list[int], peer: LlamaCpp | None
+    ) -> str | None:
+        """Say which side's logits are too far from the reference's, or from each other."""
+        got = self.ours(weight_format).score(tokens)
+        largest, largest_peer = LARGEST_ERROR[weight_format], PEER_LARGEST_ERROR.get(weight_format)
+        if self.has_states:
+            largest *= STATE_ERROR
+        if peer is not None and largest_peer is not None:
+            theirs = peer.score(tokens)
+            if not self.has_reference:
+                error = _compare(got, theirs)
+                if not error < largest + largest_peer:
+                    return f"logits of ours and {peer.name} differ by {error:.4f}"
+                return None
+            error = _compare(theirs, self.rival.score(tokens))
+            if not error < largest_peer:
+                return f"logits of {peer.name} differ by {error:.4f}"
+        error = _compare(got, self.rival.score(tokens))
+        return None if error < largest else f"logits differ by {error:.4f}"
+
+    @property
+    def spec_vocab(self) -> int:
+        """Number of token ids, known before the model is written."""
+        return self._shape["vocab_size"]
 
     @property
     def rival_name(self) -> str:
@@ -316,7 +385,10 @@ class _Bench:
         )
         share = 1 - (1 - spec.top_k / spec.num_experts) ** batch
         others = sum(m.size_bytes for m in plan.matrices if m.role not in ("experts", "embedding"))
-        return (plan.expert_bytes * share + others) * seconds_per_byte * 1e3
+        layout = spec.state_layout
+        # A step reads the state of each sequence and writes it.
+        states = 0 if layout is None else 2 * batch * layout.bytes_per_state
+        return (plan.expert_bytes * share + others + states) * seconds_per_byte * 1e3
 
 
 def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
@@ -328,27 +400,38 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
             if need be, each with cases of its own.
     """
     disable_progress_bar()
-    shapes: dict[str, Mapping[str, int]] = {
+    shapes: dict[str, Mapping[str, Any]] = {
         "qwen3_moe": QUICK_SHAPE if quick else SHAPE,
         "deepseek_v2": QUICK_LATENT_SHAPE if quick else LATENT_SHAPE,
+        "qwen3_5_moe_text": QUICK_HYBRID_SHAPE if quick else HYBRID_SHAPE,
     }
     for model_type, shape in shapes.items():
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
-            needed = 0 if quick else NEEDED_BYTES[model_type]
-            bench = _Bench(Path(scratch), model_type, shape, needed)
+            bench = _Bench(
+                Path(scratch),
+                model_type,
+                shape,
+                0 if quick else NEEDED_BYTES[model_type],
+                has_reference=quick or not (with_peers and "linear_num_key_heads" in shape),
+            )
             stack.callback(bench.close)
             yield from _list_cases(bench, quick=quick, with_peers=with_peers)
+    yield from make_stored_cases(quick=quick, with_peers=with_peers)
 
 
 def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[BenchCase]:
     for weight_format in bench.formats:
         has_peers = with_peers and weight_format in LLAMA_TYPES
-        for peer in PEERS if has_peers else [None]:
+        # The fork is behind with layers that have a state.
+        peers = ["llama.cpp"] if bench.has_states else PEERS
+        for peer in peers if has_peers else [None]:
             for batch in BATCHES[::2] if quick else BATCHES:
                 yield bench.case(weight_format, "decode", DECODE_CONTEXT, batch, peer)
             for tokens in PREFILLS[:1] if quick else PREFILLS:
                 yield bench.case(weight_format, "prefill", tokens, 1, peer)
+            if bench.has_states:
+                yield bench.turn_case(weight_format, QUICK_TURN if quick else TURN, peer)
 
 
 def _compare(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -367,17 +450,19 @@ def _check_memory(needed: int) -> None:
 
 def write_random_model(
     folder: Path,
-    shape: Mapping[str, int],
+    shape: Mapping[str, Any],
     max_position_embeddings: int = 4096,
     *,
     model_type: str = "qwen3_moe",
 ) -> None:
     """Write a checkpoint of random bfloat16 weights, a layer a file."""
+    # The hybrid's router always has weights that sum to one.
+    weighting = {"norm_topk_prob": model_type == "qwen3_moe"}
     config = AutoConfig.for_model(
         model_type,
         **shape,
+        **({} if "linear_num_key_heads" in shape else weighting),
         max_position_embeddings=max_position_embeddings,
-        norm_topk_prob=model_type == "qwen3_moe",
         dtype="bfloat16",
     )
     write_random_weights(folder, config)

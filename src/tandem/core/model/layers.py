@@ -20,6 +20,7 @@ __all__ = [
     "DecoderLayerSpec",
     "EmbeddingSpec",
     "ExpertsSpec",
+    "FrozenGatedDeltaSpec",
     "FrozenLinearSpec",
     "GatedDeltaSpec",
     "GqaSpec",
@@ -306,6 +307,14 @@ class FrozenLinearSpec(
     has_bias: bool = False
 
 
+class FrozenGatedDeltaSpec(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="frozen_gated_delta"
+):
+    """A gated delta rule of transformers whose recurrence has a native gradient."""
+
+    rule: GatedDeltaSpec
+
+
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="head"):
     """The projection to the vocabulary."""
 
@@ -407,6 +416,7 @@ OperatorSpec = (
     | GatedDeltaSpec
     | LinearSpec
     | FrozenLinearSpec
+    | FrozenGatedDeltaSpec
     | HeadSpec
     | EmbeddingSpec
     | MlpSpec

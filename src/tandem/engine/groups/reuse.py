@@ -117,7 +117,8 @@ class StateReuse:
         snapshot = self._table.find(
             notes.root_key, notes.block_keys, token_ids, match.num_tokens, at_blocks=at_blocks
         )
-        return match.cut(snapshot, self._block_size)
+        position = 0 if snapshot is None else snapshot.position
+        return match.cut(position, self._block_size, snapshot)
 
     def is_expected(self, request: Request, found: int, others: Iterable[Request]) -> bool:
         """Say whether a prefill in progress brings a state that a waiting request can go on from.
@@ -184,7 +185,7 @@ class StateReuse:
             if state.slot == NO_SLOT:
                 # There is no other slot: the request goes on in that of the snapshot.
                 snapshot.num_pins -= 1
-                self._table.remove(snapshot)
+                self._remove(snapshot)
                 state.slot, state.last = snapshot.slot, snapshot.shorter
                 self._generations[state.slot] += 1
             else:
@@ -310,7 +311,7 @@ class StateReuse:
         """Forget all snapshots that no step in flight reads."""
         self._filled.clear()
         for snapshot in [s for s in self._table if not s.num_pins]:
-            self._table.remove(snapshot)
+            self._remove(snapshot)
             self._free.append(snapshot.slot)
 
     def check(self, in_use: Collection[int]) -> None:
@@ -351,6 +352,8 @@ class StateReuse:
             min_gain or self._policy.min_gain
         ) and self._index.has_prefix(parent_key, tail):
             self._table.add(snapshot)
+            for observer in self._index.observers:
+                observer.note_state_kept(snapshot)
             state.last = snapshot
             self._counters.num_snapshots_taken += 1
             if is_new and not tail:
@@ -368,10 +371,15 @@ class StateReuse:
         victim = self._table.choose_victim(self._is_reachable, worth)
         if victim is None:
             return NO_SLOT
-        self._table.remove(victim, is_evicted=True)
+        self._remove(victim, is_evicted=True)
         self._counters.num_evicted_snapshots += 1
         self._generations[victim.slot] += 1
         return victim.slot
+
+    def _remove(self, snapshot: Snapshot, *, is_evicted: bool = False) -> None:
+        self._table.remove(snapshot, is_evicted=is_evicted)
+        for observer in self._index.observers:
+            observer.note_state_removed(snapshot)
 
     def _is_reachable(self, snapshot: Snapshot) -> bool:
         return self._index.has_prefix(snapshot.parent_key, snapshot.tail)

@@ -4,9 +4,10 @@ Two threads. The main thread loads the model and runs the engine's steps; the ot
 control channel's event loop, so that a request is accepted, refused or cancelled while a step is
 computed. What a step produced goes to each server as one event.
 
-The process is started by ``tandem.engine.process.supervisor`` and gets its configuration as one
-line on standard input, later if it was started in advance. It ends when that input ends: it never
-outlives its server.
+The process is started by ``tandem.engine.process.supervisor``, of a server or of a launcher, and
+gets its configuration as one line on standard input, later if it was started in advance. It ends
+when that input ends: it never outlives its starter. Any number of servers may connect; when one is
+lost, or its lease ends, its requests are cancelled.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import CapacityError, TandemError
 from tandem.core.instance_status import InstanceRole, InstanceStats, Statistics, sum_stats
+from tandem.core.kv_layout import MlaLayout
 from tandem.core.logs import configure_logging
 from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import (
@@ -89,7 +91,9 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str = "instance-0"
     endpoint: str = ""
-    """Chosen by the supervisor."""
+    """Chosen by the launcher."""
+    secret: str | None = None
+    """Of the cluster, proved by servers on other machines; None: a Unix socket needs none."""
     role: InstanceRole = "unified"
     cores: tuple[int, ...] = ()
     """The CPUs that it computes on; empty: all that are allowed."""
@@ -126,7 +130,7 @@ class Instance:
         self._server = RpcServer(
             spec.endpoint,
             identity=make_identity(spec.name, INSTANCE_ROLE, compat=compat_facts()),
-            auth=Auth.local(),
+            auth=Auth.for_endpoint(spec.endpoint, spec.secret),
             config=spec.rpc,
         )
         self._stage = StageChanged(InstanceStage.STARTING)
@@ -176,7 +180,7 @@ class Instance:
         if self._tier is not None:
             parts += [self._tier.counters, Statistics(store_links={self._tier.state: 1})]
         if self._exchange is not None:
-            parts.append(self._exchange.counters)
+            parts += [self._exchange.counters, self._exchange.rails]
         return sum_stats(self._stage.stage, parts)
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
@@ -258,13 +262,14 @@ class Instance:
 
         tiers = None if self._spec.store is None else self._spec.tiers
         clock = MonotonicClock()
-        allocate = allocate_states = None
+        allocate = allocate_states = allocate_windows = None
         if self._spec.transfer is not None:
             from tandem.engine.disaggregation.exchange import KvExchange
 
             self._exchange = KvExchange(self._spec.name, self._spec.transfer, clock)
             allocate = self._exchange.allocate
             allocate_states = self._exchange.allocate_states
+            allocate_windows = self._exchange.allocate_windows
         built = build_engine(
             self._spec.model,
             self._spec.engine,
@@ -273,6 +278,7 @@ class Instance:
             tiers=tiers,
             allocate=allocate,
             allocate_states=allocate_states,
+            allocate_windows=allocate_windows,
             num_siblings=self._spec.num_siblings,
         )
         adapters, loaded, failures = self._load_adapters(built)
@@ -287,12 +293,16 @@ class Instance:
                 cache.num_blocks,
                 self._tier,
                 None if built.states is None else built.states.layout,
+                built.windows,
             )
         if self._spec.kv_events.endpoint:
+            layout = built.cache.layout
+            kind = "mla_attention" if isinstance(layout, MlaLayout) else "full_attention"
             self._events = KvEventPublisher(
                 self._spec.kv_events,
-                block_size=built.cache.layout.block_size,
+                block_size=layout.block_size,
                 now=lambda: datetime.now(UTC).timestamp(),
+                kv_kind="" if built.states is None else kind,
             )
             built.prefixes.observers.append(self._events)
         inventory = None
@@ -320,6 +330,7 @@ class Instance:
             inventory=inventory,
             read_stats=self._read_stats,
             read_experts=None if built.experts is None else built.experts.read,
+            read_load_speed=None if built.planner is None else built.planner.read_load_speed,
         )
         self._experts = built.experts
         self.set_stage(StageChanged(InstanceStage.READY))
@@ -344,10 +355,17 @@ class Instance:
     def _open_tier(
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
     ) -> None:
+        from tandem.engine.groups.windows import count_seen_blocks
         from tandem.engine.tiers.service import TierService
-        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory
+        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, WindowMemory
 
-        layout = built.cache.layout
+        layout, windows = built.cache.layout, None
+        if built.windows is not None and built.cache.windows is not None:
+            windows = WindowMemory(
+                built.cache.windows.view_bytes(),
+                built.windows.layout.bytes_per_block,
+                count_seen_blocks(built.windows.window, layout.block_size),
+            )
         tier = TierService(
             store,
             self._spec.rpc,
@@ -359,6 +377,7 @@ class Instance:
             states=None
             if built.states is None
             else StateMemory(built.states.view_bytes(), built.states.layout.bytes_per_state),
+            windows=windows,
         )
         built.engine.attach_transfers(tier)
         tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)

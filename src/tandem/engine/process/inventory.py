@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable
 from typing import Literal
 
 from tandem.core.wire import BlockChanges
+from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.scheduling.prefix_index import PrefixNode
 
 __all__ = ["BlockInventory", "cut_key"]
@@ -107,6 +108,12 @@ class BlockInventory:
             for reader, changes in self._changes.items():
                 changes.clear()
                 self._resets.add(reader)
+
+    def note_state_kept(self, snapshot: Snapshot) -> None:
+        """Do nothing: where a prefix is taken up is the instance's own matter."""
+
+    def note_state_removed(self, snapshot: Snapshot) -> None:
+        """Do nothing, as above."""
 
     def _note(self, key: int, *, is_held: bool) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +24,17 @@ from torch.utils.flop_counter import flop_registry
 from tandem.core.model.plan import LayerSpec
 from tandem.finetune.recipes.targets import find_expert_shapes, find_targets
 from tandem.finetune.training.loss import LOGIT_KEYS, count_piece_rows
+from tandem.kernels.operators.frozen_delta import freeze_mixer
+from tandem.models.planning.state_mixers import observe_state_mixers
 
 __all__ = ["StepCost", "StepShape", "simulate_step"]
 
 EXPERT_FORWARD_PRODUCTS = 3
 EXPERT_BACKWARD_PRODUCTS = 3
 """Gate and up are kept."""
-
+SCAN_FORWARD_OPERATIONS, SCAN_BACKWARD_OPERATIONS = 4, 12
+"""On each element of a state, a token: decay, update, two sums; those again, and their gradients.
+"""
 
 SUMMED = ("kept_bytes", "num_operations", "moved_bytes", "torch_flops", "native_flops")
 """Costs that each layer adds to."""
@@ -254,6 +259,30 @@ class _Experts(nn.Module):
         return out.view(-1, top_k, self.hidden).sum(1).to(x.dtype)
 
 
+class _FakeScan(torch.autograd.Function):
+    """Keeps and allocates what ``kernels.cpu.delta_scan`` does for one sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, cost: StepCost, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        *parts, state = inputs
+        held = [part.contiguous() for part in parts]
+        last, begun, out = state.clone(), state.clone(), torch.empty_like(held[2])
+        ctx.cost, ctx.num_operations = cost, out.shape[0] * state.numel()
+        cost.native_flops += SCAN_FORWARD_OPERATIONS * ctx.num_operations
+        ctx.save_for_backward(*held, begun)
+        ctx.mark_non_differentiable(last)
+        return out, last
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _, k, v, decay, beta, _ = ctx.saved_tensors
+        ctx.cost.native_flops += SCAN_BACKWARD_OPERATIONS * ctx.num_operations
+        d_q, d_k = (k.new_empty(*v.shape[:2], k.shape[2]) for _ in range(2))
+        d_v, d_decay, d_beta = (torch.empty_like(part) for part in (v, decay, beta))
+        d_q, d_k = (d.unflatten(1, (k.shape[1], -1)).sum(2) for d in (d_q, d_k))
+        return None, d_q, d_k, d_v, d_decay, d_beta, None
+
+
 def _merge(weight: Tensor, b: Tensor, a: Tensor) -> Tensor:
     return torch.baddbmm(weight, b.to(weight.dtype), a.to(weight.dtype))
 
@@ -336,6 +365,10 @@ def _replace_packed(model: Any, shape: StepShape, cost: StepCost) -> None:
         if find_expert_shapes(module):
             stand_in = _Experts(module, cost, shape)
             model.set_submodule(name, stand_in)
+    for name, spec in observe_state_mixers(model).items():
+        if not isinstance(spec, str):
+            frozen = freeze_mixer(model.get_submodule(name), spec, partial(_FakeScan.apply, cost))
+            model.set_submodule(name, frozen)
     if shape.has_packed_linear:
         for name in find_targets(model, "all"):
             model.set_submodule(name, _Linear(model.get_submodule(name), cost))

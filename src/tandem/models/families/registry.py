@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.models.families import deepseek, gpt_oss
+from tandem.models.families.refused import GATED_DELTA
 
 __all__ = ["FAMILIES", "PROVED_WITH", "Family", "classifies", "find_family", "take_decoder"]
 
@@ -35,6 +36,16 @@ class Family:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(self.config_type or self.model_type, "")
+
+    @property
+    def image_class(self) -> str:
+        """The class of transformers that also takes images; empty if there is none."""
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        )
+
+        name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(self.composite, "")
+        return name if isinstance(name, str) else ""
 
     @property
     def classifier(self) -> str:
@@ -86,16 +97,52 @@ PROVED_WITH = "5.24"
 
 
 def take_decoder(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the decoder within that of a model that also takes images.
+    """Return the configuration of the text decoder that a configuration names, or has within it.
 
-    Returns: ``raw`` itself where no family here is such a model's decoder.
+    The family is that of ``model_type``; of a model that also takes images, its decoder's. Where
+    transformers has no such type, the class in ``architectures`` or the auto map names a family
+    whose layers have a state.
+
+    Returns: ``raw`` itself where that changes nothing, or no family here is meant.
     """
-    composite, inner = raw.get("model_type"), raw.get("text_config")
-    family = next((f for f in FAMILIES.values() if f.composite and f.composite == composite), None)
-    if family is None or not isinstance(inner, dict):
+    name, inner = raw.get("model_type"), raw.get("text_config")
+    family = next((f for f in FAMILIES.values() if name and f.composite == name), None)
+    if family is None and isinstance(name, str):
+        known = find_family(name)
+        if known is None:
+            family = _find_by_class(_list_classes(raw))
+        elif known.image_class and known.image_class in _list_classes(raw):
+            family = known
+    if family is None:
         return raw
-    outer = {name: raw[name] for name in OF_THE_WHOLE if name in raw}
-    return {**outer, **inner, "model_type": family.model_type, "architectures": None}
+    decoder = raw
+    if family.composite and isinstance(inner, dict):
+        decoder = {name: raw[name] for name in OF_THE_WHOLE if name in raw} | inner
+    return decoder | {"model_type": family.model_type, "architectures": None}
+
+
+def _list_classes(raw: dict[str, Any]) -> list[str]:
+    """Return the names of the classes that a configuration gives, whatever its values are."""
+    listed, mapped = raw.get("architectures"), raw.get("auto_map")
+    names = list(listed) if isinstance(listed, list) else []
+    if isinstance(mapped, dict):
+        names += [mapped.get(key) for key in AUTO_CLASSES]
+    return [name.rpartition(".")[2] for name in names if isinstance(name, str)]
+
+
+def _find_by_class(names: list[str]) -> Family | None:
+    """Return the family with states whose class, or that of its model with images, is named.
+
+    Types of others are asked for by name: theirs are old enough that a new type is another model.
+    """
+    families = [FAMILIES[name] for name in GATED_DELTA]
+    return next(
+        (f for name in names for f in families if name in (f.architecture, f.image_class)), None
+    )
+
+
+AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
+"""Keys of an auto map, whose values end in a class; its code is never run."""
 
 
 OF_THE_WHOLE = (

@@ -10,6 +10,7 @@ from tandem.core.model.layers import (
     DecoderLayerSpec,
     EmbeddingSpec,
     ExpertsSpec,
+    FrozenGatedDeltaSpec,
     FrozenLinearSpec,
     GatedDeltaSpec,
     GqaSpec,
@@ -24,12 +25,14 @@ from tandem.core.model.layers import (
     RouterSpec,
 )
 from tandem.core.model.plan import NO_FORMAT, ModulePlan
+from tandem.kernels.cpu.delta_scan import NativeScan
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
 from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer, LayerParts
 from tandem.kernels.operators.experts import RoutedExperts
+from tandem.kernels.operators.frozen_delta import freeze_mixer
 from tandem.kernels.operators.frozen_linear import FrozenLinear
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.linear import Embedding, Linear, LmHead
@@ -121,6 +124,8 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
             return Linear(
                 spec.in_features, spec.out_features, has_bias=spec.has_bias, settings=settings
             )
+        case FrozenGatedDeltaSpec():
+            return freeze_mixer(model.get_submodule(name), spec.rule, NativeScan(resources.pool))
         case FrozenLinearSpec():
             assert settings.weight_format is not None, "a frozen matrix is packed"
             return FrozenLinear(spec, weight_format=settings.weight_format, pool=resources.pool)
