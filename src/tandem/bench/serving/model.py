@@ -529,17 +529,21 @@ def write_random_weights(folder: Path, config: Any) -> None:
     config.architectures = [family.architecture]
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for name, meta in build_skeleton(config).state_dict().items():
+    files: dict[str, list[str]] = {}
+    metas = build_skeleton(config).state_dict()
+    for name in metas:
         parts = name.split(".")
         file = f"{parts[2]:>02}" if parts[1] == "layers" else "rest"
-        # Norms of one, matrices that keep the size of what passes through.
-        weight = torch.ones(meta.shape, dtype=torch.bfloat16)
-        if meta.dim() > 1:
-            weight.normal_(0, meta.shape[-1] ** -0.5, generator=generator)
-        files.setdefault(f"model-{file}.safetensors", {})[name] = weight
-    for file, tensors in files.items():
+        files.setdefault(f"model-{file}.safetensors", []).append(name)
+    for file, names in files.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            # Norms of one, matrices that keep the size of what passes through.
+            shape = metas[name].shape
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+            if len(shape) > 1:
+                tensors[name].normal_(0, shape[-1] ** -0.5, generator=generator)
+        # A layer at a time: all of them may not fit beside what else runs.
         save_file(tensors, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, tensors in files.items() for name in tensors}
-    index = {"metadata": {}, "weight_map": weight_map}
+    index = {"metadata": {}, "weight_map": {n: file for file, own in files.items() for n in own}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
