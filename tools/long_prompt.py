@@ -40,7 +40,7 @@ SHAPE = {
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2,
+    "num_attention_heads": 1,
     "num_key_value_heads": 1,
     "head_dim": 32,
     "linear_num_key_heads": 2,
