@@ -25,7 +25,7 @@ from tandem.finetune.recipes.recipe import (
 )
 from tandem.finetune.recipes.recipe_keys import IGNORED, REFUSED
 from tandem.models.families import FAMILIES
-from tandem.models.families.gate import ACTIVATIONS, LAYER_TYPES, ROPE_TYPES
+from tandem.models.families.gate import LAYER_TYPES, ROPE_TYPES
 from tandem.models.families.registry import PROVED_WITH
 from tandem.models.planning.quantization import METHODS
 from tandem.server.telemetry.metrics import METRICS
@@ -136,7 +136,9 @@ def render_models() -> str:
             f"- Weights: safetensors, in {', '.join(DTYPE_BYTES)}, or coded as said below.",
             f"- `rope_type`: {', '.join(ROPE_TYPES)}.",
             f"- `layer_types`: {', '.join(LAYER_TYPES)}.",
-            f"- `hidden_act`: {', '.join(ACTIVATIONS)}.",
+            "- Parts that no operator here is made for (an MLP with an activation of its own, a",
+            "  router with a choice of its own, attention with further weights) stay modules of",
+            "  transformers, in torch: `tandem plan MODEL` names them.",
             "- Refused by name: state beside KV that is no gated delta rule's (state space,",
             "  lightning attention, convolutions alone), encoders, images and sound, attention",
             "  that chooses tokens by an index.",

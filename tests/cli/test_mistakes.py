@@ -13,7 +13,10 @@ from tandem.cli import main
 URL = "--url=http://127.0.0.1:1"
 
 WORDS = [
-    "cluster --roles prefill", "sim", "sim hits", "sim hit t.jsonl", "sim run",
+    "cluster --roles prefill", "cluster dance", "cluster role", "cluster keys a b", "cluster up",
+    "cluster drain", "cluster undrain", "cluster remove", "cluster restart a b", "cluster add x",
+    "cluster render", "cluster render c.yaml --to paper",
+    "sim", "sim hits", "sim hit t.jsonl", "sim run",
     "sim run s.yaml --sets a=1",
     "sim sweep s.yaml",
     "sim capacity", "sim paper", "sim advise s.yaml", "sim hits t.jsonl --blocks",
@@ -59,7 +62,12 @@ WORDS = [
 """Status 2."""
 
 INPUTS = [
-    "cluster dance", "cluster --url http://127.0.0.1:1", "sim hits nothing.jsonl", "sim hits .",
+    "cluster --url http://127.0.0.1:1", "cluster list --url http://127.0.0.1:1",
+    "cluster render nothing.yaml", "cluster up nothing.yaml", "cluster up .",
+    "serve --hub.file nothing.yaml", "serve demo --hub.file x.yaml",
+    "cluster launch demo", "cluster launch --launcher.listen ipc:///x/l.sock",
+    "cluster launch demo --launcher.listen tcp://127.0.0.1:7", "cluster keys /no/such/folder/k",
+    "sim hits nothing.jsonl", "sim hits .",
     "sim run nothing.yaml", "sim run .",
     "sim sweep nothing.yaml instances.0.count=1 --output x.jsonl", "sim capacity nothing.yaml",
     "sim paper --trace nothing.jsonl --requests 10",

@@ -197,8 +197,9 @@ def test_a_role_changes_which_questions_an_instance_is_asked():
 def test_a_hot_prefix_is_fetched_where_the_queue_is_shorter():
     """Algorithm 1: what is fetched from the store counts as its transfer, beyond the threshold."""
 
-    def decide(threshold, queued, held=0):
+    def decide(threshold, queued, held=0, speed=0.0):
         conductor = make(U0, U1, policy="mooncake", u0=Load(queued_tokens=queued))
+        conductor.set_load_speed("u1", speed)
         conductor.policy.threshold = threshold
         conductor.note_blocks("u0", range(100))
         conductor.note_blocks("u1", range(held))
@@ -212,6 +213,8 @@ def test_a_hot_prefix_is_fetched_where_the_queue_is_shorter():
     assert fetched.chosen.prefix_len == 1600
     assert fetched.chosen.transfer_s > 0
     assert [each.instance for each in fetched.considered] == ["u1", "u0"]
+    slow = decide(1.25, queued=1000, speed=10.0)
+    assert slow.route == Alone(U0), "a load from the store would take 160 s, as it has told"
     # 1600 tokens are 1.11 times what it holds itself.
     assert decide(1.25, queued=1000, held=90).chosen.prefix_len == 1440
     assert decide(1.05, queued=1000, held=90).chosen.prefix_len == 1600

@@ -14,6 +14,8 @@ import threading
 import httpx
 import pytest
 
+from tandem.conductor.journal import replay_journal
+
 PROMPT = "def merge(left, right):\n    # Merge two sorted lists of numbers into a third one.\n" * 6
 BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 GREEDY = {**BODY, "temperature": 0.0, "logprobs": 3}
@@ -23,13 +25,19 @@ RECOVERY_S = 90.0
 
 
 @pytest.fixture(scope="module")
-def pair(serve_demo_module):
+def pair(serve_demo_module, tmp_path_factory):
+    """The pair; of all that becomes of it, its conductor's journal tells every decision again."""
+    journal = tmp_path_factory.mktemp("pair") / "journal"
     # A short lease, so that a stopped process is found soon.
     flags = ["--rpc.lease-ms", "4000", "--rpc.heartbeat-interval-ms", "500"]
+    flags += ["--cluster.journal", str(journal)]
     with serve_demo_module(
         "--prefill", "1", "--decode", "1", "--engine.block-size", "16", *flags
     ) as live:
         yield live
+    replayed = list(replay_journal(journal.read_bytes().splitlines(keepends=True)))
+    assert replayed
+    assert [each.now for each in replayed] == [each.then for each in replayed]
 
 
 @pytest.fixture

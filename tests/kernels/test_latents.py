@@ -21,6 +21,7 @@ from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.devices import choose_execution
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.operator import running
 from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.weights.formats import find_format
@@ -296,8 +297,8 @@ def run_operator(operator, x, cuts=(), *, dtype=torch.float32, block_size=16):
         batch = PagedBatch.build([chunk], block_size)
         execution = choose_execution(CPU, dtype)
         step = execution.begin_step(batch, cache, (Rope(PARAMETERS),), dtype)
-        with torch.inference_mode():
-            parts.append(operator(x[None, begin:end], tandem_step=step)[0][0].clone())
+        with torch.inference_mode(), running(step):
+            parts.append(operator(x[None, begin:end])[0][0].clone())
     return torch.cat(parts)
 
 

@@ -31,14 +31,20 @@ class LiveServer:
         **parts,
     ) -> None:
         self.engine = engine
-        self.app = build_app(config, engine, tokenizer, model, folder=folder, **parts)
         self.config = config
+        self._parts = (tokenizer, model, folder, parts)
+        self.app = self.make_app()
         self._started: Future[RunningServer] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
         self.running = self._started.result(WAIT_S)
         self.url = self.running.url
+
+    def make_app(self):
+        """Make what is served."""
+        tokenizer, model, folder, parts = self._parts
+        return build_app(self.config, self.engine, tokenizer, model, folder=folder, **parts)
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()

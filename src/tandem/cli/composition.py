@@ -6,13 +6,19 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from starlette.applications import Starlette
 
 from tandem.cli.config import Config, check_store
 from tandem.core.adapter import AdapterSource, read_sources
-from tandem.core.wire import StageChanged
+from tandem.core.errors import ConfigError
+from tandem.core.wire import InstanceStage, StageChanged
 from tandem.engine.cluster.client import ClusterClient, make_specs
 from tandem.engine.config import EngineConfig
+from tandem.engine.launching.attached import AttachedCluster
+from tandem.engine.launching.rosters import Rosters
+from tandem.engine.launching.service import LauncherService, make_prefix
+from tandem.engine.launching.trust import derive_transfer_secret, read_cluster_secret
 from tandem.engine.memory import check_context
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import ProcessLauncher
@@ -22,11 +28,24 @@ from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.packed_cache import may_write_cache
 from tandem.models.sources.gguf_files import find_gguf
 from tandem.models.tokenizing.tokenizer import Tokenizer, load_tokenizer
+from tandem.rpc.wire.endpoint import parse_endpoint
 from tandem.server.api.names import find_names
 from tandem.server.api.sampling import load_sampling_defaults
 from tandem.server.app import build_app
+from tandem.server.lifecycle import Lifecycle
+from tandem.transfer.config import TransferConfig
 
-__all__ = ["CheckedModel", "Composition", "check_model", "compose"]
+__all__ = [
+    "CheckedModel",
+    "Composition",
+    "check_files",
+    "check_model",
+    "compose",
+    "compose_launcher",
+]
+
+ATTACH_TIMEOUT_S = 600.0
+"""For a launcher to be there; a machine may be starting."""
 
 
 class CheckedModel(NamedTuple):
@@ -50,6 +69,24 @@ def check_model(settings: Config) -> CheckedModel:
 
     Raises: ConfigError, and as ``resolve_folder`` and ``load_tokenizer``.
     """
+    if settings.cluster.launchers:
+        if settings.store.memory_bytes:
+            raise ConfigError(
+                "cli.serve",
+                "instances of launchers use the store of these: set store.memory there",
+                field="store.memory",
+            )
+    else:
+        settings.cluster.require_pairs()
+    folder, sources = check_files(settings)
+    return CheckedModel(folder, load_tokenizer(folder), sources)
+
+
+def check_files(settings: Config) -> tuple[Path, tuple[AdapterSource, ...]]:
+    """Return the folder of the model and its adapters.
+
+    Raises: ConfigError, and as ``resolve_folder``.
+    """
     check_store(settings.store)
     folder = resolve_folder(settings.model.path, revision=settings.model.revision)
     if find_gguf(folder) is None:
@@ -59,7 +96,7 @@ def check_model(settings: Config) -> CheckedModel:
     names = find_names(settings.model.path, settings.server.served_model_name, folder)
     for source in sources:
         names.check_adapter_name(source.name)
-    return CheckedModel(folder, load_tokenizer(folder), sources)
+    return folder, sources
 
 
 def _check_context(engine: EngineConfig, values: dict[str, Any]) -> None:
@@ -81,6 +118,8 @@ async def compose(
     log_level: str,
     log_format: str,
     on_stage: Callable[[StageChanged], None] | None = None,
+    lifecycle: Lifecycle | None = None,
+    is_asleep: bool = False,
 ) -> AsyncIterator[Composition]:
     """Start the instances, and the store of their own, and build the application over them.
 
@@ -91,35 +130,33 @@ async def compose(
         log_level: of the processes started.
         log_format: of the processes started.
         on_stage: as of ``ClusterClient``.
+        lifecycle: as of ``build_app``.
+        is_asleep: as of ``ClusterClient``.
     """
     async with contextlib.AsyncExitStack() as opened:
-        store, child = None, None
-        if settings.store.memory_bytes:
-            child = StoreChild(
-                settings.store, settings.rpc, log_level=log_level, log_format=log_format
+        opening = _open_common(settings, model.sources, log_level=log_level, log_format=log_format)
+        common, child = await opened.enter_async_context(opening)
+        if settings.cluster.launchers:
+            if on_stage is not None:
+                on_stage(StageChanged(InstanceStage.STARTING, "looking for instances"))
+            rosters = Rosters(
+                settings.cluster.launchers,
+                common.secret,
+                settings.rpc,
+                settings.cluster.recovery_s,
             )
-            store = (await opened.enter_async_context(child)).store
-        elif settings.store.master:
-            store = settings.store
-        common = InstanceSpec(
-            model=settings.model,
-            adapters=model.sources,
-            engine=settings.engine,
-            rpc=settings.rpc,
-            tiers=settings.tiers,
-            store=store,
-            kv_events=settings.kv_events,
-            log_level=log_level,
-            log_format=log_format,
-        )
-        cluster = ClusterClient(
-            make_specs(settings.cluster, common),
-            settings.cluster,
-            on_stage=on_stage,
-            is_staggered=may_write_cache(settings.model.packed_cache, model.folder),
-            # Those that are added later have none prepared.
-            make_launcher=chain(launchers, iter(ProcessLauncher, None)).__next__,
-        )
+            await (await opened.enter_async_context(rosters)).wait_first(ATTACH_TIMEOUT_S)
+            cluster = AttachedCluster(rosters, common, settings.cluster, on_stage=on_stage)
+        else:
+            cluster = ClusterClient(
+                make_specs(settings.cluster, common),
+                settings.cluster,
+                on_stage=on_stage,
+                is_staggered=may_write_cache(settings.model.packed_cache, model.folder),
+                # Those that are added later have none prepared.
+                make_launcher=chain(launchers, iter(ProcessLauncher, None)).__next__,
+                is_asleep=is_asleep,
+            )
         engine = await opened.enter_async_context(cluster)
         adapter_folder = settings.model.adapter_folder
         app = build_app(
@@ -131,5 +168,81 @@ async def compose(
             defaults=load_sampling_defaults(model.folder),
             adapter_folder=Path(adapter_folder) if adapter_folder else None,
             read_store=None if child is None else lambda: child.status,
+            lifecycle=lifecycle,
         )
         yield Composition(engine, app)
+
+
+@contextlib.asynccontextmanager
+async def compose_launcher(
+    settings: Config, *, log_level: str, log_format: str
+) -> AsyncIterator[LauncherService]:
+    """Start instances, and the store of their own, and serve their roster.
+
+    Args:
+        settings: of the instances, with ``launcher.listen``.
+        log_level: of the processes started.
+        log_format: of the processes started.
+    """
+    endpoint = settings.launcher.listen
+    folder, sources = check_files(settings)
+    async with contextlib.AsyncExitStack() as opened:
+        opening = _open_common(settings, sources, log_level=log_level, log_format=log_format)
+        common, _ = await opened.enter_async_context(opening)
+        parsed = parse_endpoint(endpoint)
+        if not parsed.is_local_socket and common.secret is None:
+            raise ConfigError(
+                "cluster.launch",
+                f"{endpoint} is reachable from other machines: make keys with `tandem cluster "
+                "keys` and set cluster.secret_file",
+                field="cluster.secret_file",
+            )
+        if common.secret is not None:
+            host = f"[{parsed.host}]" if ":" in parsed.host else parsed.host or "127.0.0.1"
+            transfer = TransferConfig(
+                secret=derive_transfer_secret(common.secret), listen=(f"{host}:0",)
+            )
+            common = msgspec.structs.replace(common, transfer=transfer)
+        prefix = make_prefix(settings.launcher.name)
+        specs = [
+            # Several servers share them, and choose by what they hold.
+            msgspec.structs.replace(spec, name=prefix + spec.name, tells_blocks=True)
+            for spec in make_specs(settings.cluster, common)
+        ]
+        service = LauncherService(
+            specs,
+            settings.cluster,
+            endpoint,
+            settings.launcher.name,
+            is_staggered=may_write_cache(settings.model.packed_cache, folder),
+        )
+        yield await opened.enter_async_context(service)
+
+
+@contextlib.asynccontextmanager
+async def _open_common(
+    settings: Config, sources: tuple[AdapterSource, ...], *, log_level: str, log_format: str
+) -> AsyncIterator[tuple[InstanceSpec, StoreChild | None]]:
+    """Give the settings that all instances share, and the store that was started for them."""
+    async with contextlib.AsyncExitStack() as opened:
+        store, child = None, None
+        if settings.store.memory_bytes:
+            child = StoreChild(
+                settings.store, settings.rpc, log_level=log_level, log_format=log_format
+            )
+            store = (await opened.enter_async_context(child)).store
+        elif settings.store.master:
+            store = settings.store
+        common = InstanceSpec(
+            model=settings.model,
+            adapters=sources,
+            engine=settings.engine,
+            rpc=settings.rpc,
+            secret=read_cluster_secret(settings.cluster),
+            tiers=settings.tiers,
+            store=store,
+            kv_events=settings.kv_events,
+            log_level=log_level,
+            log_format=log_format,
+        )
+        yield common, child

@@ -27,13 +27,16 @@ from tandem.core.config import (
 from tandem.core.errors import ConfigError, PermissionDeniedError
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.config import EngineConfig, KvEventConfig
+from tandem.engine.launching.config import LauncherConfig
 from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc.config import RpcConfig
 from tandem.server.config import ServerConfig
+from tandem.server.hub.config import HubConfig
 from tandem.store.config import StoreConfig
 
 __all__ = [
+    "LAUNCH_SETTINGS",
     "SERVE_SETTINGS",
     "SHORT_NAMES",
     "STORE_SETTINGS",
@@ -78,12 +81,24 @@ SERVE_SETTINGS = frozenset(
         "cluster.prefill",
         "cluster.decode",
         "cluster.unified",
+        "cluster.launchers",
+        "hub.file",
         "store.memory",
         "store.ssd_dir",
         "store.master",
     }
 )
 """Settings of a server that people use; ``--help`` shows these and ``--help-all`` every one."""
+
+LAUNCH_SETTINGS = frozenset(
+    {
+        *(path for path in SERVE_SETTINGS if not path.startswith("server.")),
+        "launcher.listen",
+        "launcher.name",
+        "cluster.secret_file",
+    }
+) - {"cluster.launchers", "hub.file"}
+"""The same for a launcher of instances."""
 
 STORE_SETTINGS = frozenset(
     {
@@ -108,9 +123,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What the user said, before anything is decided."""
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    hub: HubConfig = msgspec.field(default_factory=HubConfig)
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
     cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
+    launcher: LauncherConfig = msgspec.field(default_factory=LauncherConfig)
     rpc: RpcConfig = msgspec.field(default_factory=RpcConfig)
     store: StoreConfig = msgspec.field(default_factory=StoreConfig)
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)

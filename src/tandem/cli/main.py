@@ -27,7 +27,7 @@ COMMANDS = {
     "finetune": "tandem.cli.commands.finetune:finetune",
     "eval": "tandem.cli.commands.evaluate:evaluate",
     "export": "tandem.cli.commands.export:export",
-    "cluster": "tandem.cli.asking.cluster:cluster",
+    "cluster": "tandem.cli.clusters.app:app",
     "explain": "tandem.cli.commands.explain:explain",
     "doctor": "tandem.cli.commands.doctor:doctor",
     "bench": "tandem.cli.commands.bench:app",

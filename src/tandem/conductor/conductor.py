@@ -14,7 +14,7 @@ import numpy as np
 
 from tandem.conductor.admission import Admission, Rejection
 from tandem.conductor.directory import Chain, ExpectedBlocks, PrefixDirectory
-from tandem.conductor.estimator import StepEstimator
+from tandem.conductor.estimator import COST_NAMES, StepEstimator
 from tandem.conductor.fleet import (
     DECODE,
     PREFILL,
@@ -29,7 +29,7 @@ from tandem.conductor.fleet import (
 from tandem.conductor.policies.policy import Policy, Question
 from tandem.conductor.prediction import TtftParts, predict_tpot, predict_ttft
 from tandem.conductor.routes import Alone, InstanceRef, NoRoute, Pair, Place, Route
-from tandem.core.instance_status import InstanceRole
+from tandem.core.instance_status import InstanceRole, StepCosts
 from tandem.core.wire import GROWTH_BLOCKS, StepRecord
 
 __all__ = ["Candidate", "Conductor", "Decision"]
@@ -38,8 +38,6 @@ MAX_CANDIDATES = 8
 """Instances that a decision names, best first."""
 MAX_EXPECTED = 1 << 18
 """Keys of blocks that instances were asked to compute."""
-TRANSFER_MEMORY = 0.8
-"""The weight of the speed known so far when a transfer is seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +177,11 @@ class Conductor:
             if estimator.note_step(step):
                 self.fleet.costs[:, row] = estimator.costs
 
-    def note_transfer(self, name: str, num_tokens: int, seconds: float) -> None:
-        """Take in how long an instance took to load the KV of tokens from elsewhere."""
+    def set_load_speed(self, name: str, tokens_per_s: float) -> None:
+        """Take in how fast an instance loads KV from elsewhere; 0 while it does not know."""
         row = self.fleet.find(name)
-        if row is not None and num_tokens > 0 and seconds > 0:
-            known = self.fleet.load_tokens_per_s[row]
-            speed = num_tokens / seconds
-            self.fleet.load_tokens_per_s[row] = (
-                TRANSFER_MEMORY * known + (1 - TRANSFER_MEMORY) * speed
-            )
+        if row is not None and tokens_per_s > 0:
+            self.fleet.load_tokens_per_s[row] = tokens_per_s
 
     def note_blocks(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
@@ -220,6 +214,17 @@ class Conductor:
         """Return the mean relative error of predicted steps of an instance."""
         row = self.fleet.find(name)
         return 0.0 if row is None else self._estimators[row].error
+
+    def get_step_costs(self, name: str) -> StepCosts | None:
+        """Return what the steps of an instance have been found to cost; None: it is not known."""
+        row = self.fleet.find(name)
+        if row is None:
+            return None
+        estimator = self._estimators[row]
+        return StepCosts(
+            **dict(zip(COST_NAMES, estimator.costs.tolist(), strict=True)),
+            num_steps=estimator.num_steps,
+        )
 
     def note_first_token(self, request_id: str, now_s: float) -> None:
         """Take in that the first token of a request has come."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from tandem.core.wire import StepRecord
 
 __all__ = [
+    "COST_NAMES",
     "DEFAULT_COSTS",
     "NUM_FEATURES",
     "StepEstimator",
@@ -26,6 +27,8 @@ __all__ = [
 
 DEFAULT_COSTS = (2e-3, 1e-4, 1e-9, 1e-4, 1e-8)
 """Before any step was seen; a small model on two cores. Only their ratios matter then."""
+COST_NAMES = ("step_s", "prefill_token_s", "prefill_context_s", "decode_s", "decode_token_s")
+"""The costs by name, in the order of the features."""
 NUM_FEATURES = len(DEFAULT_COSTS)
 FORGETTING = 0.998
 """Weight of a step after each later one: some 500 count."""

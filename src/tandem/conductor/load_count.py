@@ -150,4 +150,5 @@ class LoadCount:
             queued_context=queued_context,
             decode_tokens=decode_tokens,
             num_requests=told.num_requests + len(self._sent),
+            load_tokens_per_s=told.load_tokens_per_s,
         )

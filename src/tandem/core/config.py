@@ -43,6 +43,7 @@ __all__ = [
     "read_environment",
     "read_max_isa",
     "resolve_config",
+    "set_library_variables",
 ]
 
 SIZE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -256,6 +257,14 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k == MAX_ISA or not k.startswith(ENV_PREFIX)}
     env.update(extra or {})
     return env
+
+
+def set_library_variables(values: Mapping[str, str]) -> None:
+    """Set variables of this process for a library that is configured by nothing else.
+
+    Before the library is imported; children inherit them.
+    """
+    os.environ.update(values)
 
 
 def let_idle_threads_sleep() -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "StatSpec",
     "StatUnit",
     "Statistics",
+    "StepCosts",
     "StoreStatus",
     "list_stats",
     "sum_stats",
@@ -96,6 +97,31 @@ class Statistics(msgspec.Struct, kw_only=True):
     num_cached_blocks: Annotated[
         int,
         _gauge("kv_cache_cached_blocks", "blocks", "KV blocks kept for reuse without an owner."),
+    ] = 0
+    num_window_blocks: Annotated[
+        int,
+        _gauge(
+            "window_blocks", "blocks", "Blocks of layers with a window, in a pool of their own."
+        ),
+    ] = 0
+    num_used_window_blocks: Annotated[
+        int, _gauge("window_used_blocks", "blocks", "Window blocks that live requests own.")
+    ] = 0
+    num_cached_window_blocks: Annotated[
+        int,
+        _gauge("window_cached_blocks", "blocks", "Window blocks kept for reuse without an owner."),
+    ] = 0
+    num_evicted_window_blocks: Annotated[
+        int, _counter("window_evictions_total", "blocks", "Kept window blocks given up for others.")
+    ] = 0
+    windowless_tokens: Annotated[
+        int,
+        _counter(
+            "prefix_cache_windowless_tokens_total",
+            "tokens",
+            "Prompt tokens whose KV was found in layers that see all tokens and computed again, as "
+            "layers with a window had given theirs up.",
+        ),
     ] = 0
     num_state_slots: Annotated[
         int, _gauge("state_slots", "states", "Slots for states of sequences and for snapshots.")
@@ -254,6 +280,22 @@ class Statistics(msgspec.Struct, kw_only=True):
     stored_tokens: Annotated[
         int, _counter("backuped_tokens_total", "tokens", "Tokens whose KV was stored.")
     ] = 0
+    stored_window_blocks: Annotated[
+        int,
+        _counter(
+            "kv_stored_window_blocks_total",
+            "blocks",
+            "Blocks of layers with a window put into the store.",
+        ),
+    ] = 0
+    loaded_window_blocks: Annotated[
+        int,
+        _counter(
+            "kv_loaded_window_blocks_total",
+            "blocks",
+            "Blocks of layers with a window read from the store.",
+        ),
+    ] = 0
     stored_states: Annotated[
         int, _counter("kv_stored_states_total", "states", "Kept states put into the store.")
     ] = 0
@@ -386,6 +428,22 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
 
 
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of a step by feature, as the server has learnt them from an instance's steps."""
+
+    step_s: float
+    """Of every step."""
+    prefill_token_s: float
+    prefill_context_s: float
+    """For each token that a prefilled token attends to."""
+    decode_s: float
+    """For each sequence that decodes."""
+    decode_token_s: float
+    """For each KV token that a decode reads."""
+    num_steps: int
+    """Steps that they were learnt from; 0: they are a guess."""
+
+
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One instance, as ``/server_info`` lists it."""
 
@@ -398,6 +456,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int = 0
     step_error: float = 0.0
     """Mean relative error of the predicted times of its steps."""
+    step_costs: StepCosts | None = None
+    """By which these times are predicted; None: nobody predicts them."""
     is_draining: bool = False
     """It takes no new requests."""
     sources: list[str] = []

@@ -50,7 +50,7 @@ __all__ = [
     "TokenLogprob",
 ]
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 """Version of these messages; an instance and a server of different versions refuse each other."""
 
 
@@ -345,6 +345,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     """KV tokens of the requests that decode here, or will."""
     num_requests: int = 0
     """Requests that are live here."""
+    load_tokens_per_s: float = 0.0
+    """KV that it loads from the store, as measured lately; 0: nothing was loaded."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -395,6 +397,8 @@ class InstanceStage(StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
+    SLEEPING = "sleeping"
+    """It has no process until it is woken."""
     FAILED = "failed"
 
 
@@ -431,6 +435,10 @@ class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
     """The same of its slots of states; empty where the model has no state."""
     state_bytes: Annotated[int, Meta(ge=0)] = 0
     num_state_slots: Annotated[int, Meta(ge=0)] = 0
+    window_buffer: str = ""
+    """The same of its blocks of layers with a window; empty where these have none of their own."""
+    window_block_bytes: Annotated[int, Meta(ge=0)] = 0
+    num_window_blocks: Annotated[int, Meta(ge=0)] = 0
 
 
 class ClosePeer(msgspec.Struct, frozen=True):
@@ -478,6 +486,10 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Slots for states of sequences and snapshots of them; 0: the model has no state."""
     state_bytes: int = 0
     """Bytes of one state."""
+    num_window_blocks: int = 0
+    """Blocks of layers with a window; 0: these have none of their own."""
+    window_block_bytes: int = 0
+    """Bytes of one such block."""
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
     plan: list[tuple[str, str, str]] = []

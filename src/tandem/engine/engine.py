@@ -356,6 +356,7 @@ class Engine:
             priority=message.priority,
             deadline_s=None if message.timeout_s is None else now_s + message.timeout_s,
             client=message.client,
+            weight=message.weight,
             cache_salt=message.cache_salt,
             adapter=message.adapter,
             kv_source=message.kv_source,
@@ -632,7 +633,9 @@ class Engine:
             ends, self._ended = self._ended, []
             plan = step.plan
             saves = [StateCopy(s.request.state_notes.slot, s.slot) for s in plan.state_saves]
-            step.message = StepInput(sequences, plan.copies, starts, ends, plan.state_loads, saves)
+            step.message = StepInput(
+                sequences, plan.copies, starts, ends, plan.state_loads, saves, plan.window_copies
+            )
             return step.message
 
     def end_step(

@@ -88,7 +88,7 @@ def convert_model(
         source, _, caches = open_weights(
             checkpoint, plan, DeviceContext(open_device(plan.device), pool), progress, stack
         )
-        reader = rename_reader(source, source.entries)
+        reader = rename_reader(source, source.entries, checkpoint.config.model_type)
         apply_plan(model, plan, Resources(pool=pool, caches=caches, expert_parts=plan.expert_parts))
         modules = model.named_modules()
         operators = {name: m for name, m in modules if isinstance(m, NativeExperts)}

@@ -41,7 +41,7 @@ from tandem.server.config import (
 from tandem.server.context import ServerContext
 from tandem.server.dialects.vectors.embeddings import read_pooling
 from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
-from tandem.server.edge.auth import ApiKeyGate
+from tandem.server.edge.auth import ADMIN_PATHS, ApiKeyGate
 from tandem.server.edge.connection import ClientGoneError
 from tandem.server.edge.hosts import HostGate
 from tandem.server.edge.http_errors import (
@@ -80,6 +80,7 @@ def build_app(
     defaults: SamplingDefaults | None = None,
     adapter_folder: Path | None = None,
     read_store: Callable[[], StoreStatus] | None = None,
+    lifecycle: Lifecycle | None = None,
 ) -> Starlette:
     """Build the HTTP application over one engine.
 
@@ -92,6 +93,7 @@ def build_app(
         defaults: sampling defaults of the checkpoint (``sampling.load_sampling_defaults``).
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
+        lifecycle: shared with applications of other models; None: of this one alone.
 
     Returns: the application; ``state.context`` is its ``ServerContext``.
 
@@ -110,7 +112,7 @@ def build_app(
         models=models,
         defaults=defaults if defaults is not None else SamplingDefaults(),
         metrics=metrics,
-        lifecycle=Lifecycle(metrics),
+        lifecycle=Lifecycle(metrics) if lifecycle is None else lifecycle,
         timelines=TimelineRing(config.timelines),
         has_keys=bool(keys),
         terms=terms,
@@ -214,6 +216,9 @@ def _find_form(config: ServerConfig, tokenizer: Tokenizer) -> OutputFormat | Non
 def _bind(context: ServerContext, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
+            is_for_model = request.method == "POST" and request.url.path not in ADMIN_PATHS
+            if context.wake is not None and is_for_model:
+                await context.wake()
             return await handler(context, request)
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)

@@ -5,7 +5,10 @@ An API key is a client, and without keys an address is. Behind a proxy without k
 
 from contextvars import ContextVar
 
-__all__ = ["current_client"]
+__all__ = ["BATCHES", "current_client"]
+
+BATCHES = "batches"
+"""The client that all requests of batches are from."""
 
 current_client: ContextVar[str] = ContextVar("client", default="")
 """Set while a request is handled: a digest of its key, else its address."""

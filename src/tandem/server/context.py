@@ -6,11 +6,11 @@ get it as their first argument; of HTTP it knows the caller's key alone.
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
 import msgspec
 from starlette.requests import Request
@@ -38,9 +38,9 @@ from tandem.server.api.grammars import GrammarChecks
 from tandem.server.api.kept_responses import KeptResponses
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
-from tandem.server.api.sampling import SamplingDefaults
+from tandem.server.api.sampling import SamplingDefaults, derive_seed
 from tandem.server.batches.worker import BatchWorker
-from tandem.server.clients import current_client
+from tandem.server.clients import BATCHES, current_client
 from tandem.server.config import ServerConfig
 from tandem.server.edge.auth import identify_owner
 from tandem.server.edge.connection import limit_time, read_body, run_while_connected
@@ -61,8 +61,12 @@ from tandem.server.telemetry.timelines import (
     digest_text,
 )
 from tandem.server.telemetry.tracing import RequestTracer
+from tandem.server.telemetry.traffic import EndedRequest, TrafficLog
 from tandem.server.text.stop_strings import StopMatcher, StopStrings
 from tandem.server.text.work_threads import SMALL_COST
+
+if TYPE_CHECKING:
+    from tandem.server.hub.hub import ModelHub
 
 __all__ = ["ChoicePlan", "RequestOptions", "ServedModel", "ServerContext", "TextOptions"]
 
@@ -139,6 +143,8 @@ class ServerContext:
         adapter_folder: from which adapters may be loaded while serving; None: nowhere.
         read_store: tells how the server's own store fares; None: there is none.
         pooling: of embeddings, unless a request says otherwise.
+        wake: loads the model before what is sent is read, if it never was; None: it always is.
+        hub: of the models of this address; None: there is this one alone.
         batches: works on batches while the application runs; None: they are switched off.
     """
 
@@ -158,10 +164,13 @@ class ServerContext:
     adapter_folder: Path | None = None
     read_store: Callable[[], StoreStatus] | None = None
     pooling: Pooling = Pooling.LAST
+    wake: Callable[[], Awaitable[None]] | None = None
+    hub: "ModelHub | None" = None
     batches: BatchWorker | None = None
     clock: Clock = field(default_factory=MonotonicClock)
     created_at: int = field(default_factory=_unix_s)
 
+    traffic: TrafficLog = field(default_factory=TrafficLog)
     kept_responses: KeptResponses = field(init=False)
     background_jobs: dict[str, asyncio.Task[None]] = field(init=False, default_factory=dict)
     """Responses whose clients do not wait, by their ids."""
@@ -181,6 +190,13 @@ class ServerContext:
         info = self.engine.info
         return 1 if info is None else info.block_size
 
+    @property
+    def siblings(self) -> "list[ServerContext]":
+        """The contexts of all models of this address, this one included."""
+        if self.hub is None:
+            return [self]
+        return [model.app.state.context for model in self.hub.models.values()]
+
     def find_model(self, name: str | None) -> ServedModel:
         """Resolve a name; None asks for the served model.
 
@@ -192,7 +208,11 @@ class ServerContext:
             adapter = self.engine.adapters.get(name or "")
             if adapter is not None:
                 return ServedModel(adapter.name, adapter)
-            served = ", ".join([*self.models.served, *self.engine.adapters])
+            served = ", ".join(
+                name
+                for each in self.siblings
+                for name in [*each.models.served, *each.engine.adapters]
+            )
             what = f"model {str(name)[:200]!r} is not served here: ask for {served}"
             raise NotFoundError("server.find_model", what, field="model")
         return ServedModel(found)
@@ -363,7 +383,7 @@ class ServerContext:
             ClientGoneError: the client left; nothing is left queued.
         """
         limit_s = self.find_time_left(origin, options.timeout_s)
-        terms = self.terms.find(options.model.name, current_client.get(), origin.headers.get)
+        terms = self._find_terms(options, origin)
         generations = [
             self._make_generation(
                 index,
@@ -372,6 +392,7 @@ class ServerContext:
                 limit_s,
                 RequestTimer(self.metrics, self.clock, origin.arrived_s, terms.slo),
                 self._shorten(terms, origin),
+                origin.request_id,
             )
             for index, plan in enumerate(plans)
         ]
@@ -381,7 +402,7 @@ class ServerContext:
             generations,
             self.lifecycle,
             limit_s,
-            lambda: self._trace(record),
+            lambda: self._note_closed(record, generations),
             origin.owner,
         )
         try:
@@ -395,6 +416,13 @@ class ServerContext:
             raise
         return group
 
+    def _find_terms(self, options: RequestOptions, origin: Origin) -> ServiceTerms:
+        client = current_client.get()
+        if client == BATCHES:
+            # Nobody waits: a batch is neither refused for objectives nor part of attainment.
+            return ServiceTerms()
+        return self.terms.find(options.model.name, client, origin.headers.get)
+
     def _shorten(self, terms: ServiceTerms, origin: Origin) -> ServiceTerms:
         """Take from the time to first token what has passed since the arrival."""
         ttft_s = terms.slo.ttft_s
@@ -403,9 +431,22 @@ class ServerContext:
         left_s = max(ttft_s - (self.clock.now_s() - origin.arrived_s), MIN_TTFT_S)
         return terms._replace(slo=msgspec.structs.replace(terms.slo, ttft_s=left_s))
 
-    def _trace(self, record: RequestRecord) -> None:
+    def _note_closed(self, record: RequestRecord, generations: Sequence[Generation]) -> None:
         if self.tracer is not None:
             self.tracer.trace(record)
+        if not self.traffic.is_recorded:
+            return
+        for each in generations:
+            if not each.was_accepted:
+                continue
+            asked = each.request
+            ended = EndedRequest(
+                record.origin.arrived_s,
+                asked.prompt_ids,
+                each.num_tokens,
+                f"{asked.adapter}/{asked.cache_salt}",
+            )
+            self.traffic.note_end(ended, self.clock.now_s())
 
     def _record(
         self, options: RequestOptions, origin: Origin, generations: Sequence[Generation]
@@ -446,12 +487,17 @@ class ServerContext:
         limit_s: float,
         timer: RequestTimer,
         terms: ServiceTerms,
+        request_id: str,
     ) -> Generation:
+        sampling = plan.sampling
+        if sampling.seed is None and request_id:
+            seed = derive_seed(request_id, index)
+            sampling = msgspec.structs.replace(sampling, seed=seed)
         request = AddRequest(
             # The client's own id may repeat, or be another's; the engine's never does.
             request_id=uuid.uuid4().hex,
             prompt_ids=plan.prompt_ids,
-            sampling=plan.sampling,
+            sampling=sampling,
             priority=options.priority + terms.priority,
             timeout_s=limit_s,
             client=current_client.get(),

@@ -276,6 +276,11 @@ class Generation:
             _logger.debug("event=cancel_failed request_id=%s error=%s", self.request_id, error)
 
     @property
+    def was_accepted(self) -> bool:
+        """True if the engine took the request."""
+        return self._stream is not None
+
+    @property
     def request_id(self) -> str:
         """The engine's id of this choice."""
         return self.request.request_id

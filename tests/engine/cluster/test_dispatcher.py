@@ -7,6 +7,8 @@ import asyncio
 
 import pytest
 
+from tandem.conductor.admission import Admission
+from tandem.conductor.conductor import Conductor
 from tandem.conductor.fleet import Load
 from tandem.conductor.load_count import LoadCount
 from tandem.conductor.policies.table import make_policy
@@ -111,7 +113,7 @@ def count_decoding(dispatcher):
 
 
 def make(*ports, **limits):
-    return Dispatcher(ports, make_policy("prefix"), Limits(**limits))
+    return Dispatcher(ports, Conductor(make_policy("prefix")), Limits(**limits))
 
 
 def test_a_stream_goes_on_at_another_instance_with_what_it_has():
@@ -164,7 +166,9 @@ def test_a_request_whose_objectives_cannot_be_kept_is_refused_and_leaves_nothing
     a = ToyPort("a")
 
     async def work():
-        dispatcher = Dispatcher([a], make_policy("mooncake"), Limits(), admission="predicted")
+        dispatcher = Dispatcher(
+            [a], Conductor(make_policy("mooncake"), Admission("predicted")), Limits()
+        )
         a.load.take(InstanceLoad(1, 0, (), 90_000, 7, 50, 9))
         with pytest.raises(OverloadError) as caught:
             await dispatcher.submit(ask(slo=Slo(ttft_s=1.0)))

@@ -150,5 +150,5 @@ def test_more_instances_than_cores_share_them_with_a_warning(monkeypatch, caplog
 )  # fmt: skip
 def test_combinations_that_make_no_cluster_are_refused(fields, field):
     with pytest.raises(ConfigError) as caught:
-        ClusterConfig(**fields)
+        ClusterConfig(**fields).require_pairs()
     assert caught.value.field == f"cluster.{field}"

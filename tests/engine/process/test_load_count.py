@@ -32,6 +32,8 @@ from tandem.engine.process.instance_api import LOAD_INTERVAL_S, InstanceApi
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.planner import CostTierPlanner
 
 SIZE = 4
 NUM_BLOCKS = 4096
@@ -152,13 +154,15 @@ class Server:
 
 
 class Instance:
-    def __init__(self, store=None, **config):
+    def __init__(self, store=None, read_load_speed=None, **config):
         values = {"block_size": SIZE, "max_model_len": 100, "max_running": 64, "max_queue": 1000}
         config = EngineConfig(**values | config)
         self.clock, pool = ManualClock(), BlockPool(NUM_BLOCKS)
         scheduler = Scheduler(config, pool, PrefixIndex(pool, SIZE))
         self.engine = Engine(scheduler, Runner(), self.clock, vocab_size=1000, eos_token_ids=())
-        self.api = InstanceApi("i", self.engine, self.clock, store, info=INFO)
+        self.api = InstanceApi(
+            "i", self.engine, self.clock, store, info=INFO, read_load_speed=read_load_speed
+        )
 
     def run(self):
         """Compute until nothing is left."""
@@ -225,6 +229,23 @@ def test_a_load_contains_what_it_says_although_another_thread_measures_it():
     assert loads[-1].num_received == loads[-1].num_decoding == 400
     for load in loads:
         assert load.num_decoding == load.num_received - len(load.pending)
+
+
+def test_the_speed_of_loads_is_told_as_the_planner_measures_it():
+    planner = CostTierPlanner(TierConfig(), block_size=SIZE, block_bytes=1000)
+    instance, server, count = (
+        Instance(read_load_speed=planner.read_load_speed),
+        Server(),
+        LoadCount(),
+    )
+    asyncio.run(instance.api.add(server, count.note_sent(ask("r", 5))))
+    instance.api.deliver(())
+    planner.note_load(50_000, 2.0)
+    instance.api.deliver(())
+    first, second = server.take_loads()
+    assert (first.load_tokens_per_s, second.load_tokens_per_s) == (0.0, 25 * SIZE)
+    count.take(second)
+    assert count.estimate(INFO).load_tokens_per_s == 25 * SIZE
 
 
 def test_a_refused_request_does_not_stay_pending():

@@ -611,6 +611,23 @@ def test_clients_get_equal_shares_whatever_they_queue():
         assert len(own) >= 2
 
 
+def test_the_weight_of_a_client_is_that_of_its_share():
+    stage = Stage(max_running=4, max_queue=8, max_batch_tokens=64, num_blocks=256)
+    stage.add("first", prompt(5), max_tokens=1, client="x")
+    for client, weight in (("a", 1.0), ("b", 3.0)):
+        for i in range(6):
+            numbers = prompt(5, 100 * i + ord(client))
+            stage.add(f"{client}{i}", numbers, max_tokens=6, client=client, weight=weight)
+    stage.step()
+    running = [name[0] for name in stage.schedule() if name != "first"]
+    assert (running.count("a"), running.count("b")) == (1, 3)
+    stage.complete()
+    # The queue is full; the larger share still has room in it, the smaller has not.
+    with pytest.raises(CapacityError):
+        stage.add("a6", prompt(5), client="a", weight=1.0)
+    stage.add("b6", prompt(5), client="b", weight=3.0)
+
+
 def test_a_full_queue_still_takes_those_below_their_share():
     stage = Stage(max_running=2, max_queue=6)
     for i in range(8):

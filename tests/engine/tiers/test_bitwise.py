@@ -15,6 +15,7 @@ import pytest
 from test_disaggregation import Node
 from test_store_tier import LiveStore, Served
 
+from tandem.conductor.conductor import Conductor
 from tandem.conductor.load_count import LoadCount
 from tandem.conductor.policies.table import make_policy
 from tandem.conductor.routes import InstanceRef
@@ -146,7 +147,9 @@ class Cluster:
             for name, role in roles.items()
         }
         limits = Limits(lease_s=30.0, recovery_s=10.0, max_attempts=5)
-        self.dispatcher = Dispatcher(list(self.ports.values()), make_policy("prefix"), limits)
+        self.dispatcher = Dispatcher(
+            list(self.ports.values()), Conductor(make_policy("prefix")), limits
+        )
 
     async def __aenter__(self):
         for port in self.ports.values():

@@ -57,7 +57,7 @@ def test_another_engine_goes_on_from_a_state_in_the_store(serve, tmp_path):
         # Half a point is a miss: a state whose blocks are not all there.
         keys = second.engine._scheduler.make_block_keys(PROMPT, "")
         identity = second.built.identity.digest.hex()
-        state = make_object_key(identity, keys[4], is_state=True)
+        state = make_object_key(identity, keys[4], "state")
         assert store.run(lambda client: client.exists(state))
         store.run(lambda client: client.remove(make_object_key(identity, keys[2])))
         assert serve(store).generate(PROMPT, seed=3) == (expected, 0)

@@ -109,7 +109,6 @@ REFUSED = {
         "spqr",
         "quantization_config.quant_method",
     ),
-    "activation": ({"hidden_act": "mish"}, "mish", "hidden_act"),
     "longrope": (
         {
             "rope_parameters": {
@@ -122,21 +121,6 @@ REFUSED = {
         },
         "longrope",
         "rope_parameters.rope_type",
-    ),
-    "layers that pass nothing on": (
-        {"model_type": "stablelm", "architectures": None},
-        "that pass no arguments on to their attention: no operator here has that: run it with",
-        "model_type",
-    ),
-    "a router of its own": (
-        {"model_type": "phimoe", "architectures": None},
-        "sparsemixer: no operator here has that: run it with",
-        "model_type",
-    ),
-    "experts of one matrix": (
-        {"model_type": "granitemoe", "architectures": None},
-        "input_linear and output_linear: no operator",
-        "model_type",
     ),
     "float8 weights": ({"dtype": "float8_e4m3fn"}, "float8", "dtype"),
 }

@@ -525,7 +525,6 @@ def test_wrong_feeding_is_refused_as_such(mutant, monkeypatch):
 
 
 SWITCHED = {
-    "olmoe": {"clip_qkv": 0.7},
     "gemma3_text": {"attn_logit_softcapping": 5.0},
     "gemma2": {"use_bidirectional_attention": True},
 }
@@ -608,9 +607,9 @@ def test_an_unknown_architecture_is_proved_once(save_config, tmp_path, monkeypat
 
 
 def test_an_architecture_that_differs_is_refused_where_it_does(save_config, tmp_path):
-    """Ernie's router adds its bias to probabilities, which no rule here does."""
-    with pytest.raises(UnsupportedError, match=r"mlp\.gate: Ernie4_5_MoeTopKRouter") as caught:
-        require.require_proof(save_config("ernie4_5_moe"), root=tmp_path / "proofs")
+    """MiniCPM3 scales and places what its latent attention rotates otherwise."""
+    with pytest.raises(UnsupportedError, match=r"self_attn \(MlaAttention\)") as caught:
+        require.require_proof(save_config("minicpm3"), root=tmp_path / "proofs")
     assert caught.value.field == "model_type"
 
 

@@ -159,7 +159,9 @@ def test_what_fits_no_format_is_refused(checkpoint):
     with pytest.raises(ShapeError, match="hidden_size 48 is not a multiple"):
         load_checkpoint(folder, expert_format="int8")
     with pytest.raises(UnsupportedError, match="cuda"):
-        plan_model(folder, expert_format="bf16", device="cuda")
+        plan_model(folder, linear_format="bf16", device="cuda")
+    with pytest.raises(UnsupportedError, match="cuda"):
+        plan_model(folder, expert_format="bf16", device="cuda", expert_device="cuda")
 
 
 def make_spec(**changes) -> ModelSpec:

@@ -122,6 +122,7 @@ POSTS = [
     ("/v1/detokenize", {"tokens": [[70], [71]]}),
     ("/abort_request", {"rid": "none"}),
     ("/flush_cache", None),
+    ("/traffic", {"action": "start", "block_tokens": 64}),
     ("/ping", None),
 ]
 GETS = [
@@ -146,7 +147,7 @@ def test_paths_are_those_of_the_table(server, document):
     tried = (
         {(path, "post") for path, _ in POSTS} | {(p, "get") for p in GETS} | {("/metrics", "get")}
     )
-    tried.add(("/requests/{id}/timeline", "get"))
+    tried |= {("/requests/{id}/timeline", "get"), ("/models", "get")}
     tried |= {(f"/v1/responses/{{id}}{end}", m) for end, m in RESPONSE_CALLS}
     tried |= {(path, method) for method, path in FILE_CALLS}
     # In test_adapters.py, where there is an admin key.

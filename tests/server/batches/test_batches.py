@@ -16,6 +16,7 @@ from fake_engine import FakeEngine, make_info
 from serving import LiveServers, wait_until
 from vocabularies import make_byte_level_tokenizer
 
+from tandem.core.wire import NO_SLO
 from tandem.server.batches.store import BatchStore
 
 CHAT = "/v1/chat/completions"
@@ -72,7 +73,8 @@ class Client:
 
 
 def test_a_batch_is_answered(servers, engine, connect):
-    client = connect(servers.start(engine))
+    live = servers.start(engine, slo=("ttft_ms=0.001",))
+    client = connect(live)
     lines = [make_line(number) for number in range(40)]
     lines[7]["body"]["max_tokens"] = -1
     lines[9]["body"]["priority"] = -5
@@ -95,6 +97,9 @@ def test_a_batch_is_answered(servers, engine, connect):
     assert {request.priority for request in engine.requests} == {2**31 - 1}
     assert {request.client for request in engine.requests} == {"batches"}
     assert [each.id for each in client.api.batches.list()] == [batch.id]
+    # Nobody waits for them: they have no objectives, and no part in how these are kept.
+    assert {request.slo for request in engine.requests} == {NO_SLO}
+    assert "outcome=" not in live.get("/metrics").text
 
 
 def test_a_full_queue_is_asked_again(servers, engine, connect):

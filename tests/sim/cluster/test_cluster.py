@@ -170,3 +170,37 @@ def test_a_model_that_does_not_fit_is_refused():
     text = "instances: [{hardware: 8xa800, model: llama3-70b, accelerators: 1}]"
     with pytest.raises(CapacityError, match="does not fit"):
         make_setups(parse_scenario(text, "test"))
+
+
+def test_loads_are_told_whenever_they_have_changed():
+    """An instance whose load is not told again has the load that was told."""
+    cluster, instances, placing = build(make(PAIR, tokens=512 * 60))
+    real, num_checked = placing.decide, 0
+    told = {}
+
+    def decide(*arguments, **options):
+        nonlocal num_checked
+        for name, instance in instances.items():
+            if not instance.is_load_new:
+                num_checked += 1
+                assert instance.measure_load() == told[name]
+        decision = real(*arguments, **options)
+        told.update({name: instance.measure_load() for name, instance in instances.items()})
+        return decision
+
+    placing.decide = decide
+    cluster.run(draw_rows(40, gap_ms=100))
+    assert num_checked > 20
+
+
+def test_a_late_refusal_comes_after_the_prefill():
+    rows = [TraceRow(0.0, 1000, 4, [1, 2]), TraceRow(1.0, 1000, 4, [3, 4])]
+    late = change_scenario(make(PAIR), {"admission": "late", "slo.tpot": 1.0})
+    outcome = run_scenario(late, rows)
+    assert {record.error for record in outcome.records} == {"overloaded: tpot, after the prefill"}
+    assert outcome.report.prefill_s > 0.2
+    early = run_scenario(change_scenario(late, {"admission": "early"}), rows)
+    assert {record.error for record in early.records} == {"overloaded: tpot"}
+    assert early.report.prefill_s == 0.0
+    kept = run_scenario(change_scenario(late, {"slo.tpot": 1000.0}), rows)
+    assert not any(record.error for record in kept.records)

@@ -6,6 +6,7 @@ it is asked; the table of the long prompt is simulated.
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tandem.core.errors import NotFoundError
@@ -17,6 +18,7 @@ from tandem.sim.study.paper import (
     PaperTable,
     Runs,
     list_tables,
+    read_fit,
     render_page,
 )
 
@@ -49,7 +51,10 @@ def answer(asked):
 def test_every_table_can_be_made_and_each_run_once(tmp_path):
     asked = []
     path = tmp_path / "runs.jsonl"
-    runs = Runs(Path("trace"), 10, path, serve=answer(asked))
+    trace = tmp_path / "trace"
+    row = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [0, 1]}\n'
+    trace.write_text(2 * row)
+    runs = Runs(trace, 10, path, serve=answer(asked))
     results = {name: runs.measure(table) for name, table in list_tables().items()}
     assert list(results) == list(NAMES)
     assert len(asked) == len(set(asked))
@@ -61,9 +66,12 @@ def test_every_table_can_be_made_and_each_run_once(tmp_path):
     # The best rate of both is 2.0.
     assert [row.ours for row in results["capacity"]] == [1.0, 1.0, 1.0]
     assert not any(row.is_right for row in results["capacity"])
-    page = render_page(results, 10)
-    assert page.count("| fitted |") == 0
-    assert "| random | 19.65 | 20 | +2% | right |" in page
+    # The second prompt is the first again.
+    assert results["capacity_hits"][0].ours == pytest.approx(0.5)
+    page = render_page(results, 10, ["cache"])
+    assert page.count("| fitted |") == 1
+    assert "| random | 19.65 | 20 | fitted | right |" in page
+    assert page.count("*Whole.*") == 1
     assert "**wrong**" in page
     asked.clear()
     again = Runs(Path("elsewhere/trace"), 10, path, serve=answer(asked))
@@ -71,6 +79,21 @@ def test_every_table_can_be_made_and_each_run_once(tmp_path):
     assert asked == []
     with pytest.raises(NotFoundError, match="capacity"):
         list_tables(["none"])
+
+
+def test_the_fitted_row_is_run_at_each_value_that_is_tried():
+    asked = []
+    serve = answer(asked)
+
+    def serve_slower(key, scenario):
+        outcome = serve(key, scenario)
+        share = scenario.instances[0].gpu_compute
+        return msgspec.structs.replace(outcome, ttft_s=outcome.ttft_s / share)
+
+    fit = read_fit()
+    found = Runs(Path("trace"), 10, serve=serve_slower).fit()
+    assert found == [(value, pytest.approx(20.0 / value)) for value in fit.tried]
+    assert len(asked) == len(fit.tried)
 
 
 def test_an_order_that_is_not_the_papers_is_wrong():

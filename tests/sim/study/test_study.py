@@ -13,7 +13,7 @@ from tandem.sim.cluster.run import run_scenario
 from tandem.sim.cluster.scenario import change_scenario, parse_changes, parse_scenario
 from tandem.sim.study.advice import advise, list_options
 from tandem.sim.study.capacity import Probe, find_capacity, price_hour, price_tokens
-from tandem.sim.study.pictures import draw_goodput, draw_load, write_page
+from tandem.sim.study.pictures import draw_curves, draw_load, write_page
 from tandem.sim.study.sweeps import list_points, run_sweep
 
 TEXT = """
@@ -119,7 +119,7 @@ def test_advice_is_what_brings_most_for_least():
 def test_pictures_and_pages(tmp_path):
     run = run_scenario(SCENARIO, generate_rows(Generator(requests=20, rate=2.0)))
     draw_load(run, tmp_path / "load.png")
-    draw_goodput({"a": [(2.0, 1.5), (1.0, 1.0)], "b": [(1.0, 0.5)]}, tmp_path / "goodput.png")
+    draw_curves({"a": [(2.0, 1.5), (1.0, 1.0)], "b": [(1.0, 0.5)]}, tmp_path / "goodput.png")
     pictures = [tmp_path / "load.png", tmp_path / "goodput.png"]
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
     write_page(tmp_path / "page.html", "A <run>", {"T": [("a", "b"), (1, "<x>")]}, pictures)

@@ -4,7 +4,9 @@ A load is a list of conversations; one of one turn is a plain request. Prompts a
 the length has to be exact, text where a file gives it. Everything follows from the seed.
 """
 
+import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from tandem.core.errors import ConfigError, NotFoundError
-from tandem.core.loads.traces import BLOCK_TOKENS, read_rows
+from tandem.core.loads.traces import (
+    BLOCK_TOKENS,
+    TraceRow,
+    check_divisor,
+    read_rows,
+    shrink_rows,
+)
 
 __all__ = [
     "Conversation",
@@ -22,6 +30,7 @@ __all__ = [
     "make_multi_turn",
     "make_random",
     "make_shared_prefix",
+    "make_trace",
     "read_sharegpt",
     "read_trace",
 ]
@@ -191,20 +200,36 @@ def read_trace(
 
     Raises: NotFoundError; ConfigError (a line is no row of a trace).
     """
-    if length_divisor < 1 or BLOCK_TOKENS % length_divisor:
-        what = f"lengths divided by {length_divisor}: give a divisor of {BLOCK_TOKENS}"
-        raise ConfigError("bench.read_load", what, field="length_divisor")
-    block = BLOCK_TOKENS // length_divisor
+    block = check_divisor(length_divisor)
+    rows = itertools.islice(shrink_rows(read_rows(path), length_divisor), count)
+    return make_trace(rows, ids=ids, block_tokens=block, slowdown=slowdown, seed=seed)
+
+
+def make_trace(
+    rows: Iterable[TraceRow],
+    *,
+    ids: IdRange,
+    block_tokens: int = BLOCK_TOKENS,
+    slowdown: float = 1.0,
+    seed: int,
+) -> list[Conversation]:
+    """Return the requests of rows: equal hash ids become equal tokens.
+
+    Args:
+        rows: in order of arrival.
+        ids: of the tokens.
+        block_tokens: that a hash id stands for.
+        slowdown: multiplies the times between arrivals.
+        seed: of the tokens that a hash id stands for.
+    """
     made: list[Conversation] = []
-    for row in read_rows(path):
-        if count is not None and len(made) == count:
-            break
+    for row in rows:
         prompt = [
             token
             for hash_id in row.hash_ids
-            for token in ids.draw(np.random.default_rng([seed, hash_id]), block)
-        ][: max(row.input_length // length_divisor, 1)]
-        turn = Turn(prompt, max(row.output_length // length_divisor, 1))
+            for token in ids.draw(np.random.default_rng([seed, hash_id]), block_tokens)
+        ][: row.input_length]
+        turn = Turn(prompt, max(row.output_length, 1))
         made.append(Conversation([turn], row.timestamp / 1000 * slowdown))
     return made
 

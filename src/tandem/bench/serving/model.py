@@ -9,7 +9,8 @@ ik_llama.cpp in the format nearest to ours, from the very same weights. Before a
 must be near transformers', as far as the format's own error; the peer's as well. The hybrid's
 experts are too many for a third model beside: with peers its logits are compared with the peer's.
 Its prefill also tells the share of convolution, gates, recurrence and gated norm, and a case more
-what a message costs after a long history.
+what a message costs after a long history. Cases named ``gguf`` run one file in one of GGUF's types
+in all three (``stored``).
 
 The ceiling of a decode step is reading, once, the packed bytes of the distinct experts that its
 tokens choose and all other weights, at the speed at which a bank of experts is read; that of a
@@ -31,9 +32,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
-from tandem.bench.rivals.isa import check_peer_isa, list_ggml_settings
-from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp
 from tandem.bench.serving.driver import EngineDriver, Phase, TransformersDriver
+from tandem.bench.serving.stored import SHAPE, make_stored_cases
 from tandem.core.errors import CapacityError
 from tandem.core.spec import ModelSpec
 from tandem.models.families import find_family
@@ -78,12 +79,6 @@ GB, packed."""
 WORDS = {"qwen3_moe": "", "deepseek_v2": "mla ", "qwen3_5_moe_text": "hybrid "}
 """That begin the names of a model's cases."""
 LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0", "int4g32sym": "q4_0"}
-PEERS = {
-    "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
-    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
-}
-"""Name to what pip installs. The fork's source package does not build and its wheel is for AVX2: a
-``libllama.so`` built for this machine is taken from ``IK_LLAMA_CPP_LIB_PATH`` if that is set."""
 DECODE_CONTEXT = 128
 SPARE = 64
 """Tokens of context a sequence, for what is decoded in a measurement."""
@@ -156,18 +151,6 @@ QUICK_HYBRID_SHAPE = HYBRID_SHAPE | {
     "num_experts_per_tok": 2,
     "vocab_size": 512,
 }
-SHAPE = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 32_000,
-}
 QUICK_SHAPE = SHAPE | {
     "hidden_size": 256,
     "moe_intermediate_size": 128,
@@ -177,52 +160,6 @@ QUICK_SHAPE = SHAPE | {
     "num_experts_per_tok": 2,
     "vocab_size": 512,
 }
-
-
-def install_llama(peer: str) -> Path:
-    """Return the interpreter of a peer by name, built for the cap on the instruction set if any.
-
-    Raises: UnsupportedError (pip failed).
-    """
-    # The fork comes as a wheel.
-    settings = list_ggml_settings() if peer == "llama.cpp" else {}
-    return install_peer(peer.replace(".", "-"), PEERS[peer], settings=settings)
-
-
-class _LlamaCpp:
-    """llama.cpp or its fork in one type, in a process of its own."""
-
-    def __init__(
-        self, folder: Path, peer: str, kind: str, threads: int, num_sequences: int, context_len: int
-    ) -> None:
-        python = install_llama(peer)
-        self._process = PeerProcess(python, "llama_cpp_peer.py", peer)
-        path = folder / f"{kind}.gguf"
-        if not path.exists():
-            self._process.call(
-                "write_gguf", timeout_s=3600.0, folder=str(folder), path=str(path), kind=kind
-            )
-        isa = self._process.call(
-            "load",
-            path=str(path),
-            threads=threads,
-            context_len=context_len + SPARE,
-            num_sequences=num_sequences,
-        )
-        check_peer_isa(peer, isa)
-        self.name = f"{peer} {kind} {isa}"
-
-    def score(self, prompt: list[int]) -> torch.Tensor:
-        return torch.tensor(self._process.call("score", prompt=prompt))
-
-    def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
-        return self._process.call(phase, prompts=prompts)
-
-    def measure_turn(self, history: list[int], message: list[int]) -> float:
-        return self._process.call("turn", timeout_s=3600.0, history=history, message=message)
-
-    def close(self) -> None:
-        self._process.close()
 
 
 class _Bench:
@@ -246,7 +183,7 @@ class _Bench:
         self.formats = tuple(self._linear_formats)
         self.has_states = "linear_num_key_heads" in shape
         self._ours: tuple[str, EngineDriver] | None = None
-        self._llama: tuple[tuple[str, str, int, int], _LlamaCpp] | None = None
+        self._llama: tuple[tuple[str, str, int, int], LlamaCpp] | None = None
 
     @cached_property
     def folder(self) -> Path:
@@ -296,14 +233,22 @@ class _Bench:
             self._ours = (weight_format, driver)
         return self._ours[1]
 
-    def llama(self, peer: str, weight_format: str, batch: int, context_len: int = 0) -> _LlamaCpp:
+    def llama(self, peer: str, weight_format: str, batch: int, context_len: int = 0) -> LlamaCpp:
         """A peer in the type nearest to a format, loaded; a context of 0 is enough for the rest."""
         kind = LLAMA_TYPES[weight_format]
         tokens = context_len or (DECODE_CONTEXT if batch > 1 else max(PREFILLS))
         key = (peer, kind, batch, tokens)
         if self._llama is None or self._llama[0] != key:
             self.close()
-            made = _LlamaCpp(self.folder, peer, kind, self.threads, batch, tokens)
+            made = LlamaCpp(
+                self.folder / f"{kind}.gguf",
+                peer,
+                self.threads,
+                tokens + SPARE,
+                batch,
+                folder=self.folder,
+                kind=kind,
+            )
             self._llama = (key, made)
         return self._llama[1]
 
@@ -318,7 +263,7 @@ class _Bench:
         """Make a case against a peer by name, or against transformers."""
         prompts: list[list[int]] = []
 
-        def find_peer() -> _LlamaCpp | None:
+        def find_peer() -> LlamaCpp | None:
             return None if peer is None else self.llama(peer, weight_format, batch)
 
         def check() -> str:
@@ -397,7 +342,7 @@ class _Bench:
         )
 
     def check_logits(
-        self, weight_format: str, tokens: list[int], peer: _LlamaCpp | None
+        self, weight_format: str, tokens: list[int], peer: LlamaCpp | None
     ) -> str | None:
         """Say which side's logits are too far from the reference's, or from each other."""
         got = self.ours(weight_format).score(tokens)
@@ -472,6 +417,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
             )
             stack.callback(bench.close)
             yield from _list_cases(bench, quick=quick, with_peers=with_peers)
+    yield from make_stored_cases(quick=quick, with_peers=with_peers)
 
 
 def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[BenchCase]:

@@ -21,6 +21,7 @@ from tandem.cli.config import (
     with_config_flags,
 )
 from tandem.cli.extras import require_serve
+from tandem.cli.hosting import serve_models
 from tandem.cli.launch_flags import make_launch_parameters, translate
 from tandem.cli.output import JsonFlag, print_json, print_table
 from tandem.core.descriptors import raise_limit
@@ -60,11 +61,15 @@ def serve(
     for note in foreign.notes:
         sys.stderr.write(f"tandem: {note}\n")
     settings = resolved.config
+    if settings.hub.file:
+        serve_models(settings, log_level, log_format, json=json)
+        return
     if not settings.model.path:
         raise ConfigError(
             "cli.serve", "name a model: a folder, a hub id or `demo`", field="model.path"
         )
     check_store(settings.store)
+    settings.cluster.require_pairs()
     if dry_run:
         _show_plan(settings, json=json)
         return
@@ -81,7 +86,13 @@ def _show_plan(settings: Config, *, json: bool) -> None:
     from tandem.engine.build import plan_engine
 
     cluster = settings.cluster
-    plan = plan_engine(settings.model, settings.engine, num_siblings=cluster.num_instances)
+    store = settings.store
+    plan = plan_engine(
+        settings.model,
+        settings.engine,
+        num_siblings=cluster.num_instances,
+        is_shared=bool(store.memory_bytes or store.master or cluster.prefill),
+    )
     rows = plan.rows()
     if cluster.num_instances > 1:
         roles = {name: getattr(cluster, name) for name in ("prefill", "decode", "unified")}
@@ -100,7 +111,8 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
         # Instances import torch and transformers, most of a start, while this process imports the
         # server and checks what is cheap to check.
         launchers: list[ProcessLauncher] = []
-        for _ in range(settings.cluster.num_instances):
+        num_own = 0 if settings.cluster.launchers else settings.cluster.num_instances
+        for _ in range(num_own):
             launchers.append(ProcessLauncher())
             opened.push_async_callback(launchers[-1].close)
             await launchers[-1].prepare()
@@ -169,6 +181,7 @@ async def _announce(cluster: Any, started: Any, *, json: bool) -> None:
 
 def _describe(info: InstanceInfo) -> str:
     kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
+    kv_bytes += info.num_window_blocks * info.window_block_bytes
     return (
         f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters in {info.dtype}, "
         f"{info.weight_bytes / 2**20:.0f} MiB; loaded in {info.load_seconds:.1f} s\n"

@@ -2,8 +2,12 @@
 
 import typer
 
+from tandem.cli.simulating.calibrate import calibrate
+from tandem.cli.simulating.compare import compare
+from tandem.cli.simulating.decide import decide
 from tandem.cli.simulating.hits import hits
 from tandem.cli.simulating.paper import paper
+from tandem.cli.simulating.record import record
 from tandem.cli.simulating.run import run
 from tandem.cli.simulating.studies import advise, capacity, sweep
 
@@ -22,6 +26,10 @@ app.command("sweep")(sweep)
 app.command("capacity")(capacity)
 app.command("advise")(advise)
 app.command("paper")(paper)
+app.command("record")(record)
+app.command("decide")(decide)
+app.command("compare")(compare)
+app.command("calibrate")(calibrate)
 
 
 @app.callback()

@@ -19,6 +19,15 @@ def paper(
     requests: Annotated[
         int, typer.Option(min=0, help="Requests of each run at most; 0 is the whole trace.")
     ] = 1000,
+    whole: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A table whose runs are whole whatever --requests says; may be repeated."
+        ),
+    ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Run the fitted row at each value that is tried instead.")
+    ] = False,
     work: Annotated[
         Path | None, typer.Option(help="File of runs; what is there is not run again.")
     ] = None,
@@ -27,17 +36,25 @@ def paper(
 ) -> None:
     """Simulate the tables of the Mooncake paper (FAST'25) and set ours beside theirs."""
     from tandem.core.loads.traces import read_rows
-    from tandem.sim.study.paper import Runs, list_tables, render_page
+    from tandem.sim.study.paper import Runs, list_tables, read_fit, render_page
 
     def show(what: str, done: int) -> None:
         sys.stderr.write(f"run {done + 1}: {what}\n")
 
     next(read_rows(trace), None)  # A file that cannot be read is found before the first run.
     runs = Runs(trace, requests, work, show)
+    if fit:
+        wanted = read_fit()
+        tried = [(f"{value:g}", f"{ours:.3g}") for value, ours in runs.fit()]
+        print_table((wanted.path, f"{wanted.row} of {wanted.table}"), tried)
+        return
     tables = list_tables(table or [])
-    results = {name: runs.measure(each) for name, each in tables.items()}
+    complete = [*list_tables(whole)] if whole else []
+    results = {
+        name: runs.measure(each, 0 if name in complete else None) for name, each in tables.items()
+    }
     if output is not None:
-        output.write_text(render_page(results, requests), "utf-8")
+        output.write_text(render_page(results, requests, complete), "utf-8")
     if json:
         print_json(results)
         return

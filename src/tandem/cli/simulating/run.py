@@ -34,6 +34,10 @@ def run(
     trace: Annotated[
         Path | None, typer.Option(help="Trace in Mooncake's format, in the place of its own.")
     ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="File of tandem sim calibrate: machines as that server's instances."),
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -62,7 +66,7 @@ def run(
     from tandem.sim.cluster.run import open_load, run_scenario
     from tandem.sim.study.pictures import draw_load, write_page
 
-    wished = read_changed(scenario, trace, changes)
+    wished = read_changed(scenario, trace, changes, calibration)
     outcome = run_scenario(wished, open_load(wished.load), on_done=make_bar())
     report = outcome.report
     if output_file is not None:

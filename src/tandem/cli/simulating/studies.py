@@ -1,6 +1,7 @@
 """``tandem sim sweep``, ``capacity`` and ``advise``: many runs of one scenario."""
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,20 +23,35 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Replace a field; may be repeated."),
 ]
+
+
+class Figure(StrEnum):
+    """Figures of a sweep that are drawn."""
+
+    GOODPUT = "goodput"
+    TTFT = "ttft"
+
+
 FIGURES = ("request_throughput", "goodput", "attained", "hit_ratio")
 
 
-def read_changed(path: Path, trace: Path | None, changes: list[str] | None) -> Any:
+def read_changed(
+    path: Path, trace: Path | None, changes: list[str] | None, calibration: Path | None = None
+) -> Any:
     """Return a scenario with what the command line replaces.
 
-    Raises: as ``read_scenario`` and ``change_scenario``.
+    Raises: as ``read_scenario``, ``read_calibration`` and ``change_scenario``.
     """
+    from tandem.sim.cluster.calibration import calibrate_scenario, read_calibration
     from tandem.sim.cluster.scenario import change_scenario, parse_changes, read_scenario
 
     given = parse_changes(changes or [])
     if trace is not None:
         given |= {"load.trace": str(trace.absolute()), "load.generator": None}
-    return change_scenario(read_scenario(path), given)
+    wished = read_scenario(path)
+    if calibration is not None:
+        wished = calibrate_scenario(wished, read_calibration(calibration))
+    return change_scenario(wished, given)
 
 
 def sweep(
@@ -51,8 +67,12 @@ def sweep(
     changes: SetOption = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at once.")] = 1,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw goodput against rate as PNG, a curve a combination.")
+        Path | None,
+        typer.Option(help="Draw a figure against the rate as PNG, a curve a combination."),
     ] = None,
+    figure: Annotated[
+        Figure, typer.Option(help="The figure of --plot; goodput needs objectives (slo).")
+    ] = Figure.GOODPUT,
     json: JsonFlag = False,
 ) -> None:
     """Run every combination of some fields' values; go on where an earlier sweep was stopped."""
@@ -64,18 +84,21 @@ def sweep(
     wished = read_changed(scenario, trace, changes)
     points = run_sweep(wished, axes, output, jobs=jobs, on_done=show)
     if plot is not None:
-        from tandem.sim.study.pictures import draw_goodput
+        from tandem.sim.study.pictures import GOODPUT, draw_curves
 
         curves: dict[str, list[tuple[float, float]]] = {}
         for point in points:
             rest = {k: v for k, v in point.values.items() if k != "load.rate_scale"}
             name = ", ".join(f"{k}={v}" for k, v in rest.items())
-            goodput = point.report["goodput"]
-            if goodput is None:
+            value = point.report["goodput"]
+            if figure is Figure.TTFT:
+                value = (point.report["ttft_ms"] or {"mean": 0.0})["mean"] / 1e3
+            if value is None:
                 raise ConfigError("sim.sweep", "--plot: the scenario has no objectives (slo)")
             rate = (point.report["completed"] + point.report["failed"]) / point.report["load_s"]
-            curves.setdefault(name, []).append((rate, goodput))
-        draw_goodput(curves, plot)
+            curves.setdefault(name, []).append((rate, value))
+        label = GOODPUT if figure is Figure.GOODPUT else "mean time to first token (s)"
+        draw_curves(curves, plot, label)
     if json:
         print_json(points)
         return

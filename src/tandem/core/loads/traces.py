@@ -4,7 +4,7 @@ One reader for the load of ``tandem bench serve`` and for the simulator. Lines a
 asked for, so that a trace of any length takes no memory.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from tandem.core.errors import ConfigError, NotFoundError
 
-__all__ = ["BLOCK_TOKENS", "TraceRow", "read_rows"]
+__all__ = ["BLOCK_TOKENS", "TraceRow", "check_divisor", "read_rows", "shrink_rows"]
 
 BLOCK_TOKENS = 512
 """Tokens that one hash id of a published trace stands for."""
@@ -51,3 +51,26 @@ def read_rows(path: Path) -> Iterator[TraceRow]:
     except OSError as error:
         what = f"cannot read {path}: {error.strerror}: give the path of a trace"
         raise NotFoundError("loads.read_trace", what) from error
+
+
+def check_divisor(divisor: int, block_tokens: int = BLOCK_TOKENS) -> int:
+    """Return the tokens of a hash in a trace whose lengths are divided.
+
+    Raises: ConfigError (blocks cannot be divided so).
+    """
+    if divisor < 1 or block_tokens % divisor:
+        what = f"lengths divided by {divisor}: give a divisor of {block_tokens}"
+        raise ConfigError("loads.shrink", what, field="length_divisor")
+    return block_tokens // divisor
+
+
+def shrink_rows(rows: Iterable[TraceRow], divisor: int) -> Iterator[TraceRow]:
+    """Yield rows with all lengths divided, for a small model; prompts keep a token at least."""
+    for row in rows:
+        if divisor == 1:
+            yield row
+            continue
+        num_tokens = max(row.input_length // divisor, 1)
+        yield TraceRow(
+            row.timestamp, num_tokens, max(row.output_length // divisor, 1), row.hash_ids
+        )

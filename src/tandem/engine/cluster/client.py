@@ -7,11 +7,16 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Self
 
 import msgspec
 
 from tandem import _native
+from tandem.conductor.admission import Admission
+from tandem.conductor.conductor import Conductor
+from tandem.conductor.journal import JournalingConductor
 from tandem.conductor.policies.policy import Policy
 from tandem.conductor.policies.table import make_policy
 from tandem.core.adapter import AdapterInfo, AdapterSource
@@ -38,6 +43,7 @@ from tandem.core.wire import (
     InstanceStage,
     StageChanged,
 )
+from tandem.engine.bounded_file import BoundedFile
 from tandem.engine.cluster.adapters import ClusterAdapters
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher
@@ -56,6 +62,7 @@ __all__ = ["ClusterClient", "make_specs"]
 
 logger = logging.getLogger(__name__)
 
+MAX_JOURNAL_BYTES = 1 << 30
 DRAIN_S = 30.0
 """Seconds that the requests of an instance get to end before it is restarted or removed."""
 IDLE_LOOK_S = 0.05
@@ -72,9 +79,10 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
 
     Raises: ConfigError (prefill and decode without a prefix cache).
     """
-    if not config.prefill and config.num_instances == 1:
+    hands_over = bool(config.prefill or config.decode)
+    if not hands_over and config.num_instances == 1:
         return [common]
-    if config.prefill and not common.engine.prefix_cache:
+    if hands_over and not common.engine.prefix_cache:
         raise ConfigError(
             "cluster.configure",
             "prefill and decode instances need the prefix cache, where blocks that were read wait "
@@ -97,14 +105,16 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
             len(cores),
         )
     # Proved by both sides of each connection between the instances of this run.
-    transfer = TransferConfig(secret=secrets.token_urlsafe(32)) if config.prefill else None
+    transfer = common.transfer
+    if hands_over and transfer is None:
+        transfer = TransferConfig(secret=secrets.token_urlsafe(32))
     return [
         msgspec.structs.replace(
             common,
             name=name,
             role=role,
             cores=cores,
-            transfer=transfer,
+            transfer=transfer if hands_over else None,
             num_siblings=len(roles),
             tells_blocks=True,
             kv_events=_offset_events(common.kv_events, index),
@@ -142,6 +152,8 @@ class ClusterClient:
         is_staggered: start the first instance alone until it serves, so that the file of packed
             weights that it writes is mapped by the others, who would each pack their own.
         make_launcher: of what starts an instance, one for each.
+        prefix: of the names of instances that are added.
+        is_asleep: no instance is started before ``wake``.
     """
 
     def __init__(
@@ -153,18 +165,24 @@ class ClusterClient:
         on_stage: Callable[[StageChanged], None] | None = None,
         is_staggered: bool = False,
         make_launcher: Callable[[], Launcher] = ProcessLauncher,
+        prefix: str = "",
+        is_asleep: bool = False,
     ) -> None:
+        self._begins_asleep = is_asleep
+        self.gate: Callable[[], AbstractAsyncContextManager[None]] | None = None
+        """Passed by each request before it is submitted; None: there is none."""
+        self._prefix = prefix
         self._on_stage = on_stage
         self._is_staggered = is_staggered and len(specs) > 1
         self._make_launcher = make_launcher
         self._specs = specs
         self._num_added = 0
         self._members = [self._make_member(spec) for spec in specs]
+        self._journal: BoundedFile | None = None
         self._dispatcher = Dispatcher(
             self._members,
-            make_policy(config.policy) if policy is None else policy,
+            self._make_conductor(config, policy),
             Limits(config.lease_s, config.recovery_s, config.max_attempts),
-            admission=config.admission,
             max_history=specs[0].engine.timelines,
         )
         self._sources = specs[0].adapters
@@ -177,12 +195,26 @@ class ClusterClient:
         self._was_ready = False
         self._last_info: InstanceInfo | None = None
 
+    def _make_conductor(self, config: ClusterConfig, policy: Policy | None) -> Conductor:
+        if not config.journal:
+            made = make_policy(config.policy) if policy is None else policy
+            return Conductor(made, Admission(config.admission))
+        self._journal = BoundedFile(
+            Path(config.journal),
+            MAX_JOURNAL_BYTES,
+            name="conductor_journal",
+            field="cluster.journal",
+            flushes=False,
+        )
+        return JournalingConductor(config.policy, config.admission, self._journal.write, policy)
+
     def _make_member(self, spec: InstanceSpec) -> ClusterMember:
         return ClusterMember(
             spec,
             on_change=self._note_change,
             on_stage=self._show_stage,
             launcher=self._make_launcher(),
+            is_asleep=self._begins_asleep,
         )
 
     async def __aenter__(self) -> Self:
@@ -198,6 +230,8 @@ class ClusterClient:
         # Together: each may take the seconds that a stuck process is given.
         closing = [member.__aexit__(None, None, None) for member in self._entered]
         await asyncio.gather(*closing, return_exceptions=True)
+        if self._journal is not None:
+            self._journal.close()
 
     async def _start(self) -> None:
         first, *others = self._members
@@ -206,14 +240,18 @@ class ClusterClient:
             await self._wait_or_fail(first)
         for member in others:
             await self._enter(member)
-        for member in self._members:
-            await self._wait_or_fail(member)
+        await self._wait_serving()
         self._adapters.begin(self._sources)
         for member in self._members:
             await member.wait_linked()
         self._was_ready = True
         self._last_info = self.info
         self._report(StageChanged(InstanceStage.READY))
+
+    async def _wait_serving(self) -> None:
+        """Wait until all instances serve."""
+        for member in self._members:
+            await self._wait_or_fail(member)
 
     async def _enter(self, member: ClusterMember) -> None:
         await member.__aenter__()
@@ -241,7 +279,12 @@ class ClusterClient:
         stages = [member.stage for member in self._members]
         if self._was_ready and self.info is not None:
             return StageChanged(InstanceStage.READY)
-        for wanted in (InstanceStage.FAILED, InstanceStage.STARTING, InstanceStage.LOADING):
+        for wanted in (
+            InstanceStage.FAILED,
+            InstanceStage.STARTING,
+            InstanceStage.LOADING,
+            InstanceStage.SLEEPING,
+        ):
             for member, stage in zip(self._members, stages, strict=True):
                 if stage.stage is wanted:
                     return self._name_stage(member, stage)
@@ -259,6 +302,7 @@ class ClusterClient:
                 num_restarts=member.supervisor.num_restarts,
                 is_draining=self._dispatcher.conductor.is_draining(member.name),
                 step_error=self._dispatcher.conductor.get_step_error(member.name),
+                step_costs=self._dispatcher.conductor.get_step_costs(member.name),
                 sources=sorted(member.sources),
                 refusals=dict(member.refusals),
             )
@@ -297,7 +341,10 @@ class ClusterClient:
 
     async def submit(self, request: AddRequest) -> OutputStream:
         """Queue a request; see ``tandem.server.engine.EngineClient.submit``."""
-        return await self._dispatcher.submit(request)
+        if self.gate is None:
+            return await self._dispatcher.submit(request)
+        async with self.gate():
+            return await self._dispatcher.submit(request)
 
     async def stats(self) -> InstanceStats:
         """Return the sum over all instances; raises PeerLostError while none answers."""
@@ -383,6 +430,38 @@ class ClusterClient:
         """Take no further requests for an adapter; see ``EngineClient.unload_adapter``."""
         return await self._adapters.unload(name)
 
+    # ---------------------------------------------------------------- sleep
+
+    async def sleep(self) -> None:
+        """End the processes of all instances, once no request is live; the next start is prepared.
+
+        The caller keeps new requests away.
+        """
+        while self.num_live:
+            await asyncio.sleep(IDLE_LOOK_S)
+        await asyncio.gather(*(member.supervisor.sleep() for member in self._members))
+
+    async def evict(self) -> None:
+        """Give up what ``sleep`` has prepared."""
+        await asyncio.gather(*(member.supervisor.evict() for member in self._members))
+
+    async def wake(self) -> InstanceInfo:
+        """Start the processes of all instances; returns when they serve.
+
+        Raises: PeerLostError (one cannot serve at all; says why).
+        """
+        self._begins_asleep = False
+        waking = [asyncio.create_task(member.supervisor.wake()) for member in self._members]
+        try:
+            if self._was_ready:
+                await asyncio.gather(*waking)
+            # The first time: a start that fails is told, and those not begun yet have not come.
+            return await self.wait_ready()
+        finally:
+            for task in waking:
+                task.cancel()
+            await asyncio.gather(*waking, return_exceptions=True)
+
     # ---------------------------------------------------------------- instances
 
     async def set_role(self, name: str, role: InstanceRole) -> None:
@@ -446,7 +525,7 @@ class ClusterClient:
                 "cluster.add_instance", "start the server with --prefill and --decode", field="role"
             )
         self._num_added += 1
-        name = f"{'instance' if role == 'unified' else role}-x{self._num_added}"
+        name = f"{self._prefix}{'instance' if role == 'unified' else role}-x{self._num_added}"
         index = len(self._specs) + self._num_added
         spec = msgspec.structs.replace(
             first, name=name, role=role, kv_events=_offset_events(self._specs[0].kv_events, index)

@@ -1,4 +1,4 @@
-"""Settings of a cluster of instances on one machine."""
+"""Settings of a cluster of instances: those of this process, or those that launchers own."""
 
 from typing import Annotated, Literal
 
@@ -39,6 +39,25 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="Instances that prefill and decode; 0 = one, if no others are asked for.",
         ),
     ] = 0
+    launchers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Addresses of launchers (`tandem cluster launch`) whose instances serve, "
+            "instead of ones of this server; a host name that has several addresses means the "
+            "launcher at each."
+        ),
+    ] = ()
+    secret: Annotated[
+        str | None,
+        Meta(
+            description="Secret of the cluster, which its processes prove to each other over TCP.",
+            extra={"secret": True},
+        ),
+    ] = None
+    secret_file: Annotated[
+        str | None,
+        Meta(description="File of mode 0600 with that secret, from `tandem cluster keys`."),
+    ] = None
     policy: Annotated[
         Literal["random", "round_robin", "load", "prefix", "sglang", "dynamo", "mooncake"],
         Meta(
@@ -56,6 +75,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "decodes will be at their first token. Others get 429 with Retry-After.",
         ),
     ] = "none"
+    journal: Annotated[
+        str,
+        Meta(
+            description="New file for a journal of the conductor, up to 1 GiB: loads, steps and "
+            "heads of hashes that it was told, and its decisions; `tandem sim decide` replays it. "
+            "Empty: none."
+        ),
+    ] = ""
     lease_s: Annotated[
         float,
         Meta(
@@ -87,13 +114,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
         Raises: ConfigError.
         """
-        if bool(self.prefill) != bool(self.decode):
-            missing = "decode" if self.prefill else "prefill"
+        if self.launchers and self.prefill + self.decode + self.unified:
             raise ConfigError(
                 "cluster.configure",
-                f"{self.prefill} prefill and {self.decode} decode instances: name at least one of "
-                "both",
-                field=f"cluster.{missing}",
+                "the instances of launchers are counted at these: give no numbers of them",
+                field="cluster.launchers",
+            )
+        if self.secret and self.secret_file:
+            raise ConfigError(
+                "cluster.configure", "two secrets: give one of them", field="cluster.secret_file"
             )
         if self.prefill and self.unified:
             raise ConfigError(
@@ -101,6 +130,20 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 f"{self.unified} unified instances beside prefill and decode instances: choose "
                 "one of the two",
                 field="cluster.unified",
+            )
+
+    def require_pairs(self) -> None:
+        """Refuse prefill instances without decode instances, and the reverse.
+
+        Raises: ConfigError.
+        """
+        if bool(self.prefill) != bool(self.decode):
+            missing = "decode" if self.prefill else "prefill"
+            raise ConfigError(
+                "cluster.configure",
+                f"{self.prefill} prefill and {self.decode} decode instances: name at least one of "
+                "both",
+                field=f"cluster.{missing}",
             )
 
     @property

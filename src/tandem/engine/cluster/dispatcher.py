@@ -16,10 +16,9 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from tandem.conductor.admission import AdmissionMode
 from tandem.conductor.conductor import Conductor, Decision
 from tandem.conductor.load_count import LoadCount
-from tandem.conductor.policies.policy import Policy, Question
+from tandem.conductor.policies.policy import Question
 from tandem.conductor.routes import InstanceRef, NoRoute, Place
 from tandem.core.errors import (
     ConflictError,
@@ -165,23 +164,21 @@ class Dispatcher:
 
     Args:
         ports: all instances of the cluster; borrowed.
-        policy: chooses among those that serve.
+        conductor: chooses among those that serve; it knows of none yet.
         limits: of each request.
-        admission: which requests are accepted.
         max_history: ended requests whose legs are remembered.
     """
 
     def __init__(
         self,
         ports: Sequence[Port],
-        policy: Policy,
+        conductor: Conductor,
         limits: Limits,
         *,
-        admission: AdmissionMode = "none",
         max_history: int = 1024,
     ) -> None:
         self._ports = {port.ref.name: port for port in ports}
-        self._placing = Placing(policy, admission)
+        self._placing = Placing(conductor)
         for port in ports:
             self._placing.sync(port)
         self._limits = limits

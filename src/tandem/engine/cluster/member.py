@@ -36,6 +36,7 @@ class ClusterMember:
         on_change: called when it begins or ceases to serve, and when it can read another one.
         on_stage: called with each change of stage and each step of progress.
         launcher: starts the instance; None: as a child process.
+        is_asleep: as of ``InstanceSupervisor``.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ClusterMember:
         on_change: Callable[["ClusterMember"], None],
         on_stage: Callable[["ClusterMember"], None],
         launcher: Launcher | None = None,
+        is_asleep: bool = False,
     ) -> None:
         self._on_change = on_change
         self._on_stage = on_stage
@@ -58,7 +60,9 @@ class ClusterMember:
         self.refusals: dict[str, str] = {}
         """Why blocks of an instance are not read, by its name."""
         self._linking: dict[str, asyncio.Task[None]] = {}
-        self.supervisor = InstanceSupervisor(spec, on_stage=self._take_stage, launcher=launcher)
+        self.supervisor = InstanceSupervisor(
+            spec, on_stage=self._take_stage, launcher=launcher, is_asleep=is_asleep
+        )
         self.stats_history = StatsHistory()
 
     async def __aenter__(self) -> Self:

@@ -7,12 +7,11 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from tandem.conductor.admission import Admission, AdmissionMode
 from tandem.conductor.conductor import Candidate, Conductor, Decision
 from tandem.conductor.directory import Chain
 from tandem.conductor.fleet import InstanceFacts, Load
 from tandem.conductor.load_count import LoadCount
-from tandem.conductor.policies.policy import Policy, Question
+from tandem.conductor.policies.policy import Question
 from tandem.conductor.routes import InstanceRef, Place
 from tandem.core.instance_status import InstanceRole
 from tandem.core.spec import make_root_key
@@ -63,6 +62,7 @@ class _Listener:
     def note_load(self) -> None:
         """See ``LoadListener``."""
         load = self._load.estimate(self._info)
+        self._conductor.set_load_speed(self._name, load.load_tokens_per_s)
         self._conductor.set_load(
             self._name,
             Load(
@@ -92,12 +92,11 @@ class Placing:
     """Keeps a conductor current, and asks it.
 
     Args:
-        policy: of the conductor.
-        admission: of it.
+        conductor: which knows of no instance yet.
     """
 
-    def __init__(self, policy: Policy, admission: AdmissionMode = "none") -> None:
-        self.conductor = Conductor(policy, Admission(admission))
+    def __init__(self, conductor: Conductor) -> None:
+        self.conductor = conductor
         self._runs: dict[str, InstanceRef] = {}
         """Runs that the conductor believes to serve."""
         self._listeners: dict[str, LoadCount] = {}

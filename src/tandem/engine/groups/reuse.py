@@ -117,7 +117,8 @@ class StateReuse:
         snapshot = self._table.find(
             notes.root_key, notes.block_keys, token_ids, match.num_tokens, at_blocks=at_blocks
         )
-        return match.cut(snapshot, self._block_size)
+        position = 0 if snapshot is None else snapshot.position
+        return match.cut(position, self._block_size, snapshot)
 
     def is_expected(self, request: Request, found: int, others: Iterable[Request]) -> bool:
         """Say whether a prefill in progress brings a state that a waiting request can go on from.

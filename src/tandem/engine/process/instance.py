@@ -4,9 +4,10 @@ Two threads. The main thread loads the model and runs the engine's steps; the ot
 control channel's event loop, so that a request is accepted, refused or cancelled while a step is
 computed. What a step produced goes to each server as one event.
 
-The process is started by ``tandem.engine.process.supervisor`` and gets its configuration as one
-line on standard input, later if it was started in advance. It ends when that input ends: it never
-outlives its server.
+The process is started by ``tandem.engine.process.supervisor``, of a server or of a launcher, and
+gets its configuration as one line on standard input, later if it was started in advance. It ends
+when that input ends: it never outlives its starter. Any number of servers may connect; when one is
+lost, or its lease ends, its requests are cancelled.
 """
 
 import asyncio
@@ -90,7 +91,9 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str = "instance-0"
     endpoint: str = ""
-    """Chosen by the supervisor."""
+    """Chosen by the launcher."""
+    secret: str | None = None
+    """Of the cluster, proved by servers on other machines; None: a Unix socket needs none."""
     role: InstanceRole = "unified"
     cores: tuple[int, ...] = ()
     """The CPUs that it computes on; empty: all that are allowed."""
@@ -127,7 +130,7 @@ class Instance:
         self._server = RpcServer(
             spec.endpoint,
             identity=make_identity(spec.name, INSTANCE_ROLE, compat=compat_facts()),
-            auth=Auth.local(),
+            auth=Auth.for_endpoint(spec.endpoint, spec.secret),
             config=spec.rpc,
         )
         self._stage = StageChanged(InstanceStage.STARTING)
@@ -259,13 +262,14 @@ class Instance:
 
         tiers = None if self._spec.store is None else self._spec.tiers
         clock = MonotonicClock()
-        allocate = allocate_states = None
+        allocate = allocate_states = allocate_windows = None
         if self._spec.transfer is not None:
             from tandem.engine.disaggregation.exchange import KvExchange
 
             self._exchange = KvExchange(self._spec.name, self._spec.transfer, clock)
             allocate = self._exchange.allocate
             allocate_states = self._exchange.allocate_states
+            allocate_windows = self._exchange.allocate_windows
         built = build_engine(
             self._spec.model,
             self._spec.engine,
@@ -274,6 +278,7 @@ class Instance:
             tiers=tiers,
             allocate=allocate,
             allocate_states=allocate_states,
+            allocate_windows=allocate_windows,
             num_siblings=self._spec.num_siblings,
         )
         adapters, loaded, failures = self._load_adapters(built)
@@ -288,6 +293,7 @@ class Instance:
                 cache.num_blocks,
                 self._tier,
                 None if built.states is None else built.states.layout,
+                built.windows,
             )
         if self._spec.kv_events.endpoint:
             layout = built.cache.layout
@@ -324,6 +330,7 @@ class Instance:
             inventory=inventory,
             read_stats=self._read_stats,
             read_experts=None if built.experts is None else built.experts.read,
+            read_load_speed=None if built.planner is None else built.planner.read_load_speed,
         )
         self._experts = built.experts
         self.set_stage(StageChanged(InstanceStage.READY))
@@ -348,10 +355,17 @@ class Instance:
     def _open_tier(
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
     ) -> None:
+        from tandem.engine.groups.windows import count_seen_blocks
         from tandem.engine.tiers.service import TierService
-        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory
+        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, WindowMemory
 
-        layout = built.cache.layout
+        layout, windows = built.cache.layout, None
+        if built.windows is not None and built.cache.windows is not None:
+            windows = WindowMemory(
+                built.cache.windows.view_bytes(),
+                built.windows.layout.bytes_per_block,
+                count_seen_blocks(built.windows.window, layout.block_size),
+            )
         tier = TierService(
             store,
             self._spec.rpc,
@@ -363,6 +377,7 @@ class Instance:
             states=None
             if built.states is None
             else StateMemory(built.states.view_bytes(), built.states.layout.bytes_per_state),
+            windows=windows,
         )
         built.engine.attach_transfers(tier)
         tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)

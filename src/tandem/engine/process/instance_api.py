@@ -140,6 +140,7 @@ class InstanceApi:
         inventory: of its blocks; None: servers are not told of them.
         read_stats: collects the statistics; None: there are none.
         read_experts: reads the counts of experts; None: none are counted.
+        read_load_speed: of KV from the store, tokens a second; None: nothing is loaded.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class InstanceApi:
         inventory: BlockInventory | None = None,
         read_stats: Callable[[], InstanceStats] | None = None,
         read_experts: Callable[[], ExpertCounts] | None = None,
+        read_load_speed: Callable[[], float] | None = None,
     ) -> None:
         self.engine = engine
         self.info = info
@@ -163,6 +165,7 @@ class InstanceApi:
         self._inventory = inventory
         self._read_stats = read_stats
         self._count_experts = read_experts
+        self._read_load_speed = read_load_speed
         self._name = name
         self._clock = clock
         self._tier = tier
@@ -403,12 +406,14 @@ class InstanceApi:
             return {}
         self._next_load_s = now_s + LOAD_INTERVAL_S
         loads: dict[ServerPeer, InstanceLoad] = {}
+        speed = 0.0 if self._read_load_speed is None else self._read_load_speed()
         with self._counting:
             load = self.engine.measure_load()
             self._num_loads += 1
             for peer, arrivals in self._arrivals.items():
                 told = msgspec.structs.replace(
                     load,
+                    load_tokens_per_s=speed,
                     num_received=arrivals.num_received,
                     pending=tuple(sorted(arrivals.pending)),
                 )

@@ -15,7 +15,7 @@ from tandem.engine.process.instance import PREPARE, SERVER_ROLE, InstanceSpec, c
 from tandem.engine.process.session import SessionClient
 from tandem.rpc import Auth, RpcClient, make_identity, make_runtime_dir
 
-__all__ = ["InstanceChild", "Launcher", "ProcessLauncher"]
+__all__ = ["InstanceChild", "Launcher", "ProcessLauncher", "make_instance_client"]
 
 MODULE = "tandem.engine.process.instance"
 CONNECT_TIMEOUT_S = 120.0
@@ -45,6 +45,16 @@ class InstanceChild(Protocol):
         ...
 
 
+def make_instance_client(endpoint: str, spec: InstanceSpec) -> RpcClient:
+    """Return the control channel to an instance that is starting, or serves; not connected yet."""
+    return RpcClient(
+        endpoint,
+        identity=make_identity("server", SERVER_ROLE, compat=compat_facts()),
+        auth=Auth.for_endpoint(endpoint, spec.secret),
+        config=msgspec.structs.replace(spec.rpc, connect_timeout_ms=int(CONNECT_TIMEOUT_S * 1e3)),
+    )
+
+
 class Launcher(Protocol):
     """Starts instances for one supervisor, one at a time."""
 
@@ -66,32 +76,33 @@ class Launcher(Protocol):
 
 
 class ProcessLauncher:
-    """Starts instances as child processes, reached by sockets in a folder of ours."""
+    """Starts instances as child processes, reached by sockets in a folder of ours.
 
-    def __init__(self) -> None:
+    Args:
+        endpoint: where each of them is to be reached instead.
+    """
+
+    def __init__(self, endpoint: str = "") -> None:
+        self._fixed_endpoint = endpoint
+        self.endpoint = endpoint
+        """Of the process that was started last."""
         self._folder: Path | None = None
-        self._num_started = 0
+        self.num_started = 0
         self._prepared: asyncio.subprocess.Process | None = None
         """A process that imports libraries, and then waits for its settings."""
 
     async def start(self, spec: InstanceSpec) -> "ChildInstance":
         """See ``Launcher.start``."""
-        endpoint = f"ipc://{self._make_folder() / f'{self._num_started}.sock'}"
-        self._num_started += 1
+        folder = self._make_folder()
+        endpoint = self._fixed_endpoint or f"ipc://{folder / f'{self.num_started}.sock'}"
+        self.endpoint = endpoint
+        self.num_started += 1
         spec = msgspec.structs.replace(spec, endpoint=endpoint)
         process, self._prepared = self._prepared, None
         if process is None or process.returncode is not None:
             process = await start_child(MODULE)
         write_settings(process, spec)
-        client = RpcClient(
-            endpoint,
-            identity=make_identity("server", SERVER_ROLE, compat=compat_facts()),
-            auth=Auth.local(),
-            config=msgspec.structs.replace(
-                spec.rpc, connect_timeout_ms=int(CONNECT_TIMEOUT_S * 1e3)
-            ),
-        )
-        return ChildInstance(process, client)
+        return ChildInstance(process, make_instance_client(endpoint, spec))
 
     async def prepare(self) -> None:
         """See ``Launcher.prepare``."""

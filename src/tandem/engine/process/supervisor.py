@@ -41,6 +41,7 @@ class InstanceSupervisor:
         spec: of the instance.
         on_stage: called with every change of stage and every step of progress.
         launcher: starts it; None: as a child process. Owned.
+        is_asleep: it has no process before ``wake``.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class InstanceSupervisor:
         *,
         on_stage: Callable[[StageChanged], None] | None = None,
         launcher: Launcher | None = None,
+        is_asleep: bool = False,
     ) -> None:
         self._spec = spec
         self._on_stage = on_stage
@@ -66,6 +68,12 @@ class InstanceSupervisor:
         """Set to end the present process."""
         self._back = asyncio.Event()
         """Set when the next one serves."""
+        self._awake = asyncio.Event()
+        """Clear while there is to be no process."""
+        self._asleep = asyncio.Event()
+        """Set while there is none for that reason."""
+        if not is_asleep:
+            self._awake.set()
         self.num_restarts = 0
 
     async def __aenter__(self) -> Self:
@@ -125,6 +133,27 @@ class InstanceSupervisor:
         self._restarting.set()
         await self._back.wait()
 
+    async def sleep(self) -> None:
+        """End the process, and start none before ``wake``; libraries of the next are imported."""
+        self._awake.clear()
+        if not self._asleep.is_set():
+            self._restarting.set()
+        await self._asleep.wait()
+        await self._launcher.prepare()
+
+    async def evict(self) -> None:
+        """Give up what makes the next start of one that sleeps faster."""
+        if self._asleep.is_set():
+            await self._launcher.discard()
+
+    async def wake(self) -> None:
+        """Start the process of one that sleeps; returns when it serves."""
+        if self._awake.is_set():
+            return
+        self._back = asyncio.Event()
+        self._awake.set()
+        await self._back.wait()
+
     def require_session(self) -> InstanceSession:
         """Return the present session.
 
@@ -141,6 +170,9 @@ class InstanceSupervisor:
         pause_s = RESTART_PAUSE_S
         num_failed_starts = 0
         while True:
+            if not self._awake.is_set():
+                await self._rest()
+                pause_s, num_failed_starts = RESTART_PAUSE_S, 0
             try:
                 reason = await self._run_process()
             except (TandemError, OSError) as error:
@@ -151,6 +183,8 @@ class InstanceSupervisor:
             else:
                 num_failed_starts += 1
             self._was_ready = False
+            if not self._awake.is_set():
+                continue
             is_first = not self._settled.is_set()
             if is_first and (
                 self._stage.stage is InstanceStage.FAILED or num_failed_starts >= MAX_FIRST_STARTS
@@ -164,6 +198,17 @@ class InstanceSupervisor:
             self.num_restarts += 1
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
+
+    async def _rest(self) -> None:
+        """Stay without a process until woken."""
+        self._restarting.clear()
+        self._set_stage(StageChanged(InstanceStage.SLEEPING))
+        self._asleep.set()
+        await self._awake.wait()
+        self._asleep.clear()
+        if self._settled.is_set():
+            self.num_restarts += 1
+        self._set_stage(StageChanged(InstanceStage.STARTING, "waking up"))
 
     async def _run_process(self) -> str:
         """Start one process and stay until it is gone; return why it is."""

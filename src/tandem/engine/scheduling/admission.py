@@ -2,7 +2,8 @@
 
 Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
 block's worth of growth for everybody, fits beside what the running ones still need. Clients get
-equal shares, and none of a client's requests is overtaken by more than ``MAX_OVERTAKEN`` others.
+shares by their weights, and none of a client's requests is overtaken by more than ``MAX_OVERTAKEN``
+others.
 """
 
 from collections import Counter
@@ -56,7 +57,7 @@ class Admission:
         """Return the candidates of this step, the one to admit first in front.
 
         By priority; then preempted ones in order of arrival; then the clients in turn, the one
-        with the fewest running requests first. Of one client, those passed over for
+        with the fewest running requests for its weight first. Of one client, those passed over for
         ``max_passover_s`` or by ``MAX_OVERTAKEN`` in order of arrival, then the longest cached
         prefix first.
         """
@@ -79,16 +80,19 @@ class Admission:
         return waiting[:MAX_CANDIDATES]
 
     def _take_turns(self, waiting: Sequence[Request]) -> list[Request]:
-        """Return requests so that clients get equal numbers of running ones; keep their orders."""
+        """Return requests so that clients run as many as their weights say; keep their orders.
+
+        The next slot goes to the client that has the fewest for its weight with it (D'Hondt).
+        """
         turns = Counter(request.client for request in self._state.running)
-        keyed: list[tuple[int, bool, int, int, Request]] = []
+        keyed: list[tuple[int, bool, float, int, Request]] = []
         for request in waiting:
             is_new = request.state is not RequestState.PREEMPTED
-            turn = turns[request.client]
             turns[request.client] += 1
+            turn = turns[request.client] / request.weight
             # Of clients that have equally many, the one whose request came first.
             order = request.sequence_id
-            keyed.append((request.priority, is_new, turn if is_new else 0, order, request))
+            keyed.append((request.priority, is_new, turn if is_new else 0.0, order, request))
         keyed.sort(key=lambda entry: entry[:4])
         return [entry[4] for entry in keyed]
 
@@ -127,6 +131,8 @@ class Admission:
         state = self._state
         if state.states is not None and not state.states.can_start():
             return False
+        if state.windows is not None and not state.windows.can_start(request, match, state.running):
+            return False
         # No preemption frees committed blocks: running requests must reach full length without it.
         committed = state.count_committed() - state.loads.count_releasable(request)
         if request.prefill_lease_s is not None:
@@ -155,6 +161,8 @@ class Admission:
         if state.states is not None:
             state.states.start(plan, request, match, state.waiting[:MAX_CANDIDATES])
         shared = state.prefix.attach(request, match)
+        if state.windows is not None:
+            state.windows.start(plan, request, match)
         num_tokens = state.limit_chunk(request, num_tokens)
         # Loads still in progress come too late.
         state.loads.give_up(request)
@@ -180,7 +188,11 @@ class Admission:
             counters.num_prefix_queries += 1
             counters.prefix_query_tokens += request.prompt_len
             counters.prefix_hit_tokens += match.num_tokens
-            counters.stateless_tokens += max(match.num_kv_tokens - match.num_tokens, 0)
+            num_lost = max(match.num_kv_tokens - match.num_tokens, 0)
+            if state.windows is None:
+                counters.stateless_tokens += num_lost
+            else:
+                counters.windowless_tokens += num_lost
             counters.store_hit_tokens += report.num_loaded_tokens
 
 

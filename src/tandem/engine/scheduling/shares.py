@@ -1,8 +1,8 @@
 """How many requests each client has, and whether one more may come when there are many. Pure.
 
-Up to a limit everyone may come. Beyond it, a client that has less than its equal share of the limit
-still may, until there are twice as many: so one that fills the queue refuses itself and nobody
-else.
+Up to a limit everyone may come. Beyond it, a client that has less than its share of the limit, by
+the weights of all that are there, still may, until there are twice as many: so one that fills the
+queue refuses itself and nobody else.
 """
 
 from collections import Counter
@@ -16,6 +16,8 @@ class ClientShares:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._total = 0
+        self._weights: dict[str, float] = {}
+        """Of clients that have a request, as the latest one says."""
 
     def __len__(self) -> int:
         """Return the requests of all clients."""
@@ -30,19 +32,20 @@ class ClientShares:
         """Return the requests of a client."""
         return self._counts[client]
 
-    def has_room(self, client: str, limit: int) -> bool:
+    def has_room(self, client: str, limit: int, weight: float = 1.0) -> bool:
         """Say whether one more of a client may come; see above."""
         if self._total < limit:
             return True
         if self._total >= 2 * limit:
             return False
-        num_clients = self.num_clients + (client not in self._counts)
-        return self._counts[client] < limit // num_clients
+        others = sum(each for name, each in self._weights.items() if name != client)
+        return self._counts[client] < int(limit * weight / (others + weight))
 
-    def add(self, client: str) -> None:
+    def add(self, client: str, weight: float = 1.0) -> None:
         """Count a request in."""
         self._counts[client] += 1
         self._total += 1
+        self._weights[client] = weight
 
     def remove(self, client: str) -> None:
         """Count a request out that was counted in."""
@@ -51,3 +54,4 @@ class ClientShares:
         self._total -= 1
         if not self._counts[client]:
             del self._counts[client]
+            del self._weights[client]

@@ -4,19 +4,18 @@ Layout in docs/design/models/expert_trace.md. The writer appends whole records a
 its limit or at the first error, as serving goes on without a trace. One thread writes.
 """
 
-import logging
-import os
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from tandem.core.errors import ConfigError, CorruptionError, NotFoundError
+from tandem.core.errors import CorruptionError, NotFoundError
+from tandem.engine.bounded_file import BoundedFile
 
 __all__ = [
     "MAX_TRACE_BYTES",
@@ -27,7 +26,6 @@ __all__ = [
     "read_decodes",
 ]
 
-logger = logging.getLogger(__name__)
 
 FORMAT_NAME = "tandem-expert-trace"
 MAX_TRACE_BYTES = 1 << 30
@@ -35,7 +33,6 @@ MAX_TRACE_BYTES = 1 << 30
 MAX_HEADER_BYTES = 1 << 16
 MAX_RECORD_TOKENS = 1 << 20
 LENGTH = struct.Struct("<I")
-NAMES_TRIED = 64
 Size = Annotated[int, Meta(ge=1, le=65_535)]
 
 
@@ -74,11 +71,10 @@ class TraceWriter:
     def __init__(
         self, path: Path, header: TraceHeader, *, max_bytes: int = MAX_TRACE_BYTES
     ) -> None:
-        self.path, file = _make_file(path)
-        self._file: BinaryIO | None = file
-        self._left = max_bytes
-        self._put(msgspec.json.encode(header) + b"\n")
-        logger.info("event=expert_trace path=%s", self.path)
+        # For the owner alone: choices of experts tell something of the text.
+        self._file = BoundedFile(path, max_bytes, name="expert_trace", field="engine.expert_trace")
+        self.path = self._file.path
+        self._file.write(msgspec.json.encode(header) + b"\n")
 
     def write(self, choices: NDArray[np.int64], is_output: NDArray[np.bool_]) -> None:
         """Append a step; nothing once the file is full or failed.
@@ -87,48 +83,13 @@ class TraceWriter:
             choices: [M, T, K].
             is_output: [T].
         """
-        if self._file is not None:
+        if self._file.is_open:
             head = LENGTH.pack(len(is_output)) + is_output.tobytes()
-            self._put(head + choices.astype("<u2").tobytes())
+            self._file.write(head + choices.astype("<u2").tobytes())
 
     def close(self) -> None:
         """Close the file; idempotent."""
-        if self._file is not None:
-            file, self._file = self._file, None
-            try:
-                file.close()
-            except OSError as error:
-                logger.warning("event=expert_trace_failed path=%s error=%s", self.path, error)
-
-    def _put(self, data: bytes) -> None:
-        assert self._file is not None
-        if len(data) > self._left:
-            logger.warning("event=expert_trace_full path=%s", self.path)
-            self.close()
-            return
-        try:
-            self._file.write(data)
-            self._file.flush()
-        except OSError as error:
-            logger.warning("event=expert_trace_failed path=%s error=%s", self.path, error)
-            self.close()
-        self._left -= len(data)
-
-
-def _make_file(path: Path) -> tuple[Path, BinaryIO]:
-    # For the owner alone: choices of experts tell something of the text.
-    for number in range(NAMES_TRIED):
-        name = path.with_name(f"{path.name}.{number}") if number else path
-        try:
-            handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            what = f"{name}: {error.strerror}: give a file in a folder that can be written"
-            raise ConfigError("engine.trace_experts", what, field="engine.expert_trace") from error
-        return name, os.fdopen(handle, "wb")
-    what = f"{path} and {NAMES_TRIED - 1} files beside it exist: remove some"
-    raise ConfigError("engine.trace_experts", what, field="engine.expert_trace")
+        self._file.close()
 
 
 def open_trace(path: Path) -> tuple[TraceHeader, Iterator[TraceRecord]]:

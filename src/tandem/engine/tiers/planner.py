@@ -76,6 +76,11 @@ class CostTierPlanner:
         """Take in what a load took."""
         self.load_rate.note(size_bytes, seconds)
 
+    def read_load_speed(self) -> float:
+        """Return the tokens a second whose KV is loaded; 0 while unknown. Any thread."""
+        rate = self.load_rate.per_s
+        return 0.0 if rate is None else rate / self._block_bytes * self._block_size
+
     def estimate_load_s(self, num_blocks: int) -> float | None:
         """Return how long loading so many blocks takes; None while unknown."""
         rate = self.load_rate.per_s

@@ -16,12 +16,11 @@ from tandem.kernels.interfaces import (
     AttentionRule,
     Matrix,
     MatrixWrapper,
-    Step,
     WeightReader,
 )
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.lora import AdaptedRows
-from tandem.kernels.operators.operator import Operator, freeze, read_rows
+from tandem.kernels.operators.operator import Operator, current_step, freeze, read_rows
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, read_matrix
 
 __all__ = ["Attention"]
@@ -122,9 +121,7 @@ class Attention(Operator):
         values = torch.arange(num_rotated, num_rotated + self.spec.num_kv_heads * d)
         return torch.cat(((firsts[:, None] + head).flatten(), values))
 
-    def forward(
-        self, hidden_states: Tensor, *_: object, tandem_step: Step, **__: object
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
-        mixed = tandem_step.mix(self, hidden_states[0])
+        mixed = current_step().mix(self, hidden_states[0])
         return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None], None

@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tandem.kernels.interfaces import Step, WeightReader
+from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
-from tandem.kernels.operators.operator import Operator
+from tandem.kernels.operators.operator import Operator, current_step
 
 __all__ = ["DecoderLayer", "LayerParts"]
 
@@ -52,9 +52,9 @@ class DecoderLayer(Operator):
     def load(self, reader: WeightReader, name: str) -> None:
         """Do nothing: the parts, being modules of their own, are loaded by name."""
 
-    def forward(self, hidden_states: Tensor, *, tandem_step: Step, **_: object) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
         """The face of transformers' decoder layers: [1, T, D] in, [1, T, D] out, new."""
-        x_TD = hidden_states[0].clone()
-        tandem_step.run_layer_(self, x_TD)
-        tandem_step.complete_(x_TD)
+        step, x_TD = current_step(), hidden_states[0].clone()
+        step.run_layer_(self, x_TD)
+        step.complete_(x_TD)
         return x_TD[None]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tandem.core.model.layers import GatedDeltaSpec
 from tandem.kernels.gated_delta import GatedDeltaRule
-from tandem.kernels.interfaces import AdaptedPart, Matrix, MatrixWrapper, Step, WeightReader
+from tandem.kernels.interfaces import AdaptedPart, Matrix, MatrixWrapper, WeightReader
 from tandem.kernels.operators.lora import AdaptedRows
-from tandem.kernels.operators.operator import Operator
+from tandem.kernels.operators.operator import Operator, current_step
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, read_matrix
 
 __all__ = ["GatedDelta", "list_rows", "make_rule"]
@@ -100,9 +100,9 @@ class GatedDelta(Operator):
         out = AdaptedRows(output, spec.all_values, spec.hidden_size)
         return {**parts, f"{name}.{spec.out_name}": out}
 
-    def forward(self, hidden_states: Tensor, *, tandem_step: Step, **_: object) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
         """The face of transformers' mixers with a state: [1, T, D] in, [1, T, D] out."""
-        mixed = tandem_step.mix(self, hidden_states[0])
+        mixed = current_step().mix(self, hidden_states[0])
         return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None]
 
 

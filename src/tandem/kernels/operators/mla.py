@@ -20,12 +20,17 @@ from tandem.kernels.interfaces import (
     HeadMatrix,
     Matrix,
     MatrixWrapper,
-    Step,
     WeightReader,
 )
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.lora import AdaptedLatents, AdaptedRows
-from tandem.kernels.operators.operator import Operator, allocate_scratch, freeze, read_rows
+from tandem.kernels.operators.operator import (
+    Operator,
+    allocate_scratch,
+    current_step,
+    freeze,
+    read_rows,
+)
 from tandem.kernels.weights.head_matrix import make_head_matrix
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
 
@@ -159,9 +164,7 @@ class MlaAttention(Operator):
         if self.spec.is_interleaved:
             rows.copy_(torch.cat((rows[0::2], rows[1::2])))
 
-    def forward(
-        self, hidden_states: Tensor, *_: object, tandem_step: Step, **__: object
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
-        mixed = tandem_step.mix(self, hidden_states[0])
+        mixed = current_step().mix(self, hidden_states[0])
         return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None], None

@@ -2,16 +2,38 @@
 
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from tandem.kernels.interfaces import AdaptedPart, MatrixWrapper, WeightReader
+from tandem.kernels.interfaces import AdaptedPart, MatrixWrapper, Step, WeightReader
 
-__all__ = ["Operator", "allocate_scratch", "freeze", "read_rows"]
+__all__ = ["Operator", "allocate_scratch", "current_step", "freeze", "read_rows", "running"]
+
+_STEP: ContextVar[Step] = ContextVar("tandem_step")
+
+
+@contextmanager
+def running(step: Step) -> Iterator[None]:
+    """Give a step to the operators that are called meanwhile, through modules of transformers.
+
+    Not every decoder layer passes arguments on that it does not know.
+    """
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def current_step() -> Step:
+    """Return the step of ``running``. Raises: LookupError (called outside of one)."""
+    return _STEP.get()
 
 
 class Operator(nn.Module, ABC):

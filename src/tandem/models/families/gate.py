@@ -26,7 +26,6 @@ from tandem.models.planning.quantization import Quantization, read_quantization
 from tandem.models.sources.foreign import refuse_foreign_files
 
 __all__ = [
-    "ACTIVATIONS",
     "LAYER_TYPES",
     "ROPE_TYPES",
     "Checkpoint",
@@ -41,7 +40,6 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu2")
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""
@@ -235,6 +233,8 @@ def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
     # A file may hold fields that its class does not have: those say nothing about its modules.
     known = {*type(config).__dataclass_fields__, *type(config).attribute_map}
     missing = [name for name in REQUIRED if name not in known or getattr(config, name) is None]
+    if "intermediate_size" in missing and getattr(config, "moe_intermediate_size", None):
+        missing.remove("intermediate_size")  # All its layers have experts.
     if missing and family.model_type not in FAMILIES:
         nearest = _find_nearest(family.model_type, raw)
         raise _refuse(
@@ -272,15 +272,7 @@ def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
             "layers of sliding_attention, and sliding_window is None",
             field="sliding_window",
         )
-    _check_activation(config)
     _check_rope(config)
-
-
-def _check_activation(config: Any) -> None:
-    field = "hidden_act" if hasattr(config, "hidden_act") else "hidden_activation"
-    name = getattr(config, field, None)
-    if name not in ACTIVATIONS:
-        raise _refuse(f"{field} {name!r}: known are {', '.join(ACTIVATIONS)}", field)
 
 
 def _check_rope(config: Any) -> None:

@@ -1,19 +1,22 @@
 """Checkpoints whose tensors have other names than the modules of transformers.
 
-Mixtral's hub checkpoints, and those of families that follow it, call a MoE block
-``block_sparse_moe`` and an expert's matrices ``w1``, ``w3`` and ``w2``. Models that also take
-images call their decoder ``model.language_model``. OLMo's hybrids call norms of layers otherwise,
-and have a convolution for each of queries, keys and values; others call single parts of a block
-otherwise (``PARTS``). A model that classifies calls its head ``score``. Models that give embeddings
-are often stored without their head, and their names without ``model.``.
+transformers knows the names of each family's checkpoints, and renames them by patterns. Beside
+those, Mixtral's hub checkpoints call an expert's matrices ``w1``, ``w3`` and ``w2``; models that
+also take images call their decoder ``model.language_model``; OLMo's hybrids call norms of layers
+otherwise, and have a convolution for each of queries, keys and values. A model that classifies
+calls its head ``score``. Models that give embeddings are often stored without their head, and
+their names without ``model.``.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from tandem.kernels.interfaces import Shard, WeightReader
 from tandem.kernels.weights.blocks import CodedMatrix
@@ -22,7 +25,6 @@ from tandem.models.sources.source import TensorEntry
 
 __all__ = ["IMAGE_PARTS", "RenamedReader", "rename_reader"]
 
-BLOCK = ".block_sparse_moe."
 DECODER = "model.language_model."
 IMAGE_PARTS = ("model.visual.", "visual.")
 """Prefixes of tensors of what sees images beside a decoder."""
@@ -31,13 +33,6 @@ HYBRID_NORMS = {
     ".post_attention_layernorm.": ".feedforward_layer_norm.",
 }
 _EXPERT = re.compile(r"(\.experts\.\d+\.)(gate|up|down)_proj\.")
-PARTS = (
-    (".mlp.gate.weight", ".mlp.router.gate.weight"),  # Hunyuan 3, and the two after it.
-    (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
-    (".mlp.shared_experts.", ".mlp.shared_mlp."),
-    (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),  # Exaone.
-)
-"""Parts of names: the module's, and the checkpoint's where it is there."""
 _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -122,16 +117,52 @@ class HybridReader(RenamedReader):
 CONVOLUTION = "linear_attn.conv1d.weight"
 
 
-def _rename_block(name: str) -> str:
-    name = name.replace(".mlp.", BLOCK)
-    return _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
+def _list_renamings(model_type: str) -> list[tuple[str, str]]:
+    """Return the library's pairs (pattern of a checkpoint's name, what the module has instead)."""
+    mapping: Any = get_checkpoint_conversion_mapping(model_type)
+    return [
+        (rule.source_patterns[0], rule.target_patterns[0])
+        for rule in mapping or ()
+        # Other rules change values as well; what is needed of those is elsewhere here.
+        if isinstance(rule, WeightRenaming)
+    ]
 
 
-def _rename_parts(parts: Sequence[tuple[str, str]], name: str) -> str:
-    for module, stored in parts:
-        if module in name:
-            return name.replace(module, stored)
-    return name
+class MappedReader(RenamedReader):
+    """A reader of a checkpoint whose names the library maps to those of its modules.
+
+    Args:
+        reader: has the tensors.
+        stored: the checkpoint's name, by the module's.
+    """
+
+    def __init__(self, reader: WeightReader, stored: Mapping[str, str]) -> None:
+        super().__init__(reader, self._find)
+        self._stored = stored
+
+    def skip(self, prefix: str) -> None:
+        """See ``WeightReader``."""
+        for name, stored in self._stored.items():
+            if name.startswith(prefix):
+                self._reader.skip(stored)
+
+    def _find(self, name: str) -> str:
+        if name in self._stored:
+            return self._stored[name]
+        other = _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
+        return self._stored.get(other, name)
+
+
+def _map_names(names: set[str], model_type: str) -> dict[str, str]:
+    """Return the checkpoint's names by those of the modules, as far as the library renames."""
+    renamings = _list_renamings(model_type)
+    stored: dict[str, str] = {}
+    for name in names:
+        renamed = name
+        for pattern, target in renamings:
+            renamed = re.sub(pattern, target, renamed)
+        stored[renamed] = name
+    return stored if len(stored) == len(names) else {}
 
 
 def _rename_decoder(name: str) -> str:
@@ -154,27 +185,24 @@ def _replace_start(name: str, start: str, by: str) -> str:
     return by + name.removeprefix(start) if name.startswith(start) else name
 
 
-def rename_reader(reader: WeightReader, entries: Mapping[str, TensorEntry]) -> WeightReader:
+def rename_reader(
+    reader: WeightReader, entries: Mapping[str, TensorEntry], model_type: str
+) -> WeightReader:
     """Return a reader that takes the modules' names, whatever those of the checkpoint are.
 
     Args:
         reader: of the checkpoint.
         entries: its tensors by name.
+        model_type: of its configuration.
     """
     known = set(entries)
     if "score.weight" in known:
         reader = RenamedReader(reader, partial(_replace_start, start="lm_head.", by="score."))
     if "embed_tokens.weight" in known:
         reader = RenamedReader(reader, partial(_replace_start, start="model.", by=""))
-    if any(BLOCK in name for name in known):
-        return RenamedReader(reader, _rename_block)
     if any(name.startswith(DECODER) for name in known):
         return RenamedReader(reader, _rename_decoder)
     if any(norm in name for name in known for norm in HYBRID_NORMS.values()):
         return HybridReader(reader, entries)
-    parts = [
-        (module, stored)
-        for module, stored in PARTS
-        if any(stored in name for name in known) and not any(module in name for name in known)
-    ]
-    return RenamedReader(reader, partial(_rename_parts, parts)) if parts else reader
+    stored = _map_names(known, model_type)
+    return MappedReader(reader, stored) if any(a != b for a, b in stored.items()) else reader

@@ -34,15 +34,6 @@ STATEFUL = {
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose layers with a state are gated delta rules, which run here."""
-MISSING = {
-    "granitemoe": "experts stored as input_linear and output_linear",
-    "granitemoeshared": "experts stored as input_linear and output_linear",
-    "nemotron": "decoder layers that pass no arguments on to their attention",
-    "stablelm": "decoder layers that pass no arguments on to their attention",
-    "phimoe": "routers that choose by sparsemixer",
-}
-"""What architectures have that no operator here computes."""
-INSTEAD = "run it with transformers or llama.cpp"
 UNEVEN = "its configuration changes from layer to layer (per_layer_config)"
 """Sizes and switches of one layer alone, which no proof of a few layers would see."""
 BESIDE_KV = "keeps a state beside KV, which no prefix cache here holds"
@@ -58,9 +49,6 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
         return inputs, f"{model_type} takes images or sound ({inputs}): only text runs here"
     if model_type in STATEFUL:
         return "model_type", f"{model_type} has {STATEFUL[model_type]}: it {BESIDE_KV}"
-    if isinstance(model_type, str) and model_type in MISSING:
-        what = MISSING[model_type]
-        return "model_type", f"{model_type} has {what}: no operator here has that: {INSTEAD}"
     if raw.get("per_layer_config"):
         return "per_layer_config", f"{model_type}: {UNEVEN}"
     listed = raw.get("layer_types")

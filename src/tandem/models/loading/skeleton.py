@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
-from tandem.kernels.interfaces import AttentionRule, Step
+from tandem.kernels.interfaces import AttentionRule
 from tandem.kernels.native import Buffer
+from tandem.kernels.operators.operator import current_step
 from tandem.models.families import classifies
 from tandem.placement.rules import ModuleInfo
 
@@ -39,7 +40,6 @@ def attend_paged(
     sliding_window: int | None = UNSTATED,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    tandem_step: Step,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend a layer of the skeleton over paged KV.
@@ -50,7 +50,8 @@ def attend_paged(
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
-    tandem_step.write_kv(layer_idx, kv)
+    step = current_step()
+    step.write_kv(layer_idx, kv)
     sinks = None if s_aux is None else Buffer(s_aux.float())
     window = sliding_window
     if window == UNSTATED:
@@ -59,7 +60,7 @@ def attend_paged(
     rule = AttentionRule(
         0 if window is None else window, 0.0 if softcap is None else softcap, sinks
     )
-    mixed = tandem_step.attend(layer_idx, query[0].transpose(0, 1), kv, scale, rule)
+    mixed = step.attend(layer_idx, query[0].transpose(0, 1), kv, scale, rule)
     return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
 
 

@@ -44,6 +44,9 @@ __all__ = ["DefaultFormats", "Workload", "load_rules", "plan_modules"]
 Workload = Literal["serving", "training"]
 """The built-in rules that apply: operators for steps, or frozen weights under adapters."""
 
+BUILT_IN = "built-in"
+"""The place of rules that no file gives."""
+
 
 MULTIPLIED = (GqaSpec, MlaSpec, GatedDeltaSpec, MlpSpec, LinearSpec, FrozenLinearSpec, HeadSpec)
 """Specs of operators whose matrices take the format of linear modules."""
@@ -102,7 +105,7 @@ def load_rules(
         ConfigError: it is not a rule file.
     """
     builtin = resources.files("tandem.models") / "rules" / f"{workload}.yaml"
-    rules = parse_rules(builtin.read_text("utf-8"), "built-in")
+    rules = parse_rules(builtin.read_text("utf-8"), BUILT_IN)
     if given is None:
         return rules
     if isinstance(given, tuple):
@@ -192,7 +195,7 @@ def _plan_one(
         else:
             spec = describer.describe(name, entry.describe)
     except UnfitModuleError as error:
-        if entry.is_optional:
+        if entry.is_optional and rule.place.startswith(BUILT_IN):
             return msgspec.structs.replace(kept, note=f"not fused: {error}")
         problem = _tell_problem(rule, entry.name, name, str(error))
         return msgspec.structs.replace(kept, note=f"cannot: {error}", problem=problem)

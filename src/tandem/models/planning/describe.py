@@ -331,6 +331,9 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         raise UnfitModuleError(f"{type(module).__name__} sees later tokens")
     if hasattr(module, "q_norm") != hasattr(module, "k_norm"):
         raise UnfitModuleError(f"{type(module).__name__} norms only one of q and k")
+    others = {n for n, m in module.named_children() if list(m.parameters())}
+    others |= {name for name, _ in module.named_parameters(recurse=False)}
+    _refuse_others(module, others - {*names, "o_proj", "q_norm", "k_norm", "sinks"})
     call = view.attentions.get(view.name, "it was not there before the rules")
     if isinstance(call, str):
         raise UnfitModuleError(call)
@@ -359,6 +362,32 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         has_sinks=call.rule.sinks is not None,
         has_out_gate=has_out_gate,
         position_scale=_find_position_scale(module, view.config),
+    )
+
+
+def describe_kept_attention(module: Any, view: ModuleView) -> GqaSpec:
+    """Describe attention that stays transformers' module, as far as its KV and its cost go."""
+    _require(module, "o_proj", "head_dim", "layer_idx")
+    names = find_projections(module)
+    call = view.attentions.get(view.name, "it was not there before the rules")
+    if isinstance(call, str):
+        raise UnfitModuleError(call)
+    if not names or not getattr(module, "is_causal", True):
+        raise UnfitModuleError(f"{type(module).__name__} is no attention to earlier tokens")
+    first, output = getattr(module, names[0]), module.o_proj
+    return GqaSpec(
+        hidden_size=first.in_features,
+        num_heads=output.in_features // module.head_dim,
+        num_kv_heads=count_kv_heads(module, names),
+        head_dim=module.head_dim,
+        scale=call.scale,
+        has_qkv_bias=_has_bias(first),
+        has_o_bias=_has_bias(output),
+        qkv_names=names,
+        rope_idx=_find_rope_idx(module, view.config, rotates=call.rotates),
+        window=call.rule.window,
+        soft_cap=call.rule.soft_cap,
+        has_sinks=call.rule.sinks is not None,
     )
 
 
@@ -420,6 +449,8 @@ def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:
     if not names:
         raise UnfitModuleError(f"{type(module).__name__} has no gate_proj, up_proj, down_proj")
     down_name = find_down(module)
+    others = {n for n, m in module.named_children() if list(m.parameters())}
+    _refuse_others(module, others - {*names, down_name})
     down = getattr(module, down_name)
     return MlpSpec(
         hidden_size=down.out_features,
@@ -430,6 +461,11 @@ def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:
         down_name=down_name,
         is_gated=is_gated(names),
     )
+
+
+def _refuse_others(module: Any, others: set[str]) -> None:
+    if others:
+        raise UnfitModuleError(f"{type(module).__name__} also has {', '.join(sorted(others))}")
 
 
 def describe_router(module: Any, view: ModuleView) -> RouterSpec:
@@ -480,9 +516,8 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
     shared = next((n for n in ("shared_expert", "shared_experts") if n in children), "")
     shared_gate = "shared_expert_gate" if "shared_expert_gate" in children else ""
     known = {gate, "experts", shared, shared_gate}
-    extra = [name for name, _ in module.named_children() if name not in known]
-    if extra:
-        raise UnfitModuleError(f"{type(module).__name__} also has {', '.join(extra)}")
+    own = {name for name, _ in module.named_parameters(recurse=False)} - {CHOICE_BIAS}
+    _refuse_others(module, own | {n for n, _ in module.named_children() if n not in known})
     return MoeBlockSpec(
         gate_name=gate,
         shared_name=shared,

@@ -67,7 +67,7 @@ class OperatorEntry:
     takes_format: bool = False
     """Rules may give it a weight format."""
     is_optional: bool = False
-    """A module it cannot take is left to the skeleton instead of being refused."""
+    """A module it cannot take is left to the skeleton, unless a rule file asks for the operator."""
     needs_format: bool = False
     """A module whose matrices stay tensors is left to the skeleton."""
     choose: Callable[[Any], str] | None = None
@@ -160,15 +160,17 @@ for _entry in (
     OperatorEntry("Embedding", describe_embedding),
     OperatorEntry("LmHead", describe_lm_head, takes_format=True),
     OperatorEntry("RmsNorm", describe_norm),
-    OperatorEntry("LayerNorm", describe_layer_norm),
+    OperatorEntry("LayerNorm", describe_layer_norm, is_optional=True),
     OperatorEntry("Norm", None, choose=_choose_norm),
     OperatorEntry("Rope", describe_rotary),
-    OperatorEntry("Attention", describe_attention, absorbs=True, takes_format=True),
+    OperatorEntry(
+        "Attention", describe_attention, absorbs=True, takes_format=True, is_optional=True
+    ),
     OperatorEntry("MlaAttention", describe_mla_attention, absorbs=True, takes_format=True),
     OperatorEntry("GatedDelta", describe_gated_delta, absorbs=True, takes_format=True),
-    OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True),
-    OperatorEntry("Router", describe_router),
-    OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True),
+    OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True, is_optional=True),
+    OperatorEntry("Router", describe_router, is_optional=True),
+    OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True, is_optional=True),
     OperatorEntry("FrozenGatedDelta", describe_frozen_gated_delta, is_optional=True),
     OperatorEntry(
         "FrozenLinear",
@@ -180,7 +182,7 @@ for _entry in (
     OperatorEntry(
         "FrozenExperts", describe_experts, absorbs=True, takes_format=True, needs_format=True
     ),
-    OperatorEntry("MoeBlock", describe_moe_block),
+    OperatorEntry("MoeBlock", describe_moe_block, is_optional=True),
     OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),
     OperatorEntry("SelfAttention", None, choose=_choose_attention),
     OperatorEntry("FeedForward", None, choose=_choose_feed_forward),

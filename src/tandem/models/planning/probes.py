@@ -20,6 +20,7 @@ from torch.nn import functional
 from tandem.core.model.layers import Activation, RoutingRule
 from tandem.kernels.activation import activate, apply_function
 from tandem.kernels.interfaces import AttentionRule
+from tandem.kernels.operators.operator import running
 from tandem.kernels.torch.execution import TorchExecution
 
 __all__ = [
@@ -259,6 +260,18 @@ class _Recorder:
         self.call = AttentionCall(scale, rule)
         return q_THd.flatten(1)
 
+    def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
+        """See ``Step``."""
+        raise AssertionError("attention alone runs in a probe")
+
+    def complete_(self, x_TD: Tensor) -> None:
+        """See ``Step``."""
+        raise AssertionError("attention alone runs in a probe")
+
+    def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
+        """See ``Step``."""
+        raise AssertionError("a probe runs modules of transformers")
+
 
 def observe_attention(model: Any, module: Any) -> AttentionCall:
     """Run an attention module on the meta device, and note what it asks of the step.
@@ -293,13 +306,8 @@ def _run_attention(module: Any, x: Tensor, angles: Any, recorder: _Recorder) -> 
     stated: dict[str, Any] = {}
     if takes_positions(module):
         stated["position_ids"] = torch.empty(1, 1, device="meta")
-    module(
-        hidden_states=x,
-        position_embeddings=angles,
-        attention_mask=None,
-        tandem_step=recorder,
-        **stated,
-    )
+    with running(recorder):
+        module(hidden_states=x, position_embeddings=angles, attention_mask=None, **stated)
 
 
 def takes_positions(module: Any) -> bool:

@@ -80,7 +80,7 @@ def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
             raise
         return StoredModel({m.module: _foresee(quantization, m) for m in raw})
     with source:
-        reader = rename_reader(source, source.entries)
+        reader = rename_reader(source, source.entries, checkpoint.config.model_type)
         found = {m.module: _look_up(reader, m) for m in raw}
         return StoredModel(found, _count_bytes(source, {matrix.module for matrix in raw}))
 

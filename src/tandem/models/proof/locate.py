@@ -11,7 +11,7 @@ from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
-from tandem.kernels.operators.operator import Operator
+from tandem.kernels.operators.operator import Operator, running
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.loading.loader import CausalModel
 from tandem.models.planning.roles import MIXER_NAMES
@@ -126,7 +126,8 @@ def _locate_in_layer(
             continue
         x = call.given[0].float()
         if part in MIXER_NAMES:
-            result = operator(x[None], tandem_step=begin())[0]
+            with running(begin()):
+                result = operator(x[None])[0]
         else:
             result = operator(x)
         result = result[0] if isinstance(result, tuple) else result
@@ -136,7 +137,8 @@ def _locate_in_layer(
     if not isinstance(layer, DecoderLayer):
         return ""
     call = seen[name]
-    result = layer(call.given.float(), tandem_step=begin())
+    with running(begin()):
+        result = layer(call.given.float())
     return f"{name} ({type(layer).__name__})" if _differs(result, call.result) else ""
 
 

@@ -11,6 +11,7 @@ from tandem.core.timeline import RequestTimeline
 from tandem.server.api import adapters, instances, ollama, status, tokens
 from tandem.server.api.explain import get_timeline
 from tandem.server.api.openapi import Endpoint, make_document
+from tandem.server.api.traffic import record_traffic
 from tandem.server.batches import endpoints as files
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
@@ -28,6 +29,7 @@ from tandem.server.dialects.sglang import answer_generate
 from tandem.server.dialects.vectors.embeddings import answer_embed, answer_embeddings
 from tandem.server.dialects.vectors.scores import answer_rerank, answer_score
 from tandem.server.edge.auth import ADMIN_PATHS
+from tandem.server.hub import endpoints as hosted
 from tandem.server.lifecycle import OPEN_PATHS
 from tandem.server.protocol import anthropic, batches, responses, rules, sglang, vectors
 from tandem.server.protocol import ollama as own
@@ -38,7 +40,9 @@ from tandem.server.protocol.adapters import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
 )
+from tandem.server.protocol.hub import ChangeModels, HostedModels
 from tandem.server.protocol.instances import ChangeInstances, InstanceList
+from tandem.server.protocol.traffic import RecordTraffic, TrafficReply
 
 __all__ = ["list_endpoints"]
 
@@ -199,6 +203,9 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         ),
         Endpoint("/instances", _GET, instances.list_instances, InstanceList),
         Endpoint("/instances", _POST, instances.change_instances, InstanceList, ChangeInstances),
+        Endpoint("/traffic", _POST, record_traffic, TrafficReply, RecordTraffic),
+        Endpoint("/models", _GET, hosted.list_hosted_models, HostedModels),
+        Endpoint("/models", _POST, hosted.change_models, HostedModels, ChangeModels),
         Endpoint("/requests/{id:path}/timeline", _GET, get_timeline, RequestTimeline),
         Endpoint("/health", _GET, status.get_health, replies.Health),
         # For SageMaker; vLLM answers both methods.

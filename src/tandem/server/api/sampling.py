@@ -5,6 +5,7 @@ neutral value. ``do_sample`` of that file is not read: it is a default of transf
 and a server whose answers to the same request differ by it would surprise its clients.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
@@ -21,6 +22,7 @@ __all__ = [
     "SamplingSource",
     "check_best_of",
     "choice_seed",
+    "derive_seed",
     "load_sampling_defaults",
     "make_sampling",
 ]
@@ -134,6 +136,17 @@ def make_sampling(
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
     )
+
+
+def derive_seed(request_id: str, index: int) -> int:
+    """Return the seed of a generation that asks for none: any server gives a retry the same one.
+
+    Args:
+        request_id: that its client gave the request, or was told; unique otherwise.
+        index: of the generation in the request.
+    """
+    digest = hashlib.sha256(f"{index}/{request_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:

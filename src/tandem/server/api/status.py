@@ -22,6 +22,7 @@ from tandem.server.protocol.status import (
     ServerInfo,
     Version,
 )
+from tandem.server.telemetry.metrics import merge_pages
 
 __all__ = [
     "abort_request",
@@ -43,6 +44,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _is_ready(context: ServerContext) -> bool:
+    if context.hub is not None:
+        # One that sleeps is woken by the request that wants it.
+        states = {model.state for model in context.hub.models.values()}
+        return not context.lifecycle.is_draining and states != {"waking"}
     is_up = context.engine.stage.stage == InstanceStage.READY and context.engine.info is not None
     return is_up and not context.lifecycle.is_draining
 
@@ -97,9 +102,12 @@ def _make_card(context: ServerContext, model: ServedModel) -> ModelCard:
 
 async def list_models(context: ServerContext, _: Request) -> Response:
     """List the names that can be asked for."""
-    served = [ServedModel(name) for name in context.models.served]
-    served += [ServedModel(name, info) for name, info in context.engine.adapters.items()]
-    return _answer(ModelList(data=[_make_card(context, model) for model in served]))
+    cards: list[ModelCard] = []
+    for each in context.siblings:
+        served = [ServedModel(name) for name in each.models.served]
+        served += [ServedModel(name, info) for name, info in each.engine.adapters.items()]
+        cards += [_make_card(each, model) for model in served]
+    return _answer(ModelList(data=cards))
 
 
 async def get_model(context: ServerContext, http: Request) -> Response:
@@ -150,11 +158,12 @@ async def get_server_info(context: ServerContext, _: Request) -> Response:
 
 async def get_metrics(context: ServerContext, _: Request) -> Response:
     """Return the Prometheus page."""
-    stats = await context.read_stats()
-    return Response(
-        context.metrics.render(stats, context.engine.instances, context.engine.fallbacks),
-        media_type=CONTENT_TYPE_LATEST,
-    )
+    pages: list[bytes] = []
+    for each in context.siblings:
+        stats = await each.read_stats()
+        page = each.metrics.render(stats, each.engine.instances, each.engine.fallbacks)
+        pages.append(page)
+    return Response(merge_pages(pages), media_type=CONTENT_TYPE_LATEST)
 
 
 async def get_expert_counts(context: ServerContext, http: Request) -> Response:

@@ -23,7 +23,7 @@ from starlette.types import Message
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.logs import current_request_id
 from tandem.server.batches.store import BatchStore, KeptBatch
-from tandem.server.clients import current_client
+from tandem.server.clients import BATCHES, current_client
 from tandem.server.config import ServerConfig
 from tandem.server.protocol.batches import BatchError, BatchErrors, BatchLine
 
@@ -353,7 +353,7 @@ def _make_sender(
     """
 
     async def send(path: str, body: bytes) -> BatchAnswer:
-        current_client.set("batches")
+        current_client.set(BATCHES)
         current_request_id.set(uuid.uuid4().hex)
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -18,7 +18,7 @@ __all__ = ["ADMIN_PATHS", "ApiKeyGate", "identify_owner", "is_admin"]
 
 ADMIN_PATHS = frozenset(
     f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")
-) | {"/instances"}
+) | {"/instances", "/models"}
 """Paths that take a POST of a holder of an admin key alone: they read files, or start processes."""
 
 

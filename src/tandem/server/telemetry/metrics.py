@@ -25,7 +25,7 @@ from tandem.core.clock import Clock
 from tandem.core.instance_status import InstanceStats, InstanceStatus, StatSpec, list_stats
 from tandem.core.wire import NO_SLO, InstanceStage, Slo
 
-__all__ = ["METRICS", "MetricSpec", "RequestTimer", "ServerMetrics"]
+__all__ = ["METRICS", "MetricSpec", "RequestTimer", "ServerMetrics", "merge_pages"]
 
 _LATENCY_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
@@ -328,6 +328,23 @@ def _split_hits(stats: InstanceStats) -> dict[str, int]:
         "device": stats.prefix_hit_tokens - stats.store_hit_tokens,
         "store": stats.store_hit_tokens,
     }
+
+
+def merge_pages(pages: Sequence[bytes]) -> bytes:
+    """Return the pages of several models as one: a family once, of equal series the first."""
+    if len(pages) == 1:
+        return pages[0]
+    families: dict[bytes, dict[bytes, bytes]] = {}
+    for page in pages:
+        lines: dict[bytes, bytes] = {}
+        for line in page.splitlines():
+            if line.startswith(b"# HELP "):
+                lines = families.setdefault(line.split(b" ", 3)[2], {})
+            # A series is all but the value; of comments, all.
+            series = line if line.startswith(b"#") else line.rpartition(b" ")[0]
+            lines.setdefault(series, line)
+    found = [line for lines in families.values() for line in lines.values()]
+    return b"\n".join(found) + b"\n"
 
 
 class _EngineCollector(Collector):

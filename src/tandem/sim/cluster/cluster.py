@@ -14,7 +14,7 @@ import msgspec
 from tandem.conductor.routes import Alone, NoRoute, Pair, Place
 from tandem.core.errors import TandemError
 from tandem.core.loads.records import RequestRecord
-from tandem.core.loads.traces import TraceRow
+from tandem.core.loads.traces import BLOCK_TOKENS, TraceRow
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput
 from tandem.engine.cluster.machine import (
     Action,
@@ -74,6 +74,8 @@ class SimCluster:
         limits: of each request.
         timeout_s: of a request; None is none.
         store: of the instances, if they have one.
+        block_tokens: that a hash of the trace stands for.
+        request_s: of a request beside its steps.
         on_done: told of each record that is complete.
     """
 
@@ -86,6 +88,8 @@ class SimCluster:
         *,
         timeout_s: float | None = None,
         store: SimStore | None = None,
+        block_tokens: int = BLOCK_TOKENS,
+        request_s: float = 0.0,
         on_done: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.instances, self.placing, self.events = instances, placing, events
@@ -93,7 +97,8 @@ class SimCluster:
         self._limits, self._timeout_s, self._on_done = limits, timeout_s, on_done
         first = next(iter(instances.values()))
         size = first.setup.engine.block_size
-        self._keys = KeyCache(size, first.index.make_root_key(""), {})
+        self._block_tokens, self._request_s = block_tokens, request_s
+        self._keys = KeyCache(size, first.index.make_root_key(""), block_tokens)
         self.records: list[RequestRecord] = []
         self.decisions: list[Decision] = []
         self.fallbacks: dict[str, int] = {}
@@ -111,18 +116,18 @@ class SimCluster:
     def _expect_next(self) -> None:
         row = next(self._arrivals, None)
         if row is not None:
-            self.events.call_at(row.timestamp / 1e3, self._arrive, row)
+            self.events.call_at(row.timestamp / 1e3 + self._request_s, self._arrive, row)
 
     def _arrive(self, row: TraceRow) -> None:
         number = len(self.records)
         now_s = self.events.now_s
-        request = make_request(row, number, self._timeout_s)
+        request = make_request(row, number, self._timeout_s, self._block_tokens)
         record = RequestRecord(
             index=number,
             input_length=row.input_length,
             output_length=row.output_length,
-            due_s=now_s,
-            sent_s=now_s,
+            due_s=now_s - self._request_s,
+            sent_s=now_s - self._request_s,
         )
         self.records.append(record)
         machine = RequestMachine(request, self._limits, now_s)
@@ -184,6 +189,9 @@ class SimCluster:
                 except TandemError as error:
                     return machine.take(LegFailed(leg.leg_id, error), now_s)
             case Continue(leg=leg, message=message):
+                if self.placing.is_refused_late(leg.instance.name, machine.request):
+                    live.record.error = "overloaded: tpot, after the prefill"
+                    return machine.take(Cancel(), now_s)
                 is_taken = self.instances[leg.instance.name].continue_request(message)
                 return machine.take(Continued(leg.leg_id, is_taken), now_s)
             case DropLeg(leg=leg):

@@ -125,6 +125,8 @@ class SimInstance:
         self._legs: dict[str, _Leg] = {}
         self._reading: dict[str, HandOver] = {}
         """Hand-overs that write into blocks here, by the id of their request here."""
+        self.is_load_new = True
+        """The load may have changed since whoever tells it set this to False."""
         self._is_running = False
         self._is_called = False
         self._wake_s = math.inf
@@ -281,6 +283,7 @@ class SimInstance:
 
     def _call(self) -> None:
         """Look for something to do once all that happens in this moment has happened."""
+        self.is_load_new = True
         if not self._is_called and not self._is_running:
             self._is_called = True
             self._events.call_at(self._events.now_s, self._look)
@@ -296,6 +299,7 @@ class SimInstance:
             self._call()
 
     def _begin_step(self) -> None:
+        self.is_load_new = True
         now_s = self._events.now_s
         scheduler = self.scheduler
         while True:
@@ -348,6 +352,7 @@ class SimInstance:
                 hand_over.note_running(sequence.start + sequence.num_tokens, end_s)
 
     def _end_step(self, plan: StepPlan) -> None:
+        self.is_load_new = True
         now_s = self._events.now_s
         legs = self._legs
         sampled: dict[str, tuple[int, ...]] = {}

@@ -5,6 +5,7 @@ loads at the moment of a decision: as if every instance had just told its own.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from tandem.conductor.admission import Admission, AdmissionMode
 from tandem.conductor.conductor import Conductor, Decision
@@ -12,6 +13,7 @@ from tandem.conductor.directory import Chain
 from tandem.conductor.fleet import InstanceFacts, Load
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import make_policy
+from tandem.conductor.prediction import predict_tpot
 from tandem.conductor.routes import InstanceRef, Place
 from tandem.core.wire import NO_SLO, AddRequest, Slo, StepRecord
 from tandem.engine.groups.snapshots import Snapshot
@@ -62,18 +64,26 @@ class Placing:
         instances: of the run.
         admission: how requests are accepted.
         slo: by which they are.
+        conductor: that knows of nothing yet; None: a new one of that policy.
     """
 
     def __init__(
         self,
         name: str,
         instances: Iterable[SimInstance],
-        admission: AdmissionMode = "none",
+        admission: AdmissionMode | Literal["late"] = "none",
         slo: Slo = NO_SLO,
+        conductor: Conductor | None = None,
     ) -> None:
-        self._slo = slo
-        self.conductor = Conductor(make_policy(name), Admission(admission))
+        self._slo, self._late_tpot_s = slo, None
+        if admission == "late":
+            self._slo, self._late_tpot_s = Slo(ttft_s=slo.ttft_s), slo.tpot_s
+            admission = "early"
+        if conductor is None:
+            conductor = Conductor(make_policy(name), Admission(admission))
+        self.conductor = conductor
         self._instances = list(instances)
+        self._by_name = {each.name: each for each in self._instances}
         for each in self._instances:
             config = each.setup.engine
             facts = InstanceFacts(
@@ -126,10 +136,26 @@ class Placing:
         )
         return self.conductor.place(place, question, now_s, is_new=is_new)
 
+    def is_refused_late(self, name: str, request: AddRequest) -> bool:
+        """Return whether a request is refused after its prefill, where it would decode."""
+        if self._late_tpot_s is None:
+            return False
+        self._tell_load(self._by_name[name])
+        fleet = self.conductor.fleet
+        row = fleet.find(name)
+        assert row is not None, name
+        rows = slice(row, row + 1)
+        # It is counted there already.
+        tpot_s = predict_tpot(fleet, rows, 0, request.sampling.max_tokens)
+        return float(tpot_s[0]) > self._late_tpot_s
+
     def _note_in_store(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self.conductor.note_in_store(map(cut_key, stored), map(cut_key, removed))
 
     def _tell_load(self, instance: SimInstance) -> None:
+        if not instance.is_load_new:
+            return
+        instance.is_load_new = False
         load = instance.measure_load()
         self.conductor.set_load(
             instance.name,

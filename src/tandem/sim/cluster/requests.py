@@ -5,7 +5,7 @@ index can see of a prompt.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -35,19 +35,22 @@ def make_tokens(row: TraceRow, block_tokens: int = BLOCK_TOKENS) -> list[int]:
     return tokens
 
 
-def make_request(row: TraceRow, number: int, timeout_s: float | None) -> AddRequest:
+def make_request(
+    row: TraceRow, number: int, timeout_s: float | None, block_tokens: int = BLOCK_TOKENS
+) -> AddRequest:
     """Return the request of a row.
 
     Args:
         row: of the trace.
         number: of the request in the run.
         timeout_s: from its arrival.
+        block_tokens: that a hash of the trace stands for.
     """
     # Its output has exactly the trace's length; a row without output computes its prompt.
     sampling = SamplingParams(max_tokens=max(row.output_length, 1), ignore_eos=True, seed=number)
     return AddRequest(
         request_id=str(number),
-        prompt_ids=make_tokens(row),
+        prompt_ids=make_tokens(row, block_tokens),
         sampling=sampling,
         timeout_s=timeout_s,
     )
@@ -62,11 +65,13 @@ class KeyCache:
     Attributes:
         block_size: of the instances; blocks of the trace are cut into such, which divide them.
         root_key: of the instances' index.
+        block_tokens: of the trace.
     """
 
     block_size: int
     root_key: bytes
-    _keys: dict[int, tuple[bytes, ...]]
+    block_tokens: int = BLOCK_TOKENS
+    _keys: dict[int, tuple[bytes, ...]] = field(default_factory=dict[int, tuple[bytes, ...]])
 
     def find(self, row: TraceRow, prompt: Sequence[int]) -> list[bytes]:
         """Return the keys of a prompt's full blocks."""
@@ -74,13 +79,13 @@ class KeyCache:
         keys: list[bytes] = []
         parent = self.root_key
         for position, hash_id in enumerate(row.hash_ids):
-            if (position + 1) * BLOCK_TOKENS > len(prompt):
+            if (position + 1) * self.block_tokens > len(prompt):
                 break
             chain = known.get(hash_id)
             if chain is None:
                 made: list[bytes] = []
                 tokens = pack_tokens([hash_id] * size)
-                for _ in range(BLOCK_TOKENS // size):
+                for _ in range(self.block_tokens // size):
                     parent = hash_block(parent, tokens)
                     made.append(parent)
                 chain = known[hash_id] = tuple(made)

@@ -10,7 +10,7 @@ import msgspec
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.loads.figures import Objectives, summarise
 from tandem.core.loads.records import LoadReport, RequestRecord
-from tandem.core.loads.traces import TraceRow, read_rows
+from tandem.core.loads.traces import TraceRow, check_divisor, read_rows, shrink_rows
 from tandem.core.wire import Slo
 from tandem.engine.cluster.machine import Limits
 from tandem.placement.catalog import find_model, read_hardware
@@ -132,6 +132,7 @@ def _find_port(group: Group, links: LinkSpec) -> float:
 
 def _resolve(group: Group) -> tuple[StepModel, int, int, int]:
     """Return steps, bytes of KV a token, layers and tokens of KV."""
+    group.check_speed()
     if group.calibration is not None:
         return LearntSteps(group.calibration), group.kv_bytes_per_token, 1, group.kv_tokens
     spec = read_hardware(group.hardware)
@@ -186,7 +187,7 @@ def open_load(load: Load) -> Iterator[TraceRow]:
         rows = repeat_rows(list(rows), load.repeat)
     if load.rate_scale != 1.0:
         rows = scale_rows(rows, load.rate_scale)
-    return itertools.islice(rows, load.limit or None)
+    return itertools.islice(shrink_rows(rows, load.length_divisor), load.limit or None)
 
 
 def build_cluster(
@@ -204,7 +205,15 @@ def build_cluster(
     links = Links(events, scenario.links.latency_us / 1e6)
     instances: dict[str, SimInstance] = {}
     store = None
+    load = scenario.load
+    block_tokens = check_divisor(load.length_divisor, load.block_tokens)
     for setup in make_setups(scenario):
+        if block_tokens % setup.engine.block_size:
+            what = (
+                f"blocks of {setup.engine.block_size} tokens do not divide the trace's of "
+                f"{block_tokens}: set engine.block_size, or load.block_tokens"
+            )
+            raise ConfigError("sim.scenario", what, field="instances.engine.block_size")
         if scenario.store is not None and store is None:
             store = SimStore(scenario.store, links, setup.block_bytes, lambda: events.now_s)
         instances[setup.name] = SimInstance(setup, events, links, instances.__getitem__, store)
@@ -215,6 +224,8 @@ def build_cluster(
         Limits(lease_s=scenario.lease_s),
         timeout_s=scenario.timeout_s,
         store=store,
+        block_tokens=block_tokens,
+        request_s=scenario.request_ms / 1e3,
         on_done=on_done,
     )
 

@@ -6,7 +6,7 @@ of ``tandem serve`` (``EngineConfig``), so a scenario says nothing that a server
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import yaml
@@ -17,6 +17,7 @@ from tandem.core.config import parse_yaml
 from tandem.core.errors import ConfigError, NotFoundError
 from tandem.core.instance_status import InstanceRole
 from tandem.core.loads.figures import Objectives
+from tandem.core.loads.traces import BLOCK_TOKENS
 from tandem.engine.config import EngineConfig
 from tandem.sim.cluster.generators import Generator
 from tandem.sim.cluster.steps import Calibration
@@ -69,8 +70,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     nic_gbps: Positive | None = None
     """Bits of this group's ports, where they are not those of ``links``."""
 
-    def __post_init__(self) -> None:
-        """Refuse a group without speed.
+    def check_speed(self) -> None:
+        """Refuse a group without speed; a command may have given it one after it was read.
 
         Raises: ConfigError.
         """
@@ -102,6 +103,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A file in Mooncake's format."""
     generator: Generator | str | None = None
     """Statistics of a load, or the name of one that is known, in the place of a trace."""
+    block_tokens: Count = BLOCK_TOKENS
+    """Tokens that a hash of the trace stands for."""
+    length_divisor: Count = 1
+    """Divides all lengths, those that a hash stands for included: the load of a small model."""
     limit: Annotated[int, Meta(ge=0)] = 0
     """Requests at most; 0 is all."""
     rate_scale: Positive = 1.0
@@ -122,12 +127,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     store: StoreSpec | None = None
     policy: str = "prefix"
     """The policy, as ``cluster.policy``."""
-    admission: AdmissionMode = "none"
-    """By TTFT and TPOT of ``slo``; a request that is refused counts as failed."""
+    admission: AdmissionMode | Literal["late"] = "none"
+    """By TTFT and TPOT of ``slo``; a request that is refused counts as failed. late, which no
+    server does: by TTFT at its arrival, and by TPOT after its prefill."""
     lease_s: Positive = 30.0
     """Seconds of a lease, as ``cluster.lease_s``."""
     slo: Objectives = Objectives()
     load: Load = Load()
+    request_ms: NonNegative = 0.0
+    """Milliseconds of a request beside its steps: the server's, and of messages to and fro."""
     timeout_s: Positive | None = None
     """Seconds that a request may take."""
 

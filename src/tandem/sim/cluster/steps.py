@@ -47,6 +47,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode_s: Annotated[float, Meta(ge=0)]
     decode_token_s: Annotated[float, Meta(ge=0)]
     """Seconds for each KV token that a decode reads."""
+    gap_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Between the end of a step and the beginning of the next one, beside it."""
     machine: str = ""
     model: str = ""
     error: float = 0.0
@@ -64,6 +66,7 @@ class LearntSteps:
         costs = self._costs
         return (
             costs.step_s
+            + costs.gap_s
             + costs.prefill_token_s * work.prefill_tokens
             + costs.prefill_context_s * work.prefill_context
             + costs.decode_s * work.num_decodes

@@ -1,15 +1,16 @@
 """The tables of the Mooncake paper, simulated: ours beside theirs, from scenario files.
 
-A table is a file of ``sim/data/paper``: its rows name a system of ``systems.yaml``, what of it they
-change, the published number, and which run theirs is divided by. Nothing that a table assumes is in
-code. Runs that several rows need are made once, and kept in a file if there is one.
+A table is a file of ``sim/data/paper/tables``: its rows name a system of ``systems.yaml``, what of
+it they change, the published number, and which run theirs is divided by. Nothing that a table
+assumes is in code. Runs that several rows need are made once, and kept in a file if there is one.
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,26 @@ from tandem.core.config import parse_yaml
 from tandem.core.errors import ConfigError, InternalError, NotFoundError
 from tandem.core.loads.figures import Objectives
 from tandem.core.loads.records import RequestRecord
-from tandem.sim.cluster.run import open_load, run_scenario
-from tandem.sim.cluster.scenario import Scenario, change_scenario
+from tandem.placement.catalog import find_model, read_hardware
+from tandem.placement.shape import read_shape
+from tandem.sim.cluster.run import SimReport, open_load, run_scenario
+from tandem.sim.cluster.scenario import Load, Scenario, change_scenario
+from tandem.sim.replay.hits import PlainLru, count_hits
 
 __all__ = [
     "Outcome",
+    "PaperFit",
     "PaperRow",
     "PaperTable",
     "RowResult",
     "Runs",
     "list_tables",
+    "read_fit",
     "render_page",
     "serve_scenario",
 ]
 
+TBT_S = 0.1
 NEAR = 0.3
 """Relative distance within which a figure counts as the published one."""
 
@@ -49,12 +56,16 @@ class PaperRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """None: the paper prints a curve, or says no more than which way it goes."""
     is_below: bool = False
     """Without a number: the paper says that it is below 1."""
+    is_above: bool = False
+    """The same, above 1."""
     is_fitted: bool = False
     load: str = ""
     """A generated load in the place of the trace; then only the direction counts."""
     tbt_ms: int = 0
     figure: str = ""
     """In the place of the table's."""
+    blocks: int = 0
+    """Of a cache without time, for ``block_hits`` and ``mean_hits``; 0 is any number."""
 
 
 class _Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +86,24 @@ class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Changes of every run."""
     rates: tuple[float, ...] = (1.0,)
     """Factors on the load's rate, for figures that are the best over rates."""
+    min_requests: int = 0
+    """Of each run, where fewer would show nothing of what the table is about."""
+    may_tie: bool = False
+    """Rows in the published order are right, equal ones too."""
     systems: dict[str, _Variant] = {}
+
+
+class PaperFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The one parameter that is fitted: to one row, named before; all other rows are predicted."""
+
+    path: str
+    """Of the field, in all systems."""
+    value: float
+    """Found by ``tandem sim paper --fit``."""
+    tried: tuple[float, ...]
+    table: str
+    row: str
+    why: str
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +119,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     effective: dict[str, float]
     """Requests a second within a TTFT of 30 s and a TBT of so many milliseconds."""
     last_ttft_ratio: float
+    rejected: float = 0.0
+    """Share of the requests that were refused."""
+    tbt_kept: float = 0.0
+    """Share of the requests whose TBT is within 100 ms."""
+    tbt_ms: float = 0.0
+    """Mean of the requests' TBT."""
+    mfu: float = 0.0
+    """Of the nodes that compute prompts, while they compute: operations of the weights alone."""
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,19 +153,31 @@ def _read(name: str) -> Any:
 
 @cache
 def _read_systems() -> dict[str, Scenario]:
+    fit = read_fit()
     return {
-        name: msgspec.convert(fields, Scenario, strict=False)
+        name: change_scenario(
+            msgspec.convert(fields, Scenario, strict=False), {fit.path: fit.value}
+        )
         for name, fields in _read("systems.yaml").items()
     }
+
+
+def read_fit() -> PaperFit:
+    """Return what is fitted to which row."""
+    return msgspec.convert(_read("fit.yaml"), PaperFit, strict=False)
 
 
 NAMES = (
     "capacity",
     "prefill_time",
     "cache",
+    "capacity_hits",
     "scheduling",
+    "overload",
+    "production",
     "bandwidth",
     "ratio",
+    "plane",
     "long_prompt",
 )
 
@@ -143,7 +191,9 @@ def list_tables(names: Sequence[str] = ()) -> dict[str, PaperTable]:
         if name not in NAMES:
             what = f"no table {name!r}: there is {', '.join(NAMES)}"
             raise NotFoundError("sim.paper", what)
-    return {name: msgspec.convert(_read(f"{name}.yaml"), PaperTable) for name in names or NAMES}
+    return {
+        name: msgspec.convert(_read(f"tables/{name}.yaml"), PaperTable) for name in names or NAMES
+    }
 
 
 def _measure_effective(records: Sequence[RequestRecord], duration: float) -> dict[str, float]:
@@ -174,7 +224,30 @@ def serve_scenario(key: str, scenario: Scenario) -> Outcome:
         goodput=(report.goodput or 0.0) * report.duration / report.load_s,
         effective=_measure_effective(run.records, report.load_s),
         last_ttft_ratio=good[-1].ttft_s / good[0].ttft_s,
+        rejected=report.failed / len(run.records),
+        tbt_kept=sum(record.tbt_s <= TBT_S for record in good) / len(good),
+        tbt_ms=1e3 * statistics.fmean(record.tbt_s for record in good),
+        mfu=_measure_mfu(scenario, report),
     )
+
+
+def _measure_mfu(scenario: Scenario, report: SimReport) -> float:
+    """Return the share of the peak that nodes which compute prompts reach while they compute."""
+    group = next(each for each in scenario.instances if each.role != "decode")
+    if group.calibration is not None:
+        return 0.0
+    spec = read_hardware(group.hardware)
+    weights = read_shape(find_model(group.model).config, group.model).active_weights
+    nodes = [each for each in report.instances if each.role == group.role]
+    tokens = sum(each.prompt_tokens - each.hit_tokens for each in nodes)
+    if group.role == "unified":
+        tokens += report.total_output_tokens
+    accelerator = spec.accelerator
+    busy_s = sum(each.busy_s for each in nodes)
+    if accelerator is None or not busy_s:
+        return 0.0
+    peak = accelerator.bf16_tflops * 1e12 * spec.num_accelerators
+    return 2 * weights * tokens / (busy_s * peak)
 
 
 class Runs:
@@ -199,38 +272,78 @@ class Runs:
         self._trace, self._num_requests, self._path = trace, num_requests, path
         self._on_run = on_run
         self._serve = serve_scenario if serve is None else serve
+        self._limit = num_requests
         self._done: dict[str, Outcome] = {}
         if path is not None and path.exists():
             for line in path.read_bytes().splitlines():
                 outcome = msgspec.json.decode(line, type=Outcome)
                 self._done[outcome.key] = outcome
 
-    def measure(self, table: PaperTable) -> list[RowResult]:
-        """Return the rows of a table with our figures."""
+    def measure(self, table: PaperTable, num_requests: int | None = None) -> list[RowResult]:
+        """Return the rows of a table with our figures.
+
+        Args:
+            table: of the paper.
+            num_requests: of each of its runs; None: as of all tables.
+        """
+        self._limit = self._num_requests if num_requests is None else num_requests
+        if self._limit:
+            self._limit = max(self._limit, table.min_requests)
         results = [self._measure_row(table, row) for row in table.rows]
-        absolute = [each for each in results if not each.row.against and each.row.published]
-        ours = sorted(absolute, key=lambda each: each.ours)
-        theirs = sorted(absolute, key=lambda each: each.row.published or 0.0)
-        is_ordered = ours == theirs
+        by_kind: dict[tuple[str, str], list[RowResult]] = {}
+        for each in results:
+            if not each.row.against and each.row.published:
+                by_kind.setdefault((each.row.figure, each.row.load), []).append(each)
+        wrong = {
+            each.row.name
+            for rows in by_kind.values()
+            if not _is_ordered(rows, may_tie=table.may_tie)
+            for each in rows
+        }
         return [
-            msgspec.structs.replace(each, is_right=is_ordered) if each in absolute else each
+            msgspec.structs.replace(each, is_right=each.row.name not in wrong)
+            if not each.row.against and each.row.published
+            else each
             for each in results
         ]
+
+    def fit(self) -> list[tuple[float, float]]:
+        """Return the fitted row's figure at each value of the parameter that is tried."""
+        fit = read_fit()
+        table = list_tables([fit.table])[fit.table]
+        row = next(each for each in table.rows if each.name == fit.row)
+        found: list[tuple[float, float]] = []
+        for value in fit.tried:
+            changed = msgspec.structs.replace(row, set=row.set | {fit.path: value})
+            self._limit = self._num_requests
+            found.append((value, self._measure_row(table, changed).ours))
+        return found
 
     def _measure_row(self, table: PaperTable, row: PaperRow) -> RowResult:
         figure = row.figure or table.figure
         changes = dict(table.set)
         if row.load:
             changes |= {"load.generator": row.load}
+        if figure in ("block_hits", "mean_hits"):
+            value = self._count_hits(row, figure)
+            if row.against:
+                value /= self._count_hits(msgspec.structs.replace(row, blocks=0), figure)
+            return RowResult(row=row, ours=value, is_right=True)
         value = self._find(table, row.system, changes | row.set, figure, row.tbt_ms)
         if row.against:
             base = self._find(table, row.against, changes, figure, row.tbt_ms)
             value = value / base if base else float("inf")
         if row.published is None:
-            is_right = value < 1 if row.is_below else True
+            is_right = (value < 1 or not row.is_below) and (value > 1 or not row.is_above)
         else:
             is_right = (value > 1) == (row.published > 1)
         return RowResult(row=row, ours=value, is_right=is_right)
+
+    def _count_hits(self, row: PaperRow, figure: str) -> float:
+        """Replay a load without time against plain LRU, by which the paper states hit ratios."""
+        load = Load(trace=str(self._trace), generator=row.load or None, limit=self._limit)
+        counted = count_hits(open_load(load), PlainLru(row.blocks or None))
+        return counted.ratio if figure == "block_hits" else counted.mean_ratio
 
     def _find(
         self, table: PaperTable, system: str, changes: Mapping[str, Any], figure: str, tbt_ms: int
@@ -250,7 +363,7 @@ class Runs:
         return float(getattr(outcome, figure))
 
     def _run(self, base: Scenario, changes: Mapping[str, Any]) -> Outcome:
-        given = {"load.limit": self._num_requests} | dict(changes)
+        given = {"load.limit": self._limit} | dict(changes)
         trace = given.get("load.trace")
         path = self._trace
         if isinstance(trace, str):
@@ -270,10 +383,21 @@ class Runs:
         return self._done[key]
 
 
+def _is_ordered(rows: Sequence[RowResult], *, may_tie: bool) -> bool:
+    """Return True if our figures have the order of the published ones."""
+    ordered = sorted(rows, key=lambda each: each.row.published or 0.0)
+    for first, second in pairwise(ordered):
+        if first.row.published == second.row.published:
+            continue
+        if second.ours < first.ours or (second.ours == first.ours and not may_tie):
+            return False
+    return True
+
+
 INTRODUCTION = """\
 # The Mooncake paper, reproduced
 
-Made by `tandem sim paper --trace TRACE --requests {requests} --output docs/reproduction.md`.
+Made by `tandem sim paper --trace TRACE {options} --output docs/reproduction.md`.
 Mooncake's evaluation cannot be repeated from outside, as its scheduler and engine are not public.
 This page repeats it with the scheduler, prefix index, store directory and conductor that also
 serve, over models of the paper's machines. Every assumption is in `src/tandem/sim/data/paper/`; a
@@ -281,17 +405,35 @@ row that a parameter is fitted to says so, and the others are predicted. Rows of
 at hand run on a generator with the published statistics: they are marked *generated*, and count for
 direction alone.
 
-{requests_text}
+{requests_text} {fit_text}
 """
 
 
-def render_page(results: Mapping[str, Sequence[RowResult]], num_requests: int) -> str:
-    """Return the page in Markdown."""
+def render_page(
+    results: Mapping[str, Sequence[RowResult]],
+    num_requests: int,
+    whole: Collection[str] = (),
+) -> str:
+    """Return the page in Markdown.
+
+    Args:
+        results: rows by table.
+        num_requests: of each run; 0 is all.
+        whole: tables whose runs were whole all the same.
+    """
     tables = list_tables(list(results))
-    text = f"Each run serves the first {num_requests:,} requests of the trace, or of its load."
+    text = "Each run is whole."
+    if num_requests:
+        text = f"Each run serves the first {num_requests:,} requests of the trace, or of its load"
+        text += "; those of tables marked *whole* serve all of it." if whole else "."
+    fit = read_fit()
+    options = " ".join([f"--requests {num_requests}", *(f"--whole {name}" for name in whole)])
     lines = [
         INTRODUCTION.format(
-            requests=num_requests, requests_text=text if num_requests else "Each run is whole."
+            options=options,
+            requests_text=text,
+            fit_text=f"Fitted: `{fit.path}` = {fit.value:g}, to the row *{fit.row}* of "
+            f"*{list_tables([fit.table])[fit.table].title}*. {fit.why.strip()}",
         )
     ]
     counted = [
@@ -310,7 +452,8 @@ def render_page(results: Mapping[str, Sequence[RowResult]], num_requests: int) -
     )
     for name, rows in results.items():
         table = tables[name]
-        lines += ["", f"## {table.title}", "", f"{table.source}. {table.what.strip()}", ""]
+        mark = " *Whole.*" if name in whole else ""
+        lines += ["", f"## {table.title}", "", f"{table.source}. {table.what.strip()}{mark}", ""]
         lines += [
             f"| row | published | ours ({table.unit}) | off | direction |",
             "|---|---|---|---|---|",
@@ -326,6 +469,17 @@ def render_page(results: Mapping[str, Sequence[RowResult]], num_requests: int) -
         reasons = _read_reasons().get(name)
         if reasons:
             lines += ["", reasons.strip()]
+    lines += [
+        "",
+        "## Reproduced by other commands",
+        "",
+        "| published | command | ours |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {each['what']} | {each['command']} | {each['ours']} |"
+        for each in _read("elsewhere.yaml")
+    ]
     lines += [
         "",
         "## What is not reproduced here",

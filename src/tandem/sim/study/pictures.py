@@ -10,9 +10,10 @@ from typing import Any
 from tandem.core.loads.records import RequestRecord
 from tandem.sim.cluster.run import Run
 
-__all__ = ["draw_goodput", "draw_load", "write_page"]
+__all__ = ["draw_curves", "draw_load", "write_page"]
 
 BINS = 60
+GOODPUT = "requests a second within the objectives"
 
 
 def _make_figure(columns: int) -> tuple[Any, Any]:
@@ -79,8 +80,10 @@ def _count_over_time(
     return times, *counts
 
 
-def draw_goodput(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path) -> None:
-    """Draw goodput against the rate of arrivals, one curve a name.
+def draw_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, label: str = GOODPUT
+) -> None:
+    """Draw a figure against the rate of arrivals, one curve a name.
 
     Raises: ModuleNotFoundError (no matplotlib).
     """
@@ -88,7 +91,7 @@ def draw_goodput(curves: Mapping[str, Sequence[tuple[float, float]]], path: Path
     for name, points in curves.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
     axes.set_xlabel("requests a second")
-    axes.set_ylabel("requests a second within the objectives")
+    axes.set_ylabel(label)
     axes.legend()
     figure.savefig(path)
 

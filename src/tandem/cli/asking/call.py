@@ -1,0 +1,58 @@
+"""One call of a running server by a command, whose answer is a struct."""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from tandem.cli.asking.local_server import trim_url
+from tandem.core.errors import ConfigError, PeerLostError
+
+__all__ = ["call_server"]
+
+_T = TypeVar("_T")
+
+
+def call_server(
+    url: str,
+    path: str,
+    kind: type[_T],
+    *,
+    body: Any = None,
+    api_key: str | None = None,
+    timeout_s: float = 30.0,
+) -> _T:
+    """Send a GET, or a POST with a body, and return the answer.
+
+    Args:
+        url: of the server, with or without ``/v1``.
+        path: of the endpoint.
+        kind: of the answer.
+        body: what becomes JSON; None sends a GET.
+        api_key: of the caller.
+        timeout_s: without any answer.
+
+    Raises: PeerLostError (nobody answers, or no server of this version); ConfigError (the server
+        refuses).
+    """
+    import httpx
+
+    place = trim_url(url) + path
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with httpx.Client(timeout=timeout_s, trust_env=False, headers=headers) as client:
+            if body is None:
+                reply = client.get(place)
+            else:
+                headers = {"Content-Type": "application/json"}
+                reply = client.post(place, content=msgspec.json.encode(body), headers=headers)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        what = f"no answer from {url}: {error}: does a server run there?"
+        raise PeerLostError("cli.call", what) from error
+    if reply.status_code != 200:
+        what = f"{url} answers {reply.status_code}: {reply.text[:500]}"
+        raise ConfigError("cli.call", what)
+    try:
+        return msgspec.json.decode(reply.content, type=kind)
+    except msgspec.MsgspecError as error:
+        what = f"{url} is no server of this version: {error}"
+        raise PeerLostError("cli.call", what) from error

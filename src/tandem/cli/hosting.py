@@ -1,0 +1,146 @@
+"""``tandem serve --hub.file``: several models behind one address."""
+
+import asyncio
+import contextlib
+import logging
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tandem.cli.config import Config
+from tandem.cli.extras import require_serve
+from tandem.cli.output import print_json
+from tandem.core.descriptors import raise_limit
+from tandem.core.errors import ConfigError
+from tandem.core.logs import LogFormat, LogLevel, configure_logging
+from tandem.integrations.deploying.processes import merge_settings
+from tandem.server.config import ACCESS_LOGGER
+from tandem.server.hub.config import HostedSpec, load_hub_file
+
+if TYPE_CHECKING:
+    from tandem.engine.cluster.client import ClusterClient
+    from tandem.server.hub.front import ModelFront
+    from tandem.server.hub.hub import ModelHub
+
+__all__ = ["compose_models", "serve_models"]
+
+WEIGHT_FILES = ("*.safetensors", "*.gguf")
+
+
+def serve_models(
+    settings: Config, log_level: LogLevel, log_format: LogFormat, *, json: bool
+) -> None:
+    """Serve the models of a file over HTTP."""
+    if settings.model.path:
+        raise ConfigError(
+            "cli.serve", "the file names the models: give none beside it", field="hub.file"
+        )
+    require_serve()
+    configure_logging("server", log_level, log_format)
+    is_logged = settings.server.access_log
+    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
+    raise_limit()
+    asyncio.run(_serve(settings, log_level, log_format, json=json))
+
+
+async def _serve(settings: Config, log_level: str, log_format: str, *, json: bool) -> None:
+    from tandem.server.run import RunningServer, open_listener, run_server
+
+    with open_listener(settings.server) as listener:
+        composing = compose_models(settings, log_level=log_level, log_format=log_format)
+        async with composing as (hub, front):
+
+            def announce(running: RunningServer) -> None:
+                if json:
+                    print_json({"url": running.url, "models": list(hub.models)})
+                else:
+                    sys.stdout.write(f"Serving {', '.join(hub.models)} at {running.url}\n")
+                sys.stdout.flush()
+
+            # Those that are to stay are there before the port is.
+            for model in hub.models.values():
+                if model.is_pinned:
+                    await hub.wake(model.name)
+            await run_server(settings.server, front, announce, listener)
+
+
+@contextlib.asynccontextmanager
+async def compose_models(
+    settings: Config, *, log_level: str, log_format: str
+) -> "AsyncIterator[tuple[ModelHub, ModelFront]]":
+    """Build an application for each model of ``hub.file``, and the one before them.
+
+    Args:
+        settings: of the server, and of every model as far as the file says nothing else.
+        log_level: of the processes started.
+        log_format: of the processes started.
+    """
+    from tandem.cli.composition import check_model, compose
+    from tandem.server.hub.front import ModelFront
+    from tandem.server.hub.hub import HostedModel, ModelHub
+    from tandem.server.hub.residency import Residency
+
+    file = load_hub_file(Path(settings.hub.file))
+    own = {name: _overlay(settings, name, spec) for name, spec in file.models.items()}
+    checked = {name: check_model(each) for name, each in own.items()}
+    needs = {
+        name: spec.memory_bytes or _estimate(checked[name].folder, own[name])
+        for name, spec in file.models.items()
+    }
+    residency = Residency(file.memory_bytes, needs)
+    async with contextlib.AsyncExitStack() as opened:
+        models: dict[str, HostedModel] = {}
+        engines: dict[str, ClusterClient] = {}
+        lifecycle = None
+        for name, spec in file.models.items():
+            composing = compose(
+                own[name],
+                checked[name],
+                [],
+                log_level=log_level,
+                log_format=log_format,
+                lifecycle=lifecycle,
+                is_asleep=True,
+            )
+            engine, app = await opened.enter_async_context(composing)
+            lifecycle = app.state.context.lifecycle
+            engines[name] = engine
+            models[name] = HostedModel(name, app, engine, spec.is_pinned)
+        hub = ModelHub(models, residency)
+        opened.push_async_callback(hub.close)
+        for name, model in models.items():
+            model.app.state.context.hub = hub
+            model.app.state.context.wake = hub.make_loader(name)
+            engines[name].gate = hub.make_gate(name)
+        yield hub, ModelFront(hub)
+
+
+def _overlay(settings: Config, name: str, spec: HostedSpec) -> Config:
+    """Return the settings of one model.
+
+    Raises: ConfigError (the file's are none).
+    """
+    values = merge_settings(msgspec.to_builtins(settings), spec.settings)
+    forced = {
+        "model": {"path": spec.path},
+        "server": {"served_model_name": [name]},
+        "hub": {"file": ""},
+    }
+    try:
+        return msgspec.convert(merge_settings(values, forced), type=Config)
+    except msgspec.ValidationError as error:
+        what = f"{settings.hub.file}: models.{name}.settings: {error}"
+        raise ConfigError("hub.read", what, field="hub.file") from None
+
+
+def _estimate(folder: Path, settings: Config) -> int:
+    """Return what a model needs by its files, and the KV that is asked for."""
+    sizes = [
+        path.stat().st_size
+        for pattern in WEIGHT_FILES
+        for path in ([folder] if folder.is_file() else folder.glob(pattern))
+    ]
+    return sum(sizes) + int((settings.engine.kv_cache_gib or 0) * 2**30)

@@ -1,0 +1,272 @@
+"""A conductor's journal: all that it was told and asked, and its answers, as lines of JSON.
+
+A conductor is pure, so its journal replayed into a new one gives the same decisions one by one, in
+the simulator or anywhere; with another policy it says where that would have sent each request. It
+has names, lengths, loads and heads of hashes, never a token.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from tandem.conductor.admission import Admission, AdmissionMode
+from tandem.conductor.conductor import Conductor, Decision
+from tandem.conductor.fleet import InstanceFacts, Load
+from tandem.conductor.policies.policy import Policy, Question
+from tandem.conductor.policies.table import make_policy
+from tandem.conductor.routes import Alone, InstanceRef, NoRoute, Pair, Place
+from tandem.core.errors import ConfigError, CorruptionError
+from tandem.core.instance_status import InstanceRole
+from tandem.core.wire import StepRecord
+
+__all__ = [
+    "JournalHeader",
+    "JournalingConductor",
+    "Outcome",
+    "ReplayedDecision",
+    "describe_outcome",
+    "replay_journal",
+]
+
+_Keys = list[int]
+_CALLS: dict[str, Any] = {
+    "join": tuple[str, InstanceRole],
+    "leave": tuple[str],
+    "serve": tuple[InstanceRef, InstanceFacts],
+    "stop": tuple[str],
+    "set_role": tuple[str, InstanceRole],
+    "set_draining": tuple[str, bool],
+    "set_sources": tuple[str, list[str]],
+    "set_load": tuple[str, Load],
+    "note_steps": tuple[str, list[StepRecord]],
+    "note_transfer": tuple[str, int, float],
+    "note_blocks": tuple[str, _Keys, _Keys],
+    "note_flushed": tuple[str],
+    "note_in_store": tuple[_Keys, _Keys],
+    "note_first_token": tuple[str, float],
+    "note_end": tuple[str, float],
+    "place": tuple[Place, Question, float, bool],
+}
+"""Arguments of each call that changes a conductor or asks it."""
+
+
+class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first line."""
+
+    version: Literal[1] = 1
+    policy: str
+    admission: AdmissionMode
+
+
+class Outcome(NamedTuple):
+    """The answer to one request."""
+
+    kind: str
+    """pair, late_pair, decode, alone, none, wait or rejected."""
+    prefill: str = ""
+    decode: str = ""
+    """The instance that serves it alone, where there is no pair."""
+    ttft_s: float | None = None
+    """Predicted for the instance that computes the prompt."""
+
+
+class _Line(msgspec.Struct, frozen=True, array_like=True):
+    call: str
+    arguments: msgspec.Raw
+    outcome: Outcome | None = None
+
+
+class ReplayedDecision(NamedTuple):
+    """A request that was placed then and is placed again."""
+
+    request_id: str
+    then: Outcome
+    now: Outcome
+
+
+def describe_outcome(decision: Decision) -> Outcome:
+    """Return what a decision comes to."""
+    chosen = decision.chosen
+    ttft_s = None if chosen is None else chosen.ttft_s
+    if decision.rejection is not None:
+        return Outcome(f"rejected: {decision.rejection.reason}")
+    match decision.route:
+        case Pair(prefill=None, decode=InstanceRef(name=decode)):
+            return Outcome("decode", "", decode)
+        case Pair(prefill=InstanceRef(name=prefill), decode=None):
+            return Outcome("late_pair", prefill, "", ttft_s)
+        case Pair(prefill=InstanceRef(name=prefill), decode=InstanceRef(name=decode)):
+            return Outcome("pair", prefill, decode, ttft_s)
+        case Alone(instance=instance):
+            return Outcome("alone", "", instance.name, ttft_s)
+        case NoRoute():
+            return Outcome("none")
+        case _:
+            return Outcome("wait")
+
+
+class JournalingConductor(Conductor):
+    """A conductor that writes a journal.
+
+    Args:
+        policy: by its name, which the journal has.
+        admission: of requests.
+        write: takes one line, with its end.
+        made: the policy, where it is not the one of that name as it is made first.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        admission: AdmissionMode,
+        write: Callable[[bytes], None],
+        made: Policy | None = None,
+    ) -> None:
+        super().__init__(make_policy(policy) if made is None else made, Admission(admission))
+        self._write = write
+        self._encode = msgspec.json.Encoder().encode
+        self._put_line(JournalHeader(policy=policy, admission=admission))
+
+    def _put_line(self, value: object) -> None:
+        self._write(self._encode(value) + b"\n")
+
+    def _put(self, call: str, *arguments: object) -> None:
+        self._put_line((call, arguments))
+
+    def join(self, name: str, role: InstanceRole) -> None:
+        """See ``Conductor``."""
+        self._put("join", name, role)
+        super().join(name, role)
+
+    def leave(self, name: str) -> None:
+        """See ``Conductor``."""
+        self._put("leave", name)
+        super().leave(name)
+
+    def serve(self, ref: InstanceRef, facts: InstanceFacts) -> None:
+        """See ``Conductor``."""
+        self._put("serve", ref, facts)
+        super().serve(ref, facts)
+
+    def stop(self, name: str) -> None:
+        """See ``Conductor``."""
+        self._put("stop", name)
+        super().stop(name)
+
+    def set_role(self, name: str, role: InstanceRole) -> None:
+        """See ``Conductor``."""
+        self._put("set_role", name, role)
+        super().set_role(name, role)
+
+    def set_draining(self, name: str, *, is_draining: bool) -> None:
+        """See ``Conductor``."""
+        self._put("set_draining", name, is_draining)
+        super().set_draining(name, is_draining=is_draining)
+
+    def set_sources(self, name: str, sources: Collection[str]) -> None:
+        """See ``Conductor``."""
+        self._put("set_sources", name, sorted(sources))
+        super().set_sources(name, sources)
+
+    def set_load(self, name: str, load: Load) -> None:
+        """See ``Conductor``."""
+        self._put("set_load", name, load)
+        super().set_load(name, load)
+
+    def note_steps(self, name: str, steps: Iterable[StepRecord]) -> None:
+        """See ``Conductor``."""
+        kept = list(steps)
+        self._put("note_steps", name, kept)
+        super().note_steps(name, kept)
+
+    def note_transfer(self, name: str, num_tokens: int, seconds: float) -> None:
+        """See ``Conductor``."""
+        self._put("note_transfer", name, num_tokens, seconds)
+        super().note_transfer(name, num_tokens, seconds)
+
+    def note_blocks(
+        self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
+    ) -> None:
+        """See ``Conductor``."""
+        kept, gone = list(stored), list(removed)
+        if kept or gone:
+            self._put("note_blocks", name, kept, gone)
+        super().note_blocks(name, kept, gone)
+
+    def note_flushed(self, name: str) -> None:
+        """See ``Conductor``."""
+        self._put("note_flushed", name)
+        super().note_flushed(name)
+
+    def note_in_store(self, stored: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
+        """See ``Conductor``."""
+        kept, gone = list(stored), list(removed)
+        if kept or gone:
+            self._put("note_in_store", kept, gone)
+        super().note_in_store(kept, gone)
+
+    def note_first_token(self, request_id: str, now_s: float) -> None:
+        """See ``Conductor``."""
+        self._put("note_first_token", request_id, now_s)
+        super().note_first_token(request_id, now_s)
+
+    def note_end(self, request_id: str, now_s: float) -> None:
+        """See ``Conductor``."""
+        self._put("note_end", request_id, now_s)
+        super().note_end(request_id, now_s)
+
+    def place(
+        self, place: Place, question: Question, now_s: float = 0.0, *, is_new: bool = False
+    ) -> Decision:
+        """See ``Conductor``."""
+        decision = super().place(place, question, now_s, is_new=is_new)
+        outcome = describe_outcome(decision)
+        self._put_line(("place", (place, question, now_s, is_new), outcome))
+        return decision
+
+
+def replay_journal(
+    lines: Iterable[bytes], policy: str | None = None, admission: AdmissionMode | None = None
+) -> Iterator[ReplayedDecision]:
+    """Yield each decision of a journal beside the one that is taken now.
+
+    Args:
+        lines: of the journal; the last one may be torn.
+        policy: in the place of the journal's own. Loads and blocks stay those of the live run.
+        admission: likewise.
+
+    Raises: CorruptionError (a line is none of a journal); ConfigError (no such policy).
+    """
+    source = iter(lines)
+    try:
+        header = msgspec.json.decode(next(source, b""), type=JournalHeader)
+    except msgspec.DecodeError as error:
+        raise CorruptionError("conductor.replay", f"no journal begins so: {error}") from error
+    try:
+        made = make_policy(header.policy if policy is None else policy)
+    except KeyError as error:
+        raise ConfigError("conductor.replay", f"no policy {error}", field="policy") from error
+    mode = header.admission if admission is None else admission
+    conductor = Conductor(made, Admission(mode))
+    decode_line = msgspec.json.Decoder(_Line).decode
+    decoders = {name: msgspec.json.Decoder(kind).decode for name, kind in _CALLS.items()}
+    for number, line in enumerate(source, 2):
+        if not line.endswith(b"\n"):
+            return  # The server was killed while it wrote.
+        try:
+            told = decode_line(line)
+            arguments = decoders[told.call](told.arguments)
+        except (msgspec.DecodeError, KeyError) as error:
+            what = f"line {number} is none of a journal: {error}"
+            raise CorruptionError("conductor.replay", what) from error
+        if told.call == "place":
+            place, question, now_s, is_new = arguments
+            decision = conductor.place(place, question, now_s, is_new=is_new)
+            then = Outcome("wait") if told.outcome is None else told.outcome
+            yield ReplayedDecision(question.request_id, then, describe_outcome(decision))
+        elif told.call == "set_draining":
+            name, is_draining = arguments
+            conductor.set_draining(name, is_draining=is_draining)
+        else:
+            getattr(conductor, told.call)(*arguments)

@@ -1,0 +1,228 @@
+"""The instances of launchers, as a server uses them: it connects to them and starts none."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Self
+
+import msgspec
+
+from tandem.conductor.policies.policy import Policy
+from tandem.core.errors import PeerLostError
+from tandem.core.instance_status import InstanceRole
+from tandem.core.wire import InstanceStage, StageChanged
+from tandem.engine.cluster.client import DRAIN_S, ClusterClient
+from tandem.engine.cluster.config import ClusterConfig
+from tandem.engine.cluster.member import ClusterMember
+from tandem.engine.launching.messages import ChangeRoster, RosterEntry
+from tandem.engine.launching.rosters import SERVES, Rosters
+from tandem.engine.process.instance import InstanceSpec
+from tandem.engine.process.launcher import make_instance_client
+from tandem.rpc import RpcClient
+from tandem.transfer.config import TransferConfig
+
+__all__ = ["AttachedCluster", "AttachedLauncher"]
+
+logger = logging.getLogger(__name__)
+
+
+class AttachedInstance:
+    """A process that a launcher has started; an ``InstanceChild``."""
+
+    def __init__(self, entry: RosterEntry, rosters: Rosters, client: RpcClient) -> None:
+        self._entry = entry
+        self._rosters = rosters
+        self.client = client
+
+    @property
+    def pid(self) -> int:
+        """Its process id, on its machine."""
+        return self._entry.pid or 0
+
+    async def wait(self) -> int:
+        """Return 0 when the launcher has another process, or none, under this name."""
+        await self._rosters.wait_for(self._is_over)
+        return 0
+
+    def _is_over(self) -> bool:
+        entry = self._rosters.find(self._entry.name)
+        return (
+            entry is None or entry.run != self._entry.run or entry.stage is InstanceStage.STARTING
+        )
+
+    async def end(self, *, is_lost: bool = False) -> None:
+        """Do nothing: the session has been closed, and the process is the launcher's."""
+
+
+class AttachedLauncher:
+    """Finds an instance instead of starting it; a ``Launcher``."""
+
+    def __init__(self, rosters: Rosters, name: str) -> None:
+        self._rosters = rosters
+        self._name = name
+
+    async def start(self, spec: InstanceSpec) -> AttachedInstance:
+        """Wait until the instance has a process, and return that."""
+        await self._rosters.wait_for(lambda: self._find() is not None)
+        entry = self._find()
+        assert entry is not None, "it has just been found"
+        return AttachedInstance(entry, self._rosters, make_instance_client(entry.endpoint, spec))
+
+    def _find(self) -> RosterEntry | None:
+        entry = self._rosters.find(self._name)
+        return entry if entry is not None and entry.run and entry.stage in SERVES else None
+
+    async def prepare(self) -> None:
+        """Do nothing: see ``start``."""
+
+    async def discard(self) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+class AttachedCluster(ClusterClient):
+    """A ``ClusterClient`` of instances that launchers own.
+
+    Args:
+        rosters: entered, and knows an instance; borrowed.
+        common: settings of all instances, as far as a server needs them.
+        config: as of ``ClusterClient``.
+        policy: as there.
+        on_stage: as there.
+    """
+
+    def __init__(
+        self,
+        rosters: Rosters,
+        common: InstanceSpec,
+        config: ClusterConfig,
+        *,
+        policy: Policy | None = None,
+        on_stage: Callable[[StageChanged], None] | None = None,
+    ) -> None:
+        self._rosters = rosters
+        self._common = common
+        self._syncing: asyncio.Task[None] | None = None
+        self._stale = asyncio.Event()
+        self._changing = asyncio.Lock()
+        self._known = {entry.name: entry for entry in rosters.entries}
+        specs = [self._make_spec(entry) for entry in self._known.values()]
+        super().__init__(specs, config, policy=policy, on_stage=on_stage)
+
+    def _make_spec(self, entry: RosterEntry) -> InstanceSpec:
+        return msgspec.structs.replace(
+            self._common,
+            name=entry.name,
+            role=entry.role,
+            # Only the launcher's have addresses; here it says that there are some.
+            transfer=TransferConfig() if entry.reads_others else None,
+        )
+
+    def _make_member(self, spec: InstanceSpec) -> ClusterMember:
+        return ClusterMember(
+            spec,
+            on_change=self._note_change,
+            on_stage=self._show_stage,
+            launcher=AttachedLauncher(self._rosters, spec.name),
+        )
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        self._rosters.on_change = self._stale.set
+        self._stale.set()
+        self._syncing = asyncio.create_task(self._keep_synced())
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        self._rosters.on_change = None
+        if self._syncing is not None:
+            self._syncing.cancel()
+            await asyncio.gather(self._syncing, return_exceptions=True)
+        await super().__aexit__(*details)
+
+    async def _wait_serving(self) -> None:
+        """Wait until one instance serves: those that are down when a server starts come later."""
+        waits = [asyncio.ensure_future(self._wait_or_fail(each)) for each in self._members]
+        try:
+            while waits:
+                done, rest = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                waits = list(rest)
+                failures = [each.exception() for each in done]
+                if None in failures:
+                    return
+                if not waits:
+                    raise failures[0] or PeerLostError("engine.start", "no instance serves")
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    # ---------------------------------------------------------------- the rosters
+
+    async def _keep_synced(self) -> None:
+        assert self._starting is not None, "entered before"
+        # Members are entered one by one while it starts.
+        await asyncio.wait((self._starting,))
+        while True:
+            await self._stale.wait()
+            self._stale.clear()
+            await self._sync()
+
+    async def _sync(self) -> None:
+        """Take in what launchers tell: instances that come and go, roles, drains."""
+        async with self._changing:
+            await self._take_rosters()
+
+    async def _take_rosters(self) -> None:
+        told = {entry.name: entry for entry in self._rosters.entries}
+        members = {member.name: member for member in self._members}
+        for name, entry in told.items():
+            member = members.get(name)
+            if member is None:
+                logger.info("event=instance_joined instance=%s role=%s", name, entry.role)
+                member = self._make_member(self._make_spec(entry))
+                self._members.append(member)
+                await self._enter(member)
+                self._dispatcher.add_port(member)
+            elif member.role != entry.role:
+                member.set_role(entry.role)
+                for other in self._members:
+                    self._note_change(other)
+            if entry.is_draining != self._dispatcher.conductor.is_draining(name):
+                self._dispatcher.set_draining(name, is_draining=entry.is_draining)
+        for name, member in members.items():
+            if name not in told:
+                logger.info("event=instance_left instance=%s", name)
+                await self._drop(member)
+
+    async def _change(self, change: ChangeRoster) -> None:
+        await self._rosters.change(change)
+        await self._sync()
+
+    # ---------------------------------------------------------------- instances
+
+    async def set_role(self, name: str, role: InstanceRole) -> None:
+        """See ``ClusterClient.set_role``; its launcher tells all servers."""
+        await self._change(ChangeRoster(action="role", instance=name, role=role))
+
+    async def drain(self, name: str, *, is_draining: bool = True) -> None:
+        """See ``ClusterClient.drain``."""
+        action = "drain" if is_draining else "undrain"
+        await self._change(ChangeRoster(action=action, instance=name))
+
+    async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
+        """See ``ClusterClient.restart``."""
+        await self._change(ChangeRoster(action="restart", instance=name, patience_s=patience_s))
+
+    async def add_instance(self, role: InstanceRole) -> str:
+        """See ``ClusterClient.add_instance``; the launcher with the fewest starts it."""
+        before = {entry.name for entry in self._rosters.entries}
+        await self._change(ChangeRoster(action="add", role=role))
+        added = {entry.name for entry in self._rosters.entries} - before
+        return next(iter(sorted(added)), "")
+
+    async def remove_instance(self, name: str, *, patience_s: float = DRAIN_S) -> None:
+        """See ``ClusterClient.remove_instance``."""
+        await self._change(ChangeRoster(action="remove", instance=name, patience_s=patience_s))

@@ -1,0 +1,242 @@
+"""The rosters of all launchers that a server uses, kept current.
+
+An address with a host name may mean several launchers: it is resolved again and again, so that
+machines come and go by their names alone. A launcher that is not heard of any more keeps its place
+for a while, since its instances may be well; then they are forgotten. All of it runs on one event
+loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import msgspec
+
+from tandem.core.errors import DeadlineError, NotFoundError, PeerLostError, TandemError
+from tandem.core.wire import Empty, InstanceStage
+from tandem.engine.launching.messages import CHANGE, ROSTER, ChangeRoster, Roster, RosterEntry
+from tandem.engine.process.instance import SERVER_ROLE, compat_facts
+from tandem.rpc import Auth, Peer, RpcClient, RpcConfig, make_identity
+from tandem.rpc.wire.endpoint import parse_endpoint
+
+__all__ = ["Rosters"]
+
+logger = logging.getLogger(__name__)
+
+RESOLVE_INTERVAL_S = 2.0
+RETRY_S = 0.5
+CHANGE_TIMEOUT_S = 3600.0
+CONNECT_TIMEOUT_MS = 5_000
+SERVES = (InstanceStage.LOADING, InstanceStage.READY)
+
+
+class _Link:
+    """The session with one launcher, again and again."""
+
+    def __init__(self, url: str, auth: Auth, rpc: RpcConfig, on_change: Callable[[], None]) -> None:
+        self.url = url
+        self._auth = auth
+        self._rpc = msgspec.structs.replace(
+            rpc, connect_timeout_ms=min(rpc.connect_timeout_ms, CONNECT_TIMEOUT_MS)
+        )
+        self._on_change = on_change
+        self.entries: list[RosterEntry] = []
+        self.client: RpcClient | None = None
+        """None while there is no session."""
+        self.lost_s: float | None = None
+        """Since when there is none; None: there is one, or has never been."""
+        self.failure = "it has not answered yet"
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                await self._follow()
+            except TandemError as error:
+                self.failure = error.what
+            self.client = None
+            if self.entries and self.lost_s is None:
+                self.lost_s = loop.time()
+                logger.warning("event=launcher_lost launcher=%s reason=%s", self.url, self.failure)
+            await asyncio.sleep(RETRY_S)
+
+    async def _follow(self) -> None:
+        lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        client = RpcClient(
+            self.url,
+            identity=make_identity("server", SERVER_ROLE, compat=compat_facts()),
+            auth=self._auth,
+            config=self._rpc,
+        )
+
+        def note_lost(_: Peer, error: TandemError) -> None:
+            self.failure = error.what
+            if not lost.done():
+                lost.set_result(None)
+
+        client.on_event(lambda _, roster: self._take(roster), Roster)
+        client.on_peer_lost(note_lost)
+        async with client:
+            self._take(await client.call(ROSTER, Empty(), Roster))
+            self.client, self.lost_s = client, None
+            await lost
+
+    def _take(self, roster: Roster) -> None:
+        self.entries = [_reach(entry, self.url) for entry in roster.instances]
+        self._on_change()
+
+
+def _reach(entry: RosterEntry, url: str) -> RosterEntry:
+    """Return an entry with an address that leads where the launcher was reached."""
+    theirs, ours = parse_endpoint(entry.endpoint or url), parse_endpoint(url)
+    if theirs.is_local_socket or ours.is_local_socket:
+        return entry
+    host = f"[{ours.host}]" if ":" in ours.host else ours.host
+    return msgspec.structs.replace(entry, endpoint=f"tcp://{host}:{theirs.port}")
+
+
+class Rosters:
+    """The instances of all launchers. An async context manager.
+
+    Args:
+        urls: of the launchers; ``cluster.launchers``.
+        secret: of the cluster; None: all are on this machine.
+        rpc: settings of the channels.
+        forget_s: after which a launcher that is not heard of has left.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], secret: str | None, rpc: RpcConfig, forget_s: float
+    ) -> None:
+        self._urls = list(urls)
+        self._auths = {url: Auth.for_endpoint(url, secret) for url in urls}
+        self._rpc = rpc
+        self._forget_s = forget_s
+        self._links: dict[str, _Link] = {}
+        self._resolving: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self.on_change: Callable[[], None] | None = None
+        """Called when an entry has come, gone or changed."""
+
+    async def __aenter__(self) -> Self:
+        await self._resolve()
+        self._resolving = asyncio.create_task(self._keep_resolving())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._resolving is not None
+        tasks = [self._resolving, *(link.task for link in self._links.values())]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def entries(self) -> list[RosterEntry]:
+        """All instances; of two of one name the first, as told by the launchers in their order."""
+        by_name: dict[str, RosterEntry] = {}
+        for link in self._links.values():
+            for entry in link.entries:
+                by_name.setdefault(entry.name, entry)
+        return list(by_name.values())
+
+    def find(self, name: str) -> RosterEntry | None:
+        """Return an instance by its name."""
+        return next((entry for entry in self.entries if entry.name == name), None)
+
+    async def wait_for(self, is_met: Callable[[], bool]) -> None:
+        """Wait until something holds that depends on entries."""
+        while not is_met():
+            changed = self._changed
+            await changed.wait()
+
+    async def wait_first(self, timeout_s: float) -> None:
+        """Wait until a launcher has told of an instance.
+
+        Raises: DeadlineError (says why none has).
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.wait_for(lambda: bool(self.entries))
+        except TimeoutError:
+            reasons = "; ".join(f"{each.url}: {each.failure}" for each in self._links.values())
+            what = f"no launcher told of an instance within {timeout_s:g} s"
+            raise DeadlineError("cluster.attach", f"{what}: {reasons or 'no address'}") from None
+
+    async def change(self, change: ChangeRoster) -> None:
+        """Let the launcher of an instance change it; one that adds, the launcher with the fewest.
+
+        Raises: NotFoundError; PeerLostError (its launcher is not there); as that answers.
+        """
+        link = self._choose(change)
+        if link.client is None:
+            raise PeerLostError("cluster.change", f"{link.url} is not there: {link.failure}")
+        roster = await link.client.call(CHANGE, change, Roster, timeout_s=CHANGE_TIMEOUT_S)
+        link.entries = [_reach(entry, link.url) for entry in roster.instances]
+        self._note_change()
+
+    def _choose(self, change: ChangeRoster) -> _Link:
+        links = list(self._links.values())
+        if change.action == "add":
+            reachable = [link for link in links if link.client is not None] or links
+            if reachable:
+                return min(reachable, key=lambda link: len(link.entries))
+        for link in links:
+            if any(entry.name == change.instance for entry in link.entries):
+                return link
+        names = ", ".join(entry.name for entry in self.entries)
+        raise NotFoundError(
+            "cluster.find", f"there is no instance {change.instance!r}: {names}", field="name"
+        )
+
+    def _note_change(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        if self.on_change is not None:
+            self.on_change()
+
+    # ---------------------------------------------------------------- addresses
+
+    async def _keep_resolving(self) -> None:
+        while True:
+            await asyncio.sleep(RESOLVE_INTERVAL_S)
+            await self._resolve()
+
+    async def _resolve(self) -> None:
+        """Begin to follow launchers that are new, and forget those that have left."""
+        wanted: dict[str, Auth] = {}
+        for url in self._urls:
+            for place in await _find_places(url):
+                wanted[place] = self._auths[url]
+        now_s = asyncio.get_running_loop().time()
+        for place, auth in wanted.items():
+            if place not in self._links:
+                self._links[place] = _Link(place, auth, self._rpc, self._note_change)
+        for place, link in list(self._links.items()):
+            is_late = link.lost_s is not None and now_s - link.lost_s > self._forget_s
+            if is_late and link.entries:
+                logger.warning("event=launcher_forgotten launcher=%s", place)
+                link.entries = []
+                self._note_change()
+            if place not in wanted and not link.entries and link.client is None:
+                link.task.cancel()
+                del self._links[place]
+
+
+async def _find_places(url: str) -> list[str]:
+    """Return an address for each launcher that an address means; none while it has no meaning."""
+    endpoint = parse_endpoint(url)
+    if endpoint.is_local_socket:
+        return [url]
+    loop = asyncio.get_running_loop()
+    found: list[str] = []
+    with contextlib.suppress(OSError):  # A name that is not known yet, or not at the moment.
+        for family, _, _, _, address in await loop.getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_STREAM
+        ):
+            host = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
+            found.append(f"tcp://{host}:{endpoint.port}")
+    return found

@@ -1,0 +1,281 @@
+"""A launcher: owns instances on one machine, and tells any number of servers of them.
+
+It starts them, watches them, and starts them again; servers send them requests themselves. What
+changes an instance for all servers is done here: roles, draining, restarts, coming and going. All
+of it runs on one event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Self
+
+import msgspec
+
+from tandem.core.errors import ConfigError, TandemError
+from tandem.core.instance_status import InstanceRole
+from tandem.core.wire import Empty, InstanceInfo
+from tandem.engine.cluster.client import DRAIN_S, IDLE_LOOK_S, ClusterClient
+from tandem.engine.cluster.config import ClusterConfig
+from tandem.engine.cluster.member import ClusterMember
+from tandem.engine.launching.messages import (
+    CHANGE,
+    LAUNCHER_ROLE,
+    ROSTER,
+    ChangeRoster,
+    Roster,
+    RosterEntry,
+)
+from tandem.engine.process.instance import InstanceSpec, compat_facts
+from tandem.engine.process.launcher import ProcessLauncher
+from tandem.engine.process.methods import STATS
+from tandem.rpc import Auth, Peer, RpcServer, make_identity
+from tandem.rpc.wire.endpoint import Endpoint, parse_endpoint
+
+__all__ = ["LauncherService", "make_prefix"]
+
+logger = logging.getLogger(__name__)
+
+SETTLE_S = 0.3
+"""Seconds until what servers had sent before they knew of a drain has arrived."""
+
+
+class _OwnedCluster(ClusterClient):
+    """The instances of a launcher: requests come from servers, none from here."""
+
+    def __init__(
+        self,
+        specs: list[InstanceSpec],
+        config: ClusterConfig,
+        *,
+        is_staggered: bool,
+        endpoint: Endpoint,
+        prefix: str,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._on_roster = on_change
+        self._launchers: dict[str, ProcessLauncher] = {}
+        super().__init__(specs, config, is_staggered=is_staggered, prefix=prefix)
+
+    def _make_member(self, spec: InstanceSpec) -> ClusterMember:
+        launcher = self._launchers[spec.name] = ProcessLauncher(self._choose_endpoint())
+        return ClusterMember(
+            spec, on_change=self._note_change, on_stage=self._show_stage, launcher=launcher
+        )
+
+    def _choose_endpoint(self) -> str:
+        """Return the address of one more instance; empty: a socket in a folder of its own."""
+        if self._endpoint.is_local_socket:
+            return ""
+        used = {launcher.endpoint for launcher in self._launchers.values()}
+        port = self._endpoint.port
+        while True:
+            port += 1
+            host = f"[{self._endpoint.host}]" if ":" in self._endpoint.host else self._endpoint.host
+            endpoint = f"tcp://{host}:{port}"
+            if endpoint not in used:
+                return endpoint
+
+    def _note_change(self, changed: ClusterMember) -> None:
+        super()._note_change(changed)
+        self._on_roster()
+
+    def _show_stage(self, member: ClusterMember) -> None:
+        super()._show_stage(member)
+        self._on_roster()
+
+    async def _drop(self, member: ClusterMember) -> None:
+        await super()._drop(member)
+        del self._launchers[member.name]
+        self._on_roster()
+
+    async def drain(self, name: str, *, is_draining: bool = True) -> None:
+        await super().drain(name, is_draining=is_draining)
+        self._on_roster()
+
+    async def _wait_idle(self, name: str, patience_s: float) -> None:
+        """Wait until an instance has no requests of any server, as it tells."""
+        self._on_roster()
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + patience_s
+        member = self._find(name)
+        await asyncio.sleep(min(SETTLE_S, patience_s))
+        while loop.time() < end_s and member.info is not None:
+            try:
+                stats = await member.call(STATS, Empty())
+            except TandemError:
+                return  # It has died: there is nothing to wait for.
+            if not (stats.num_running or stats.num_waiting):
+                return
+            await asyncio.sleep(IDLE_LOOK_S)
+
+    async def drain_out(self, name: str, patience_s: float) -> None:
+        """Drain an instance, and wait until it is idle."""
+        await self.drain(name)
+        await self._wait_idle(name, patience_s)
+
+    async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
+        try:
+            await super().restart(name, patience_s=patience_s)
+        finally:
+            self._on_roster()
+
+    def list_entries(self) -> list[RosterEntry]:
+        """Return the roster."""
+        entries: list[RosterEntry] = []
+        for member, status in zip(self._members, self.instances, strict=True):
+            launcher = self._launchers[member.name]
+            entries.append(
+                RosterEntry(
+                    name=member.name,
+                    role=member.role,
+                    stage=status.stage.stage,
+                    endpoint=launcher.endpoint,
+                    run=str(launcher.num_started) if status.pid is not None else "",
+                    pid=status.pid,
+                    is_draining=status.is_draining,
+                    num_restarts=status.num_restarts,
+                    reads_others=member.spec.transfer is not None,
+                )
+            )
+        return entries
+
+
+class LauncherService:
+    """Owns instances and serves their roster. An async context manager; entering starts all.
+
+    Args:
+        specs: of the instances; see ``make_specs``.
+        config: of their cluster.
+        endpoint: where servers find the launcher.
+        name: of the launcher.
+        is_staggered: as of ``ClusterClient``.
+    """
+
+    def __init__(
+        self,
+        specs: list[InstanceSpec],
+        config: ClusterConfig,
+        endpoint: str,
+        name: str,
+        *,
+        is_staggered: bool = False,
+    ) -> None:
+        parsed = parse_endpoint(endpoint)
+        if not parsed.is_local_socket and not parsed.port:
+            raise ConfigError(
+                "launcher.configure",
+                f"{endpoint} names no port: its instances listen at those after it",
+                field="launcher.listen",
+            )
+        self._identity = make_identity(name or "launcher", LAUNCHER_ROLE, compat=compat_facts())
+        self._server = RpcServer(
+            endpoint,
+            identity=self._identity,
+            auth=Auth.for_endpoint(endpoint, specs[0].secret),
+            config=specs[0].rpc,
+        )
+        self._server.register(ROSTER, lambda _, __: self._make_roster(), Empty, Roster)
+        self._server.register(CHANGE, self._change, ChangeRoster, Roster)
+        self._cluster = _OwnedCluster(
+            specs,
+            config,
+            is_staggered=is_staggered,
+            endpoint=parsed,
+            prefix=make_prefix(name),
+            on_change=self._note_change,
+        )
+        self._told: Roster | None = None
+        self._is_telling = False
+
+    async def __aenter__(self) -> Self:
+        self._server.start()
+        try:
+            await self._cluster.__aenter__()
+        except BaseException:
+            await self._server.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        await self._cluster.__aexit__(*details)
+        await self._server.aclose()
+
+    @property
+    def endpoint(self) -> str:
+        """The address that servers connect to."""
+        return self._server.endpoint
+
+    @property
+    def instances(self) -> list[str]:
+        """Names of the instances."""
+        return [entry.name for entry in self._cluster.list_entries()]
+
+    async def wait_ready(self) -> InstanceInfo:
+        """Wait until all instances serve; see ``ClusterClient.wait_ready``."""
+        return await self._cluster.wait_ready()
+
+    async def drain(self, patience_s: float) -> None:
+        """Let all instances end what they have begun, at most so long; servers send no more."""
+        await asyncio.gather(
+            *(self._cluster.drain_out(name, patience_s) for name in self.instances)
+        )
+
+    def _make_roster(self) -> Roster:
+        entries = [
+            # The number of a start is not enough: a launcher that is restarted counts anew.
+            msgspec.structs.replace(each, run=f"{self._identity.instance_id}-{each.run}")
+            if each.run
+            else each
+            for each in self._cluster.list_entries()
+        ]
+        return Roster(launcher=self._identity.name, instances=entries)
+
+    def _note_change(self) -> None:
+        """Tell servers what has changed, once for all changes of a turn."""
+        if not self._is_telling:
+            self._is_telling = True
+            asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._is_telling = False
+        roster = self._make_roster()
+        if roster == self._told:
+            return
+        self._told = roster
+        for peer in self._server.peers:
+            try:
+                peer.push(roster)
+            except TandemError as error:  # It asks again when it has connected again.
+                logger.info("event=roster_not_told peer=%s reason=%s", peer.name, error)
+
+    async def _change(self, _: Peer, change: ChangeRoster) -> Roster:
+        cluster, name = self._cluster, change.instance
+        logger.info("event=change action=%s instance=%s", change.action, name)
+        match change.action:
+            case "role":
+                await cluster.set_role(name, _require_role(change.role))
+            case "drain":
+                await cluster.drain(name, is_draining=True)
+            case "undrain":
+                await cluster.drain(name, is_draining=False)
+            case "restart":
+                await cluster.restart(name, patience_s=change.patience_s)
+            case "add":
+                await cluster.add_instance(_require_role(change.role))
+            case "remove":
+                await cluster.remove_instance(name, patience_s=change.patience_s)
+        self._tell()
+        return self._make_roster()
+
+
+def make_prefix(launcher: str) -> str:
+    """Return what the names of a launcher's instances begin with."""
+    return f"{launcher}-" if launcher else ""
+
+
+def _require_role(role: InstanceRole | None) -> InstanceRole:
+    if role is None:
+        raise ConfigError("launcher.change", "say which role", field="role")
+    return role

@@ -1,0 +1,36 @@
+"""A `tandem` command bound to its starter: it is told to end when that is gone.
+
+``python -m tandem.integrations.deploying.bound CORES COMMAND...`` runs the command in this process,
+on some cores, while its standard input is open; CORES is a list with commas, or ``all``.
+"""
+
+import os
+import runpy
+import select
+import signal
+import sys
+import threading
+
+__all__ = ["main"]
+
+
+def _watch() -> None:
+    """Wait until the other end of standard input is closed, then ask this process to end."""
+    poll = select.poll()
+    poll.register(sys.stdin.fileno(), select.POLLHUP | select.POLLRDHUP)
+    poll.poll()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Run the command of our arguments."""
+    cores, *command = sys.argv[1:]
+    if cores != "all":
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    threading.Thread(target=_watch, name="starter-watch", daemon=True).start()
+    sys.argv = ["tandem", *command]
+    runpy.run_module("tandem", run_name="__main__", alter_sys=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The processes of a cluster: what each is told, whatever starts it. Pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from tandem.integrations.deploying.spec import ClusterSpec, GroupSpec
+
+__all__ = [
+    "PORTS_PER_LAUNCHER",
+    "Addresses",
+    "ProcessPlan",
+    "count_bytes",
+    "merge_settings",
+    "plan_groups",
+    "plan_servers",
+    "plan_store",
+]
+
+PORTS_PER_LAUNCHER = 100
+"""Where several launchers share an address: one for itself, one for each instance, and room."""
+Kind = Literal["store-master", "store-host", "launcher", "server"]
+
+
+class Addresses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where processes find each other."""
+
+    launchers: Sequence[str]
+    """Where servers look for launchers."""
+    store: str = ""
+    """Where all look for the store's master; empty: there is no store."""
+    store_listen: str = ""
+    """Where that master listens."""
+    data_host: str = "127.0.0.1"
+    """Address of the machine, for bulk bytes."""
+
+
+class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One process."""
+
+    name: str
+    kind: Kind
+    arguments: tuple[str, ...]
+    """Behind ``tandem``; secrets are not among them."""
+    settings: dict[str, Any] = {}
+    """For the file of ``--config``."""
+    port: int = 0
+    """That it serves HTTP at; 0: it does not."""
+
+
+def merge_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings; those of the second come before those of the first."""
+    merged = dict(first)
+    for key, value in second.items():
+        known = merged.get(key)
+        if isinstance(known, Mapping) and isinstance(value, Mapping):
+            merged[key] = merge_settings(
+                cast("Mapping[str, Any]", known), cast("Mapping[str, Any]", value)
+            )
+        else:
+            merged[key] = value
+    return merged
+
+
+def plan_groups(
+    spec: ClusterSpec,
+    addresses: Addresses,
+    listen: Callable[[GroupSpec, int], str],
+    name: Callable[[GroupSpec, int], str],
+    *,
+    one_each: bool = False,
+) -> list[ProcessPlan]:
+    """Return the launchers.
+
+    Args:
+        spec: of the cluster.
+        addresses: of what they use.
+        listen: returns the address of a launcher of a group, by its number in the cluster.
+        name: returns its name, by its number in the group.
+        one_each: only one of each group, as a template of the others.
+    """
+    plans: list[ProcessPlan] = []
+    for group in spec.groups:
+        settings = merge_settings(spec.settings, group.settings)
+        for index in range(1 if one_each else group.launchers):
+            called = name(group, index)
+            arguments = ["cluster", "launch", spec.model, f"--cluster.{group.role}"]
+            arguments += [str(group.instances), "--launcher.listen", listen(group, len(plans))]
+            arguments += ["--launcher.name", called]
+            arguments += ["--launcher.drain-timeout-s", f"{spec.drain_s:g}"]
+            arguments += _name_store(addresses)
+            plans.append(
+                ProcessPlan(
+                    name=called,
+                    kind="launcher",
+                    arguments=tuple(arguments),
+                    settings=settings,
+                )
+            )
+    return plans
+
+
+def plan_servers(
+    spec: ClusterSpec,
+    addresses: Addresses,
+    host: str,
+    *,
+    one: bool = False,
+    allowed_hosts: Sequence[str] = (),
+) -> list[ProcessPlan]:
+    """Return the servers.
+
+    Args:
+        spec: of the cluster.
+        addresses: of what they use.
+        host: that they bind.
+        one: only one, as a template of the others.
+        allowed_hosts: names by which clients reach them.
+    """
+    servers = spec.servers
+    settings = merge_settings(spec.settings, servers.settings)
+    plans: list[ProcessPlan] = []
+    for index in range(1 if one else servers.count):
+        port = servers.port + index
+        arguments = ["serve", spec.model, "--host", host, "--port", str(port)]
+        arguments += ["--cluster.launchers", ",".join(addresses.launchers)]
+        arguments += ["--server.drain-timeout-s", f"{spec.drain_s:g}"]
+        if allowed_hosts:
+            arguments += ["--server.allowed-hosts", ",".join(allowed_hosts)]
+        plans.append(
+            ProcessPlan(
+                name=f"server-{index}",
+                kind="server",
+                arguments=tuple(arguments),
+                settings=settings,
+                port=port,
+            )
+        )
+    return plans
+
+
+def plan_store(spec: ClusterSpec, addresses: Addresses, *, one: bool = False) -> list[ProcessPlan]:
+    """Return the processes of the store, the master first; none without a store."""
+    store = spec.store
+    if store is None:
+        return []
+    master = ProcessPlan(
+        name="store-master",
+        kind="store-master",
+        arguments=("store", "master", "--store.master", addresses.store_listen),
+    )
+    hosts = [
+        ProcessPlan(
+            name=f"store-{index}",
+            kind="store-host",
+            arguments=(
+                *("store", "host", "--store.master", addresses.store),
+                *("--store.listen", f"{addresses.data_host}:0"),
+                *("--store.segment-bytes", str(count_bytes(store.memory))),
+            ),
+        )
+        for index in range(1 if one else store.hosts)
+    ]
+    return [master, *hosts]
+
+
+def _name_store(addresses: Addresses) -> list[str]:
+    return ["--store.master", addresses.store] if addresses.store else []
+
+
+def count_bytes(quantity: str) -> int:
+    """Return an amount of memory as Kubernetes writes it in bytes, whole pages."""
+    powers = {"k": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+    powers |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+    number = quantity.rstrip("kmKMGTi")
+    unit = quantity[len(number) :]
+    if unit == "m":
+        return 0
+    return int(float(number) * powers.get(unit, 1)) // 4096 * 4096

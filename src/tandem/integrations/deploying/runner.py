@@ -1,0 +1,246 @@
+"""The processes of a cluster on one machine: started, watched, started again, ended in order.
+
+All of it runs on one event loop. Processes are bound to this one: they end when it does, however.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import yaml
+
+from tandem import _native
+from tandem.core.config import child_environment
+from tandem.core.errors import PeerLostError
+from tandem.integrations.deploying.processes import (
+    Addresses,
+    Kind,
+    ProcessPlan,
+    plan_groups,
+    plan_servers,
+    plan_store,
+)
+from tandem.integrations.deploying.spec import ClusterSpec
+from tandem.placement.cores import divide_cores
+from tandem.rpc import generate_secret, read_secret, write_secret
+
+__all__ = ["ProcessRunner", "plan_local", "start_bound"]
+
+logger = logging.getLogger(__name__)
+
+MODULE = "tandem.integrations.deploying.bound"
+PAUSE_S = 0.5
+MAX_PAUSE_S = 10.0
+MAX_FAILED_STARTS = 3
+"""Of one process that has never been up, after which it is given up."""
+END_S = 15.0
+"""Beyond the drain, until a process that does not end is killed."""
+ENDING: tuple[Kind, ...] = ("server", "launcher", "store-host", "store-master")
+"""The order in which kinds end: what others need comes last."""
+MAX_LINE = 500
+
+
+def plan_local(spec: ClusterSpec, folder: Path) -> list[ProcessPlan]:
+    """Return the processes of a cluster on this machine, which find each other in a folder.
+
+    Args:
+        spec: of the cluster.
+        folder: from ``make_runtime_dir``, for sockets.
+    """
+    num_launchers = sum(group.launchers for group in spec.groups)
+    launchers = [f"ipc://{folder / f'l{index}.sock'}" for index in range(num_launchers)]
+    master = "" if spec.store is None else f"ipc://{folder / 'm.sock'}"
+    addresses = Addresses(launchers=launchers, store=master, store_listen=master)
+    plans = plan_store(spec, addresses)
+    plans += plan_groups(
+        spec,
+        addresses,
+        lambda _, number: launchers[number],
+        lambda group, index: f"{group.name}-{index}" if group.launchers > 1 else group.name,
+    )
+    return [*plans, *plan_servers(spec, addresses, spec.servers.host)]
+
+
+async def start_bound(
+    plan: ProcessPlan, folder: Path, secret_file: Path, cores: Sequence[int] = ()
+) -> asyncio.subprocess.Process:
+    """Start a process of a cluster; its standard output says when it is up.
+
+    Args:
+        plan: of the process.
+        folder: for the file of its settings.
+        secret_file: with the secret of the cluster.
+        cores: that it runs on; empty: all.
+    """
+    arguments = list(plan.arguments)
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"}
+    if plan.settings:
+        file = folder / f"{plan.name}.yaml"
+        file.write_text(yaml.safe_dump(plan.settings))
+        arguments += ["--config", str(file)]
+    if plan.kind in ("launcher", "server"):
+        environment["TANDEM_CLUSTER__SECRET_FILE"] = str(secret_file)
+    if plan.kind != "server" and "--store.master" in arguments:
+        environment["TANDEM_STORE__SECRET"] = read_secret(secret_file)
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        MODULE,
+        ",".join(map(str, cores)) or "all",
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=child_environment(environment),
+        # Ctrl-C in a terminal is for the starter, which ends its children in order.
+        start_new_session=True,
+    )
+
+
+class _Running:
+    """One process, over all its restarts."""
+
+    def __init__(self, plan: ProcessPlan, cores: Sequence[int]) -> None:
+        self.plan = plan
+        self.cores = cores
+        self.process: asyncio.subprocess.Process | None = None
+        self.up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """What it said when it was up first; or why it never will be."""
+        self.num_restarts = 0
+        self.is_ending = False
+
+
+class ProcessRunner:
+    """Runs plans. An async context manager; entering starts all.
+
+    Args:
+        plans: in the order of their starts.
+        folder: of settings and secrets; borrowed.
+        drain_s: that processes get to end what they have begun.
+        secret_file: of the cluster; None: one is made in the folder.
+        on_up: called with the plan and the last line of each process that has come up.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[ProcessPlan],
+        folder: Path,
+        drain_s: float,
+        *,
+        secret_file: Path | None = None,
+        on_up: Callable[[ProcessPlan, str], None] | None = None,
+    ) -> None:
+        self._plans = list(plans)
+        self._folder = folder
+        self._drain_s = drain_s
+        self._secret_file = secret_file
+        self._on_up = on_up
+        self._running: list[_Running] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        if self._secret_file is None:
+            self._secret_file = self._folder / "secret"
+            write_secret(self._secret_file, generate_secret())
+        cores = _native.read_topology().cores
+        launchers = [plan for plan in self._plans if plan.kind == "launcher"]
+        shares = dict(
+            zip((plan.name for plan in launchers), divide_cores(cores, len(launchers)), strict=True)
+        )
+        for plan in self._plans:
+            share = shares.get(plan.name, ()) if len(launchers) > 1 else ()
+            running = _Running(plan, share)
+            self._running.append(running)
+            self._tasks.append(asyncio.create_task(self._keep(running)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for kind in ENDING:
+            ending = [each for each in self._running if each.plan.kind == kind]
+            await asyncio.gather(*(self._end(each) for each in ending))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def list_up(self) -> dict[str, str]:
+        """Return what each process said when it was up first, of those that were, by name."""
+        return {
+            each.plan.name: each.up.result()
+            for each in self._running
+            if each.up.done() and each.up.exception() is None
+        }
+
+    def list_pids(self) -> dict[str, int]:
+        """Return the process ids of those that run, by name."""
+        return {
+            each.plan.name: each.process.pid
+            for each in self._running
+            if each.process is not None and each.process.returncode is None
+        }
+
+    async def wait_up(self) -> None:
+        """Wait until every process has been up.
+
+        Raises: PeerLostError (one never will be; says which).
+        """
+        await asyncio.gather(*(asyncio.shield(each.up) for each in self._running))
+
+    async def _keep(self, running: _Running) -> None:
+        """Run one process again and again."""
+        assert self._secret_file is not None, "entered before"
+        pause_s, num_failed = PAUSE_S, 0
+        while not running.is_ending:
+            process = running.process = await start_bound(
+                running.plan, self._folder, self._secret_file, running.cores
+            )
+            was_up = await self._follow(running, process)
+            status = await process.wait()
+            if running.is_ending:
+                return
+            num_failed = 0 if was_up else num_failed + 1
+            name = running.plan.name
+            if num_failed >= MAX_FAILED_STARTS and not running.up.done():
+                what = f"{name} ended {num_failed} times before it was up, status {status}"
+                running.up.set_exception(PeerLostError("cluster.up", what))
+                return
+            logger.error("event=process_lost name=%s status=%d", name, status)
+            pause_s = PAUSE_S if was_up else min(2 * pause_s, MAX_PAUSE_S)
+            running.num_restarts += 1
+            await asyncio.sleep(pause_s)
+
+    async def _follow(self, running: _Running, process: asyncio.subprocess.Process) -> bool:
+        """Read what a process says until it ends; return whether it has said anything.
+
+        These commands say nothing before they are up.
+        """
+        assert process.stdout is not None, "piped"
+        was_up = False
+        async for line in process.stdout:
+            text = line.decode(errors="replace").strip()[:MAX_LINE]
+            if text and (running.plan.kind != "server" or text.startswith("Serving")):
+                was_up = True
+                if not running.up.done():
+                    running.up.set_result(text)
+                if self._on_up is not None:
+                    self._on_up(running.plan, text)
+        return was_up
+
+    async def _end(self, running: _Running) -> None:
+        running.is_ending = True
+        process = running.process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), self._drain_s + END_S)
+        except TimeoutError:
+            # Its children end with it: they hold its pipes.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            await process.wait()

@@ -1,0 +1,1 @@
+"""Schemas of the manifests that are rendered."""

@@ -1,0 +1,77 @@
+"""Settings of several models behind one address, and the file that lists them."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from tandem.core.config import SIZE_PATTERN, YamlLoader, parse_size
+from tandem.core.errors import ConfigError
+
+__all__ = ["HostedSpec", "HubConfig", "HubFile", "load_hub_file"]
+
+Size = Annotated[str, Meta(pattern=SIZE_PATTERN)]
+
+
+class HubConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which models one server has."""
+
+    file: Annotated[
+        str,
+        Meta(
+            description="YAML file of several models behind this address, which are loaded when "
+            "they are asked for and sleep to make room; instead of model.path."
+        ),
+    ] = ""
+
+
+class HostedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model."""
+
+    path: Annotated[str, Meta(min_length=1)]
+    """As `tandem serve` is given it."""
+    memory: Size = ""
+    """It needs while it is awake; empty: the size of its weights and of engine.kv_cache_gib."""
+    is_pinned: bool = msgspec.field(default=False, name="pinned")
+    """It never sleeps to make room for another."""
+    settings: dict[str, Any] = {}
+    """As in a file for ``--config``; they come before those of the server."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory`` as bytes; 0 if it is empty."""
+        return parse_size(self.memory)
+
+
+class HubFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The models of an address; the first answers what is of no model."""
+
+    models: Annotated[dict[str, HostedSpec], Meta(min_length=1, max_length=100)]
+    memory: Size = ""
+    """For all that are awake together; empty: no bound."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory`` as bytes; 0 if it is empty."""
+        return parse_size(self.memory)
+
+
+def load_hub_file(file: Path) -> HubFile:
+    """Read the models of an address.
+
+    Raises: ConfigError (names the place).
+    """
+    try:
+        values = yaml.load(file.read_text(), YamlLoader)  # noqa: S506 - a safe one
+        return msgspec.convert(values, type=HubFile)
+    except OSError as error:
+        what = f"{file}: {error.strerror}: give a file"
+    except UnicodeDecodeError:
+        what = f"{file} is not UTF-8 text"
+    except yaml.YAMLError as error:
+        what = f"{file} is no YAML: {' '.join(str(error).split())}"
+    except msgspec.ValidationError as error:
+        what = f"{file}: {error}"
+    raise ConfigError("hub.read", what, field="hub.file")

@@ -1,0 +1,119 @@
+"""The application of an address with several models: each request goes to that of its model.
+
+Each model has an application of its own, with all gates; what is of no model goes to the first. The
+body is read here, within the bounds that hold there, and handed on.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
+
+from tandem.core.errors import NotFoundError
+from tandem.server.context import ServerContext
+from tandem.server.edge.connection import ClientGoneError, read_body
+from tandem.server.edge.http_errors import HttpError, error_response
+from tandem.server.hub.hub import HostedModel, ModelHub
+
+__all__ = ["ModelFront"]
+
+MODEL_PATH = "/v1/models/"
+SMALL_BODY = 1 << 16
+"""Bytes that are looked through on the event loop."""
+
+
+class _Named(msgspec.Struct):
+    """The field of a body that names a model; others are passed over."""
+
+    model: Any = None
+    name: Any = None
+    """Ollama's older name of it."""
+
+
+_decoder = msgspec.json.Decoder(_Named)
+
+
+class ModelFront(Starlette):
+    """Routes requests to models.
+
+    Args:
+        hub: of the models; borrowed.
+    """
+
+    def __init__(self, hub: ModelHub) -> None:
+        super().__init__(lifespan=self._live)
+        self._hub = hub
+        self._models = list(hub.models.values())
+        # What the server drains at its end: the applications share it.
+        self.state.context = self._context_of(self._models[0])
+
+    @staticmethod
+    def _context_of(model: HostedModel) -> ServerContext:
+        return model.app.state.context
+
+    @asynccontextmanager
+    async def _live(self, _: Starlette) -> AsyncIterator[None]:
+        async with AsyncExitStack() as opened:
+            for model in self._models:
+                await opened.enter_async_context(model.app.router.lifespan_context(model.app))
+            yield
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand a request on to the application of its model."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        path: str = scope["path"]
+        if path.startswith(MODEL_PATH):
+            await self._find(path.removeprefix(MODEL_PATH)).app(scope, receive, send)
+            return
+        kind = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip()
+        if scope["method"] != "POST" or kind not in (b"application/json", b""):
+            await self._models[0].app(scope, receive, send)
+            return
+        config = self._context_of(self._models[0]).config
+        try:
+            request = Request(scope, receive)
+            body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+        except HttpError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        except ClientGoneError:
+            return
+        if len(body) <= SMALL_BODY:
+            name = _find_name(body)
+        else:
+            name = await asyncio.to_thread(_find_name, body)
+        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await receive()
+
+        await self._find(name).app(scope, replay, send)
+
+    def _find(self, name: str | None) -> HostedModel:
+        """Return the model that a name means; the first, which refuses it, if it means none."""
+        for model in self._models:
+            try:
+                self._context_of(model).find_model(name)
+            except NotFoundError:
+                continue
+            return model
+        return self._models[0]
+
+
+def _find_name(body: bytes) -> str | None:
+    """Return which model a body names; None if it names none, or is no JSON object."""
+    try:
+        named = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    for value in (named.model, named.name):
+        if isinstance(value, str):
+            return value
+    return None

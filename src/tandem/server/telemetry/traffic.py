@@ -1,0 +1,128 @@
+"""Recordings of the traffic: who records, and the requests that ended since it asked last.
+
+Prompts are kept as the generation had them until their row is made, which is when the recorder
+asks; one that does not ask is forgotten with all that waits for it. On the event loop, but for
+``Recording.make_rows``, which hashes and may run on a thread.
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem.core.errors import CapacityError, NotFoundError
+from tandem.core.loads.recording import TraceHasher
+from tandem.core.loads.traces import TraceRow
+
+__all__ = ["EndedRequest", "Recording", "TrafficLog"]
+
+MAX_RECORDINGS = 4
+IDLE_S = 120.0
+"""Seconds without a question after which a recording is over."""
+MAX_WAITING_TOKENS = 1 << 22
+"""Tokens of prompts whose rows nobody has asked for; what comes on top is counted as lost."""
+_SECRET_BYTES = 32
+
+
+class EndedRequest(NamedTuple):
+    """A generation that has ended, as a recording needs it."""
+
+    arrived_s: float
+    prompt_ids: Sequence[int]
+    output_length: int
+    realm: str
+    """Adapter and cache salt: prompts of different realms share no KV."""
+
+
+@dataclass(eq=False)
+class Recording:
+    """One recording."""
+
+    begin_s: float
+    asked_s: float
+    hasher: TraceHasher
+    waiting: deque[EndedRequest] = field(default_factory=deque[EndedRequest])
+    num_waiting_tokens: int = 0
+    num_lost: int = 0
+
+    def put(self, ended: EndedRequest) -> None:
+        """Keep a request that arrived after the recording began."""
+        if ended.arrived_s < self.begin_s:
+            return
+        num_tokens = self.num_waiting_tokens + len(ended.prompt_ids)
+        if num_tokens > MAX_WAITING_TOKENS:
+            self.num_lost += 1
+            return
+        self.num_waiting_tokens = num_tokens
+        self.waiting.append(ended)
+
+    def take(self) -> list[EndedRequest]:
+        """Return what waits, and keep it no longer."""
+        taken = list(self.waiting)
+        self.waiting.clear()
+        self.num_waiting_tokens = 0
+        return taken
+
+    def make_rows(self, ended: Sequence[EndedRequest]) -> list[TraceRow]:
+        """Return the rows of requests; one thread at a time."""
+        return [
+            self.hasher.make_row(
+                each.arrived_s - self.begin_s, each.prompt_ids, each.output_length, each.realm
+            )
+            for each in ended
+        ]
+
+
+class TrafficLog:
+    """The recordings of a server."""
+
+    def __init__(self) -> None:
+        self._recordings: dict[str, Recording] = {}
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if anybody records."""
+        return bool(self._recordings)
+
+    def start(self, now_s: float, block_tokens: int) -> str:
+        """Begin a recording; return its name.
+
+        Raises: CapacityError (as many as may be are under way).
+        """
+        self._forget_idle(now_s)
+        if len(self._recordings) >= MAX_RECORDINGS:
+            what = f"{MAX_RECORDINGS} recordings are under way: end one, or wait until it is idle"
+            raise CapacityError("server.record", what)
+        name = secrets.token_hex(8)
+        hasher = TraceHasher(secrets.token_bytes(_SECRET_BYTES), block_tokens)
+        self._recordings[name] = Recording(now_s, now_s, hasher)
+        return name
+
+    def find(self, name: str, now_s: float) -> Recording:
+        """Return a recording by its name, and note that it was asked for.
+
+        Raises: NotFoundError (there is none, or it was idle for too long).
+        """
+        self._forget_idle(now_s)
+        recording = self._recordings.get(name)
+        if recording is None:
+            what = f"no recording {name[:32]!r} is under way: start one"
+            raise NotFoundError("server.record", what, field="recording")
+        recording.asked_s = now_s
+        return recording
+
+    def stop(self, name: str) -> None:
+        """Forget a recording; an unknown one is ignored."""
+        self._recordings.pop(name, None)
+
+    def note_end(self, ended: EndedRequest, now_s: float) -> None:
+        """Tell every recording of a request that has ended."""
+        self._forget_idle(now_s)
+        for recording in self._recordings.values():
+            recording.put(ended)
+
+    def _forget_idle(self, now_s: float) -> None:
+        for name, recording in list(self._recordings.items()):
+            if now_s - recording.asked_s > IDLE_S:
+                del self._recordings[name]

@@ -1,0 +1,215 @@
+"""The simulator's error against a live server: one load, served by both.
+
+What is learnt of the server before: the costs of its steps, and two constants that steps do not
+have, the time between two steps and the time of a request beside them. They are fitted to one load
+at one rate; runs at other rates, with prompts of their own, are predicted. Pure: the live figures
+are arguments.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from tandem.core.instance_status import InstanceRole
+from tandem.core.loads.records import LoadReport
+from tandem.core.loads.traces import TraceRow, shrink_rows
+from tandem.engine.config import EngineConfig
+from tandem.sim.cluster.calibration import CalibrationFile, calibrate_scenario
+from tandem.sim.cluster.generators import Generator, generate_rows
+from tandem.sim.cluster.requests import scale_rows
+from tandem.sim.cluster.run import run_scenario
+from tandem.sim.cluster.scenario import Group, LinkSpec, Load, Scenario
+from tandem.sim.cluster.store import StoreSpec
+
+__all__ = [
+    "BLOCK_SIZE",
+    "BLOCK_TOKENS",
+    "FIGURES",
+    "LENGTH_DIVISOR",
+    "NEAR",
+    "ErrorRow",
+    "compare_figures",
+    "draw_rows",
+    "find_capacity",
+    "fit_overheads",
+    "make_scenario",
+    "render_errors",
+]
+
+BLOCK_SIZE = 16
+LENGTH_DIVISOR = 8
+"""Lengths of the drawn load are divided by it: prompts of some 300 tokens."""
+BLOCK_TOKENS = 512 // LENGTH_DIVISOR
+NEAR = 0.15
+"""Relative error within which a figure counts as predicted."""
+NUM_FITS = 6
+FIGURES = ("TTFT", "TPOT", "throughput")
+
+
+class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure of one run."""
+
+    setup: str
+    rate: float
+    """Requests a second."""
+    load: float
+    """Share of the rate that the calibrated simulator finds to saturate."""
+    figure: str
+    unit: str
+    live: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """Relative, of the simulator."""
+        return self.simulated / self.live - 1 if self.live else float("inf")
+
+
+def draw_rows(count: int, seed: int) -> list[TraceRow]:
+    """Return chats that go on, over a few shared beginnings: one request a second on average."""
+    spec = Generator(
+        requests=count,
+        rate=1.0,
+        new_tokens=1200,
+        new_spread=0.7,
+        output_tokens=256,
+        output_spread=0.5,
+        max_tokens=8000,
+        turns=3,
+        think_s=6,
+        shared_prefixes=4,
+        shared_tokens=1200,
+        seed=seed,
+    )
+    return list(shrink_rows(generate_rows(spec), LENGTH_DIVISOR))
+
+
+def make_scenario(found: CalibrationFile, *, store_tokens: int = 0) -> Scenario:
+    """Return the live server as a scenario.
+
+    Args:
+        found: what it has learnt of its instances.
+        store_tokens: that its store holds; 0: it has none.
+    """
+    engine = EngineConfig(block_size=BLOCK_SIZE, max_queue=100_000)
+    roles: list[InstanceRole] = [each.role for each in found.instances]
+    groups = tuple(
+        Group(role=role, count=roles.count(role), engine=engine) for role in dict.fromkeys(roles)
+    )
+    store = None
+    if store_tokens:
+        store = StoreSpec(tokens=max(store_tokens // len(roles), BLOCK_SIZE))
+    base = Scenario(
+        instances=groups,
+        store=store,
+        links=LinkSpec(gbps=80.0, efficiency=1.0, is_layerwise=True),
+        load=Load(block_tokens=BLOCK_TOKENS),
+    )
+    return calibrate_scenario(base, found)
+
+
+def find_capacity(scenario: Scenario, rows: Sequence[TraceRow]) -> float:
+    """Return the requests a second that the instances serve when all are there at once."""
+    at_once = [msgspec.structs.replace(row, timestamp=0.0) for row in rows]
+    report = run_scenario(scenario, at_once).report
+    return len(rows) / max(report.duration, 1e-9)
+
+
+def fit_overheads(scenario: Scenario, rows: Sequence[TraceRow], live: LoadReport) -> Scenario:
+    """Return a scenario with the times beside steps with which it gives the live means.
+
+    On one instance, what a token takes longer is the gap between steps; on pairs, where a token
+    waits for blocks from elsewhere, it is the latency of a hand-over.
+    """
+    is_pair = any(group.role == "decode" for group in scenario.instances)
+    for _ in range(NUM_FITS):
+        report = run_scenario(scenario, rows).report
+        if not (report.ttft_ms and report.tpot_ms and live.ttft_ms and live.tpot_ms):
+            break
+        missing_tpot_ms = live.tpot_ms.mean - report.tpot_ms.mean
+        if is_pair:
+            # Its first gap has it once.
+            tokens = report.total_output_tokens / max(report.completed, 1)
+            latency_us = scenario.links.latency_us + 1e3 * missing_tpot_ms * max(tokens - 1, 1)
+            links = msgspec.structs.replace(scenario.links, latency_us=max(latency_us, 0.0))
+            scenario = msgspec.structs.replace(scenario, links=links)
+        else:
+            scenario = _add_gap(scenario, missing_tpot_ms / 1e3)
+        request_ms = scenario.request_ms + live.ttft_ms.mean - report.ttft_ms.mean
+        scenario = msgspec.structs.replace(scenario, request_ms=max(request_ms, 0.0))
+    return scenario
+
+
+def _add_gap(scenario: Scenario, seconds: float) -> Scenario:
+    groups: list[Group] = []
+    for group in scenario.instances:
+        costs = group.calibration
+        assert costs is not None, "a live server has learnt costs"
+        costs = msgspec.structs.replace(costs, gap_s=max(costs.gap_s + seconds, 0.0))
+        groups.append(msgspec.structs.replace(group, calibration=costs))
+    return msgspec.structs.replace(scenario, instances=tuple(groups))
+
+
+def compare_figures(
+    setup: str,
+    scenario: Scenario,
+    rows: Sequence[TraceRow],
+    rate: float,
+    load: float,
+    live: LoadReport,
+) -> list[ErrorRow]:
+    """Simulate a run that has been served live, and return both sides' figures.
+
+    Args:
+        setup: name of the model and of its instances.
+        scenario: of the server.
+        rows: one a second on average.
+        rate: requests a second at which they were sent.
+        load: that rate as a share of the capacity.
+        live: its report.
+    """
+    ours = run_scenario(scenario, scale_rows(rows, rate)).report
+    values = (
+        ("ms", live.ttft_ms and live.ttft_ms.mean, ours.ttft_ms and ours.ttft_ms.mean),
+        ("ms", live.tpot_ms and live.tpot_ms.mean, ours.tpot_ms and ours.tpot_ms.mean),
+        ("tokens/s", live.output_throughput, ours.output_throughput),
+    )
+    return [
+        ErrorRow(
+            setup=setup,
+            rate=rate,
+            load=load,
+            figure=figure,
+            unit=unit,
+            live=there or 0.0,
+            simulated=here or 0.0,
+        )
+        for figure, (unit, there, here) in zip(FIGURES, values, strict=True)
+    ]
+
+
+def render_errors(rows: Sequence[ErrorRow], machine: str) -> str:
+    """Return the page in Markdown."""
+    near = sum(abs(row.error) <= NEAR for row in rows)
+    lines = [
+        "# The simulator's error against live servers",
+        "",
+        "Made by `tandem sim compare --output PAGE`. Each setup is started and learns the costs of",
+        "its steps from a load at half of its capacity, to which the time between steps and the",
+        "time of a request beside them are fitted. Then it serves three loads of other prompts,",
+        "which are also simulated. Means over all requests of a run.",
+        "",
+        f"{machine}",
+        "",
+        f"**{near} of {len(rows)} figures are within {NEAR:.0%}.**",
+        "",
+        "| setup | requests/s (share of capacity) | figure | live | simulated | error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        mark = "" if abs(row.error) <= NEAR else " (!)"
+        lines.append(
+            f"| {row.setup} | {row.rate:.2f} ({row.load:.1f}) | {row.figure}, {row.unit} "
+            f"| {row.live:.4g} | {row.simulated:.4g} | {row.error:+.0%}{mark} |"
+        )
+    return "\n".join(lines) + "\n"
