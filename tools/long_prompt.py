@@ -29,7 +29,7 @@ from transformers import AutoConfig
 from tandem.bench.children import start_child
 from tandem.bench.serving.model import write_random_weights
 from tandem.models.loading.loader import make_kv_layout
-from tandem.models.planning.planner import describe_model
+from tandem.models.planning.planner import plan_model
 
 MIB = 1 << 20
 DEMO = Path(__file__).parents[1] / "src" / "tandem" / "models" / "demo"
@@ -73,6 +73,7 @@ def write_model(folder: Path, num_tokens: int) -> None:
 def serve(model: Path, ssd: Path, num_blocks: int, memory: str) -> Iterator[httpx.Client]:
     """Run a server that keeps KV on the SSD and yield a client of it; SIGTERM ends it."""
     flags = {
+        "--model.dtype": "bfloat16",
         "--engine.num-kv-blocks": num_blocks,
         "--engine.num-state-slots": 64,
         "--engine.state-every": 65_536,
@@ -187,7 +188,7 @@ def run(num_tokens: int, folder: Path, memory: str) -> dict[str, Any]:
     model, ssd = folder / "model", folder / "ssd"
     ssd.mkdir(mode=0o700)
     write_model(model, num_tokens)
-    spec = describe_model(model)
+    spec = plan_model(model, dtype="bfloat16").spec
     num_blocks = -(-(num_tokens + 2 * MAX_TOKENS) // BLOCK)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(16, spec.vocab_size, (num_tokens,), generator=generator).tolist()

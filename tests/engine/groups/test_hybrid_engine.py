@@ -50,7 +50,7 @@ def test_turns_of_a_chat_go_on_from_where_the_last_message_ended(folder, fresh):
 
 
 def test_a_prompt_without_messages_is_taken_up_but_for_its_last_token(folder, fresh):
-    chat, prompt = Chat(folder), make_prompt(75)
+    chat, prompt = make_chat(folder), make_prompt(75)
     assert chat.ask(prompt) == chat.ask(prompt) == [fresh(prompt)]
     assert list(chat.cached.values()) == [len(prompt) - 1]
 
