@@ -67,7 +67,7 @@ def test_branches_edits_and_company_change_no_bit(folder, fresh):
     assert stats.num_snapshots > 2
 
 
-@pytest.mark.parametrize("num_state_slots", [1, 3])
+@pytest.mark.parametrize("num_state_slots", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_few_slots_and_blocks_change_no_bit(folder, fresh, num_state_slots):
     """Requests wait for slots, are preempted and recomputed; states are given up all the time."""
     chat = make_chat(folder, num_state_slots=num_state_slots, num_kv_blocks=14, max_model_len=200)
