@@ -36,6 +36,8 @@ __all__ = [
     "KvPeer",
     "KvSource",
     "NoKv",
+    "PlacedLayers",
+    "PlacedPart",
     "Pooling",
     "PrefillKv",
     "PromptLogprobs",
@@ -447,6 +449,28 @@ class ClosePeer(msgspec.Struct, frozen=True):
     name: str
 
 
+class PlacedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The matrices of one role in a layer: where they are kept, and how."""
+
+    role: str
+    """As ``MatrixPlan.role`` has it."""
+    device: str
+    weight_format: str
+    size_bytes: int
+
+
+class PlacedLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """Neighbouring layers whose matrices are kept alike."""
+
+    first: int
+    """Index of the first; -1: matrices that belong to no layer."""
+    num_layers: int
+    kind: str
+    """For people: the mixer, and what follows it."""
+    parts: list[PlacedPart]
+    """Of one layer."""
+
+
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What runs in an instance: all values concrete, fixed while it lives."""
 
@@ -495,3 +519,5 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     plan: list[tuple[str, str, str]] = []
     """Choices for this machine, each with its value and reason, as `tandem serve --dry-run` has
     them."""
+    placement: list[PlacedLayers] = []
+    """The layers, by where their matrices are kept."""

@@ -53,6 +53,7 @@ from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.loader import CausalModel, count_mapped_bytes, load_model, make_kv_layout
+from tandem.models.planning.places import list_placed_layers
 from tandem.models.planning.planner import plan_model
 from tandem.models.proof.require import require_proof
 from tandem.models.tokenizing.grammars import TokenTable, make_token_table
@@ -546,6 +547,7 @@ def build_engine(
         window_block_bytes=0 if plan.kv.windows is None else plan.kv.windows.block_bytes,
         pid=0,
         plan=plan.rows(),
+        placement=list_placed_layers(plan.model),
         load_seconds=0.0,
     )
     return BuiltEngine(

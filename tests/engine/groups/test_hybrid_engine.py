@@ -49,6 +49,12 @@ def test_turns_of_a_chat_go_on_from_where_the_last_message_ended(folder, fresh):
     assert third == fresh([*kept, *make_prompt(5, 2)])
 
 
+def test_a_prompt_without_messages_is_taken_up_but_for_its_last_token(folder, fresh):
+    chat, prompt = make_chat(folder), make_prompt(75)
+    assert chat.ask(prompt) == chat.ask(prompt) == [fresh(prompt)]
+    assert list(chat.cached.values()) == [len(prompt) - 1]
+
+
 def test_branches_edits_and_company_change_no_bit(folder, fresh):
     chat = make_chat(folder, overlap="on")
     stem = make_prompt(90)
@@ -61,7 +67,7 @@ def test_branches_edits_and_company_change_no_bit(folder, fresh):
     assert stats.num_snapshots > 2
 
 
-@pytest.mark.parametrize("num_state_slots", [1, 3])
+@pytest.mark.parametrize("num_state_slots", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_few_slots_and_blocks_change_no_bit(folder, fresh, num_state_slots):
     """Requests wait for slots, are preempted and recomputed; states are given up all the time."""
     chat = make_chat(folder, num_state_slots=num_state_slots, num_kv_blocks=14, max_model_len=200)

@@ -7,8 +7,9 @@ import contextlib
 
 import msgspec
 
+from tandem._native import RailState
 from tandem.core.clock import Clock
-from tandem.core.errors import TandemError
+from tandem.core.errors import NotFoundError, TandemError
 from tandem.core.instance_status import Statistics
 from tandem.core.kv_identity import KvIdentity
 from tandem.core.kv_layout import KVLayout, WindowLayout
@@ -59,6 +60,28 @@ class KvExchange:
     def counters(self) -> Statistics:
         """Of reads; zeros where nothing is read."""
         return Statistics() if self.reader is None else self.reader.counters
+
+    @property
+    def rails(self) -> Statistics:
+        """Bytes and live connections of each way to the instances that are read now."""
+        moved: dict[str, int] = {}
+        links: dict[str, int] = {}
+        if self.transfer.is_closed:
+            return Statistics()
+        core = self.transfer.core
+        for segment_id, address in self.transfer.peer_addresses.items():
+            try:
+                counters, lanes = core.counters(segment_id), core.rails(segment_id)
+            except NotFoundError:
+                continue  # Closed meanwhile.
+            for (transport, _, what), count in counters.items():
+                if what == "bytes":
+                    rail = f"{transport} {address}"
+                    moved[rail] = moved.get(rail, 0) + count
+            healthy = sum(lane.state == RailState.HEALTHY for lane in lanes)
+            if lanes:
+                links[f"tcp {address}"] = healthy
+        return Statistics(rail_bytes=moved, rail_links=links)
 
     def allocate(self, nbytes: int) -> Buffer:
         """Make the memory of the blocks: others may read it, never write.

@@ -180,7 +180,7 @@ class Instance:
         if self._tier is not None:
             parts += [self._tier.counters, Statistics(store_links={self._tier.state: 1})]
         if self._exchange is not None:
-            parts.append(self._exchange.counters)
+            parts += [self._exchange.counters, self._exchange.rails]
         return sum_stats(self._stage.stage, parts)
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
