@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
+from api_page import render_api, render_library
 from msgspec import inspect
 from states_page import render_states
 
@@ -195,6 +196,8 @@ def render_metrics() -> str:
 
 
 PAGES = {
+    "reference/api/http.md": render_api,
+    "reference/api/python.md": render_library,
     "reference/config.md": render_config,
     "reference/errors.md": render_errors,
     "reference/finetune.md": render_finetune,

@@ -34,3 +34,21 @@ def test_import_is_light(module: str, forbidden: tuple[str, ...]):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_the_list_of_commands_imports_none():
+    """`tandem --help` is to cost hardly more than the parser's own program."""
+    code = (
+        "import sys; sys.argv = ['tandem', '--help']\n"
+        "from tandem.cli.main import COMMANDS, main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "loaded = {e.path.partition(':')[0] for e in COMMANDS.values()} & sys.modules.keys()\n"
+        "loaded |= {'msgspec', 'yaml', 'numpy', 'importlib.metadata'} & sys.modules.keys()\n"
+        "print(loaded, file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "serve" in result.stdout
+    assert result.stderr.strip() == "set()"

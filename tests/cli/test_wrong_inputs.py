@@ -5,6 +5,7 @@ a user would see as a traceback, and fails the test.
 """
 
 import http.server
+import inspect
 import json
 import os
 import re
@@ -40,6 +41,19 @@ def test_help_of_every_command_renders(run, path):
     assert status == 0
     assert "Usage:" in out
     assert not err
+
+
+def test_the_list_tells_what_each_command_tells_of_itself_and_each_has_json():
+    group = typer.main.get_command(cli.app)
+    for name, entry in cli.COMMANDS.items():
+        told = inspect.cleandoc(group.commands[name].help or "").partition("\n\n")[0]
+        assert entry.help == told.replace("\n", " "), name
+    for path in COMMANDS:
+        command = group
+        for name in path:
+            command = command.commands[name]
+        options = {word for each in command.params for word in each.opts}
+        assert hasattr(command, "commands") or "--json" in options, path
 
 
 def test_help_shows_what_people_use_and_help_all_the_rest(run, monkeypatch):

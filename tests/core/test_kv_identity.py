@@ -15,6 +15,7 @@ from tandem.core.spec import (
     KvIdentity,
     MlaLayout,
     RoundingClass,
+    WindowLayout,
     make_root_key,
 )
 from tandem.core.state_layout import StateLayout
@@ -23,6 +24,7 @@ LAYOUT = GqaLayout(num_layers=2, num_kv_heads=2, head_dim=16)
 STATES = StateLayout(
     num_layers=1, num_value_heads=2, key_dim=8, value_dim=8, num_channels=48, conv_width=4
 )
+WINDOWS = WindowLayout(layout=LAYOUT, window=128, layers=(0, 2))
 BASE = KvIdentity(
     weights="ab" * 32,
     config={"rms_norm_eps": "1e-06", "hidden_act": '"silu"'},
@@ -30,6 +32,7 @@ BASE = KvIdentity(
     formats={"model.layers.0.mlp.experts": "int8g128"},
     layout=LAYOUT,
     states=STATES,
+    windows=WINDOWS,
 )
 
 FORBIDDING = {
@@ -45,6 +48,7 @@ FORBIDDING = {
     "layout.block_size": {"layout": msgspec.structs.replace(LAYOUT, block_size=32)},
     "layout.num_kv_heads": {"layout": msgspec.structs.replace(LAYOUT, num_kv_heads=1)},
     "states.conv_width": {"states": msgspec.structs.replace(STATES, conv_width=3)},
+    "windows.window": {"windows": msgspec.structs.replace(WINDOWS, window=64)},
     "num_deferred_experts": {"num_deferred_experts": 2},
     "adapter": {"adapter": "cd" * 32},
     "sharing": {"sharing": "strict"},
@@ -122,7 +126,7 @@ def test_an_identity_survives_the_wire_and_a_newer_one_is_refused():
 def test_the_encoding_is_frozen():
     """Blocks on SSDs are found by these bytes: others need another ``IDENTITY_VERSION``."""
     assert (IDENTITY_VERSION, NUMERICS_VERSION, ROUNDING_VERSION) == (1, 1, 2)
-    without = msgspec.structs.replace(BASE, states=None)
+    without = msgspec.structs.replace(BASE, states=None, windows=None)
     assert without.root_key("salt").hex() == (
         "6dee8c208b4a270c60ca7ba62a01df012e36a736373ce3bde375dcae597f5d44"
     )

@@ -135,6 +135,10 @@ def test_tokens_and_logprobs_are_those_of_one_instance(server, whole, body):
     after = whole.stats()
     assert after["peer_read_blocks"] > before["peer_read_blocks"] or before["peer_read_blocks"]
     assert after["prompt_tokens"] - before["prompt_tokens"] == 2 * truth["usage"]["prompt_tokens"]
+    # A rail is counted by the bytes that crossed it, announcements and tags included.
+    assert sum(after["rail_bytes"].values()) >= after["peer_read_bytes"] > 0
+    filled = [each["num_cached_blocks"] for each in list_instances(whole)]
+    assert sum(filled) == after["num_cached_blocks"] > 0
     assert fallbacks(whole) == {}
 
 

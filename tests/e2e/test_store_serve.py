@@ -37,6 +37,10 @@ def find_store(server):
     return pids[0] if pids else None
 
 
+def read_fill(server):
+    return server.client.get("/server_info").json()["store"]
+
+
 def kill_instance(server):
     """Who asks next waits for the one that replaces it."""
     os.kill(server.instance_pid(), signal.SIGKILL)
@@ -49,6 +53,9 @@ def test_a_prefix_hits_after_the_instance_and_after_the_store_were_killed(serve_
         stored = ask(server)[1] // BLOCK * BLOCK
         # Written behind the answers.
         server.wait_until(lambda: server.stats()["stored_blocks"] * BLOCK >= stored, 60)
+        server.wait_until(lambda: read_fill(server)["num_objects"] * BLOCK >= stored, 60)
+        told = read_fill(server)
+        assert 0 < told["used_bytes"] < told["capacity_bytes"] <= 128 << 20
         kill_instance(server)
         again, cached = ask(server)
         assert again == text

@@ -16,7 +16,14 @@ from tandem.core.spec import make_root_key
 from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams, TierKv
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.reuse import StatePolicy
-from tandem.engine.scheduling.blocks import BlockPool, find_state_slot
+from tandem.engine.groups.windows import WindowPolicy, count_seen_blocks
+from tandem.engine.scheduling.blocks import (
+    BlockPool,
+    find_state_slot,
+    find_window_block,
+    is_full_block,
+    make_window_id,
+)
 from tandem.engine.scheduling.loads import LoadDecision
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -37,8 +44,17 @@ class WrongKvError(AssertionError):
 class ToyRunner:
     """Executes plans on blocks whose KV is a fingerprint of everything before it."""
 
-    def __init__(self, num_blocks: int, rng: random.Random, num_slots: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        rng: random.Random,
+        num_slots: int = 0,
+        window: int = 0,
+        num_window_blocks: int = 0,
+    ) -> None:
         self.kv = [[POISON] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.window = window
+        self.window_kv = [[POISON] * BLOCK_SIZE for _ in range(num_window_blocks)]
         self.states = [POISON] * num_slots
         self.rng = rng
         self.num_computed = 0
@@ -63,6 +79,9 @@ class ToyRunner:
                 is_failed = s.request.request_id in failed
                 kv = POISON if is_failed else expected[s.request.request_id][position]
                 self.kv[block_id][position % BLOCK_SIZE] = kv
+                if self.window:
+                    block_id = find_seen_block(s, position)
+                    self.window_kv[block_id][position % BLOCK_SIZE] = kv
                 self.num_computed += 1
         sequences = [s for s in sequences if s.request.request_id not in failed]
         for s in sequences:
@@ -73,6 +92,13 @@ class ToyRunner:
                     raise WrongKvError(
                         f"{s.request.request_id} reads position {position} in block {block_id}"
                     )
+            # From the first that the step's first token sees.
+            seen = max(s.start - self.window + 1, 0)
+            for position in range(seen, s.start + s.num_tokens) if self.window else ():
+                block_id = find_seen_block(s, position)
+                kv = self.window_kv[block_id][position % BLOCK_SIZE]
+                if kv != expected[s.request.request_id][position]:
+                    raise WrongKvError(f"{s.request.request_id} sees {position} in {block_id}")
         return {
             s.request.request_id: [expected[s.request.request_id][-1] % VOCABULARY]
             for s in sequences
@@ -91,6 +117,17 @@ class ToyRunner:
         for source, target, num_tokens in self.rng.sample(plan.copies, len(plan.copies)):
             copied = self.kv[source][:num_tokens]
             self.kv[target] = copied + [POISON] * (BLOCK_SIZE - num_tokens)
+        for source, target, num_tokens in plan.window_copies:
+            copied = self.window_kv[source][:num_tokens]
+            self.window_kv[target] = copied + [POISON] * (BLOCK_SIZE - num_tokens)
+
+
+def find_seen_block(s, position: int) -> int:
+    """The block that has a position in the layers with a window."""
+    place = position // BLOCK_SIZE - s.window.first
+    if not 0 <= place < len(s.window.blocks):
+        raise WrongKvError(f"{s.request.request_id} has no window block for {position}")
+    return s.window.blocks[place]
 
 
 class ToyTier:
@@ -102,6 +139,9 @@ class ToyTier:
         self.stored: dict[bytes, list[int]] = {}
         self.states: dict[bytes, int] = {}
         self.has_states = False
+        self.windows: dict[bytes, list[int]] = {}
+        self.num_seen = 0
+        """Blocks that a window reaches back; 0: a model without."""
         self.moving: list[BlockLoad] = []
         self.storing = []
         self.num_dropped = 0
@@ -112,6 +152,12 @@ class ToyTier:
         while num_blocks < len(keys) and keys[num_blocks] in self.stored:
             num_blocks += 1
         while self.has_states and num_blocks and keys[num_blocks - 1] not in self.states:
+            num_blocks -= 1
+        while (
+            self.num_seen
+            and num_blocks
+            and not all(key in self.windows for key in keys[:num_blocks][-self.num_seen :])
+        ):
             num_blocks -= 1
         # The same answer to the same question.
         rng = random.Random(f"{request.request_id} {num_matched} {num_blocks} {now_s}")
@@ -131,11 +177,16 @@ class ToyTier:
             if self.rng.random() >= chance:
                 self.storing.append(block)
                 continue
-            slot = find_state_slot(block.block_id)
-            content = runner.kv[block.block_id] if slot is None else [runner.states[slot]]
+            slot, window = find_state_slot(block.block_id), find_window_block(block.block_id)
+            if window is not None:
+                content = runner.window_kv[window]
+            else:
+                content = runner.kv[block.block_id] if slot is None else [runner.states[slot]]
             content = list(content)
             if self.is_stale(scheduler, block):
                 self.num_stale += 1
+            elif window is not None:
+                self.windows[block.key] = content
             elif slot is None:
                 self.stored[block.key] = content
             else:
@@ -154,17 +205,21 @@ class ToyTier:
             if slot is not None:
                 self.end_state(load, slot, scheduler, runner)
                 continue
-            content = self.stored.get(load.key)
+            window = find_window_block(load.block_id)
+            pool, place = (
+                (runner.kv, load.block_id) if window is None else (runner.window_kv, window)
+            )
+            content = (self.stored if window is None else self.windows).get(load.key)
             if isinstance(load.source, PrefillKv):
                 # The other instance computes the same prompt.
                 start = load.position * BLOCK_SIZE
                 kv = fingerprint(load.request)[: load.request.prompt_len]
                 content = (kv + [POISON] * BLOCK_SIZE)[start : start + BLOCK_SIZE]
             if content is None or self.rng.random() < self.fail_chance:
-                runner.kv[load.block_id] = [POISON] * BLOCK_SIZE
+                pool[place] = [POISON] * BLOCK_SIZE
                 scheduler.load_failed(load.request, [load.block_id])
             else:
-                runner.kv[load.block_id] = list(content)
+                pool[place] = list(content)
                 scheduler.load_done(load.request, [load.block_id])
 
     def end_state(self, load, slot, scheduler: Scheduler, runner: ToyRunner) -> None:
@@ -210,6 +265,9 @@ class World:
     num_slots: int = 0
     """Of states; 0: a model without."""
     every: int = 0
+    window: int = 0
+    """Of layers with a window; 0: a model without."""
+    num_window_blocks: int = 0
     handover_chance: float = 0.0
     checks: bool = True
     now_s: float = 0.0
@@ -238,10 +296,14 @@ class World:
         if self.num_slots:
             at_blocks = self.tier is not None
             parts.append(StatePolicy(self.num_slots, self.every, min_gain=1, at_blocks=at_blocks))
+        if self.window:
+            parts += [None, WindowPolicy(self.window, self.num_window_blocks)]
         if self.tier is not None:
             self.tier.has_states = bool(self.num_slots)
+            self.tier.num_seen = count_seen_blocks(self.window, BLOCK_SIZE) if self.window else 0
         self.scheduler = self.scheduler_class(*parts)
-        self.runner = self.runner_class(self.num_blocks, self.rng, self.num_slots)
+        sizes = (self.num_slots, self.window, self.num_window_blocks)
+        self.runner = self.runner_class(self.num_blocks, self.rng, *sizes)
 
     def add(
         self, prompt_ids, max_tokens=8, priority=0, salt="", timeout_s=None, lease_s=None, peer=None
@@ -256,7 +318,7 @@ class World:
             cache_salt=salt,
             prefill_lease_s=lease_s,
         )
-        if self.num_slots:
+        if self.num_slots or self.window:
             request.message_end = self.rng.choice([0, self.rng.randrange(len(prompt_ids) + 1)])
         if peer is not None and self.tier is not None:
             handle = KvHandle(request_id="p", num_tokens=len(request.prompt_ids), lease_s=peer)
@@ -356,6 +418,9 @@ class World:
         """What a step reads may not be given to anybody else while it runs."""
         for s in plan.sequences:
             free = [b for b in s.block_table if not self.pool.get_num_refs(b)]
+            if self.window and not free:
+                pool = self.scheduler._state.windows.pool
+                free = [b for b in s.window.blocks if not pool.get_num_refs(b)]
             if free and not s.request.is_finished:
                 raise WrongKvError(f"{s.request.request_id} reads blocks {free}, which are free")
 
@@ -425,6 +490,8 @@ class World:
             first, last = s.start // BLOCK_SIZE, (s.start + s.num_tokens - 1) // BLOCK_SIZE
             written += s.block_table[first : last + 1]
             assert len(s.block_table) == last + 1, "blocks beyond what the step needs"
+            if self.window:
+                assert s.window.end == last + 1, "window blocks beyond what the step needs"
             if self.is_new(request):
                 self.check_hit(request, s.start, plan)
         assert len(written) == len(set(written)), f"two writers of one block: {sorted(written)}"
@@ -445,10 +512,23 @@ class World:
             kv = [value for block_id in request.held_blocks for value in self.runner.kv[block_id]]
             if kv[: request.prompt_len] != expected:
                 raise WrongKvError(f"blocks held for {request_id} were written")
+            self.check_held_window(request, expected)
             self.num_held_checked += 1
             if self.rng.random() < 0.1:
                 assert self.scheduler.release_hold(request_id)
                 del self.held[request_id]
+
+    def check_held_window(self, request: Request, expected: list[int]) -> None:
+        if not self.window:
+            return
+        window, end = request.held_window, request.prompt_len
+        seen = range(max(end - self.window + 1, 0), end)
+        assert window.first * BLOCK_SIZE <= seen.start
+        assert not seen or seen.stop <= window.end * BLOCK_SIZE
+        for position in seen:
+            block_id = window.blocks[position // BLOCK_SIZE - window.first]
+            if self.runner.window_kv[block_id][position % BLOCK_SIZE] != expected[position]:
+                raise WrongKvError(f"a window held for {request.request_id} was written")
 
     def check_loads(self, plan: StepPlan) -> None:
         if self.tier is None:
@@ -458,10 +538,13 @@ class World:
         assert len(moving) == len(set(moving)), f"two transfers into one block: {sorted(moving)}"
         from_tier = [x for x in self.tier.moving + plan.loads if isinstance(x.source, TierKv)]
         is_alone = self.num_slots and len({x.request.request_id for x in from_tier}) == 1
-        assert is_alone or sum(x.block_id >= 0 for x in from_tier) <= self.num_blocks // 4
+        num_blocks = sum(is_full_block(x.block_id) for x in from_tier)
+        assert is_alone or num_blocks <= self.num_blocks // 4
         in_step = {c.src_block_id for c in plan.copies}.union(
             *(s.block_table for s in plan.sequences)
         )
+        if self.window:
+            in_step |= {make_window_id(b) for s in plan.sequences for b in s.window.blocks}
         assert in_step.isdisjoint(moving), "a step uses a block that a transfer writes"
         running = self.scheduler._state.running
         if running and self.order == "chunked" and running[0].num_remaining_tokens == 1:
@@ -481,7 +564,9 @@ class World:
             return
         tokens = request.get_tokens(0, request.num_tokens - 1)
         root = make_root_key(b"toy", request.cache_salt)
-        if self.num_slots:
+        if self.window:
+            found = self.list_windows(root, tokens)
+        elif self.num_slots:
             paths = self.list_snapshots(root)
             found = [len(path) for path in paths if tokens[: len(path)] == path]
         else:
@@ -490,18 +575,38 @@ class World:
         best = max(found, default=0)
         if start < best:
             # Only a copy may be forgone, and only where its source could not be pinned as well.
-            whole = [p for p in found if p % BLOCK_SIZE == 0] if self.num_slots else [best]
+            has_groups = self.num_slots or self.window
+            whole = [p for p in found if p % BLOCK_SIZE == 0] if has_groups else [best]
             expected = max(whole, default=0)
             expected -= expected % BLOCK_SIZE
             assert start == expected, f"{start} tokens reused, {best} were there"
             outstanding = map(
                 self.scheduler._state.count_outstanding, self.scheduler._state.running
             )
-            assert self.pool.num_free + self.pool.num_cached <= sum(outstanding)
+            is_full = self.pool.num_free + self.pool.num_cached <= sum(outstanding)
+            assert is_full or self.window
         copied = {c.dst_block_id: c.num_tokens for c in plan.copies}
         assert copied.get(request.block_table[start // BLOCK_SIZE], 0) == start % BLOCK_SIZE or (
             start % BLOCK_SIZE == 0
         )
+
+    def list_windows(self, root, tokens) -> list[int]:
+        """All places where a request could go on, with a window before each."""
+        found = []
+        for node, (key, path) in walk_paths(self.index):
+            if key != root:
+                continue
+            ancestors = [node]
+            while ancestors[-1].parent.parent is not None:
+                ancestors.append(ancestors[-1].parent)
+            ancestors.reverse()
+            shared = count_shared(tokens, path)
+            # Within the last block of the path, to the token.
+            for end in range((len(ancestors) - 1) * BLOCK_SIZE + 1, shared + 1):
+                first = max(end - self.window + 1, 0) // BLOCK_SIZE
+                if all(a.window_block_id >= 0 for a in ancestors[first:]):
+                    found.append(end)
+        return found
 
     def list_snapshots(self, root):
         """The tokens of all snapshots of a salt whose KV is there."""
@@ -532,6 +637,8 @@ class World:
         self.scheduler.schedule(self.now_s)
         assert not self.live, f"{len(self.live)} requests have not ended after {limit} steps"
         assert self.pool.num_used == 0
+        if self.window:
+            assert self.scheduler._state.windows.pool.num_used == 0
         assert self.pool.num_free + self.pool.num_cached == self.num_blocks
         assert not self.scheduler.has_requests
         self.scheduler.check()

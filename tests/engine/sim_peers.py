@@ -79,10 +79,9 @@ class SimPeerPort:
         self._states = states
         self._world, self._process, self._memory = world, process, memory
 
-    async def open(
-        self, address: str, buffer: str, states: str = "", *, deadline_s: float
-    ) -> SimPool:
-        assert (buffer, states) == ("kv", "" if self._states is None else "states")
+    async def open(self, address: str, buffers, *, deadline_s: float) -> SimPool:
+        kinds = ("kv",) if self._states is None else ("kv", "states")
+        assert buffers == {kind: kind for kind in kinds}
         try:
             async with asyncio.timeout(deadline_s):
                 await self._world.travel()
@@ -137,7 +136,7 @@ class SimPeerPort:
     async def _move(self, pool: SimPool, ranges) -> None:
         world, listener = self._world, pool.listener
         slices = [
-            (each.local + begin, each.remote + begin, end - begin, each.is_state)
+            (each.local + begin, each.remote + begin, end - begin, each.kind)
             for each in ranges
             for begin, end in world.draw_slices(each.length)
         ]
@@ -151,9 +150,9 @@ class SimPeerPort:
                 await listener.process.pass_stall()
             if not listener.process.is_alive:
                 await asyncio.sleep(3600)
-            for local, remote, length, is_state in slices[turn::3]:
-                ours = self._states if is_state else self._memory
-                theirs = listener.states if is_state else listener.memory
+            for local, remote, length, kind in slices[turn::3]:
+                ours = self._states if kind == "states" else self._memory
+                theirs = listener.states if kind == "states" else listener.memory
                 ours[local : local + length] = theirs[remote : remote + length]
                 if world.flips and world.random.random() < FLIP_SHARE:
                     ours[local + world.random.randrange(length)] ^= 1

@@ -30,6 +30,11 @@ def plan_of(model, machine, **wishes):
     )
 
 
+def render(plan):
+    shape = read_shape(find_model(plan.model).config, plan.model)
+    return render_plan(plan, find_hardware(plan.machine), shape)
+
+
 def parts_of(plan, device):
     return next((m.parts for m in plan.memory if m.device == device), {})
 
@@ -158,6 +163,18 @@ def test_more_gpus_hold_more_experts_and_decode_faster():
     assert experts[0] < experts[-1]
     assert plans[-1].decode_rate > plans[0].decode_rate
     assert choice_of(plans[-1], "parallelism").reason
+
+
+def test_a_plan_says_what_windows_take_and_save():
+    plan = plan_of("gpt-oss-120b", "xeon6430-4090", context=8192)
+    token_bytes = 18 * 2 * 8 * 64 * 2
+    assert plan.window_bytes == 128 * token_bytes
+    assert plan.window_saved_bytes == (8192 - 128) * token_bytes
+    text = render(plan)
+    [line] = [x for x in text.splitlines() if x.startswith("windows")]
+    assert line.split()[1:3] == ["4.5", "MiB"]
+    assert "283.5 MiB less" in line
+    assert "windows  " not in render(plan_of("qwen3-30b-a3b", "xeon6430-4090"))
 
 
 def test_prices_and_roles_are_the_talks():

@@ -36,7 +36,7 @@ Activation make_activation(const std::string& name, float alpha, float limit, fl
 }
 
 // The fields of a format in their order.
-using FormatFields = std::tuple<int, int, bool, bool, int, bool>;
+using FormatFields = std::tuple<int, int, bool, bool, int, int, bool>;
 
 ExpertBank::Config make_config(const WeightFormat& format,
                                const std::optional<FormatFields>& down_format, int64_t num_experts,
@@ -48,7 +48,7 @@ ExpertBank::Config make_config(const WeightFormat& format,
   ExpertBank::Config config;
   config.format = format;
   if (down_format)
-    config.down_format = std::make_from_tuple<WeightFormat>(*down_format);
+    config.down_format = std::apply(make_format, *down_format);
   config.num_experts = static_cast<size_t>(num_experts);
   config.hidden_size = static_cast<size_t>(hidden_size);
   config.intermediate_size = static_cast<size_t>(intermediate_size);
@@ -57,12 +57,12 @@ ExpertBank::Config make_config(const WeightFormat& format,
 
 ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_experts,
                       int64_t hidden_size, int64_t intermediate_size, const std::string& isa,
-                      nb::object storage, bool is_float, int scale_bits, bool has_table,
+                      nb::object storage, bool is_float, int scale_bits, int table, bool has_zeros,
                       const std::string& activation, float alpha, float limit, float up_offset,
                       bool has_bias, int64_t num_parts, std::vector<int> part_nodes,
                       const std::optional<FormatFields>& down_format, bool is_apart) {
   ExpertBank::Config config =
-      make_config({bits, group_size, has_minimum, is_float, scale_bits, has_table}, down_format,
+      make_config(make_format(bits, group_size, has_minimum, is_float, scale_bits, table, has_zeros), down_format,
                   num_experts, hidden_size, intermediate_size);
   config.isa = isa;
   config.activation = make_activation(activation, alpha, limit, up_offset);
@@ -339,14 +339,14 @@ void bind_kernels(nb::module_& module) {
   module.def(
       "count_expert_bytes",
       [](int bits, int group_size, bool has_minimum, int64_t num_experts, int64_t hidden_size,
-         int64_t intermediate_size, bool is_float, int scale_bits, bool has_table,
+         int64_t intermediate_size, bool is_float, int scale_bits, int table, bool has_zeros,
          const std::optional<FormatFields>& down_format) {
         return take(ExpertBank::count_bytes(
-            make_config({bits, group_size, has_minimum, is_float, scale_bits, has_table},
+            make_config(make_format(bits, group_size, has_minimum, is_float, scale_bits, table, has_zeros),
                         down_format, num_experts, hidden_size, intermediate_size)));
       },
       nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a, "num_experts"_a, "hidden_size"_a,
-      "intermediate_size"_a, "is_float"_a = false, "scale_bits"_a = 0, "has_table"_a = false,
+      "intermediate_size"_a, "is_float"_a = false, "scale_bits"_a = 0, "table"_a = 0, "has_zeros"_a = false,
       "down_format"_a = nb::none(),
       "Bytes that an `ExpertBank` of these sizes takes.\n\nRaises: as `ExpertBank`.");
   nb::class_<ExpertBank>(module, "ExpertBank",
@@ -355,7 +355,7 @@ void bind_kernels(nb::module_& module) {
       .def(nb::new_(&make_bank), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
            "num_experts"_a, "hidden_size"_a, "intermediate_size"_a, "isa"_a = "",
            "storage"_a = nb::none(), "is_float"_a = false, "scale_bits"_a = 0,
-           "has_table"_a = false, "activation"_a = "silu",
+           "table"_a = 0, "has_zeros"_a = false, "activation"_a = "silu",
            "alpha"_a = 1.0f, "limit"_a = std::numeric_limits<float>::infinity(),
            "up_offset"_a = 0.0f, "has_bias"_a = false, "num_parts"_a = 1,
            "part_nodes"_a = std::vector<int>(), "down_format"_a = nb::none(), "is_apart"_a = false,

@@ -1,4 +1,5 @@
 #include "kernels/linear/linear.h"
+#include "kernels/weights/codebooks/codebook_blocks.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -35,11 +36,11 @@ PackedMatrix::Config make_matrix_config(const WeightFormat& format, int64_t in_f
 }
 
 PackedMatrix* make_matrix(int bits, int group_size, bool has_minimum, bool is_float, int scale_bits,
-                          bool has_table, int64_t in_features, int64_t out_features,
+                          int table, bool has_zeros, int64_t in_features, int64_t out_features,
                           const std::string& isa, nb::object storage,
                           std::vector<int> share_nodes) {
   PackedMatrix::Config config =
-      make_matrix_config({bits, group_size, has_minimum, is_float, scale_bits, has_table},
+      make_matrix_config(make_format(bits, group_size, has_minimum, is_float, scale_bits, table, has_zeros),
                          in_features, out_features);
   config.isa = isa;
   config.share_nodes = std::move(share_nodes);
@@ -193,14 +194,14 @@ void run_heads_views(const PackedMatrix& matrix, ThreadPool& pool, const TensorV
 void bind_linear(nb::module_& module) {
   module.def(
       "count_linear_bytes",
-      [](int bits, int group_size, bool has_minimum, bool is_float, int scale_bits, bool has_table,
+      [](int bits, int group_size, bool has_minimum, bool is_float, int scale_bits, int table, bool has_zeros,
          int64_t in_features, int64_t out_features) {
         return take(PackedMatrix::count_bytes(
-            make_matrix_config({bits, group_size, has_minimum, is_float, scale_bits, has_table},
+            make_matrix_config(make_format(bits, group_size, has_minimum, is_float, scale_bits, table, has_zeros),
                                in_features, out_features)));
       },
       nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a, "is_float"_a, "scale_bits"_a = 0,
-      "has_table"_a = false, "in_features"_a,
+      "table"_a = 0, "has_zeros"_a = false, "in_features"_a,
       "out_features"_a, "Bytes that a `PackedMatrix` of these sizes takes.\n\nRaises: as "
                         "`PackedMatrix`.");
   module.def("decode_blocks", &decode_block_values, "pool"_a.none(), "blocks"_a, "out"_a,
@@ -210,11 +211,20 @@ void bind_linear(nb::module_& module) {
              "Products are in float32, as llama.cpp has them, rounded once. Without a pool in this\n"
              "thread.\n\n"
              "Raises: ShapeError; UnsupportedError (a kind that is not known).");
+  module.def(
+      "list_codebook",
+      [](const std::string& kind) {
+        const std::vector<uint8_t> book = list_codebook(take(find_block_kind(kind)));
+        return nb::bytes(book.data(), book.size());
+      },
+      "kind"_a,
+      "Magnitudes plus 128, a byte each, of the entries of a type's codebook; empty without one.\n\n"
+      "Raises: UnsupportedError (a kind that is not known).");
   nb::class_<PackedMatrix>(module, "PackedMatrix",
                            "One matrix with packed weights; `tandem.kernels.cpu.linear` is its "
                            "face.\n\nCalls release the GIL.")
       .def(nb::new_(&make_matrix), nb::kw_only(), "bits"_a, "group_size"_a, "has_minimum"_a,
-           "is_float"_a, "scale_bits"_a = 0, "has_table"_a = false, "in_features"_a, "out_features"_a, "isa"_a = "", "storage"_a = nb::none(),
+           "is_float"_a, "scale_bits"_a = 0, "table"_a = 0, "has_zeros"_a = false, "in_features"_a, "out_features"_a, "isa"_a = "", "storage"_a = nb::none(),
            "share_nodes"_a = std::vector<int>(),
            "Reserve the memory, where weights are zero until packed, or take `storage`: uint8,\n"
            "`count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.\n"

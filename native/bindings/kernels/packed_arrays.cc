@@ -18,6 +18,17 @@ bool is_fp16(const nb::dlpack::dtype& dtype) {
 
 }  // namespace
 
+WeightFormat make_format(int bits, int group_size, bool has_minimum, bool is_float, int scale_bits,
+                         int table, bool has_zeros) {
+  if (table < 0 || table > static_cast<int>(CodeTable::kIq3S))
+    raise({Code::kUnsupported, "kernels.make_format",
+           "table " + std::to_string(table) + ": there are 0 to " +
+               std::to_string(static_cast<int>(CodeTable::kIq3S)),
+           "table"});
+  return {bits, group_size, has_minimum, is_float, scale_bits, static_cast<CodeTable>(table),
+          has_zeros};
+}
+
 MatrixView view_matrix(const AnyInput& array, const char* where, const char* name, size_t rows,
                        size_t columns) {
   const bool has_dtype = is_float(array.dtype()) || is_bf16(array.dtype());

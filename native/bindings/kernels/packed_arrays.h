@@ -63,6 +63,10 @@ void check_matrix(const Array& array, const char* where, const char* name, bool 
 
 inline bool is_float(const nb::dlpack::dtype& dtype) { return dtype == nb::dtype<float>(); }
 
+// Of the fields that Python has; raises UnsupportedError for a table that is not known.
+WeightFormat make_format(int bits, int group_size, bool has_minimum, bool is_float, int scale_bits,
+                         int table, bool has_zeros);
+
 // fp32 or bf16, contiguous, [rows, columns]; raises ShapeError otherwise.
 MatrixView view_matrix(const AnyInput& array, const char* where, const char* name, size_t rows,
                        size_t columns);

@@ -32,7 +32,7 @@ inline size_t code_group_size(const WeightFormat& format) {
 
 // Returns the code that stands for zero.
 inline int32_t code_centre(const WeightFormat& format) {
-  return format.has_table ? 128 : 1 << (format.bits - 1);
+  return format.table != CodeTable::kNone ? 128 : 1 << (format.bits - 1);
 }
 
 // One group as int8 codes and a step. A group that holds NaN or infinity gets the step NaN, which

@@ -124,7 +124,7 @@ TANDEM_INLINE inline F32 load_float_scale(const uint8_t* header, size_t column) 
 template <int kRows, int kVectors, class Format>
 void tile_int(const Tile& tile, size_t first_row) {
   const size_t group_size = Format::group_size(tile.format);
-  const size_t code_bytes = kPanelColumns * group_size * Format::kBits / 8;
+  const size_t code_bytes = group_size / Format::kChunk * Format::kChunkBytes;
   const Operand operand = *tile.a;
   const uint8_t* a[kRows];
   size_t group_id[kRows];

@@ -6,6 +6,7 @@
 #endif
 
 #include "kernels/packed/packed_kernels.h"
+#include "kernels/weights/codebooks/codebooks.h"
 
 namespace tandem {
 namespace {

@@ -3,34 +3,47 @@
 // share. Included by multiply-inl.h; weight_format.h says where what lies.
 
 // The numbers beside codes, in fp16 or made of a superblock's.
-enum class Scales { kGroup, kGroupMinimum, kRow };
+enum class Scales { kGroup, kGroupMinimum, kGroupZero, kRow };
 
 constexpr size_t kScaleBytes = kPanelColumns * 2;
 
 // kGroupSize 0: the format's own, known at run time.
-template <int kCodeBits, Scales kKind, int kLevelBits = 0, int kGroupSize = 0, bool kTable = false>
+template <int kCodeBits, Scales kKind, int kLevelBits = 0, int kGroupSize = 0,
+          CodeTable kCodeTable = CodeTable::kNone>
 struct IntFormat {
   static constexpr int kBits = kCodeBits;
   static constexpr Scales kScales = kKind;
   static constexpr int kScaleBits = kLevelBits;
-  static constexpr bool kHasTable = kTable;
-  static constexpr bool kHasMinimum = kKind == Scales::kGroupMinimum;
+  static constexpr CodeTable kTable = kCodeTable;
+  static constexpr bool kHasTable = kTable != CodeTable::kNone;
+  static constexpr bool kIsBook = kTable > CodeTable::kIq4Nl;
+  // Levels that lie above the signs of each group.
+  static constexpr bool kLevelsAside = kTable == CodeTable::kIq2Xxs || kTable == CodeTable::kIq3Xxs;
+  // Upper bits of indices, one for every four inputs.
+  static constexpr bool kHasUpper = kTable == CodeTable::kIq2S || kTable == CodeTable::kIq3S;
+  static constexpr bool kHasZeros = kKind == Scales::kGroupZero;
+  static constexpr bool kHasMinimum = kKind == Scales::kGroupMinimum || kHasZeros;
   static constexpr bool kIsRow = kKind == Scales::kRow;
   static constexpr bool kIsSuper = kLevelBits != 0;
   // True if products of several rows unpack the weights first, into memory.
-  static constexpr bool kKeepsUnpacked = kIsSuper || kTable || kCodeBits == 5;
+  static constexpr bool kKeepsUnpacked = kIsSuper || kHasTable || kHasZeros || kCodeBits == 5;
   // The value of code 0, before the scale.
-  static constexpr int32_t kCentre = kHasMinimum ? 0 : kTable ? 128 : 1 << (kCodeBits - 1);
+  static constexpr int32_t kCentre = kHasMinimum ? 0 : kHasTable ? 128 : 1 << (kCodeBits - 1);
   // Inputs that are unpacked together.
-  static constexpr size_t kChunk = kBits == 8 ? 4 : kBits == 4 ? 8 : kBits == 5 ? 32 : 16;
-  static constexpr size_t kChunkBytes = kPanelColumns * kChunk * kBits / 8;
-  static constexpr size_t kHalfBytes = kIsRow ? 0 : (kHasMinimum ? 2 : 1) * kScaleBytes;
+  static constexpr size_t kChunk =
+      kIsBook ? kGroupSize : kBits == 8 ? 4 : kBits == 4 ? 8 : kBits == 5 ? 32 : 16;
+  static constexpr size_t kChunkBytes =
+      kPanelColumns * kChunk * kBits / 8 + (kHasUpper ? kPanelColumns * kChunk / 32 : 0);
+  static constexpr size_t kHalfBytes = kIsRow      ? 0
+                                       : kHasZeros ? kScaleBytes + kPanelColumns / 2
+                                                   : (kHasMinimum ? 2 : 1) * kScaleBytes;
   // Of a superblock: groups, integers of scales and minima, and bytes before the codes.
   static constexpr size_t kGroups = kIsSuper ? kSuperblockSize / kGroupSize : 1;
-  static constexpr size_t kLevels = kIsSuper ? kGroups * (kHasMinimum ? 2 : 1) : 0;
+  static constexpr size_t kLevels =
+      kIsSuper && !kLevelsAside ? kGroups * (kHasMinimum ? 2 : 1) : 0;
   static constexpr size_t kHeaderBytes =
       kHalfBytes + kLevels * kPanelColumns * static_cast<size_t>(kLevelBits) / 8;
-  static constexpr size_t kSuperBytes = kHeaderBytes + kPanelColumns * kSuperblockSize * kBits / 8;
+  static constexpr size_t kSuperBytes = kHeaderBytes + kSuperblockSize / kChunk * kChunkBytes;
 
   static constexpr size_t group_size(const WeightFormat& format) {
     if constexpr (kIsRow) return kRowGroupSize;
@@ -39,17 +52,39 @@ struct IntFormat {
   }
 };
 
+template <class Visit>
+inline auto visit_two_bits(const WeightFormat& format, const Visit& visit) {
+  switch (format.table) {
+    case CodeTable::kIq2Xxs:
+      return visit(IntFormat<2, Scales::kGroup, 4, 32, CodeTable::kIq2Xxs>{});
+    case CodeTable::kIq2Xs: return visit(IntFormat<2, Scales::kGroup, 4, 16, CodeTable::kIq2Xs>{});
+    case CodeTable::kIq2S: return visit(IntFormat<2, Scales::kGroup, 4, 16, CodeTable::kIq2S>{});
+    default: return visit(IntFormat<2, Scales::kGroupMinimum, 4, 16>{});
+  }
+}
+
+template <class Visit>
+inline auto visit_three_bits(const WeightFormat& format, const Visit& visit) {
+  switch (format.table) {
+    case CodeTable::kIq3Xxs:
+      return visit(IntFormat<3, Scales::kGroup, 4, 32, CodeTable::kIq3Xxs>{});
+    case CodeTable::kIq3S: return visit(IntFormat<3, Scales::kGroup, 4, 32, CodeTable::kIq3S>{});
+    default: return visit(IntFormat<3, Scales::kGroup, 6, 16>{});
+  }
+}
+
 // Calls `visit` with the type of an integer format.
 template <class Visit>
 inline auto visit_int_format(const WeightFormat& format, const Visit& visit) {
   constexpr Scales kMinimum = Scales::kGroupMinimum, kPlain = Scales::kGroup;
   if (format.scale_bits != 0) {
     switch (format.bits) {
-      case 2: return visit(IntFormat<2, kMinimum, 4, 16>{});
-      case 3: return visit(IntFormat<3, kPlain, 6, 16>{});
+      case 2: return visit_two_bits(format, visit);
+      case 3: return visit_three_bits(format, visit);
       case 4:
-        return format.has_table ? visit(IntFormat<4, kPlain, 6, 32, true>{})
-                                : visit(IntFormat<4, kMinimum, 6, 32>{});
+        return format.table != CodeTable::kNone
+                   ? visit(IntFormat<4, kPlain, 6, 32, CodeTable::kIq4Nl>{})
+                   : visit(IntFormat<4, kMinimum, 6, 32>{});
       case 5: return visit(IntFormat<5, kMinimum, 6, 32>{});
       default: return visit(IntFormat<6, kPlain, 8, 16>{});
     }
@@ -61,7 +96,9 @@ inline auto visit_int_format(const WeightFormat& format, const Visit& visit) {
   if (format.bits == 5)
     return format.has_minimum ? visit(IntFormat<5, kMinimum, 0, 32>{})
                               : visit(IntFormat<5, kPlain, 0, 32>{});
-  if (format.has_table) return visit(IntFormat<4, kPlain, 0, 32, true>{});
+  if (format.table != CodeTable::kNone)
+    return visit(IntFormat<4, kPlain, 0, 32, CodeTable::kIq4Nl>{});
+  if (format.has_zeros) return visit(IntFormat<4, Scales::kGroupZero>{});
   return format.has_minimum ? visit(IntFormat<4, kMinimum>{}) : visit(IntFormat<4, kPlain>{});
 }
 
@@ -69,12 +106,63 @@ inline auto visit_int_format(const WeightFormat& format, const Visit& visit) {
 alignas(16) constexpr uint8_t kTableCodes[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                  129, 141, 153, 166, 181, 197, 217, 241};
 
+// Seven signs of eight inputs from bit kShift on: those of the first or the second four, from bit 0 on.
+template <int kShift, bool kIsSecond>
+TANDEM_INLINE inline I32 complete_signs(I32 words) {
+  const I32 seven = words >> kShift;
+  if constexpr (!kIsSecond) {
+    return seven;
+  } else {
+    // The eighth sign makes their number even.
+    const I32 masked = seven & 127;
+    const I32 odd = (set_i32(0x6996) >> ((masked ^ (masked >> 4)) & 15)) & 1;
+    return (masked >> 4) | (odd << 3);
+  }
+}
+
+// The inputs 4 kStep + i of a chunk of indices and signs, as unpack_codes.
+template <class Format, int kStep>
+TANDEM_INLINE inline I32 unpack_entries(const uint8_t* chunk, size_t column) {
+  constexpr CodeTable kTable = Format::kTable;
+  constexpr int kEight = kStep / 2;
+  constexpr bool kIsSecond = kStep % 2 != 0;
+  const uint8_t* at = chunk + column * 4;
+  if constexpr (kTable == CodeTable::kIq2Xxs) {
+    const I32 signs = complete_signs<7 * kEight, kIsSecond>(load_i32(at + kStepBytes));
+    const I32 index = (load_i32(at) >> (8 * kEight)) & 255;
+    return negate_bytes(gather<2>(kIq2XxsBook + kIsSecond, index), signs);
+  } else if constexpr (kTable == CodeTable::kIq2Xs) {
+    const I32 words = load_i32(at);
+    const I32 signs = complete_signs<16 * kEight + 9, kIsSecond>(words);
+    const I32 index = (words >> (16 * kEight)) & 511;
+    return negate_bytes(gather<2>(kIq2XsBook + kIsSecond, index), signs);
+  } else if constexpr (kTable == CodeTable::kIq2S) {
+    constexpr size_t kHalf = kPanelColumns / 2;
+    const I32 low = (load_u16(chunk + column * 2) >> (8 * kEight)) & 255;
+    const I32 upper = load_u8(chunk + 4 * kPanelColumns + column % kHalf) >>
+                      (static_cast<int>(column / kHalf) * 4 + 2 * kEight);
+    const I32 signs = load_u16(chunk + 2 * kPanelColumns + column * 2) >> (4 * kStep);
+    return negate_bytes(gather<2>(kIq2SBook + kIsSecond, low | ((upper & 3) << 8)), signs);
+  } else if constexpr (kTable == CodeTable::kIq3Xxs) {
+    const I32 signs = complete_signs<7 * kEight, kIsSecond>(load_i32(at + 2 * kStepBytes));
+    const I32 index = (load_i32(at + kStep / 4 * kStepBytes) >> (kStep % 4 * 8)) & 255;
+    return negate_bytes(gather<1>(kIq3XxsBook, index), signs);
+  } else {
+    const I32 signs = load_i32(at + 2 * kStepBytes) >> (4 * kStep);
+    const I32 low = (load_i32(at + kStep / 4 * kStepBytes) >> (kStep % 4 * 8)) & 255;
+    const I32 upper = (load_u8(chunk + 3 * kStepBytes + column) >> kStep) & 1;
+    return negate_bytes(gather<1>(kIq3SBook, low | (upper << 8)), signs);
+  }
+}
+
 // Codes of the inputs 4 kStep + i of a chunk, byte i of each lane, of columns from `column` on.
 template <class Format, int kStep>
 TANDEM_INLINE inline I32 unpack_codes(const uint8_t* chunk, size_t column) {
   constexpr int kBits = Format::kBits;
   const uint8_t* at = chunk + column * 4;
-  if constexpr (kBits == 8) {
+  if constexpr (Format::kIsBook) {
+    return unpack_entries<Format, kStep>(chunk, column);
+  } else if constexpr (kBits == 8) {
     return load_i32(at);
   } else if constexpr (kBits == 4) {
     const I32 v = load_i32(at);
@@ -111,6 +199,7 @@ class GroupScales {
       group_ = group % Format::kGroups;
       if (group_ != 0) return p;
       unpack_levels(p + Format::kHalfBytes);
+      codes_ = p + Format::kHeaderBytes;
     }
     halves_ = reinterpret_cast<const uint16_t*>(p);
     return p + Format::kHeaderBytes;
@@ -121,6 +210,12 @@ class GroupScales {
   TANDEM_INLINE inline F32 scale(size_t column) const {
     if constexpr (Format::kIsRow) {
       return set_f32(1.0f);
+    } else if constexpr (Format::kIsBook) {
+      constexpr float kPart = Format::kTable == CodeTable::kIq3S     ? 1.0f
+                              : Format::kTable == CodeTable::kIq3Xxs ? 0.25f
+                                                                     : 0.125f;
+      const I32 level = load_level(column);
+      return to_f32(level + level + 1) * (load_fp16(halves_ + column) * set_f32(kPart));
     } else if constexpr (Format::kIsSuper) {
       I32 level = load_u8(levels_ + group_ * kPanelColumns + column);
       if constexpr (!Format::kHasMinimum) level = level - set_i32(1 << (Format::kScaleBits - 1));
@@ -137,16 +232,34 @@ class GroupScales {
       const F32 step = load_fp16(halves_ + kPanelColumns + column) * set_f32(-1.0f);
       const size_t at = (Format::kGroups + group_) * kPanelColumns + column;
       return to_f32(load_u8(levels_ + at)) * step;
+    } else if constexpr (Format::kHasZeros) {
+      constexpr size_t kHalf = kPanelColumns / 2;
+      const uint8_t* nibbles = reinterpret_cast<const uint8_t*>(halves_ + kPanelColumns);
+      const I32 pairs = load_u8(nibbles + column % kHalf);
+      const I32 zero = (pairs >> (static_cast<int>(column / kHalf) * 4)) & 15;
+      return to_f32(zero) * (load_fp16(halves_ + column) * set_f32(-1.0f));
     } else {
       return load_fp16(halves_ + kPanelColumns + column);
     }
   }
 
  private:
+  // The integer of a group's scale; of a chunk with levels aside, its last words hold it.
+  TANDEM_INLINE inline I32 load_level(size_t column) const {
+    if constexpr (!Format::kLevelsAside) {
+      return load_u8(levels_ + group_ * kPanelColumns + column);
+    } else {
+      const uint8_t* chunk = codes_ + group_ * Format::kChunkBytes;
+      return (load_i32(chunk + Format::kChunkBytes - kStepBytes + column * 4) >> 28) & 15;
+    }
+  }
+
   void unpack_levels(const uint8_t* rows) {
     constexpr size_t kCount = Format::kLevels;
     constexpr size_t kBytes = kLanes * 4;
-    if constexpr (Format::kScaleBits == 8) {
+    if constexpr (kCount == 0) {
+      levels_ = nullptr;
+    } else if constexpr (Format::kScaleBits == 8) {
       levels_ = rows;
     } else {
       levels_ = unpacked_;
@@ -173,8 +286,9 @@ class GroupScales {
 
   const uint16_t* halves_ = nullptr;
   const uint8_t* levels_ = nullptr;
+  const uint8_t* codes_ = nullptr;  // Of the superblock.
   size_t group_ = 0;
-  static constexpr bool kIsUnpacked = Format::kIsSuper && Format::kScaleBits != 8;
+  static constexpr bool kIsUnpacked = Format::kLevels != 0 && Format::kScaleBits != 8;
   alignas(64) uint8_t unpacked_[kIsUnpacked ? Format::kLevels * kPanelColumns : 1];
 };
 
@@ -184,6 +298,6 @@ template <class Format>
 inline const uint8_t* find_group(const WeightFormat& format, const uint8_t* panel, size_t k) {
   if constexpr (Format::kIsSuper) return panel + k / kSuperblockSize * Format::kSuperBytes;
   const size_t size = Format::group_size(format);
-  const size_t bytes = Format::kHeaderBytes + kPanelColumns * size * Format::kBits / 8;
+  const size_t bytes = Format::kHeaderBytes + size / Format::kChunk * Format::kChunkBytes;
   return panel + (Format::kIsRow ? kScaleBytes : 0) + k / size * bytes;
 }

@@ -102,6 +102,18 @@ inline I32 look_up(const uint8_t (&table)[16], I32 v) {
   const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
   return (I32)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), raw(v));
 }
+template <int kStride>
+inline I32 gather(const uint32_t* table, I32 index) {
+  return (I32)_mm256_i32gather_epi32(reinterpret_cast<const int*>(table), raw(index), 4 * kStride);
+}
+inline I32 negate_bytes(I32 v, I32 signs) {
+  const __m256i first = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+  const __m256i bits = _mm256_set1_epi32(0x08040201);
+  const __m256i spread = _mm256_shuffle_epi8(raw(signs), first);
+  const __m256i mask = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bits), bits);
+  return (I32)_mm256_sub_epi8(_mm256_xor_si256(raw(v), mask), mask);
+}
 inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
 inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 

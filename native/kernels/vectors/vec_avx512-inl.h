@@ -93,6 +93,17 @@ inline I32 look_up(const uint8_t (&table)[16], I32 v) {
   const __m128i entries = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
   return (I32)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), raw(v));
 }
+template <int kStride>
+inline I32 gather(const uint32_t* table, I32 index) {
+  return (I32)_mm512_i32gather_epi32(raw(index), table, 4 * kStride);
+}
+inline I32 negate_bytes(I32 v, I32 signs) {
+  const __m512i first = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+  const __m512i spread = _mm512_shuffle_epi8(raw(signs), first);
+  const __mmask64 mask = _mm512_test_epi8_mask(spread, _mm512_set1_epi32(0x08040201));
+  return (I32)_mm512_mask_sub_epi8(raw(v), mask, _mm512_setzero_si512(), raw(v));
+}
 inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
 inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 

@@ -126,6 +126,21 @@ inline I32 look_up(const uint8_t (&table)[16], I32 v) {
   for (uint8_t& byte : bytes) byte = table[byte];
   return load_i32(bytes);
 }
+// Words of a table at kStride times each index.
+template <int kStride>
+inline I32 gather(const uint32_t* table, I32 index) {
+  uint32_t words[kLanes];
+  for (size_t i = 0; i < kLanes; ++i) words[i] = table[static_cast<size_t>(index[i]) * kStride];
+  return load_i32(words);
+}
+// The opposite of byte i of a lane, in eight bits, where bit i of the lane of `signs` is set.
+inline I32 negate_bytes(I32 v, I32 signs) {
+  uint8_t bytes[sizeof v];
+  __builtin_memcpy(bytes, &v, sizeof v);
+  for (size_t i = 0; i < sizeof v; ++i)
+    if (signs[i / 4] >> (i % 4) & 1) bytes[i] = static_cast<uint8_t>(-bytes[i]);
+  return load_i32(bytes);
+}
 inline I32 low_nibbles(I32 v) { return v & 0x0f0f0f0f; }
 inline I32 high_nibbles(I32 v) { return (v >> 4) & 0x0f0f0f0f; }
 

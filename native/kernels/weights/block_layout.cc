@@ -2,6 +2,7 @@
 #include <cstring>
 #include <string>
 
+#include "kernels/weights/codebooks/codebook_blocks.h"
 #include "kernels/weights/packing.h"
 #include "kernels/weights/stored_blocks.h"
 
@@ -74,7 +75,7 @@ struct Recoding {
 Recoding plan_recoding(const WeightFormat& format, const BlockType& type) {
   if (type.has_minimum || format == type.format) return {0, 0, false};
   const int plain_centre = 1 << (type.plain.bits - 1);
-  const bool is_by_table = type.format.has_table;
+  const bool is_by_table = type.format.table == CodeTable::kIq4Nl;
   if (format.has_minimum)
     return {static_cast<uint8_t>(plain_centre - type.offset), static_cast<float>(plain_centre),
             is_by_table};
@@ -163,8 +164,9 @@ void write_levels(const WeightFormat& format, const uint8_t* levels, size_t colu
 }
 
 // A superblock of one column, as it is. False where its fp16 numbers are not finite.
-bool write_superblock(const WeightFormat& format, const BlockCodes& block, size_t column,
-                      uint8_t* to) {
+bool write_superblock(const WeightFormat& format, const BlockRow& stored, size_t column, uint8_t* to) {
+  BlockCodes block;
+  split_block(stored.kind, stored.data, &block);
   const size_t num_halves = format.has_minimum ? 2 : 1;
   const auto size = static_cast<size_t>(format.group_size);
   for (size_t i = 0; i < num_halves; ++i) {
@@ -172,10 +174,13 @@ bool write_superblock(const WeightFormat& format, const BlockCodes& block, size_
     std::memcpy(to + (i * kPanelColumns + column) * 2, &block.halves[i], 2);
   }
   write_levels(format, block.levels, column, to + num_halves * kPanelColumns * 2);
-  const size_t code_bytes = kPanelColumns * size * static_cast<size_t>(format.bits) / 8;
-  uint8_t* codes = to + group_bytes(format, kSuperblockSize) -
-                   kSuperblockSize / size * code_bytes;
-  for (size_t k = 0; k < kSuperblockSize; k += size, codes += code_bytes)
+  uint8_t* codes = to + group_bytes(format, kSuperblockSize) - code_bytes(format, kSuperblockSize);
+  if (is_codebook_kind(stored.kind)) {
+    place_codebook_block(stored.kind, stored.data, column, codes);
+    return true;
+  }
+  const size_t bytes = code_bytes(format, size);
+  for (size_t k = 0; k < kSuperblockSize; k += size, codes += bytes)
     write_codes(format, block.codes + k, column, codes);
   return true;
 }
@@ -185,7 +190,6 @@ Status lay_out_superblocks(const WeightFormat& format, const PanelSource& source
   const MatrixView& matrix = *source.matrix;
   const size_t num_columns = std::min(kPanelColumns, matrix.rows - source.first_row);
   const size_t bytes = group_bytes(format, kSuperblockSize);
-  BlockCodes block;
   for (size_t k = source.first_k; k < source.last_k; k += kSuperblockSize, panel += bytes) {
     for (size_t c = 0; c < num_columns; ++c) {
       const BlockRow& row = matrix.block_rows[source.first_row + c];
@@ -194,8 +198,7 @@ Status lay_out_superblocks(const WeightFormat& format, const PanelSource& source
       if (k + kSuperblockSize < source.last_k)
         for (size_t i = 0; i < type.bytes; i += kCacheLineBytes)
           __builtin_prefetch(stored + type.bytes + i);
-      split_block(row.kind, stored, &block);
-      if (!write_superblock(format, block, c, panel))
+      if (!write_superblock(format, {stored, row.kind}, c, panel))
         return refuse_block(source.first_row + c, "a scale or minimum that is not finite");
     }
   }
@@ -212,7 +215,7 @@ Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uin
   if (format.scale_bits != 0) return lay_out_superblocks(format, source, panel);
   const auto size = static_cast<size_t>(format.group_size);
   const size_t piece = group_bytes(format, size);
-  const size_t code_bytes = kPanelColumns * size * static_cast<size_t>(format.bits) / 8;
+  const size_t num_code_bytes = code_bytes(format, size);
   ChunkCodes chunk;
   // A part may begin within a block.
   for (size_t first = source.first_k / kChunkInputs * kChunkInputs; first < source.last_k;
@@ -244,7 +247,7 @@ Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uin
           if (format.has_minimum)
             std::memcpy(body + kPanelColumns * 2 + c * 2, &chunk.minima[group], 2);
         }
-        write_codes(format, chunk.codes + (k - first), c, body + (piece - code_bytes));
+        write_codes(format, chunk.codes + (k - first), c, body + (piece - num_code_bytes));
       }
     }
   }

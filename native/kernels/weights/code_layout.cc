@@ -71,6 +71,23 @@ void place_codes(const WeightFormat& format, const uint8_t* codes, size_t count,
   }
 }
 
+// Writes a zero point, which is given in fp16, to its nibble.
+Status place_zero(size_t row, uint16_t half, size_t column, uint8_t* nibbles) {
+  // Whole numbers from 1 to 15 in fp16: the exponent says how many of the upper bits are theirs.
+  const int exponent = (half >> 10) - 15;
+  const uint32_t fraction = (half & 0x3ffu) | 0x400u;
+  const bool is_whole =
+      exponent >= 0 && exponent < 4 && (fraction & ((0x400u >> exponent) - 1)) == 0;
+  if (half != 0 && !is_whole) return refuse(row, "a zero point that is no code");
+  const auto zero = static_cast<uint8_t>(half == 0 ? 0 : fraction >> (10 - exponent));
+  uint8_t& shared = nibbles[column % (kPanelColumns / 2)];
+  if (column < kPanelColumns / 2)
+    shared = static_cast<uint8_t>((shared & 0xf0) | zero);
+  else
+    shared = static_cast<uint8_t>((shared & 0x0f) | zero << 4);
+  return {};
+}
+
 // Writes scale and minimum of a group, or of a row, of one column.
 Status place_scale(const Layout& layout, const MatrixView& matrix, size_t row, size_t group,
                    size_t num_groups, size_t column, uint8_t* out) {
@@ -81,6 +98,8 @@ Status place_scale(const Layout& layout, const MatrixView& matrix, size_t row, s
     if (!is_finite_fp16(scale) || !is_finite_fp16(minimum))
       return refuse(row, "a scale or minimum that is not finite");
     std::memcpy(out + column * 2, &scale, 2);
+    if (layout.format.has_zeros)
+      return place_zero(row, minimum, column, out + kPanelColumns * 2);
     if (layout.format.has_minimum)
       std::memcpy(out + kPanelColumns * 2 + column * 2, &minimum, 2);
     return {};

@@ -18,15 +18,25 @@ constexpr size_t kMaxTaskPieces = 4;
 constexpr size_t kMaxIntSize = 65536;
 
 constexpr WeightFormat kStoredFormats[] = {
-    // In superblocks, and by table.
-    {4, 32, true, false, 6, false},  {5, 32, true, false, 6, false}, {6, 16, false, false, 8, false},
-    {2, 16, true, false, 4, false},  {3, 16, false, false, 6, false}, {4, 32, false, false, 6, true},
-    {4, 32, false, false, 0, true},
+    // In superblocks, by table and by codebook.
+    {4, 32, true, false, 6},
+    {5, 32, true, false, 6},
+    {6, 16, false, false, 8},
+    {2, 16, true, false, 4},
+    {3, 16, false, false, 6},
+    {4, 32, false, false, 6, CodeTable::kIq4Nl},
+    {4, 32, false, false, 0, CodeTable::kIq4Nl},
+    {2, 32, false, false, 4, CodeTable::kIq2Xxs},
+    {2, 16, false, false, 4, CodeTable::kIq2Xs},
+    {2, 16, false, false, 4, CodeTable::kIq2S},
+    {3, 32, false, false, 4, CodeTable::kIq3Xxs},
+    {3, 32, false, false, 4, CodeTable::kIq3S},
 };
 
 // Of a group, a superblock, or a panel with one scale a row.
 size_t header_bytes(const WeightFormat& format) {
   if (format.is_float) return format.group_size == 0 ? kRowHeaderBytes : kFloatHeaderBytes;
+  if (format.has_zeros) return kPanelColumns * 2 + kPanelColumns / 2;
   const size_t level_bits = count_levels(format) * static_cast<size_t>(format.scale_bits);
   return kPanelColumns * (2 * (format.has_minimum ? 2 : 1) + level_bits / 8);
 }
@@ -45,19 +55,21 @@ size_t span_size(const WeightFormat& format) {
 }
 
 size_t count_levels(const WeightFormat& format) {
-  if (format.scale_bits == 0) return 0;
+  const bool is_aside = format.table == CodeTable::kIq2Xxs || format.table == CodeTable::kIq3Xxs;
+  if (format.scale_bits == 0 || is_aside) return 0;
   return kSuperblockSize / static_cast<size_t>(format.group_size) * (format.has_minimum ? 2 : 1);
 }
 
 Status check_format(const WeightFormat& format) {
   const auto is_same = [&](const WeightFormat& other) { return other == format; };
   if (std::any_of(std::begin(kStoredFormats), std::end(kStoredFormats), is_same)) return {};
-  const bool is_stored = format.scale_bits != 0 || format.has_table;
+  const bool is_stored = format.scale_bits != 0 || format.table != CodeTable::kNone;
+  const bool fits_zeros = format.bits == 4 && format.has_minimum && !format.is_float && !is_stored;
   const int g = format.group_size;
   const bool is_group = g == 32 || g == 64 || g == 128 || (g == 16 && format.bits == 8);
   const bool is_value = format.bits == 32 || format.bits == 16;
   if (is_value && g == 0 && !format.has_minimum && !is_stored) return {};
-  if (is_stored) {
+  if (is_stored || (format.has_zeros && !fits_zeros)) {
     // None but those above.
   } else if (format.is_float && !format.has_minimum) {
     if ((format.bits == 8 && (g == 128 || g == 0)) || (format.bits == 4 && g == 32)) return {};
@@ -70,7 +82,7 @@ Status check_format(const WeightFormat& format) {
                std::to_string(format.bits) + " bits in groups of " + std::to_string(g) +
                    ": there are kernels for fp32, bf16, e4m3 in blocks of 128 or in rows, e2m1 in groups of 32, 8 "
                    "bits in groups of 16 to 128 or in rows, 5 bits in groups of 32, 4 bits in groups of 32 "
-                   "to 128, and for GGUF's superblocks and tables",
+                   "to 128, and for GGUF's superblocks, tables and codebooks",
                "format"};
 }
 
@@ -103,8 +115,14 @@ size_t padded_size(const WeightFormat& format, size_t size) {
   return round_up(size, unit_size(format));
 }
 
+size_t code_bytes(const WeightFormat& format, size_t num_inputs) {
+  const bool has_upper = format.table == CodeTable::kIq2S || format.table == CodeTable::kIq3S;
+  const size_t upper = has_upper ? kPanelColumns * num_inputs / 32 : 0;
+  return kPanelColumns * num_inputs * static_cast<size_t>(format.bits) / 8 + upper;
+}
+
 size_t group_bytes(const WeightFormat& format, size_t num_inputs) {
-  const size_t codes = kPanelColumns * num_inputs * static_cast<size_t>(format.bits) / 8;
+  const size_t codes = code_bytes(format, num_inputs);
   if (format.bits >= 16 || format.group_size == 0) return codes;
   return codes + num_inputs / span_size(format) * header_bytes(format);
 }
@@ -134,10 +152,10 @@ Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
   const MatrixView& matrix = *source.matrix;
   if (matrix.block_rows != nullptr) return lay_out_blocks(format, source, panel);
   if (matrix.scales != nullptr) return lay_out_panel(format, source, panel);
-  if (format.scale_bits != 0 || format.has_table)
+  if (format.scale_bits != 0 || format.table != CodeTable::kNone || format.has_zeros)
     return Error{Code::kUnsupported, "kernels.pack",
-                 "superblocks and tables are laid out from a file's blocks, not coded from values: "
-                 "choose another format",
+                 "superblocks, tables, codebooks and zero points are laid out from a file's blocks and codes, "
+                 "not coded from values: choose another format",
                  "format"};
   const int64_t refused = kernels.pack(
       {format, matrix.data, matrix.is_bf16, matrix.rows, matrix.columns, source.first_row,

@@ -34,14 +34,15 @@ struct MatrixView {
   // Of codes. Integer formats: fp16 [rows, groups]. e4m3: fp32, a row for 128 rows. e2m1: fp32
   // powers of two, [rows, groups].
   const void* scales = nullptr;
-  const uint16_t* minima = nullptr;  // fp16 [rows, groups], of formats with minimum.
+  const uint16_t* minima = nullptr;  // fp16 [rows, groups], of formats with minimum: those, or zeros.
   // Of blocks; of kinds that the format holds.
   const BlockRow* block_rows = nullptr;
 };
 
 constexpr bool operator==(const WeightFormat& a, const WeightFormat& b) {
   return a.bits == b.bits && a.group_size == b.group_size && a.has_minimum == b.has_minimum &&
-         a.is_float == b.is_float && a.scale_bits == b.scale_bits && a.has_table == b.has_table;
+         a.is_float == b.is_float && a.scale_bits == b.scale_bits && a.table == b.table &&
+         a.has_zeros == b.has_zeros;
 }
 
 // Errors: kUnsupported (a combination of bits, group size and minimum without a kernel).
@@ -59,7 +60,8 @@ size_t unit_size(const WeightFormat& format);
 // Inputs that a part of a matrix holds whole: a unit, or the superblock that shares fp16 numbers.
 size_t span_size(const WeightFormat& format);
 
-// Integers of scales and minima of a superblock, each of scale_bits bits; 0 without superblocks.
+// Integers of scales and minima of a superblock, each of scale_bits bits; 0 without superblocks, and where
+// they lie beside the codes.
 size_t count_levels(const WeightFormat& format);
 
 // Errors: kShape (names both sizes).
@@ -67,6 +69,9 @@ Status check_matrix(const MatrixView& matrix, size_t rows, size_t columns, const
 
 // Inputs in whole groups: what a panel over `size` inputs holds.
 size_t padded_size(const WeightFormat& format, size_t size);
+
+// Bytes of a panel's codes alone.
+size_t code_bytes(const WeightFormat& format, size_t num_inputs);
 
 // Bytes of a panel over `size` inputs, and of its first `num_inputs`, whole groups or superblocks,
 // without what stands before all groups.

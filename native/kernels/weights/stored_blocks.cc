@@ -4,6 +4,7 @@
 #include <iterator>
 #include <string>
 
+#include "kernels/weights/codebooks/codebook_blocks.h"
 #include "kernels/weights/packing.h"
 
 namespace tandem {
@@ -30,9 +31,14 @@ constexpr BlockType kBlockTypes[] = {
     {BlockKind::kQ4K, "Q4_K", 256, 144, 32, 0, true, {4, 32, true, false, 6}, kInt4},
     {BlockKind::kQ5K, "Q5_K", 256, 176, 32, 0, true, {5, 32, true, false, 6}, kInt5},
     {BlockKind::kQ6K, "Q6_K", 256, 210, 16, 32, false, {6, 16, false, false, 8}, kInt8Fine},
-    {BlockKind::kIq4Nl, "IQ4_NL", 32, 18, 32, 128, false, {4, 32, false, false, 0, true}, kInt8},
-    {BlockKind::kIq4Xs, "IQ4_XS", 256, 136, 32, 128, false, {4, 32, false, false, 6, true}, kInt8},
+    {BlockKind::kIq4Nl, "IQ4_NL", 32, 18, 32, 128, false, {4, 32, false, false, 0, CodeTable::kIq4Nl}, kInt8},
+    {BlockKind::kIq4Xs, "IQ4_XS", 256, 136, 32, 128, false, {4, 32, false, false, 6, CodeTable::kIq4Nl}, kInt8},
     {BlockKind::kMxfp4, "MXFP4", 32, 17, 32, 0, false, kMxfp4Format, kMxfp4Format},
+    {BlockKind::kIq2Xxs, "IQ2_XXS", 256, 66, 32, 128, false, {2, 32, false, false, 4, CodeTable::kIq2Xxs}, kInt8},
+    {BlockKind::kIq2Xs, "IQ2_XS", 256, 74, 16, 128, false, {2, 16, false, false, 4, CodeTable::kIq2Xs}, kInt8Fine},
+    {BlockKind::kIq2S, "IQ2_S", 256, 82, 16, 128, false, {2, 16, false, false, 4, CodeTable::kIq2S}, kInt8Fine},
+    {BlockKind::kIq3Xxs, "IQ3_XXS", 256, 98, 32, 128, false, {3, 32, false, false, 4, CodeTable::kIq3Xxs}, kInt8},
+    {BlockKind::kIq3S, "IQ3_S", 256, 110, 32, 128, false, {3, 32, false, false, 4, CodeTable::kIq3S}, kInt8},
 };
 
 // Twice what the codes of e2m1 stand for.
@@ -79,6 +85,11 @@ uint16_t load_half(const uint8_t* at) {
 void multiply_levels(const BlockType& type, BlockCodes* out) {
   const size_t groups = type.weights / type.group_size;
   const float scale = read_half(reinterpret_cast<const uint8_t*>(&out->halves[0]));
+  if (is_codebook_kind(type.kind)) {
+    for (size_t i = 0; i < groups; ++i)
+      out->scales[i] = codebook_scale(type.kind, scale, out->levels[i]);
+    return;
+  }
   const int centre = type.has_minimum ? 0 : 1 << (type.format.scale_bits - 1);
   for (size_t i = 0; i < groups; ++i)
     out->scales[i] = scale * static_cast<float>(out->levels[i] - centre);
@@ -190,7 +201,7 @@ void compute_values(const BlockType& type, const BlockCodes& block, float* out) 
     float* values = out + group * type.group_size;
     const float scale = block.scales[group];
     for (size_t i = 0; i < type.group_size; ++i) {
-      const uint8_t code = type.format.has_table ? kIq4Codes[codes[i]] : codes[i];
+      const uint8_t code = type.format.table == CodeTable::kIq4Nl ? kIq4Codes[codes[i]] : codes[i];
       values[i] = (static_cast<float>(code) - offset) * scale;
     }
     if (!type.has_minimum) continue;
@@ -235,7 +246,7 @@ Result<BlockKind> find_block_kind(std::string_view name) {
 bool holds_blocks(const WeightFormat& format, BlockKind kind) {
   const BlockType& type = block_type(kind);
   if (format == type.format) return true;
-  if (format.scale_bits != 0 || format.has_table) return false;
+  if (format.scale_bits != 0 || format.table != CodeTable::kNone || format.has_zeros) return false;
   const WeightFormat& plain = type.plain;
   return !format.is_float && !plain.is_float && format.bits < 16 && format.bits >= plain.bits &&
          format.has_minimum >= plain.has_minimum && format.group_size > 0 &&
@@ -284,6 +295,7 @@ void split_codes(BlockKind kind, const uint8_t* block, BlockCodes* out) {
       return;
     case BlockKind::kIq4Xs: return split_iq4_xs(block, out);
     case BlockKind::kMxfp4: return split_mxfp4(block, out);
+    default: return split_codebook_block(kind, block, out);
   }
 }
 

@@ -16,7 +16,8 @@
 namespace tandem {
 
 enum class BlockKind : uint8_t {
-  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kMxfp4
+  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kMxfp4,
+  kIq2Xxs, kIq2Xs, kIq2S, kIq3Xxs, kIq3S
 };
 
 // Weights of the largest block, and its groups.
@@ -52,7 +53,7 @@ struct BlockRow {
 
 // One block taken apart.
 struct BlockCodes {
-  // By table: its indices.
+  // By table: its indices; by codebook: 128 plus what was looked up.
   alignas(64) uint8_t codes[kMaxBlockWeights];
   // Of superblocks: the fp16 numbers of scales and of minima; the integers that they multiply,
   // unsigned, scales before minima.

@@ -24,7 +24,8 @@ constexpr BlockKind kKinds[] = {BlockKind::kQ4_0, BlockKind::kQ4_1, BlockKind::k
                                 BlockKind::kQ5_0, BlockKind::kQ5_1, BlockKind::kQ5K,
                                 BlockKind::kQ6K,  BlockKind::kQ8_0, BlockKind::kIq4Nl,
                                 BlockKind::kQ2K,  BlockKind::kQ3K,  BlockKind::kIq4Xs,
-                                BlockKind::kMxfp4};
+                                BlockKind::kMxfp4, BlockKind::kIq2Xxs, BlockKind::kIq2Xs,
+                                BlockKind::kIq2S, BlockKind::kIq3Xxs, BlockKind::kIq3S};
 constexpr WeightFormat kFormats[] = {{4, 32, true},
                                      {4, 32, false},
                                      {5, 32, true},
@@ -40,8 +41,13 @@ constexpr WeightFormat kFormats[] = {{4, 32, true},
                                      {4, 32, true, false, 6},
                                      {5, 32, true, false, 6},
                                      {6, 16, false, false, 8},
-                                     {4, 32, false, false, 0, true},
-                                     {4, 32, false, false, 6, true}};
+                                     {4, 32, false, false, 0, CodeTable::kIq4Nl},
+                                     {4, 32, false, false, 6, CodeTable::kIq4Nl},
+                                     {2, 32, false, false, 4, CodeTable::kIq2Xxs},
+                                     {2, 16, false, false, 4, CodeTable::kIq2Xs},
+                                     {2, 16, false, false, 4, CodeTable::kIq2S},
+                                     {3, 32, false, false, 4, CodeTable::kIq3Xxs},
+                                     {3, 32, false, false, 4, CodeTable::kIq3S}};
 
 std::vector<uint8_t> draw_bytes(size_t size, uint32_t seed) {
   std::vector<uint8_t> bytes(size);
@@ -197,7 +203,7 @@ TEST(names_of_kinds_are_found) {
     CHECK(block_type(kind).kind == kind);
     CHECK(find_block_kind(block_type(kind).name).value() == kind);
   }
-  CHECK(!find_block_kind("IQ2_S").is_ok());
+  CHECK(!find_block_kind("IQ1_S").is_ok());
 }
 
 TEST(a_block_of_q8_0_is_its_scale_times_its_codes) {

@@ -154,7 +154,8 @@ void turn_codes(const WeightFormat& format, const uint8_t* panel, size_t next, s
 // Whether these inputs were turned here.
 bool turn_in_registers(const WeightFormat& format, const uint8_t* panel, size_t next,
                        size_t first_k, size_t num_k, uint8_t* out) {
-  const bool is_nibbles = format.bits == 4 && !format.is_float && !format.has_table;
+  const bool is_nibbles = format.bits == 4 && !format.is_float && format.table == CodeTable::kNone &&
+                          !format.has_zeros;
   if (num_k < kTileInputs || format.scale_bits != 0) return false;
   if (format.bits != 16 && format.bits != 8 && !is_nibbles) return false;
   if (format.bits == 16)

@@ -3,7 +3,9 @@
 // Integer formats code groups of `group_size` consecutive weights of one output, unsigned:
 //   symmetric     w = scale * (u - 2^(bits-1))
 //   with minimum  w = scale * u + minimum
+//   with zeros    w = scale * (u - zero), zero an integer of 4 bits
 //   by table      w = scale * table[u], the table being that of GGUF's IQ4_NL
+//   by codebook   w = scale * +-book[index], of four or eight weights at once (GGUF's IQ2 and IQ3)
 // with scale and minimum in fp16, or, in superblocks of kSuperblockSize weights, integers of
 // `scale_bits` bits times an fp16 number of the superblock: scale = d * (s - 2^(scale_bits-1)), with
 // minimum scale = d * s and minimum = -(m * t). Unsigned codes are what VNNI's vpdpbusd wants of one operand; the
@@ -22,12 +24,22 @@
 //     6 bits: the upper two bits [64][4], j at bit 2 j; then nibbles [2][64][4];
 //     3 bits: the lower two bits as of 2 bits; then the third ones, u16[64], where input 4 j + i is
 //     bit 8 (i % 2) + 4 (i / 2) + j.
+//     With zeros: nibbles [32] in the place of minima, those of columns 0 to 31 in the low ones.
 //     One scale a row: fp16 scale[64], then the codes of all K.
 //   in superblocks: for each { fp16 d[64]; fp16 m[64] if there are minima; levels; the codes of its
 //     groups }. Levels are the V integers of scales, then of minima, in rows of 64 columns: of 8 bits
 //     u8[V][64]; of 4 bits u8[V/2][64], row r with integer r in the low and r + V/2 in the high
 //     nibble; of 6 bits the same of the lower four bits, then u8[V/4][64], row r with the upper two
 //     bits of integer r + j V/4 at bit 2 j.
+//     By codebook, scale = d * (2 s + 1) / 8 (IQ2), / 4 (IQ3_XXS) or / 1 (IQ3_S), levels of 4 bits. Codes
+//     are chunks of 32 inputs, or of 16 (IQ2_XS, IQ2_S), of indices and signs as a block has them:
+//     IQ2_XXS: u8[64][4] indices; u32[64], four times seven signs, and above them s, which is no level.
+//     IQ2_XS: u16[64][2], indices of nine bits below seven signs.
+//     IQ2_S: u8[64][2] lower bits of indices; u8[64][2] signs; nibbles [32] of upper bits, columns 0 to
+//     31 in the low ones.
+//     IQ3_XXS: u8[2][64][4] indices; u32[64] as in IQ2_XXS.
+//     IQ3_S: u8[2][64][4] lower bits of indices; u8[64][4] signs; u8[64] upper bits.
+//     Where there are seven signs the eighth makes their number even.
 //   bf16:    value[ceil(K/2)][64 columns][2 k]
 //   fp32:    value[K][64 columns]
 //   e4m3:    for each 128 inputs { fp32 scale[16], all equal; codes[32][16 x 4 columns][4 k] },
@@ -54,6 +66,9 @@ inline constexpr size_t kSuperblockSize = 256;
 // Bytes of scales before a panel of e4m3 with one scale a row.
 inline constexpr size_t kRowHeaderBytes = kPanelColumns * 4;
 
+// What codes are looked up in, by the type of GGUF that has it; from kIq2Xxs on codebooks.
+enum class CodeTable : uint8_t { kNone, kIq4Nl, kIq2Xxs, kIq2Xs, kIq2S, kIq3Xxs, kIq3S };
+
 // No member functions: sources compiled for a wide ISA share this header with all others.
 struct WeightFormat {
   int32_t bits;        // 32 (fp32), 16 (bf16), 8, or 2 to 6.
@@ -61,7 +76,8 @@ struct WeightFormat {
   bool has_minimum;
   bool is_float = false;  // 8 bits: e4m3; 4 bits: e2m1. Values are floats either way.
   int32_t scale_bits = 0;  // Of integers in superblocks, 4, 6 or 8; 0: each group has fp16 numbers.
-  bool has_table = false;  // 4 bits: codes are indices into IQ4_NL's values.
+  CodeTable table = CodeTable::kNone;  // kIq4Nl: 4 bits; codebooks: 2 or 3, rounded down.
+  bool has_zeros = false;  // With minimum: it is -(scale * zero), the zero an integer of 4 bits.
 };
 
 }  // namespace tandem

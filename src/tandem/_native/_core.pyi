@@ -942,7 +942,7 @@ def kernel_isas() -> list[str]:
     or the one before `amx`, which has to be named.
     """
 
-def count_expert_bytes(*, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, is_float: bool = False, scale_bits: int = 0, has_table: bool = False, down_format: tuple[int, int, bool, bool, int, bool] | None = None) -> int:
+def count_expert_bytes(*, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, is_float: bool = False, scale_bits: int = 0, table: int = 0, has_zeros: bool = False, down_format: tuple[int, int, bool, bool, int, int, bool] | None = None) -> int:
     """
     Bytes that an `ExpertBank` of these sizes takes.
 
@@ -956,7 +956,7 @@ class ExpertBank:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, scale_bits: int = 0, has_table: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1, part_nodes: Sequence[int] = [], down_format: tuple[int, int, bool, bool, int, bool] | None = None, is_apart: bool = False) -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, num_experts: int, hidden_size: int, intermediate_size: int, isa: str = '', storage: object | None = None, is_float: bool = False, scale_bits: int = 0, table: int = 0, has_zeros: bool = False, activation: str = 'silu', alpha: float = 1.0, limit: float = float('inf'), up_offset: float = 0.0, has_bias: bool = False, num_parts: int = 1, part_nodes: Sequence[int] = [], down_format: tuple[int, int, bool, bool, int, int, bool] | None = None, is_apart: bool = False) -> None:
         """
         Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
         `count_expert_bytes` of them, 64-byte aligned; read-only ones cannot be packed.
@@ -1098,7 +1098,7 @@ class ExpertBank:
         Raises: UnsupportedError (several parts).
         """
 
-def count_linear_bytes(*, bits: int, group_size: int, has_minimum: bool, is_float: bool, scale_bits: int = 0, has_table: bool = False, in_features: int, out_features: int) -> int:
+def count_linear_bytes(*, bits: int, group_size: int, has_minimum: bool, is_float: bool, scale_bits: int = 0, table: int = 0, has_zeros: bool = False, in_features: int, out_features: int) -> int:
     """
     Bytes that a `PackedMatrix` of these sizes takes.
 
@@ -1114,6 +1114,13 @@ def decode_blocks(pool: ThreadPool | None, blocks: tuple[list[tuple[str, object]
     Raises: ShapeError; UnsupportedError (a kind that is not known).
     """
 
+def list_codebook(kind: str) -> bytes:
+    """
+    Magnitudes plus 128, a byte each, of the entries of a type's codebook; empty without one.
+
+    Raises: UnsupportedError (a kind that is not known).
+    """
+
 class PackedMatrix:
     """
     One matrix with packed weights; `tandem.kernels.cpu.linear` is its face.
@@ -1121,7 +1128,7 @@ class PackedMatrix:
     Calls release the GIL.
     """
 
-    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, is_float: bool, scale_bits: int = 0, has_table: bool = False, in_features: int, out_features: int, isa: str = '', storage: object | None = None, share_nodes: Sequence[int] = []) -> None:
+    def __init__(self, *, bits: int, group_size: int, has_minimum: bool, is_float: bool, scale_bits: int = 0, table: int = 0, has_zeros: bool = False, in_features: int, out_features: int, isa: str = '', storage: object | None = None, share_nodes: Sequence[int] = []) -> None:
         """
         Reserve the memory, where weights are zero until packed, or take `storage`: uint8,
         `count_linear_bytes` of them, 64-byte aligned; read-only ones cannot be packed.

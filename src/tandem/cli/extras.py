@@ -1,10 +1,11 @@
-"""Which optional packages a command needs."""
+"""Which optional packages a command needs.
 
-import importlib.metadata
+Every command imports this module, so that it imports the configuration only where it is used.
+"""
+
 import re
 from importlib.util import find_spec
 
-from tandem.core.config import let_idle_threads_sleep
 from tandem.core.errors import UnsupportedError
 
 __all__ = ["describe_extra", "describe_missing", "require_extra", "require_serve"]
@@ -17,6 +18,8 @@ def require_extra(extra: str, *packages: str) -> None:
 
     Raises: UnsupportedError: names them and the extra that brings them.
     """
+    from tandem.core.config import let_idle_threads_sleep
+
     let_idle_threads_sleep()
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
@@ -45,6 +48,8 @@ def describe_extra(packages: str, extra: str) -> str:
 
 def _find_extra(package: str) -> str | None:
     """Return the first extra of ours whose requirements have a package, by its import's name."""
+    import importlib.metadata
+
     try:
         needed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

@@ -4,7 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 import typer.core
@@ -16,27 +16,83 @@ from tandem.core.logs import LogLevel, configure_logging
 
 __all__ = ["app", "main"]
 
+
+class _Entry(NamedTuple):
+    """A line of the list of commands."""
+
+    path: str
+    """``module:function``, or to the application of a group; imported when it is called."""
+    help: str
+    """First sentence of its docstring, as a test sees to: the list imports no command."""
+
+
 COMMANDS = {
-    "serve": "tandem.cli.commands.serve:serve",
-    "chat": "tandem.cli.asking.chat:chat",
-    "generate": "tandem.cli.asking.generate:generate",
-    "pull": "tandem.cli.commands.pull:pull",
-    "plan": "tandem.cli.commands.plan:plan",
-    "verify": "tandem.cli.commands.verify:verify",
-    "convert": "tandem.cli.commands.convert:convert",
-    "finetune": "tandem.cli.commands.finetune:finetune",
-    "eval": "tandem.cli.commands.evaluate:evaluate",
-    "export": "tandem.cli.commands.export:export",
-    "cluster": "tandem.cli.clusters.app:app",
-    "explain": "tandem.cli.commands.explain:explain",
-    "doctor": "tandem.cli.commands.doctor:doctor",
-    "bench": "tandem.cli.commands.bench:app",
-    "sim": "tandem.cli.simulating.app:app",
-    "version": "tandem.cli.commands.version:version",
-    "config": "tandem.cli.commands.config_show:app",
-    "store": "tandem.cli.commands.store:app",
+    "serve": _Entry("tandem.cli.commands.serve:serve", "Serve a model over HTTP."),
+    "chat": _Entry(
+        "tandem.cli.asking.chat:chat",
+        "Talk to a model; every answer is followed by its prompt and eval rates.",
+    ),
+    "generate": _Entry(
+        "tandem.cli.asking.generate:generate", "Write how the model continues a prompt."
+    ),
+    "pull": _Entry(
+        "tandem.cli.commands.pull:pull",
+        "Download a model through huggingface_hub; an interrupted download resumes.",
+    ),
+    "plan": _Entry(
+        "tandem.cli.commands.plan:plan",
+        "Place a model on a machine (--hardware), or show what a rule file makes of it.",
+    ),
+    "verify": _Entry(
+        "tandem.cli.commands.verify:verify",
+        "Compare our operators with transformers' on a tiny random model of a configuration.",
+    ),
+    "convert": _Entry(
+        "tandem.cli.commands.convert:convert",
+        "Pack routed experts for the CPU (--format), or write a checkpoint in another format "
+        "(--to).",
+    ),
+    "finetune": _Entry(
+        "tandem.cli.commands.finetune:finetune",
+        "Train a LoRA adapter; leave it, its log, results and loss plot in the recipe's "
+        "output_dir.",
+    ),
+    "eval": _Entry(
+        "tandem.cli.commands.evaluate:evaluate",
+        "Print accuracy and perplexity of the records' answers, and exact match of greedy ones.",
+    ),
+    "export": _Entry(
+        "tandem.cli.commands.export:export",
+        "Write a checkpoint whose weights include the adapter, as safetensors.",
+    ),
+    "cluster": _Entry(
+        "tandem.cli.clusters.app:app",
+        "List and change the instances of a running server; start the processes of a cluster.",
+    ),
+    "explain": _Entry(
+        "tandem.cli.commands.explain:explain",
+        "Show where the time of a request went, and why KV was computed instead of reused.",
+    ),
+    "doctor": _Entry(
+        "tandem.cli.commands.doctor:doctor",
+        "Print what this machine offers and what Tandem makes of it, with the reasons.",
+    ),
+    "bench": _Entry(
+        "tandem.cli.commands.bench:app",
+        "Run a benchmark, ours and its rivals interleaved, or measure a server.",
+    ),
+    "sim": _Entry(
+        "tandem.cli.simulating.app:app",
+        "Simulate clusters in virtual time, with the scheduler that also serves.",
+    ),
+    "version": _Entry(
+        "tandem.cli.commands.version:version",
+        "Print the version, and those of the libraries that matter in a bug report.",
+    ),
+    "config": _Entry("tandem.cli.commands.config_show:app", "Look at the configuration."),
+    "store": _Entry("tandem.cli.commands.store:app", "Keep objects in the memory of many hosts."),
 }
-"""Name to ``module:function``, or to the application of a group; imported when it is asked for."""
+"""The commands, in the order of the list."""
 
 UsageError: Any = typer.BadParameter.__mro__[1]
 """Of the parser below typer, which has been click and a copy of it."""
@@ -50,7 +106,7 @@ class _Loaded(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            module, _, attribute = COMMANDS[name].partition(":")
+            module, _, attribute = COMMANDS[name].path.partition(":")
             found = getattr(importlib.import_module(module), attribute)
             if not isinstance(found, typer.Typer):
                 single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -74,11 +130,29 @@ class _Loaded(MutableMapping[str, Any]):
 
 
 class _Commands(typer.core.TyperGroup):
-    """A group that imports a command when it is called, or shown in a list."""
+    """A group that imports a command when it is called, not when it is listed."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = _Loaded()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names, in our order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the line of a list: a command with its name and help alone."""
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        return typer.core.TyperCommand(cmd_name, help=entry.help)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """Return the command that is called, imported."""
+        name, listed, rest = super().resolve_command(ctx, args)
+        if listed is None or listed.name is None:
+            return name, None, rest
+        return name, self.commands[listed.name], rest
 
 
 app = typer.Typer(

@@ -98,6 +98,31 @@ class Statistics(msgspec.Struct, kw_only=True):
         int,
         _gauge("kv_cache_cached_blocks", "blocks", "KV blocks kept for reuse without an owner."),
     ] = 0
+    num_window_blocks: Annotated[
+        int,
+        _gauge(
+            "window_blocks", "blocks", "Blocks of layers with a window, in a pool of their own."
+        ),
+    ] = 0
+    num_used_window_blocks: Annotated[
+        int, _gauge("window_used_blocks", "blocks", "Window blocks that live requests own.")
+    ] = 0
+    num_cached_window_blocks: Annotated[
+        int,
+        _gauge("window_cached_blocks", "blocks", "Window blocks kept for reuse without an owner."),
+    ] = 0
+    num_evicted_window_blocks: Annotated[
+        int, _counter("window_evictions_total", "blocks", "Kept window blocks given up for others.")
+    ] = 0
+    windowless_tokens: Annotated[
+        int,
+        _counter(
+            "prefix_cache_windowless_tokens_total",
+            "tokens",
+            "Prompt tokens whose KV was found in layers that see all tokens and computed again, as "
+            "layers with a window had given theirs up.",
+        ),
+    ] = 0
     num_state_slots: Annotated[
         int, _gauge("state_slots", "states", "Slots for states of sequences and for snapshots.")
     ] = 0
@@ -255,6 +280,22 @@ class Statistics(msgspec.Struct, kw_only=True):
     stored_tokens: Annotated[
         int, _counter("backuped_tokens_total", "tokens", "Tokens whose KV was stored.")
     ] = 0
+    stored_window_blocks: Annotated[
+        int,
+        _counter(
+            "kv_stored_window_blocks_total",
+            "blocks",
+            "Blocks of layers with a window put into the store.",
+        ),
+    ] = 0
+    loaded_window_blocks: Annotated[
+        int,
+        _counter(
+            "kv_loaded_window_blocks_total",
+            "blocks",
+            "Blocks of layers with a window read from the store.",
+        ),
+    ] = 0
     stored_states: Annotated[
         int, _counter("kv_stored_states_total", "states", "Kept states put into the store.")
     ] = 0
@@ -328,6 +369,22 @@ class Statistics(msgspec.Struct, kw_only=True):
         ),
     ] = {}
     """The reason is the code of the error, ``dropped`` or ``offline``."""
+    rail_bytes: Annotated[
+        dict[str, int],
+        _counter(
+            "kv_rail_bytes_total",
+            "bytes",
+            "Bytes read from instances over each rail, of the rails that there are now.",
+            by="rail",
+        ),
+    ] = {}
+    """A rail is a transport and the address of the other side."""
+    rail_links: Annotated[
+        dict[str, int],
+        _gauge(
+            "kv_rail_links", "links", "Connections of each rail that may carry data.", by="rail"
+        ),
+    ] = {}
 
 
 class InstanceStats(Statistics, kw_only=True):
@@ -385,6 +442,14 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     """None while no process runs."""
     num_restarts: int = 0
+    capacity_bytes: int = 0
+    """Of its memory; 0: it has not been asked yet."""
+    used_bytes: int = 0
+    num_objects: int = 0
+    """In memory and on disk, each once."""
+    disk_capacity_bytes: int = 0
+    """Files that its SSD tier may fill; 0: it has none."""
+    disk_used_bytes: int = 0
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
@@ -423,3 +488,11 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Prefill instances whose blocks it can read."""
     refusals: dict[str, str] = {}
     """Why it cannot read the others, by name: what differs, or what was the matter last."""
+    num_running: int = 0
+    """Requests in its batch; this and what follows as of its last answer, 0 while it is down."""
+    num_waiting: int = 0
+    num_loading: int = 0
+    """Requests that wait for KV from the store or another instance."""
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0

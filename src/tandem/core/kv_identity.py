@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from tandem.core.kv_layout import KVLayout
+from tandem.core.kv_layout import KVLayout, WindowLayout
 from tandem.core.state_layout import StateLayout
 
 __all__ = [
@@ -115,6 +115,9 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     states: StateLayout | None = None
     """The layout of states; None where no layer has one. Forbids: a state of another size or order
     cannot be read as ours."""
+    windows: WindowLayout | None = None
+    """The layout of the blocks of layers with a window, where they are not part of ``layout``.
+    Forbids: a block without these layers cannot be read as one that has them."""
     num_deferred_experts: NonNegativeInt = 0
     """Experts of a token whose output is added one layer later. Forbids: each layer reads other
     hidden states than without deferral."""
@@ -134,6 +137,8 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             del fields["rounding"]
         if self.states is None:
             del fields["states"]  # Caches of other models are older than the field.
+        if self.windows is None:
+            del fields["windows"]
         return _hash_fields(b"tandem-kv-identity\0", fields)
 
     @property

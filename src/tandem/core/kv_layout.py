@@ -1,5 +1,6 @@
 """The one layout of a KV block in every tier: device, host, SSD, remote."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Annotated, NamedTuple
 
@@ -14,6 +15,8 @@ __all__ = [
     "KVLayout",
     "LayerSlice",
     "MlaLayout",
+    "WindowLayout",
+    "split_layout",
 ]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -46,7 +49,8 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Version 1 of the layout.
     """
 
-    num_layers: PositiveInt
+    num_layers: Annotated[int, Meta(ge=0)]
+    """0 where no layer sees all tokens: blocks then have no memory."""
     block_size: PositiveInt = 64
     """Tokens a block holds."""
     dtype: str = "bfloat16"
@@ -188,3 +192,34 @@ class MlaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="m
 
 KVLayout = GqaLayout | MlaLayout
 """The layout of one KV block; ``kind`` tells them apart where it is encoded."""
+
+
+class WindowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The blocks of the layers that see a window, which lie in a pool of their own.
+
+    They hold as many tokens as the blocks of the other layers, and stand at the same positions.
+    """
+
+    layout: KVLayout
+    """Of a block of these layers."""
+    window: PositiveInt
+    """Tokens that a token sees, itself included; the most of all these layers."""
+    layers: tuple[int, ...]
+    """Their numbers among the layers with KV, ascending."""
+
+
+def split_layout(
+    whole: KVLayout, layers: Sequence[int], window: int
+) -> tuple[KVLayout, WindowLayout | None]:
+    """Return the layout of the layers that see all tokens, and that of the others.
+
+    Args:
+        whole: of all layers with KV.
+        layers: those with a window.
+        window: tokens that such a layer sees.
+    """
+    if not layers:
+        return whole, None
+    own = msgspec.structs.replace(whole, num_layers=len(layers))
+    rest = msgspec.structs.replace(whole, num_layers=whole.num_layers - len(layers))
+    return rest, WindowLayout(layout=own, window=window, layers=tuple(layers))

@@ -28,6 +28,8 @@ from tandem.core.kv_layout import (
     KVLayout,
     LayerSlice,
     MlaLayout,
+    WindowLayout,
+    split_layout,
 )
 from tandem.core.state_layout import StateLayout
 
@@ -49,7 +51,9 @@ __all__ = [
     "ModelSpec",
     "RoundingClass",
     "StateLayout",
+    "WindowLayout",
     "make_root_key",
+    "split_layout",
 ]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -102,6 +106,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     has_qk_norm: bool = False
     sliding_window: Annotated[int, Meta(ge=0)] = 0
     """Tokens that a token sees in layers with a window, itself included; 0 is no such layer."""
+    window_layers: tuple[int, ...] = ()
+    """Numbers of those layers among the layers with KV."""
     has_sinks: bool = False
     """Heads have a logit that takes weight and adds nothing."""
     rope_type: str = "default"

@@ -38,6 +38,7 @@ class MissReason(StrEnum):
     NOT_LOADED = "not_loaded"
     NO_ANSWER = "no_answer"
     NO_STATE = "no_state"
+    NO_WINDOW = "no_window"
 
 
 _WORDS = {
@@ -59,6 +60,8 @@ _WORDS = {
     MissReason.NO_ANSWER: "the store did not answer the lookup in time",
     MissReason.NO_STATE: "KV is there up to token {detail}, but the layers with a state have none "
     "after token {position}",
+    MissReason.NO_WINDOW: "KV of the layers that see all tokens is there up to token {detail}, but "
+    "the layers with a window have kept none of the tokens that they see after token {position}",
 }
 
 

@@ -36,6 +36,8 @@ __all__ = [
     "KvPeer",
     "KvSource",
     "NoKv",
+    "PlacedLayers",
+    "PlacedPart",
     "Pooling",
     "PrefillKv",
     "PromptLogprobs",
@@ -435,12 +437,38 @@ class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
     """The same of its slots of states; empty where the model has no state."""
     state_bytes: Annotated[int, Meta(ge=0)] = 0
     num_state_slots: Annotated[int, Meta(ge=0)] = 0
+    window_buffer: str = ""
+    """The same of its blocks of layers with a window; empty where these have none of their own."""
+    window_block_bytes: Annotated[int, Meta(ge=0)] = 0
+    num_window_blocks: Annotated[int, Meta(ge=0)] = 0
 
 
 class ClosePeer(msgspec.Struct, frozen=True):
     """Drop an instance whose blocks were read; reads in progress end without content."""
 
     name: str
+
+
+class PlacedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The matrices of one role in a layer: where they are kept, and how."""
+
+    role: str
+    """As ``MatrixPlan.role`` has it."""
+    device: str
+    weight_format: str
+    size_bytes: int
+
+
+class PlacedLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """Neighbouring layers whose matrices are kept alike."""
+
+    first: int
+    """Index of the first; -1: matrices that belong to no layer."""
+    num_layers: int
+    kind: str
+    """For people: the mixer, and what follows it."""
+    parts: list[PlacedPart]
+    """Of one layer."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -482,8 +510,14 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Slots for states of sequences and snapshots of them; 0: the model has no state."""
     state_bytes: int = 0
     """Bytes of one state."""
+    num_window_blocks: int = 0
+    """Blocks of layers with a window; 0: these have none of their own."""
+    window_block_bytes: int = 0
+    """Bytes of one such block."""
     kv_peer: KvPeer | None = None
     """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
     plan: list[tuple[str, str, str]] = []
     """Choices for this machine, each with its value and reason, as `tandem serve --dry-run` has
     them."""
+    placement: list[PlacedLayers] = []
+    """The layers, by where their matrices are kept."""

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
 
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.kv_layout import WindowLayout, split_layout
 from tandem.core.model.plan import ModelPlan
-from tandem.core.spec import KvIdentity, KVLayout
+from tandem.core.spec import KvIdentity, KVLayout, ModelSpec
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.groups.reuse import StatePolicy
+from tandem.engine.groups.windows import WindowPolicy
 from tandem.engine.kv_memory import KvExtents, KvMemory
 from tandem.engine.memory import (
     DEFAULT_FRACTION,
@@ -48,12 +53,13 @@ from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.loader import CausalModel, count_mapped_bytes, load_model, make_kv_layout
+from tandem.models.planning.places import list_placed_layers
 from tandem.models.planning.planner import plan_model
 from tandem.models.proof.require import require_proof
 from tandem.models.tokenizing.grammars import TokenTable, make_token_table
 from tandem.models.tokenizing.tokenizer import load_tokenizer
 
-__all__ = ["BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
+__all__ = ["RUNTIME_BYTES", "BuiltEngine", "EnginePlan", "build_engine", "plan_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +89,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelPlan
     layout: KVLayout
+    """Of the blocks, without the layers of ``windows``."""
+    windows: WindowLayout | None = None
+    """Of the blocks of layers with a window; None: they have none of their own."""
     config: EngineConfig
     """With ``max_model_len``, ``num_kv_blocks`` and ``threads`` filled in."""
     kv: KvPlan
@@ -125,6 +134,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{kv.size_bytes / MIB:.0f} MiB when all are used",
                 f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
             ),
+            *self._list_windows(),
             *self._list_states(),
             ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
             ("step", f"{self.config.max_batch_tokens} tokens", "engine.max_batch_tokens"),
@@ -132,6 +142,19 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
             ("order", self.config.scheduling_order, "engine.scheduling_order"),
         ]
+
+    def _list_windows(self) -> list[tuple[str, str, str]]:
+        plan, windows = self.kv.windows, self.windows
+        if plan is None or windows is None:
+            return []
+        # Without blocks of their own, these layers would be in every other block.
+        saved = (self.kv.num_blocks - plan.num_blocks) * plan.block_bytes
+        text = (
+            f"{plan.num_blocks} blocks of {self.layout.block_size} tokens in "
+            f"{windows.layout.num_layers} layers, {plan.size_bytes / MIB:.0f} MiB when all are used"
+        )
+        why = f"{plan.reason}; a window of {windows.window} tokens saves {saved / MIB:.0f} MiB"
+        return [("windows", text, why)]
 
     def _list_states(self) -> list[tuple[str, str, str]]:
         states = self.states
@@ -159,6 +182,8 @@ class BuiltEngine(NamedTuple):
     cache: PagedKvCache
     states: StateCache | None
     """None: the model has no state."""
+    windows: WindowLayout | None
+    """Of ``cache.windows``; None: there are no blocks of layers with a window alone."""
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
     experts: ExpertLog | None
@@ -166,7 +191,11 @@ class BuiltEngine(NamedTuple):
 
 
 def plan_engine(
-    model_config: ModelConfig, engine_config: EngineConfig, *, num_siblings: int = 1
+    model_config: ModelConfig,
+    engine_config: EngineConfig,
+    *,
+    num_siblings: int = 1,
+    is_shared: bool = False,
 ) -> EnginePlan:
     """Decide what 0 and ``auto`` leave open.
 
@@ -174,6 +203,7 @@ def plan_engine(
         model_config: what to load.
         engine_config: 0 where the value is to be decided here.
         num_siblings: instances that share the free memory, this one included.
+        is_shared: blocks go to a store or to other instances.
 
     Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
     """
@@ -216,6 +246,10 @@ def plan_engine(
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
+    context = engine_config.max_model_len or own
+    # An object of the store has bytes, and so has a block that another instance reads.
+    is_split = not is_shared or len(spec.window_layers) < layout.num_layers
+    layout, windows = _split_windows(spec, layout, context) if is_split else (layout, None)
     states = None
     if spec.state_layout is not None:
         states = plan_states(
@@ -233,15 +267,18 @@ def plan_engine(
         total_bytes=total,
         taken_bytes=0 if states is None else states.size_bytes,
         fraction=fraction,
+        windows=windows,
     )
     return EnginePlan(
         model=model,
         layout=layout,
+        windows=windows,
         config=msgspec.structs.replace(
             engine_config,
             max_model_len=kv.max_model_len,
             num_kv_blocks=kv.num_blocks,
             num_state_slots=0 if states is None else states.num_slots,
+            num_window_blocks=0 if kv.windows is None else kv.windows.num_blocks,
             threads=threads,
         ),
         kv=kv,
@@ -251,6 +288,15 @@ def plan_engine(
         torch_threads=torch_threads,
         torch_threads_reason=torch_reason,
     )
+
+
+def _split_windows(
+    spec: ModelSpec, layout: KVLayout, context: int
+) -> tuple[KVLayout, WindowLayout | None]:
+    """Return the layouts of the two groups of blocks; one where windows are part of the others."""
+    if spec.state_layout is not None or spec.sliding_window >= context:
+        return layout, None
+    return split_layout(layout, spec.window_layers, spec.sliding_window)
 
 
 def _check_device_weights(model: ModelPlan, free_bytes: int, left_bytes: int) -> None:
@@ -388,6 +434,7 @@ def build_engine(
     tiers: TierConfig | None = None,
     allocate: Callable[[int], KvMemory] | None = None,
     allocate_states: Callable[[int], KvMemory] | None = None,
+    allocate_windows: Callable[[int], KvMemory] | None = None,
     num_siblings: int = 1,
 ) -> BuiltEngine:
     """Load a model and make the engine that serves it.
@@ -401,11 +448,17 @@ def build_engine(
             what moves the blocks.
         allocate: makes the memory of all blocks, given its bytes; None: the device does.
         allocate_states: the same of the slots of states.
+        allocate_windows: the same of the blocks of layers with a window.
         num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
     """
-    plan = plan_engine(model_config, engine_config, num_siblings=num_siblings)
+    plan = plan_engine(
+        model_config,
+        engine_config,
+        num_siblings=num_siblings,
+        is_shared=tiers is not None or allocate is not None,
+    )
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)
@@ -416,28 +469,29 @@ def build_engine(
         # Memory of a step is not at fixed places yet, so nothing is captured.
         model.enable_hybrid(model.context.device, is_captured=False)
     spec = plan.model.spec
-    if allocate is None:
-        memory = model.context.device.map_memory(plan.kv.size_bytes)
-        blocks = memory.tensor
-    else:
-        memory = allocate(plan.kv.size_bytes)
-        blocks = memory.array
-    extents = KvExtents(
-        memory, num_blocks=plan.kv.num_blocks, block_bytes=plan.layout.bytes_per_block
-    )
-    if extents.reserve_blocks(1) < 1:
-        raise CapacityError(
-            "engine.build", "the machine has no memory left for a block of KV: free some"
-        )
-    pool = BlockPool(plan.kv.num_blocks, extents)
-    identity = model.kv_identity(plan.layout, plan.config.kv_sharing)
+    pool, blocks = _make_pool(model, plan.kv, allocate)
+    identity = model.kv_identity(plan.layout, plan.config.kv_sharing, plan.windows)
     index = PrefixIndex(pool, block_size=plan.layout.block_size, identity=identity.digest)
     planner = None
     if tiers is not None:
         planner = CostTierPlanner(
             tiers, block_size=plan.layout.block_size, block_bytes=plan.layout.bytes_per_block
         )
-    cache = model.context.make_kv_cache(plan.layout, plan.kv.num_blocks, blocks)
+    window_cache, window_policy = None, None
+    if plan.windows is not None:
+        num_windows = plan.config.num_window_blocks
+        own = None
+        if allocate_windows is not None and plan.kv.windows is not None:
+            own = allocate_windows(plan.kv.windows.size_bytes).array
+        window_cache = model.context.make_kv_cache(plan.windows.layout, num_windows, own)
+        window_policy = WindowPolicy(plan.windows.window, num_windows)
+    cache = model.context.make_kv_cache(
+        plan.layout,
+        plan.kv.num_blocks,
+        blocks,
+        windows=window_cache,
+        window_layers=() if plan.windows is None else plan.windows.layers,
+    )
     policy, states = None, None
     if plan.states is not None:
         policy = StatePolicy(
@@ -446,7 +500,7 @@ def build_engine(
         states = _make_states(model, plan.states, allocate_states)
     experts = _open_expert_log(model, plan.config.expert_trace)
     engine = Engine(
-        Scheduler(plan.config, pool, index, planner, policy),
+        Scheduler(plan.config, pool, index, planner, policy, window_policy),
         TorchRunner(
             model,
             cache,
@@ -489,11 +543,36 @@ def build_engine(
         kv_identity=identity.digest.hex(),
         num_state_slots=0 if plan.states is None else plan.states.num_slots,
         state_bytes=0 if plan.states is None else plan.states.state_bytes,
+        num_window_blocks=plan.config.num_window_blocks,
+        window_block_bytes=0 if plan.kv.windows is None else plan.kv.windows.block_bytes,
         pid=0,
         plan=plan.rows(),
+        placement=list_placed_layers(plan.model),
         load_seconds=0.0,
     )
-    return BuiltEngine(engine, info, model, identity, index, cache, states, planner, experts)
+    return BuiltEngine(
+        engine, info, model, identity, index, cache, states, plan.windows, planner, experts
+    )
+
+
+def _make_pool(
+    model: CausalModel, plan: KvPlan, allocate: Callable[[int], KvMemory] | None
+) -> tuple[BlockPool, Tensor | npt.NDArray[np.uint8] | None]:
+    """Return the pool of blocks, and their memory; None: they need none, as no layer is in them."""
+    if not plan.block_bytes:
+        return BlockPool(plan.num_blocks), None
+    if allocate is None:
+        memory = model.context.device.map_memory(plan.size_bytes)
+        blocks = memory.tensor
+    else:
+        memory = allocate(plan.size_bytes)
+        blocks = memory.array
+    extents = KvExtents(memory, num_blocks=plan.num_blocks, block_bytes=plan.block_bytes)
+    if extents.reserve_blocks(1) < 1:
+        raise CapacityError(
+            "engine.build", "the machine has no memory left for a block of KV: free some"
+        )
+    return BlockPool(plan.num_blocks, extents), blocks
 
 
 def _make_states(

@@ -26,6 +26,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(ge=0.0, le=2.0**20, description="Memory for KV, GiB; 0 = a share of what is free."),
     ] = 0.0
+    num_window_blocks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Of a model some of whose layers see a window: blocks of those layers, for "
+            "requests and kept ones; 0 = from the memory for KV.",
+        ),
+    ] = 0
     num_state_slots: Annotated[
         int,
         Meta(

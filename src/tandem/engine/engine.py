@@ -633,7 +633,9 @@ class Engine:
             ends, self._ended = self._ended, []
             plan = step.plan
             saves = [StateCopy(s.request.state_notes.slot, s.slot) for s in plan.state_saves]
-            step.message = StepInput(sequences, plan.copies, starts, ends, plan.state_loads, saves)
+            step.message = StepInput(
+                sequences, plan.copies, starts, ends, plan.state_loads, saves, plan.window_copies
+            )
             return step.message
 
     def end_step(

@@ -3,9 +3,18 @@
 from typing import NamedTuple
 
 from tandem.core.errors import ConfigError
+from tandem.core.kv_layout import WindowLayout
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.windows import count_window_blocks
 
-__all__ = ["KvPlan", "StatePlan", "check_context", "plan_kv_cache", "plan_states"]
+__all__ = [
+    "KvPlan",
+    "StatePlan",
+    "WindowPlan",
+    "check_context",
+    "plan_kv_cache",
+    "plan_states",
+]
 
 DEFAULT_FRACTION = 0.4
 """Of the free memory, when nothing is set: activations, the page cache that the weights are
@@ -14,7 +23,24 @@ mapped through, and the user's other programs need the rest."""
 SLOTS_PER_REQUEST = 4
 """The state of a running request, and as kept ones: at its last message, and of others before."""
 
+KEPT_WINDOW_TOKENS = 2048
+"""Tokens of KV for each of which there is room for one window that is kept: about a turn of a chat,
+and later prompts go on where turns end."""
+
 GIB = 1 << 30
+
+
+class WindowPlan(NamedTuple):
+    """The blocks of layers with a window that will be allocated."""
+
+    num_blocks: int
+    block_bytes: int
+    reason: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.block_bytes
 
 
 class KvPlan(NamedTuple):
@@ -26,10 +52,12 @@ class KvPlan(NamedTuple):
     max_model_len: int
     """Tokens of the longest request."""
     max_model_len_reason: str
+    windows: WindowPlan | None = None
+    """Of the layers with a window; None: they are part of the blocks."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all blocks but those of ``windows``."""
         return self.num_blocks * self.block_bytes
 
 
@@ -113,17 +141,20 @@ def plan_kv_cache(
     total_bytes: int,
     taken_bytes: int = 0,
     fraction: float = DEFAULT_FRACTION,
+    windows: WindowLayout | None = None,
 ) -> KvPlan:
     """Choose the number of blocks, and the context: the model's own, or less if it does not fit.
 
     Args:
         config: ``num_kv_blocks`` wins over ``kv_cache_gib`` wins over the default.
-        block_bytes: size of one block over all layers.
+        block_bytes: size of one block over all layers but those of ``windows``.
         own_context: positions that the model knows; ``config.max_model_len`` is at most that.
         available_bytes: memory free now, after the weights are loaded.
         total_bytes: all memory of the machine.
         fraction: of the free memory, when nothing is set.
         taken_bytes: of the default's share, by states.
+        windows: the blocks of layers with a window, for which there must be memory beside; None:
+            these layers are part of the blocks.
 
     Raises: ConfigError if the cache cannot hold one request of the context that was asked for, or
         not one block, or is larger than the machine, with what would help.
@@ -134,13 +165,14 @@ def plan_kv_cache(
     if config.num_kv_blocks:
         num_blocks, reason = config.num_kv_blocks, "engine.num_kv_blocks"
     elif config.kv_cache_gib:
-        num_blocks = int(config.kv_cache_gib * GIB) // block_bytes
+        num_blocks = _count_affordable(config, int(config.kv_cache_gib * GIB), block_bytes, windows)
         reason = "engine.kv_cache_gib"
     else:
         # More than every running request at full length could never be used by requests, but
         # an idle block still serves as prefix cache: twice that is plenty.
         useful = 2 * config.max_running * needed
-        affordable = (int(available_bytes * fraction) - taken_bytes) // block_bytes
+        budget = int(available_bytes * fraction) - taken_bytes
+        affordable = _count_affordable(config, budget, block_bytes, windows)
         num_blocks = min(useful, affordable)
         reason = (
             f"twice {config.max_running} requests of {max_model_len} tokens"
@@ -162,11 +194,58 @@ def plan_kv_cache(
             f"{block_bytes} bytes: raise --engine.kv-cache-gib or lower --max-model-len",
             field="engine.max_model_len",
         )
-    if num_blocks * block_bytes > total_bytes:
+    beside = None if windows is None else _plan_windows(config, num_blocks, windows)
+    beside_bytes = 0 if beside is None else beside.size_bytes
+    if num_blocks * block_bytes + beside_bytes > total_bytes:
         raise ConfigError(
             "engine.plan_kv_cache",
             f"{num_blocks} blocks of {block_bytes} bytes (from {reason}) are more than the "
             f"machine's {total_bytes / GIB:.1f} GiB: lower {reason}",
             field=reason,
         )
-    return KvPlan(num_blocks, block_bytes, reason, max_model_len, context_reason)
+    return KvPlan(num_blocks, block_bytes, reason, max_model_len, context_reason, beside)
+
+
+def _count_affordable(
+    config: EngineConfig, budget: int, block_bytes: int, windows: WindowLayout | None
+) -> int:
+    """Return how many blocks a budget has room for, with the windows that go with them."""
+    if windows is None:
+        return budget // block_bytes
+    own_bytes = windows.layout.bytes_per_block
+    # Never more window blocks than others; or some for requests and some for each prefix.
+    equal = budget // (block_bytes + own_bytes)
+    fixed, each = _count_windows(config, windows)
+    return max(equal, int((budget - fixed * own_bytes) / (block_bytes + each * own_bytes)))
+
+
+def _count_windows(config: EngineConfig, windows: WindowLayout) -> tuple[int, float]:
+    """Return the window blocks of running requests, and those kept for each block of the others."""
+    size = config.block_size
+    seen = count_window_blocks(windows.window, size)
+    # A step's tokens on top, twice, as the next step is planned while it runs.
+    fixed = config.max_running * (seen + 1) + 2 * -(-config.max_batch_tokens // size)
+    return fixed, seen * size / KEPT_WINDOW_TOKENS
+
+
+def _plan_windows(config: EngineConfig, num_blocks: int, windows: WindowLayout) -> WindowPlan:
+    least = count_window_blocks(windows.window, config.block_size) + 2
+    if config.num_window_blocks:
+        num_windows, reason = config.num_window_blocks, "engine.num_window_blocks"
+        if num_windows < least:
+            raise ConfigError(
+                "engine.plan_windows",
+                f"{num_windows} blocks for layers with a window of {windows.window} tokens: one "
+                f"request takes {least}",
+                field="engine.num_window_blocks",
+            )
+    else:
+        fixed, each = _count_windows(config, windows)
+        wanted = fixed + int(each * num_blocks)
+        num_windows = max(min(wanted, num_blocks), least)
+        reason = (
+            f"{config.max_running} requests, and one kept each {KEPT_WINDOW_TOKENS} tokens of KV"
+            if num_windows == wanted
+            else "as many as other blocks"
+        )
+    return WindowPlan(num_windows, windows.layout.bytes_per_block, reason)

@@ -104,9 +104,18 @@ class DeviceContext:
         layout: KVLayout,
         num_blocks: int,
         memory: torch.Tensor | memoryview | NDArray[np.uint8] | None = None,
+        windows: PagedKvCache | None = None,
+        window_layers: tuple[int, ...] = (),
     ) -> PagedKvCache:
         """Return a pool of KV blocks on the device; see ``PagedKvCache``."""
-        return PagedKvCache(layout, num_blocks, device=self.device, memory=memory)
+        return PagedKvCache(
+            layout,
+            num_blocks,
+            device=self.device,
+            memory=memory,
+            windows=windows,
+            window_layers=window_layers,
+        )
 
     def make_state_cache(
         self,

@@ -12,7 +12,7 @@ never bring another request's NaN into a sum. One thread at a time per cache.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from tandem.kernels.native import is_native, view_tensor
 
 __all__ = [
     "TORCH_DTYPES",
+    "LayerPlace",
     "PagedBatch",
     "PagedKvCache",
     "SequenceChunk",
@@ -67,6 +68,29 @@ class SequenceChunk(msgspec.Struct, frozen=True):
     it is where ``start`` is 0; read by models whose layers have one."""
     prompt_len: int = NO_OUTPUT
     """Position from which tokens are output, whether they are decoded or computed once more."""
+    window_first: int = 0
+    """Position, in blocks, of the first of ``window_blocks``."""
+    window_blocks: Sequence[int] | NDArray[np.int32] = ()
+    """Blocks of the layers with a window, where these have blocks of their own: from the first that
+    the first token sees to that of the last token."""
+
+
+class LayerPlace(NamedTuple):
+    """The place of a layer's KV in a cache."""
+
+    group: int
+    """0: the cache's own blocks; 1: those of ``PagedKvCache.windows``."""
+    layer_idx: int
+    """Of the layer within these."""
+
+
+class BatchPlaces(NamedTuple):
+    """The places of a batch's tokens in the blocks of one group; fields as of ``PagedBatch``."""
+
+    slot_blocks: Tensor
+    block_table: Tensor
+    fresh_blocks: tuple[int, ...]
+    slot_runs: tuple[tuple[int, int, int, int], ...] | None
 
 
 class PagedBatch(msgspec.Struct, frozen=True):
@@ -105,6 +129,9 @@ class PagedBatch(msgspec.Struct, frozen=True):
     """Those of sequences that begin with this step; they hold whatever they held last."""
     prompt_lens: tuple[int, ...] = ()
     """By sequence; empty where no token is output."""
+    windows: "PagedBatch | None" = None
+    """The same tokens in the blocks of the layers with a window; None where these have none of
+    their own. Blocks that no token sees are represented by one that some token sees."""
 
     @property
     def num_tokens(self) -> int:
@@ -139,15 +166,12 @@ class PagedBatch(msgspec.Struct, frozen=True):
         """
         ids: list[int] = []
         positions: list[int] = []
-        blocks: list[int] = []
         rows: list[int] = []
-        query_start, context_lens, fresh = [0], [], []
-        runs: list[tuple[int, int, int, int]] = []
+        query_start, context_lens = [0], []
         adapter_rows: dict[str, list[int]] = {}
         for chunk in sequences:
             length = len(chunk.token_ids)
             end = chunk.start + length
-            table = chunk.block_table
             _check_chunk(chunk, len(sequences), block_size)
             if chunk.wants == "last":
                 rows.append(len(ids) + length - 1)
@@ -156,38 +180,26 @@ class PagedBatch(msgspec.Struct, frozen=True):
             if chunk.adapter:
                 own = adapter_rows.setdefault(chunk.adapter, [])
                 own += range(len(ids), len(ids) + length)
-            position = chunk.start
-            while position < end:
-                block_id, offset = int(table[position // block_size]), position % block_size
-                count = min(block_size - offset, end - position)
-                row = len(blocks)
-                runs.append((block_id, offset, row, row + count))
-                blocks += [block_id] * count
-                position += count
             ids += chunk.token_ids
             positions += range(chunk.start, end)
             query_start.append(len(ids))
             context_lens.append(end)
-            if end % block_size and end - end % block_size >= chunk.start:
-                fresh.append(int(table[end // block_size]))
-        width = max((len(chunk.block_table) for chunk in sequences), default=0)
-        tables = np.empty((len(sequences), width), np.int64)
-        for row, chunk in zip(tables, sequences, strict=True):
-            row[: len(chunk.block_table)] = chunk.block_table
-            row[len(chunk.block_table) :] = chunk.block_table[0]
+        places = _find_places(
+            sequences, [(0, chunk.block_table) for chunk in sequences], block_size, device
+        )
         positions_T = torch.tensor(positions, dtype=torch.int64, device=device)
-        return cls(
+        batch = cls(
             token_ids=torch.tensor(ids, dtype=torch.int64, device=device),
             positions=positions_T,
-            slot_blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
+            slot_blocks=places.slot_blocks,
             slot_offsets=positions_T % block_size,
-            block_table=torch.from_numpy(tables).to(device),
+            block_table=places.block_table,
             logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             query_start=tuple(query_start),
             context_lens=tuple(context_lens),
-            fresh_blocks=tuple(fresh),
+            fresh_blocks=places.fresh_blocks,
             adapter_rows=adapter_rows,
-            slot_runs=tuple(runs) if len(runs) * MIN_RUN_TOKENS <= len(ids) else None,
+            slot_runs=places.slot_runs,
             block_size=block_size,
             state_slots=tuple(chunk.state_slot for chunk in sequences),
             fresh_slots=tuple(
@@ -195,6 +207,55 @@ class PagedBatch(msgspec.Struct, frozen=True):
             ),
             prompt_lens=tuple(chunk.prompt_len for chunk in sequences),
         )
+        if not any(len(chunk.window_blocks) for chunk in sequences):
+            return batch
+        windows = [(chunk.window_first, chunk.window_blocks) for chunk in sequences]
+        own = _find_places(sequences, windows, block_size, device)
+        return msgspec.structs.replace(
+            batch, windows=msgspec.structs.replace(batch, **own._asdict())
+        )
+
+
+def _find_places(
+    sequences: Sequence[SequenceChunk],
+    tables: Sequence[tuple[int, Sequence[int] | NDArray[np.int32]]],
+    block_size: int,
+    device: torch.device | str,
+) -> BatchPlaces:
+    """Return the places of tokens in the blocks of one group.
+
+    Args:
+        sequences: the tokens.
+        tables: for each, the position of its first block, and its blocks from there.
+        block_size: tokens of a block.
+        device: where the tensors lie.
+    """
+    blocks: list[int] = []
+    fresh: list[int] = []
+    runs: list[tuple[int, int, int, int]] = []
+    for chunk, (first, table) in zip(sequences, tables, strict=True):
+        position, end = chunk.start, chunk.start + len(chunk.token_ids)
+        while position < end:
+            block_id, offset = int(table[position // block_size - first]), position % block_size
+            count = min(block_size - offset, end - position)
+            row = len(blocks)
+            runs.append((block_id, offset, row, row + count))
+            blocks += [block_id] * count
+            position += count
+        if end % block_size and end - end % block_size >= chunk.start:
+            fresh.append(int(table[end // block_size - first]))
+    width = max((first + len(table) for first, table in tables), default=0)
+    rows = np.empty((len(sequences), width), np.int64)
+    for row, (first, table) in zip(rows, tables, strict=True):
+        row[:first] = table[0]
+        row[first : first + len(table)] = table
+        row[first + len(table) :] = table[0]
+    return BatchPlaces(
+        slot_blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
+        block_table=torch.from_numpy(rows).to(device),
+        fresh_blocks=tuple(fresh),
+        slot_runs=tuple(runs) if len(runs) * MIN_RUN_TOKENS <= len(blocks) else None,
+    )
 
 
 def _check_chunk(chunk: SequenceChunk, num_sequences: int, block_size: int) -> None:
@@ -212,6 +273,16 @@ def _check_chunk(chunk: SequenceChunk, num_sequences: int, block_size: int) -> N
             f"{end} tokens in {len(chunk.block_table)} blocks of {block_size}: "
             "allocate blocks up to the last token of the chunk first",
         )
+    num_window = len(chunk.window_blocks)
+    if num_window and not (
+        chunk.window_first * block_size <= chunk.start
+        and end <= (chunk.window_first + num_window) * block_size
+    ):
+        raise ShapeError(
+            where,
+            f"tokens {chunk.start} to {end} in {num_window} blocks of {block_size} from block "
+            f"{chunk.window_first} on: allocate those that the layers with a window write first",
+        )
     if chunk.wants not in ("none", "last", "all"):
         raise ShapeError(where, f"wants={chunk.wants!r}: use 'none', 'last' or 'all'")
 
@@ -228,6 +299,8 @@ class PagedKvCache:
             multiple of 64, such as an array of the transfer engine or a mapping of a peer's. Held,
             not copied. What blocks hold that are in use must be finite. A tensor is
             ``DeviceMemory`` of ``device``.
+        windows: the blocks of the layers that see a window; None: all layers are in this one.
+        window_layers: numbers of those layers among all with KV.
 
     Raises:
         ShapeError: ``memory`` is too small, not contiguous or not aligned.
@@ -242,6 +315,8 @@ class PagedKvCache:
         *,
         device: Device = CPU,
         memory: Tensor | memoryview | NDArray[np.uint8] | None = None,
+        windows: "PagedKvCache | None" = None,
+        window_layers: Sequence[int] = (),
     ) -> None:
         shape = (num_blocks, *layout.shape)
         dtype = torch.uint8 if layout.is_coded else TORCH_DTYPES[layout.dtype]
@@ -265,8 +340,12 @@ class PagedKvCache:
         self.device = device
         self.num_blocks = num_blocks
         self.tensor = tensor
+        self.windows = windows
+        self.window_layers = tuple(window_layers)
+        self.places = _place_layers(layout, windows, self.window_layers)
+        """By number among the layers with KV."""
         self.native = _view_natively(tensor, layout)
-        """The same memory as native attention takes it; None where torch attends."""
+        """The same memory as native attention takes it; None where torch attends, or no layer."""
         self._step_buffers: tuple[object, dict[tuple[object, ...], Any]] = (None, {})
         if layout.is_coded:
             size, rows_shape = layout.scale_offset, layout.layer_shape[:-1]
@@ -289,6 +368,12 @@ class PagedKvCache:
     def dtype(self) -> torch.dtype:
         """Dtype of the stored keys and values."""
         return self.tensor.dtype
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native attention takes the blocks of all layers."""
+        caches = [self] if self.windows is None else [self, self.windows]
+        return all(c.native is not None for c in caches if c.layout.num_layers)
 
     def view_bytes(self) -> NDArray[np.uint8]:
         """Return all blocks as bytes, one block after the other; the same memory.
@@ -353,6 +438,19 @@ class PagedKvCache:
         return (block_ids[None, :, None] * self.rows_per_block + kind_ids + head_ids).flatten()
 
 
+def _place_layers(
+    layout: KVLayout, windows: PagedKvCache | None, window_layers: Sequence[int]
+) -> tuple[LayerPlace, ...]:
+    counts, places = [0, 0], list[LayerPlace]()
+    num_layers = layout.num_layers + (0 if windows is None else windows.layout.num_layers)
+    for layer in range(num_layers):
+        group = int(layer in window_layers)
+        places.append(LayerPlace(group, counts[group]))
+        counts[group] += 1
+    assert counts[0] == layout.num_layers, f"{counts} layers of a cache of {layout.num_layers}"
+    return tuple(places)
+
+
 def wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device: Device) -> Tensor:
     """View the first ``size_bytes`` of somebody's memory as uint8; the tensor keeps it alive."""
     where, field = "kernels.wrap_kv_cache", "memory"
@@ -382,7 +480,7 @@ def wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device:
 
 
 def _view_natively(tensor: Tensor, layout: KVLayout) -> KvPool | None:
-    if not layout.is_coded and not is_native(tensor):
+    if not layout.num_layers or (not layout.is_coded and not is_native(tensor)):
         return None
     view, dtype, size = view_tensor(tensor), layout.dtype, layout.block_size
     if isinstance(layout, MlaLayout):

@@ -2,7 +2,7 @@
 
 Values go to bfloat16; codes to what others read too: integers to compressed-tensors, fp8 to
 DeepSeek's blocks. One matrix is in memory at a time. Everything is written to a folder beside the
-target (``_Draft``), which appears under its name when all of it is on the disk; ``config.json``,
+target (``Draft``), which appears under its name when all of it is on the disk; ``config.json``,
 without which a folder is no model, is written last.
 """
 
@@ -33,7 +33,16 @@ from tandem.models.sources.source import Progress
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["ExportReport", "export_checkpoint"]
+__all__ = [
+    "COPIED",
+    "INDEX",
+    "Draft",
+    "ExportReport",
+    "check_absent",
+    "check_room",
+    "explain_write",
+    "export_checkpoint",
+]
 
 SHARD_BYTES = 4 << 30
 MARKER = ".tandem-convert"
@@ -74,6 +83,8 @@ class ExportReport:
     """Matrices that are stored as codes now."""
     size_bytes: int
     source_bytes: int
+    note: str = ""
+    """Something that the user must know; empty if there is nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +127,7 @@ def export_checkpoint(
         weight_format = find_format(to)
     except NotFoundError as error:
         raise ConfigError("models.export", f"to {to!r}: {error.what}", field="to") from None
-    _check_absent(out)
+    check_absent(out)
     if find_gguf(checkpoint.folder) is not None:
         what = f"{checkpoint.folder.name} is GGUF: it runs as it is; convert its original"
         raise UnsupportedError("models.export", what)
@@ -133,13 +144,13 @@ def export_checkpoint(
         _check_matrices(weights, encoder)
         planned = list(_plan(weights, source, encoder))
         try:
-            with _Draft(out) as draft:
-                _check_room(out, sum(tensor.size_bytes for tensor in planned))
+            with Draft(out) as draft:
+                check_room(out, sum(tensor.size_bytes for tensor in planned))
                 _write_shards(draft.folder, planned, _Maker(source, weights, encoder))
                 _write_rest(draft.folder, checkpoint, encoder, planned)
                 draft.publish()
         except OSError as error:
-            raise _explain(error, out) from error
+            raise explain_write(error, out) from error
     return ExportReport(
         folder=str(out),
         weight_format=weight_format.name,
@@ -150,7 +161,8 @@ def export_checkpoint(
     )
 
 
-def _explain(error: OSError, out: Path) -> Exception:
+def explain_write(error: OSError, out: Path) -> Exception:
+    """Return what an error of writing a folder is to the user."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"the disk of {out} is full: free space there, or name a folder elsewhere"
         return CapacityError("models.export", what)
@@ -235,14 +247,16 @@ class _Maker:
         return tensor.contiguous()
 
 
-def _check_absent(out: Path) -> None:
+def check_absent(out: Path) -> None:
+    """Raise ConfigError if a folder is there already."""
     if out.exists() or out.is_symlink():
         raise ConfigError(
             "models.export", f"{out} is there already: name a new folder", field="out"
         )
 
 
-def _check_room(out: Path, size_bytes: int) -> None:
+def check_room(out: Path, size_bytes: int) -> None:
+    """Raise CapacityError if the disk of a folder has no room."""
     free = shutil.disk_usage(out.parent).free
     if size_bytes > free:
         raise CapacityError(
@@ -252,7 +266,7 @@ def _check_room(out: Path, size_bytes: int) -> None:
         )
 
 
-class _Draft:
+class Draft:
     """The folder beside ``out`` that a conversion writes to: its own from entry to exit.
 
     At the exit nothing is left of one that was not published. One that was killed leaves the
@@ -275,7 +289,7 @@ class _Draft:
             raise self._refuse_second()
         try:
             # Who had the lock before may have published.
-            _check_absent(self._out)
+            check_absent(self._out)
             self._empty()
         except BaseException:
             self._leave()

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from tandem._native import kernel_isas
-from tandem.core.spec import KvIdentity, KVLayout, KvSharing, ModelSpec, RoundingClass
+from tandem.core.spec import (
+    KvIdentity,
+    KVLayout,
+    KvSharing,
+    ModelSpec,
+    RoundingClass,
+    WindowLayout,
+)
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.hosted_experts import HostedExperts
 from tandem.kernels.devices import name_arithmetic
@@ -81,6 +88,7 @@ def make_kv_identity(
     layout: KVLayout,
     sharing: KvSharing,
     num_deferred_experts: int = 0,
+    windows: WindowLayout | None = None,
 ) -> KvIdentity:
     """Return the identity of the KV that a model computes.
 
@@ -92,6 +100,7 @@ def make_kv_identity(
         layout: of the whole model's blocks.
         sharing: as the user set it.
         num_deferred_experts: of a token.
+        windows: of the blocks of layers with a window, where these have blocks of their own.
     """
     formats = _list_formats(skeleton, spec.dtype)
     return KvIdentity(
@@ -101,6 +110,7 @@ def make_kv_identity(
         formats=formats,
         layout=layout,
         states=spec.state_layout,
+        windows=windows,
         num_deferred_experts=num_deferred_experts,
         sharing=sharing,
         rounding=_find_rounding_class(skeleton, spec, layout, formats),

@@ -8,7 +8,7 @@ from tandem.placement.shape import ModelShape, ShapeLayer
 
 __all__ = ["align", "draw_layers", "render_plan"]
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 BAR = 24
 
 
@@ -60,7 +60,14 @@ def _tell_speed(plan: Plan) -> list[str]:
     if rate:
         lines.append(f"users    {plan.users_at_rate:8} at {rate:g} tokens/s each")
     slots = f", {plan.state_slots} state slots" if plan.state_slots else ""
-    return [*lines, f"cache    {plan.kv_blocks:8} blocks of 64 tokens{slots}"]
+    lines.append(f"cache    {plan.kv_blocks:8} blocks of 64 tokens{slots}")
+    if plan.window_bytes:
+        saved = plan.window_saved_bytes / MIB
+        lines.append(
+            f"windows  {plan.window_bytes / MIB:8.1f} MiB a user at {plan.wishes.context} tokens, "
+            f"{saved:.1f} MiB less than without windows"
+        )
+    return lines
 
 
 def draw_layers(plan: Plan, spec: HardwareSpec, shape: ModelShape) -> list[str]:

@@ -108,6 +108,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Of 64 tokens."""
     state_slots: int
     """Sequences whose recurrent states fit; 0 where the model has none."""
+    window_bytes: int
+    """Of a user's KV in layers with a window; 0 where no layer has one."""
+    window_saved_bytes: int
+    """That a user's KV in those layers would take more, if they saw all of the context."""
     prefill_rate: float
     """Tokens of one prompt a second."""
     decode_rate: float
@@ -472,6 +476,7 @@ def make_plan(
     )
     prefill = prefill_time(spec, shape, place, efficiencies, tokens=wishes.prompt_tokens)
     states = layout.kv_tokens // wishes.context if shape.state_bytes else 0
+    kept, whole = shape.count_window_bytes(wishes.context)
     return Plan(
         model=shape.name,
         machine=spec.name,
@@ -481,6 +486,8 @@ def make_plan(
         threads=threads,
         kv_blocks=layout.kv_tokens // BLOCK_TOKENS,
         state_slots=max(wishes.users, states) if shape.state_bytes else 0,
+        window_bytes=kept,
+        window_saved_bytes=whole - kept,
         prefill_rate=wishes.prompt_tokens / prefill.seconds,
         decode_rate=wishes.users / decode.seconds,
         users_at_rate=planner.count_users(expert_format),

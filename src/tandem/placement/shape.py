@@ -122,6 +122,16 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             total += kept * (layer.kv_items * BF16_BYTES + layer.index_bytes)
         return total
 
+    def count_window_bytes(self, tokens: int) -> tuple[int, int]:
+        """Return the bytes that layers with a window keep of so many tokens, and would without."""
+        kept = whole = 0
+        for layer in self.layers:
+            if layer.window:
+                token_bytes = layer.kv_items * BF16_BYTES
+                kept += min(tokens, layer.window) * token_bytes
+                whole += tokens * token_bytes
+        return kept, whole
+
     @property
     def moe_layers(self) -> tuple[ShapeLayer, ...]:
         """Layers with routed experts."""

@@ -54,6 +54,7 @@ from tandem.server.edge.http_errors import (
 from tandem.server.engine import EngineClient
 from tandem.server.lifecycle import AdmissionGate, Lifecycle
 from tandem.server.outputs.formats import FORMATS, OutputFormat, detect_format
+from tandem.server.page.files import list_page_routes
 from tandem.server.telemetry.load_log import log_load
 from tandem.server.telemetry.metrics import ServerMetrics
 from tandem.server.telemetry.timelines import TimelineRing
@@ -150,12 +151,16 @@ def build_app(
         hosts.append(config.host)
     endpoints = list_endpoints(config)
     handlers = {each.path: _bind(context, each.handler) for each in endpoints}
+    page = list_page_routes()
     app = Starlette(
         routes=[
-            Route(each.path, _bind(context, each.handler), methods=list(each.methods))
-            for each in endpoints
+            *(
+                Route(each.path, _bind(context, each.handler), methods=list(each.methods))
+                for each in endpoints
+            ),
+            *page,
         ],
-        middleware=_make_gates(context, keys, hosts),
+        middleware=_make_gates(context, keys, hosts, [route.path for route in page]),
         exception_handlers={HTTPException: _answer_http_exception},
         lifespan=lifespan,
     )
@@ -164,7 +169,7 @@ def build_app(
 
 
 def _make_gates(
-    context: ServerContext, keys: tuple[str, ...], hosts: list[str]
+    context: ServerContext, keys: tuple[str, ...], hosts: list[str], page: list[str]
 ) -> list[Middleware]:
     config = context.config
     cors: list[Middleware] = []
@@ -184,7 +189,7 @@ def _make_gates(
         *cors,
         Middleware(AdmissionGate, lifecycle=context.lifecycle, max_in_flight=config.max_in_flight),
         Middleware(HostGate, allowed=hosts, origins=config.cors_origins),
-        Middleware(ApiKeyGate, keys=keys, admin_keys=config.admin_api_key),
+        Middleware(ApiKeyGate, keys=keys, admin_keys=config.admin_api_key, keyless_paths=page),
     ]
 
 

@@ -66,13 +66,13 @@ def test_200_requests_of_three_models_with_memory_for_two(tmp_path):
 
         def watch():
             nonlocal most_awake
-            while not over.wait(0.02):
+            while not over.wait(0.2):
                 listed = client.get("/models").json()["models"]
                 holding = [m for m in listed if m["state"] in ("waking", "awake", "draining")]
                 most_awake = max(most_awake, len(holding))
 
         def ask(number):
-            name = names[number // 10 % 3]
+            name = names[number // 25 % 3]
             body = {"model": name, "prompt": f"def f{number % 7}(", "max_tokens": 8, "seed": 1}
             reply = client.post("/v1/completions", json=body)
             assert reply.status_code == 200, reply.text

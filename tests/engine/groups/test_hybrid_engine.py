@@ -9,19 +9,8 @@ import pytest
 pytest.importorskip("torch", reason="models need the `serve` extra")
 pytest.importorskip("transformers", reason="models need the `serve` extra")
 
+from chat_engine import ChatEngine, make_prompt
 from hybrid import STATE_BYTES, save_hybrid
-
-from tandem.core.clock import MonotonicClock
-from tandem.core.wire import AddRequest, SamplingParams
-from tandem.engine.build import build_engine
-from tandem.engine.config import EngineConfig
-from tandem.models.config import ModelConfig
-
-NUM_TOKENS = 12
-
-
-def make_prompt(length, number=0):
-    return [(7 * i * i + 11 * number * i + 3 + number) % 120 + 3 for i in range(length)]
 
 
 @pytest.fixture(scope="module")
@@ -29,67 +18,19 @@ def folder(tmp_path_factory):
     return save_hybrid(tmp_path_factory.mktemp("hybrid"))
 
 
-class Chat:
-    """An engine, and a way to ask it."""
-
-    def __init__(self, folder, **settings) -> None:
-        sizes = {
-            "num_kv_blocks": 64,
-            "block_size": 16,
-            "max_batch_tokens": 64,
-            "num_state_slots": 12,
-        }
-        config = EngineConfig(**(sizes | {"max_running": 8} | settings))
-        model = ModelConfig(path=str(folder), dtype="bfloat16", packed_cache="off", proof="off")
-        self.built = build_engine(model, config, MonotonicClock())
-        self.engine = self.built.engine
-        self.num_asked = 0
-
-    def ask(self, *prompts, message_end=0):
-        """Answer prompts, all at once; tokens with their log-probabilities."""
-        sampling = SamplingParams(
-            max_tokens=NUM_TOKENS, temperature=1.0, seed=5, ignore_eos=True, logprobs=2
-        )
-        answers = {}
-        for prompt in prompts:
-            self.num_asked += 1
-            name = f"{self.num_asked}"
-            answers[name] = []
-            self.engine.add(
-                AddRequest(
-                    request_id=name, prompt_ids=prompt, sampling=sampling, message_end=message_end
-                )
-            )
-        self.cached = dict.fromkeys(answers, 0)
-        for _ in range(2000):
-            if not self.engine.has_requests:
-                break
-            for output in self.engine.step():
-                assert output.error_text is None, output.error_text
-                name = output.request_id
-                self.cached[name] = max(self.cached[name], output.cached_len)
-                answers[output.request_id] += zip(output.token_ids, output.logprobs, strict=True)
-        assert not self.engine.has_requests
-        return list(answers.values())
+def make_chat(folder, **settings):
+    return ChatEngine(folder, **({"num_state_slots": 12} | settings))
 
 
 @pytest.fixture(scope="module")
 def fresh(folder):
     """Answers of an engine that reuses nothing, one prompt at a time."""
-    chat = Chat(folder, prefix_cache=False)
-    known = {}
-
-    def ask(prompt):
-        if tuple(prompt) not in known:
-            [known[tuple(prompt)]] = chat.ask(prompt)
-        return known[tuple(prompt)]
-
-    return ask
+    return make_chat(folder, prefix_cache=False).remember()
 
 
 def test_turns_of_a_chat_go_on_from_where_the_last_message_ended(folder, fresh):
     """The template drops what was thought: the answer comes back shorter, its prompt does not."""
-    chat = Chat(folder)
+    chat = make_chat(folder)
     prompt = make_prompt(70)
     [first] = chat.ask([*prompt, 9, 8], message_end=70)
     assert first == fresh([*prompt, 9, 8])
@@ -108,8 +49,14 @@ def test_turns_of_a_chat_go_on_from_where_the_last_message_ended(folder, fresh):
     assert third == fresh([*kept, *make_prompt(5, 2)])
 
 
+def test_a_prompt_without_messages_is_taken_up_but_for_its_last_token(folder, fresh):
+    chat, prompt = make_chat(folder), make_prompt(75)
+    assert chat.ask(prompt) == chat.ask(prompt) == [fresh(prompt)]
+    assert list(chat.cached.values()) == [len(prompt) - 1]
+
+
 def test_branches_edits_and_company_change_no_bit(folder, fresh):
-    chat = Chat(folder, overlap="on")
+    chat = make_chat(folder, overlap="on")
     stem = make_prompt(90)
     prompts = [[*stem[:n], *make_prompt(20 + n % 7, n)] for n in (90, 90, 61, 40, 90)]
     for _ in range(2):
@@ -120,10 +67,10 @@ def test_branches_edits_and_company_change_no_bit(folder, fresh):
     assert stats.num_snapshots > 2
 
 
-@pytest.mark.parametrize("num_state_slots", [1, 3])
+@pytest.mark.parametrize("num_state_slots", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_few_slots_and_blocks_change_no_bit(folder, fresh, num_state_slots):
     """Requests wait for slots, are preempted and recomputed; states are given up all the time."""
-    chat = Chat(folder, num_state_slots=num_state_slots, num_kv_blocks=14, max_model_len=200)
+    chat = make_chat(folder, num_state_slots=num_state_slots, num_kv_blocks=14, max_model_len=200)
     prompts = [make_prompt(40 + 3 * i, i % 2) for i in range(6)]
     for _ in range(2):
         assert chat.ask(*prompts) == [fresh(prompt) for prompt in prompts]
@@ -133,7 +80,7 @@ def test_few_slots_and_blocks_change_no_bit(folder, fresh, num_state_slots):
 
 
 def test_memory_of_states_is_planned_and_told(folder):
-    chat = Chat(folder, num_state_slots=0, max_running=5)
+    chat = make_chat(folder, num_state_slots=0, max_running=5)
     info = chat.built.info
     assert info.state_bytes == STATE_BYTES
     assert info.num_state_slots == 4 * 5

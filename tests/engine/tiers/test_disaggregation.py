@@ -62,6 +62,7 @@ class Node:
             clock,
             allocate=None if self.exchange is None else self.exchange.allocate,
             allocate_states=None if self.exchange is None else self.exchange.allocate_states,
+            allocate_windows=None if self.exchange is None else self.exchange.allocate_windows,
         )
         self.engine = self.built.engine
         if self.exchange is not None:
@@ -72,6 +73,7 @@ class Node:
                 cache.layout,
                 cache.num_blocks,
                 states=states and states.layout,
+                windows=self.built.windows,
             )
         self.outputs = {}
         self.gate = threading.Event()

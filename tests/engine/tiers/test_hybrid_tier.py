@@ -57,13 +57,14 @@ def test_another_engine_goes_on_from_a_state_in_the_store(serve, tmp_path):
         # Half a point is a miss: a state whose blocks are not all there.
         keys = second.engine._scheduler.make_block_keys(PROMPT, "")
         identity = second.built.identity.digest.hex()
-        state = make_object_key(identity, keys[4], is_state=True)
+        state = make_object_key(identity, keys[4], "state")
         assert store.run(lambda client: client.exists(state))
         store.run(lambda client: client.remove(make_object_key(identity, keys[2])))
         assert serve(store).generate(PROMPT, seed=3) == (expected, 0)
 
 
-@pytest.mark.parametrize("is_early", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_early", [True, False])
 def test_a_decode_instance_goes_on_from_the_state_of_the_prefill(serve, model, is_early):
     """It computes nothing of the prompt, and gives the tokens of one engine alone."""
     expected = serve(None).generate(PROMPT, seed=3)[0]

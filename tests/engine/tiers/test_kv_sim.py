@@ -38,7 +38,7 @@ def run_seed(seed, num_requests=16, **changes):
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n >= 2 * GROUP)) for n in range(0, 100, GROUP)],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n > 0)) for n in range(0, 100, GROUP)],
 )
 def test_seeds(first):
     worlds = {seed: run_seed(seed) for seed in range(first, first + GROUP)}

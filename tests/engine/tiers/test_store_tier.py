@@ -21,11 +21,17 @@ from tandem.core.timeline import MissReason
 from tandem.core.wire import AddRequest, InstanceStage, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.windows import count_seen_blocks
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.pins import PinLedger
 from tandem.engine.tiers.service import TierService
-from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, make_object_key
+from tandem.engine.tiers.store_tier import (
+    BlockMemory,
+    StateMemory,
+    WindowMemory,
+    make_object_key,
+)
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, HostService, MasterService, StoreConfig
@@ -39,13 +45,14 @@ TIMEOUT_S = 60.0
 class LiveStore:
     """Master and host on a thread of their own; ``run`` runs a coroutine function with a client."""
 
-    def __init__(self, folder) -> None:
+    def __init__(self, folder, **settings) -> None:
         folder.chmod(0o700)
         self.config = StoreConfig(
             master=f"ipc://{folder}/m.sock",
             name="host",
             segment_dir=str(folder / "segments"),
             segment_bytes=2**26,
+            **settings,
         )
         self._stop = threading.Event()
         self._ready = threading.Event()
@@ -81,6 +88,15 @@ class LiveStore:
         self._thread.join(TIMEOUT_S)
 
 
+def view_windows(built):
+    """The window blocks of an engine, if layers with a window have blocks of their own."""
+    if built.windows is None:
+        return None
+    cache = built.cache.windows
+    seen = count_seen_blocks(built.windows.window, cache.layout.block_size)
+    return WindowMemory(cache.view_bytes(), cache.layout.bytes_per_block, seen)
+
+
 class Served:
     """One engine with its tier; ``generate`` asks the store first, as an instance does."""
 
@@ -109,6 +125,7 @@ class Served:
                 clock=MonotonicClock(),
                 on_load=self.built.planner.note_load,
                 states=states and StateMemory(states.view_bytes(), states.layout.bytes_per_state),
+                windows=view_windows(self.built),
             )
             self.engine.attach_transfers(self.tier)
             self.tier.start(self.engine, timeout_s=TIMEOUT_S)

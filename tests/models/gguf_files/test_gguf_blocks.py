@@ -41,7 +41,10 @@ HALVES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "MXFP4": (),
-} | dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,))
+} | dict.fromkeys(
+    ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    (0,),
+)
 """Where a block has its fp16 numbers."""
 
 
@@ -87,7 +90,9 @@ def test_codes_stand_for_the_values(kind):
         return
     groups = ours.reshape(len(ours), codes.scales.shape[1], -1)
     scales = np.abs(codes.scales.astype(np.float64))[..., None]
-    largest = {"Q2_K": 3, "Q3_K": 4, "Q4_K": 15, "Q5_K": 31, "Q6_K": 32, "IQ4_XS": 127}[kind]
+    books = {"IQ2_XXS": 43, "IQ2_XS": 43, "IQ2_S": 43, "IQ3_XXS": 62, "IQ3_S": 15}
+    others = {"Q2_K": 3, "Q3_K": 4, "Q4_K": 15, "Q5_K": 31, "Q6_K": 32, "IQ4_XS": 127}
+    largest = (books | others)[kind]
     minima = 0.0 if codes.minima is None else np.abs(codes.minima.astype(np.float64))[..., None]
     error = np.abs(groups - theirs.reshape(groups.shape))
     bound = (largest * scales + minima) * FP16_ROUNDING * 1.01 + (largest + 1) * FP16_STEP
@@ -108,8 +113,8 @@ def test_smallest_and_zero_blocks_of_mxfp4_keep_their_codes():
 
 
 def test_other_types_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"IQ2_S.*Q4_K"):
-        unpack("IQ2_S", draw_blocks("IQ2_S", 4).reshape(2, 2, -1))
+    with pytest.raises(UnsupportedError, match=r"IQ1_S.*Q4_K"):
+        unpack("IQ1_S", draw_blocks("IQ1_S", 4).reshape(2, 2, -1))
 
 
 @pytest.mark.parametrize(

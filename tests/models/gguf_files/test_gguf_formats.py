@@ -72,7 +72,8 @@ def draw_codes(weights: np.ndarray, kind: str) -> np.ndarray:
     if kind == "Q2_K":
         # As large a minimum as a scale: with 1.5 times the step, values have the mean 0.
         raw[:, :16] = (raw[:, :16] & 15) * 17
-    step = {"Q2_K": 2.0**-8, "Q3_K": 2.0**-10, "IQ4_XS": 2.0**-14}[kind]
+    steps = {"Q2_K": -8, "Q3_K": -10, "IQ4_XS": -14, "IQ3_XXS": -11, "IQ3_S": -11}
+    step = 2.0 ** steps.get(kind, -10)
     for at, factor in zip(HALVES[kind], (1.0, 1.5), strict=False):
         raw[:, at : at + 2] = np.array([step * factor], np.float16).view(np.uint8)
     return raw.reshape(*weights.shape[:-1], -1)
@@ -101,7 +102,20 @@ def compare(path: Path, open_session: Any) -> tuple[Any, float]:
     return plan, float((ours - theirs).norm() / theirs.norm())
 
 
-@pytest.mark.parametrize("kind", [*BLOCK_TYPES, "F16", "BF16"])
+SLOW = (
+    *("IQ2_XS", "IQ2_S", "IQ3_XXS"),
+    *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_NL"),
+)
+"""Types that the ones beside them are like; ``test_gguf_stored`` has all of them."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else [])
+        for kind in (*BLOCK_TYPES, "F16", "BF16")
+    ],
+)
 def test_logits_of_every_type(kind, tmp_path, open_session):
     """Attention, experts and head run from codes; the router and norms have values."""
     path = tmp_path / "model.gguf"

@@ -7,17 +7,23 @@ that ``tandem bench model --with-peers`` makes is not there: building it takes t
 
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+import tokenizers
 import torch
 from gguf_writing import write_model
 from loading import load_checkpoint
 from test_gguf_families import COMMON, MODELS, WHOLE_KV
 from test_gguf_formats import make_codes, mix
+from tokenizers import models
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tandem.bench.rivals.llama_rivals import PEERS
 from tandem.bench.rivals.peers import PeerProcess, find_peer
-from tandem.bench.serving.model import PEERS
+from tandem.models.gguf.mixtures import MIXTURES
+from tandem.models.gguf_export import export_gguf
 
 PYTHON = find_peer("llama-cpp", PEERS["llama.cpp"])
 pytestmark = [
@@ -79,7 +85,13 @@ def test_logits_are_those_of_llama_cpp(name, peer, tmp_path, open_session):
     assert float((ours - theirs).norm() / theirs.norm()) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "mixed"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS"),
+        *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "mixed"),
+    ],
+)
 def test_quantized_logits_are_those_of_llama_cpp(kind, peer, tmp_path, open_session):
     """From codes on both sides, each with its own way to code activations."""
     sizes = COMMON | {"vocab_size": 96, "hidden_size": 256, "intermediate_size": 512}
@@ -96,4 +108,43 @@ def test_quantized_logits_are_those_of_llama_cpp(kind, peer, tmp_path, open_sess
     tokens = torch.randint(4, 96, (40,), generator=torch.Generator().manual_seed(1)).tolist()
     ours = open_session(load_checkpoint(path, dtype="bfloat16")).run(tokens)
     theirs = score(peer, path, tokens)
-    assert float((ours - theirs).norm() / theirs.norm()) < 2 * TOLERANCE
+    assert float((ours - theirs).norm() / theirs.norm()) < 2.5 * TOLERANCE
+
+
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "head_dim": 64}
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_what_is_converted_is_what_llama_cpp_quantizes(
+    name, peer, checkpoint, tmp_path, open_session
+):
+    """Types and bytes of every tensor, by its own quantizer; and it runs what we wrote."""
+    folder = checkpoint(
+        "qwen3", **SIZES, vocab_size=320, num_key_value_heads=2, num_attention_heads=4
+    )
+    (folder / "tokenizer.json").write_text(tokenizers.Tokenizer(models.BPE()).to_str())
+    export_gguf(folder, name, tmp_path / "ours")
+    (ours,) = (tmp_path / "ours").glob("*.gguf")
+    plain, theirs = tmp_path / "plain.gguf", tmp_path / "theirs.gguf"
+    write_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        plain,
+        metadata=lambda writer: writer.add_tokenizer_model("no_vocab"),
+    )
+    file_type = MIXTURES[name].file_type
+    assert peer.call("quantize", path=str(plain), out=str(theirs), file_type=file_type) == 0
+    tensors = [
+        {t.name: (t.tensor_type.name, t.data.tobytes()) for t in gguf.GGUFReader(path).tensors}
+        for path in (ours, theirs)
+    ]
+    kinds = [{name: kind for name, (kind, _) in own.items()} for own in tensors]
+    assert kinds[0] == kinds[1]
+    for tensor, (_, data) in tensors[0].items():
+        # Sums in another order choose another scale where two are as good.
+        pair = [np.frombuffer(own, np.uint8) for own in (data, tensors[1][tensor][1])]
+        assert (pair[0] != pair[1]).mean() < 0.005, tensor
+    tokens = torch.randint(4, 320, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    wanted = score(peer, ours, tokens)
+    got = open_session(load_checkpoint(ours, dtype="bfloat16")).run(tokens)
+    # Eight layers, each with activations in int8 on both sides.
+    assert float((got - wanted).norm() / wanted.norm()) < 3 * TOLERANCE

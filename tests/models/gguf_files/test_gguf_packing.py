@@ -157,7 +157,7 @@ def test_what_is_no_matrix_of_blocks_is_refused(pool):
         (([("Q8_0", rows)], np.array([0, 1, 2, 3], np.int32)), ShapeError),
         (([("Q8_0", rows[:, ::2])], None), ShapeError),
         (([("Q5_1", draw("Q5_1", 4).parts[0][1])], None), UnsupportedError),
-        (([("IQ2_S", rows)], None), UnsupportedError),
+        (([("IQ1_S", rows)], None), UnsupportedError),
     ]
     for blocks, error in wrong:
         with pytest.raises(error):

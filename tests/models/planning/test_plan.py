@@ -8,6 +8,7 @@ from loading import load_checkpoint
 
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.models import plan_model, render_plan
+from tandem.models.planning.places import list_placed_layers
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "rules"
 
@@ -42,6 +43,12 @@ def test_builtin_rules_take_every_module_with_weights(model_type, checkpoint):
     text = render_plan(plan)
     assert "model.layers.* x3" in text
     assert plan.spec.dtype_reason in text
+    placed = list_placed_layers(plan)
+    assert [(each.first, each.num_layers) for each in placed] == [(0, 3), (-1, 1)]
+    sizes = [each.num_layers * part.size_bytes for each in placed for part in each.parts]
+    assert sum(sizes) == sum(matrix.size_bytes for matrix in plan.matrices)
+    assert ("experts" in placed[0].kind) == plan.spec.is_moe
+    assert {part.device for each in placed for part in each.parts} == {"cpu"}
 
 
 def test_published_file_runs_through_aliases(checkpoint, open_session):

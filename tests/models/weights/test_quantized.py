@@ -43,11 +43,11 @@ HELD = {
     "fp8 small blocks": None,
     "fp8 tensor": "fp8",
     "ct int4 g32 sym": "int4g32sym",
-    "ct int4 g32 asym": "int4g32",
+    "ct int4 g32 asym": "int4g32zp",
     "ct int4 g64 sym": "int4g64sym",
-    "ct int4 g64 asym": "int4g64",
+    "ct int4 g64 asym": "int4g64zp",
     "ct int4 g128 sym": "int4g128sym",
-    "ct int4 g128 asym": "int4g128",
+    "ct int4 g128 asym": "int4g128zp",
     "ct int8 g32": "int8g32",
     "ct int4 channel": "int4g128sym",
     "ct w8a8": "int8row",
@@ -56,15 +56,15 @@ HELD = {
     "ct fp8 tensor": "fp8",
     "ct fp8 block": "fp8",
     "gptq 4 g128": "int4g128sym",
-    "gptq 4 g32 asym": "int4g32",
+    "gptq 4 g32 asym": "int4g32zp",
     "gptq 4 g64 v2": "int4g64sym",
     "gptq 4 rows": "int4g128sym",
     "gptq 4 g32 act-order": None,
     "gptq 8 g128": "int8g128",
     "gptq 8 g32 asym": "int8g32min",
     "gptq 8 rows": "int8row",
-    "awq g128": "int4g128",
-    "awq g32": "int4g32",
+    "awq g128": "int4g128zp",
+    "awq g32": "int4g32zp",
 }
 """The format that takes the codes as they are."""
 
@@ -360,7 +360,7 @@ PUBLISHED = {
             "version": "gemm",
             "zero_point": True,
         },
-        {"mlp.up_proj": "int4g128"},
+        {"mlp.up_proj": "int4g128zp"},
     ),
 }
 """A ``quantization_config`` as it is published, and what it says of some modules of a layer."""

@@ -142,6 +142,14 @@ class Peer:
     def write_gguf(self, folder, path, kind):
         return write_gguf(folder, path, kind)
 
+    def quantize(self, path, out, file_type):
+        """Quantize a file by the library's own recipe; return its code, 0 for done."""
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.nthread = file_type, 2
+        return llama_cpp.llama_model_quantize(
+            str(path).encode(), str(out).encode(), ctypes.byref(params)
+        )
+
     def load(self, **arguments):
         """Load a model; return what the library was built for."""
         self.model = Model(**arguments)

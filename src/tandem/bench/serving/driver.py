@@ -57,6 +57,7 @@ class EngineDriver:
         linear_format: of its other matrices.
         num_adapters: that it takes; 0 is none.
         rules: a file that goes before the built-in ones.
+        packed_cache: where packed experts are kept, as ``model.packed_cache``.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class EngineDriver:
         linear_format: str = "auto",
         num_adapters: int = 0,
         rules: Path | None = None,
+        packed_cache: str = "off",
     ) -> None:
         config = EngineConfig(kv_cache_gib=1.0, max_batch_tokens=8192, max_running=64)
         model = ModelConfig(
@@ -74,7 +76,7 @@ class EngineDriver:
             dtype=dtype,
             expert_format=expert_format,
             linear_format=linear_format,
-            packed_cache="off",
+            packed_cache=packed_cache,
             rules="" if rules is None else str(rules),
         )
         built = build_engine(model, config, MonotonicClock())

@@ -22,8 +22,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from tandem import _native
 from tandem.bench.harness import BenchCase
+from tandem.bench.rivals.llama_rivals import install_llama
 from tandem.bench.rivals.peers import PeerProcess
-from tandem.bench.serving.model import QUICK_SHAPE, SHAPE, install_llama, write_random_model
+from tandem.bench.serving.model import QUICK_SHAPE, SHAPE, write_random_model
 from tandem.core.errors import UnsupportedError
 
 __all__ = ["make_cases"]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["render", "up"]
 
+LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 1800.0
 """For models to load."""
 SpecFile = Annotated[Path, typer.Argument(help="The description of the cluster, YAML.")]
@@ -82,8 +83,8 @@ def up(
         str, typer.Option(help="IP:PORT of a running Ray cluster; empty: one is started here.")
     ] = "",
     interface: Annotated[
-        str, typer.Option(help="IP address that Ray binds, if it is started here.")
-    ] = "127.0.0.1",
+        str, typer.Option(help="IP address of this machine that Ray binds; empty: loopback.")
+    ] = "",
     secret_file: Annotated[
         Path | None,
         typer.Option(help="From `tandem cluster keys`, at this path on each machine; with Ray."),
@@ -128,12 +129,13 @@ def _up_on_ray(
         import ray
 
         if address:
-            ray.init(address=address, log_to_driver=False)
+            # Ray would take the address of the machine's first interface.
+            ray.init(address=address, _node_ip_address=interface or LOOPBACK, log_to_driver=False)
         else:
             count = sum(group.launchers for group in spec.groups) + spec.servers.count
             count += 1 + spec.store.hosts if spec.store is not None else 0
             ray.init(
-                _node_ip_address=interface,
+                _node_ip_address=interface or LOOPBACK,
                 include_dashboard=False,
                 log_to_driver=False,
                 resources=dict.fromkeys(list_role_resources(spec), float(count)),

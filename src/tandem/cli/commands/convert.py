@@ -23,7 +23,10 @@ def convert(
         str, typer.Option("--format", help="Pack routed experts: int8, int4, bf16, ...")
     ] = "",
     to: Annotated[
-        str, typer.Option(help="Write a checkpoint: bf16, fp8, int8g128, int4g32, ...")
+        str,
+        typer.Option(
+            help="Write a checkpoint: bf16, fp8, int4g32, ..., or GGUF: q4_k_m, q6_k, ..."
+        ),
     ] = "",
     out: Annotated[Path | None, typer.Option(help="With --to: the folder to make.")] = None,
     packed_cache: Annotated[
@@ -48,7 +51,8 @@ def convert(
 
     `tandem serve MODEL --model.expert-format FORMAT` packs the same while it loads. An interrupted
     run of --format goes on where it was; a changed model, format or layout is packed anew. --to
-    writes safetensors that load again, here and elsewhere; interrupted, it leaves nothing behind
+    writes safetensors that load again, here and elsewhere, or a GGUF file in one of llama.cpp's
+    mixtures (q4_0 to q8_0, q2_k to q6_k, iq4_nl, iq4_xs); interrupted, it leaves nothing behind
     under the name of --out.
 
     The line of KTransformers' convert_cpu_weights.py is taken too: --input-path is MODEL,
@@ -83,13 +87,16 @@ def convert(
 
         if out is not None:
             from tandem.models.export import export_checkpoint
+            from tandem.models.gguf.mixtures import MIXTURES
+            from tandem.models.gguf_export import export_gguf
 
-            exported = export_checkpoint(resolve_folder(model), to, out, progress=show)
+            export = export_gguf if to in MIXTURES else export_checkpoint
+            exported = export(resolve_folder(model), to, out, progress=show)
             text = (
                 f"{exported.folder}: {exported.num_coded} matrices in {exported.weight_format}, "
                 f"{exported.num_tensors} tensors, {exported.size_bytes / MIB:.0f} MiB "
                 f"({exported.source_bytes / MIB:.0f} MiB before)\n"
-            )
+            ) + (exported.note and f"note: {exported.note}\n")
             fields = asdict(exported)
         else:
             from tandem.models.convert import convert_model

@@ -12,6 +12,7 @@ from tandem.core.errors import ConfigError
 
 __all__ = ["plan"]
 
+GIB = 1 << 30
 DEVICES = ("cpu", "cuda")
 """Kinds that a plan can be made for, here or for another machine."""
 
@@ -159,7 +160,26 @@ def plan(
     if json:
         print_json(msgspec.to_builtins(planned))
     else:
-        sys.stdout.write(render_plan(planned) + "\n")
+        sys.stdout.write(f"{render_plan(planned)}\n{_tell_fit(planned)}\n")
+
+
+def _tell_fit(planned: Any) -> str:
+    """Return whether a model fits the memory that is free here, and how much KV beside it."""
+    from tandem._native import read_topology
+    from tandem.engine.build import RUNTIME_BYTES
+    from tandem.engine.config import EngineConfig
+    from tandem.models.loading.loader import make_kv_layout
+
+    config = EngineConfig()
+    layout = make_kv_layout(planned.spec, config.block_size, config.kv_dtype)
+    free = read_topology().memory_available_bytes
+    left = free - planned.weight_bytes - RUNTIME_BYTES
+    here = f"of {free / GIB:.1f} GiB that are free here the weights and a process take "
+    here += f"{(free - left) / GIB:.1f}"
+    if left < 0:
+        return f"{here}: they do not fit; experts can lie on disk, which --memory SIZE plans."
+    tokens = left // max(layout.bytes_per_token, 1)
+    return f"{here}: they fit, beside KV for {tokens:,} tokens of {layout.bytes_per_token} bytes."
 
 
 def _plan_memory(

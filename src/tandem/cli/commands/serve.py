@@ -86,7 +86,13 @@ def _show_plan(settings: Config, *, json: bool) -> None:
     from tandem.engine.build import plan_engine
 
     cluster = settings.cluster
-    plan = plan_engine(settings.model, settings.engine, num_siblings=cluster.num_instances)
+    store = settings.store
+    plan = plan_engine(
+        settings.model,
+        settings.engine,
+        num_siblings=cluster.num_instances,
+        is_shared=bool(store.memory_bytes or store.master or cluster.prefill),
+    )
     rows = plan.rows()
     if cluster.num_instances > 1:
         roles = {name: getattr(cluster, name) for name in ("prefill", "decode", "unified")}
@@ -175,6 +181,7 @@ async def _announce(cluster: Any, started: Any, *, json: bool) -> None:
 
 def _describe(info: InstanceInfo) -> str:
     kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
+    kv_bytes += info.num_window_blocks * info.window_block_bytes
     return (
         f"{info.architecture}, {info.num_parameters / 1e6:.1f} M parameters in {info.dtype}, "
         f"{info.weight_bytes / 2**20:.0f} MiB; loaded in {info.load_seconds:.1f} s\n"

@@ -36,7 +36,10 @@ JOIN_NOTICE_S = 2.0
 @app.command("master")
 @with_config_flags(STORE_SETTINGS)
 def master(
-    config: ConfigFile = None, log_level: LogLevelFlag = LogLevel.INFO, **flags: Any
+    config: ConfigFile = None,
+    log_level: LogLevelFlag = LogLevel.INFO,
+    json: JsonFlag = False,
+    **flags: Any,
 ) -> None:
     """Run the master of a store until it is told to stop."""
     from tandem.store import MasterService
@@ -44,21 +47,40 @@ def master(
 
     settings = _start(config, flags, "store-master", log_level)
     service = MasterService(settings.store, settings.rpc)
+
+    def tell() -> None:
+        if json:
+            print_json({"endpoint": service.endpoint})
+        else:
+            sys.stdout.write(f"store master at {service.endpoint}\n")
+
     with asyncio.Runner(loop_factory=PollingLoop) as runner:
-        runner.run(_serve(service, lambda: f"store master at {service.endpoint}"))
+        runner.run(_serve(service, tell))
 
 
 @app.command("host")
 @with_config_flags(STORE_SETTINGS)
-def host(config: ConfigFile = None, log_level: LogLevelFlag = LogLevel.INFO, **flags: Any) -> None:
+def host(
+    config: ConfigFile = None,
+    log_level: LogLevelFlag = LogLevel.INFO,
+    json: JsonFlag = False,
+    **flags: Any,
+) -> None:
     """Offer this machine's memory to a store until told to stop; with a name, it survives that."""
     from tandem.store import HostService
     from tandem.transfer import PollingLoop
 
     settings = _start(config, flags, "store-host", log_level)
     service = HostService(settings.store, settings.rpc)
+
+    def tell() -> None:
+        if json:
+            print_json({"host": service.host.name})
+        else:
+            sys.stdout.write(f"store host {service.host.name} is up\n")
+
     with asyncio.Runner(loop_factory=PollingLoop) as runner:
-        runner.run(_serve(service, lambda: f"store host {service.host.name} is up", _join))
+        runner.run(_serve(service, tell, _join))
 
 
 @app.command("put")
@@ -93,9 +115,13 @@ def get(
     key: Key,
     file: Annotated[Path, typer.Argument(help="Where to write; - is standard output.")] = Path("-"),
     config: ConfigFile = None,
+    json: JsonFlag = False,
     **flags: Any,
 ) -> None:
     """Write the value of an object to a file or standard output."""
+    if json and str(file) == "-":
+        what = "the value goes to standard output, where --json would be mixed with it: give a FILE"
+        raise ConfigError("store.get", what, field="file")
     with _connect(config, flags) as client:
         value = client.get(key)
     if str(file) == "-":
@@ -103,6 +129,8 @@ def get(
         sys.stdout.buffer.flush()
     else:
         file.write_bytes(value)
+    if json:
+        print_json({"key": key, "file": str(file), "size_bytes": len(value)})
 
 
 @app.command("ls")
@@ -312,10 +340,10 @@ async def _join(service: "HostService") -> None:
 
 async def _serve(
     service: "AbstractAsyncContextManager[Any]",
-    describe: Callable[[], str],
+    tell: Callable[[], None],
     join: Callable[[Any], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Run until SIGTERM or SIGINT; the line on standard output is what scripts wait for.
+    """Run until SIGTERM or SIGINT; what ``tell`` writes is what scripts wait for.
 
     It comes when ``join`` returns. Ctrl-C before it breaks the command off (KeyboardInterrupt).
     """
@@ -338,7 +366,7 @@ async def _serve(
             joining.cancel()
         if not stop.is_set():
             is_up = True
-            sys.stdout.write(describe() + "\n")
+            tell()
             sys.stdout.flush()
         await stopped
     if is_interrupted:

@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from tandem.cli.asking.call import call_server
+from tandem.cli.output import JsonFlag, print_json
 from tandem.core.errors import PeerLostError
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.wire import InstanceInfo
@@ -26,6 +27,7 @@ def calibrate(
     output: Annotated[Path, typer.Argument(help="File of the calibration, YAML.")],
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[str | None, typer.Option(help="Key of the server.")] = None,
+    json: JsonFlag = False,
 ) -> None:
     """Write what a server has learnt of its steps, for tandem sim run --calibration.
 
@@ -38,6 +40,9 @@ def calibrate(
         raise PeerLostError("sim.calibrate", f"no instance of {url} serves")
     found = learn_instances(told.instances, told.instance)
     write_calibration(output, found)
+    if json:
+        print_json(found)
+        return
     for each in found.instances:
         costs = each.costs
         sys.stdout.write(

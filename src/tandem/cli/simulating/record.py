@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from tandem.cli.asking.call import call_server
+from tandem.cli.output import JsonFlag, print_json
 from tandem.core.loads.traces import BLOCK_TOKENS, TraceRow
 
 __all__ = ["record"]
@@ -35,6 +36,7 @@ def record(
     block_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of one hash; 512 in published traces.")
     ] = BLOCK_TOKENS,
+    json: JsonFlag = False,
 ) -> None:
     """Record the requests of a server as a trace: arrivals, lengths and hashes of prefixes.
 
@@ -50,6 +52,7 @@ def record(
     name = ask("start").recording
     end_s = None if seconds is None else time.monotonic() + seconds
     rows: list[TraceRow] = []
+    num_lost = 0
     try:
         while requests is None or len(rows) < requests:
             left_s = ASK_EVERY_S if end_s is None else end_s - time.monotonic()
@@ -59,10 +62,14 @@ def record(
             rows += ask("read", name).rows
         told = ask("stop", name)
         rows += told.rows
-        if told.num_lost:
-            sys.stderr.write(f"{told.num_lost} requests were lost: asked for too late\n")
+        num_lost = told.num_lost
+        if num_lost:
+            sys.stderr.write(f"{num_lost} requests were lost: asked for too late\n")
     finally:
         write_rows(output, rows)
+    if json:
+        print_json({"file": str(output), "requests": len(rows), "lost": num_lost})
+        return
     sys.stdout.write(f"{len(rows)} requests in {output}\n")
 
 

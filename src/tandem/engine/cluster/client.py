@@ -33,6 +33,7 @@ from tandem.core.instance_status import (
     InstanceRole,
     InstanceStats,
     InstanceStatus,
+    Statistics,
     sum_stats,
 )
 from tandem.core.timeline import InstanceTimeline, TimelineQuery
@@ -293,21 +294,28 @@ class ClusterClient:
     @property
     def instances(self) -> list[InstanceStatus]:
         """Every instance and its state."""
-        return [
-            InstanceStatus(
-                name=member.name,
-                role=member.role,
-                stage=member.stage,
-                pid=member.supervisor.pid,
-                num_restarts=member.supervisor.num_restarts,
-                is_draining=self._dispatcher.conductor.is_draining(member.name),
-                step_error=self._dispatcher.conductor.get_step_error(member.name),
-                step_costs=self._dispatcher.conductor.get_step_costs(member.name),
-                sources=sorted(member.sources),
-                refusals=dict(member.refusals),
-            )
-            for member in self._members
-        ]
+        return [self._describe(member) for member in self._members]
+
+    def _describe(self, member: ClusterMember) -> InstanceStatus:
+        last = Statistics() if member.info is None else member.stats_history.last
+        return InstanceStatus(
+            name=member.name,
+            role=member.role,
+            stage=member.stage,
+            pid=member.supervisor.pid,
+            num_restarts=member.supervisor.num_restarts,
+            is_draining=self._dispatcher.conductor.is_draining(member.name),
+            step_error=self._dispatcher.conductor.get_step_error(member.name),
+            step_costs=self._dispatcher.conductor.get_step_costs(member.name),
+            sources=sorted(member.sources),
+            refusals=dict(member.refusals),
+            num_running=last.num_running,
+            num_waiting=last.num_waiting,
+            num_loading=last.num_loading,
+            num_blocks=last.num_blocks,
+            num_used_blocks=last.num_used_blocks,
+            num_cached_blocks=last.num_cached_blocks,
+        )
 
     @property
     def fallbacks(self) -> dict[str, int]:

@@ -20,6 +20,11 @@ class StatsHistory:
         self._last = Statistics()
         self._incarnation = 0
 
+    @property
+    def last(self) -> Statistics:
+        """What the present run told last; zeros before it has told anything."""
+        return self._last
+
     def note(self, incarnation: int, stats: InstanceStats) -> InstanceStats:
         """Take in the stats of a run; return them with what earlier runs had counted."""
         if incarnation != self._incarnation:

@@ -58,6 +58,7 @@ class PrefillAnnouncer:
         memory: of all blocks, one after the other; borrowed.
         clock: the engine's.
         states: memory of all slots of states; None: the model has no state.
+        windows: memory of all blocks of layers with a window; None: these have none of their own.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class PrefillAnnouncer:
         memory: npt.NDArray[np.uint8],
         clock: Clock,
         states: npt.NDArray[np.uint8] | None = None,
+        windows: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         self._states = states
+        self._windows = windows
         self._engine = engine
         self._own = own
         self._memory = memory
@@ -115,6 +118,8 @@ class PrefillAnnouncer:
         question = decode_question(call.payload)
         if question.wants_state:
             return msgspec.msgpack.encode(self._tell_state(question))
+        if question.wants_windows:
+            return msgspec.msgpack.encode(self._tell_windows(question))
         if question.verify:
             # Without the lock, since it reads blocks and progress must not wait for that.
             return msgspec.msgpack.encode(self._verify(question))
@@ -210,6 +215,26 @@ class PrefillAnnouncer:
         if after is None or not after.is_held:
             return KvAnswer(run=None)
         return KvAnswer(run=question.run, is_held=True, state=(slot, checksum))
+
+    def _tell_windows(self, question: KvQuestion) -> KvAnswer:
+        """Say where the window after a prompt is, and what it is, if the prefill has ended."""
+        view = self._find_run(question)
+        if view is None:
+            return KvAnswer(run=None)
+        if not view.is_held or self._windows is None:
+            return KvAnswer(run=question.run, is_held=view.is_held)
+        size, memory = self._own.window_block_bytes, self._windows
+        window = view.request.held_window
+        told = [
+            (block_id, sum_ranges(memory[block_id * size : (block_id + 1) * size], [(0, size)]))
+            for block_id in window.blocks
+        ]
+        after = self._find_run(question)
+        if after is None or not after.is_held:
+            return KvAnswer(run=None)
+        return KvAnswer(
+            run=question.run, is_held=True, window_first=window.first, windows=tuple(told)
+        )
 
     def _find_run(self, question: KvQuestion) -> PrefillView | None:
         view = self._engine.find_prefill(question.request_id)

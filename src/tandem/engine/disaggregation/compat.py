@@ -56,4 +56,7 @@ def _compare_layouts(ours: KvPeer, theirs: KvPeer) -> list[tuple[str, str]]:
         found.append(
             ("block_bytes", f"block_bytes: {expected} by its layout, {theirs.block_bytes} there")
         )
+    if ours.window_block_bytes != theirs.window_block_bytes:
+        sizes = (ours.window_block_bytes, theirs.window_block_bytes)
+        found.append(("window_block_bytes", "window_block_bytes: {} here, {} there".format(*sizes)))
     return found

@@ -7,15 +7,17 @@ import contextlib
 
 import msgspec
 
+from tandem._native import RailState
 from tandem.core.clock import Clock
-from tandem.core.errors import TandemError
+from tandem.core.errors import NotFoundError, TandemError
 from tandem.core.instance_status import Statistics
 from tandem.core.kv_identity import KvIdentity
-from tandem.core.kv_layout import KVLayout
+from tandem.core.kv_layout import KVLayout, WindowLayout
 from tandem.core.state_layout import StateLayout
 from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.announcer import PrefillAnnouncer
 from tandem.engine.disaggregation.hand_over import ReadTarget
+from tandem.engine.disaggregation.ports import PoolKind
 from tandem.engine.disaggregation.reader_service import ReaderService
 from tandem.engine.disaggregation.transfer_port import TransferPort
 from tandem.engine.engine import Engine
@@ -26,6 +28,7 @@ __all__ = ["KvExchange"]
 
 BUFFER_NAME = "kv"
 STATE_BUFFER_NAME = "states"
+WINDOW_BUFFER_NAME = "windows"
 
 
 class KvExchange:
@@ -45,6 +48,7 @@ class KvExchange:
         self.transfer = TransferEngine(msgspec.structs.replace(config, name=name))
         self._buffer: Buffer | None = None
         self._state_buffer: Buffer | None = None
+        self._window_buffer: Buffer | None = None
         self.reader: ReaderService | None = None
         """None before ``attach``."""
         self.announcer: PrefillAnnouncer | None = None
@@ -56,6 +60,28 @@ class KvExchange:
     def counters(self) -> Statistics:
         """Of reads; zeros where nothing is read."""
         return Statistics() if self.reader is None else self.reader.counters
+
+    @property
+    def rails(self) -> Statistics:
+        """Bytes and live connections of each way to the instances that are read now."""
+        moved: dict[str, int] = {}
+        links: dict[str, int] = {}
+        if self.transfer.is_closed:
+            return Statistics()
+        core = self.transfer.core
+        for segment_id, address in self.transfer.peer_addresses.items():
+            try:
+                counters, lanes = core.counters(segment_id), core.rails(segment_id)
+            except NotFoundError:
+                continue  # Closed meanwhile.
+            for (transport, _, what), count in counters.items():
+                if what == "bytes":
+                    rail = f"{transport} {address}"
+                    moved[rail] = moved.get(rail, 0) + count
+            healthy = sum(lane.state == RailState.HEALTHY for lane in lanes)
+            if lanes:
+                links[f"tcp {address}"] = healthy
+        return Statistics(rail_bytes=moved, rail_links=links)
 
     def allocate(self, nbytes: int) -> Buffer:
         """Make the memory of the blocks: others may read it, never write.
@@ -72,6 +98,11 @@ class KvExchange:
         self._state_buffer = self.transfer.allocate(nbytes, name=STATE_BUFFER_NAME, remote="read")
         return self._state_buffer
 
+    def allocate_windows(self, nbytes: int) -> Buffer:
+        """Make the memory of the blocks of layers with a window, as that of states."""
+        self._window_buffer = self.transfer.allocate(nbytes, name=WINDOW_BUFFER_NAME, remote="read")
+        return self._window_buffer
+
     def attach(
         self,
         engine: Engine,
@@ -80,6 +111,7 @@ class KvExchange:
         num_blocks: int,
         tiers: BlockTransfers | None = None,
         states: StateLayout | None = None,
+        windows: WindowLayout | None = None,
     ) -> None:
         """Start both sides, and name them to the engine; before its first step.
 
@@ -90,6 +122,8 @@ class KvExchange:
             num_blocks: in the pool.
             tiers: takes the loads that come from no instance; None: there is none.
             states: layout of the states in ``allocate_states``; None: the model has none.
+            windows: of the blocks in ``allocate_windows``; None: layers with a window have no
+                blocks of their own.
         """
         assert self._buffer is not None, "allocate() comes first"
         memory = self._buffer.array
@@ -103,21 +137,37 @@ class KvExchange:
             num_blocks=num_blocks,
             buffer=BUFFER_NAME,
         )
-        state_memory = None
+        pools: dict[PoolKind, Buffer] = {"kv": self._buffer}
+        state_memory = window_memory = None
         if states is not None and self._state_buffer is not None:
             state_memory = self._state_buffer.array
+            pools["states"] = self._state_buffer
             own = msgspec.structs.replace(
                 own,
                 state_buffer=STATE_BUFFER_NAME,
                 state_bytes=states.bytes_per_state,
                 num_state_slots=state_memory.nbytes // states.bytes_per_state,
             )
+        if windows is not None and self._window_buffer is not None:
+            window_memory = self._window_buffer.array
+            pools["windows"] = self._window_buffer
+            size = windows.layout.bytes_per_block
+            own = msgspec.structs.replace(
+                own,
+                window_buffer=WINDOW_BUFFER_NAME,
+                window_block_bytes=size,
+                num_window_blocks=window_memory.nbytes // size,
+            )
         self.peer = own
-        self.announcer = PrefillAnnouncer(engine, own, memory, self._clock, state_memory)
+        self.announcer = PrefillAnnouncer(
+            engine, own, memory, self._clock, state_memory, window_memory
+        )
         self.transfer.serve_calls(self.announcer.handle_calls)
         engine.attach_listener(self.announcer)
-        port = TransferPort(self.transfer, self._buffer, self._state_buffer)
-        target = ReadTarget(port, memory, own, self._clock, Statistics(), state_memory)
+        port = TransferPort(self.transfer, pools)
+        target = ReadTarget(
+            port, memory, own, self._clock, Statistics(), state_memory, window_memory
+        )
         self.reader = ReaderService(target, engine)
         parts = (self.reader,) if tiers is None else (tiers, self.reader)
         engine.attach_transfers(TransfersBySource(parts))

@@ -29,7 +29,7 @@ from tandem.engine.disaggregation.messages import (
 )
 from tandem.engine.disaggregation.peers import OpenPeer
 from tandem.engine.disaggregation.ports import PeerPort, PoolRange
-from tandem.engine.scheduling.blocks import find_state_slot
+from tandem.engine.scheduling.blocks import find_state_slot, find_window_block, is_full_block
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.request import Request
 
@@ -59,6 +59,8 @@ class ReadTarget:
     counters: Statistics
     states: npt.NDArray[np.uint8] | None = None
     """All slots of states of this instance; None: the model has none."""
+    windows: npt.NDArray[np.uint8] | None = None
+    """All its blocks of layers with a window; None: these have none of their own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +99,9 @@ class HandOver:
         self._until_s = request.load.wait_until_s
         self._source_id = request.prefill_kv.handle.request_id
         self._digest = digest_prompt(request)
-        self._pending = [_Pending(load) for load in loads if load.block_id >= 0]
-        self._state = next((load for load in loads if load.block_id < 0), None)
+        self._pending = [_Pending(load) for load in loads if is_full_block(load.block_id)]
+        self._windows = [x for x in loads if find_window_block(x.block_id) is not None]
+        self._state = next((x for x in loads if find_state_slot(x.block_id) is not None), None)
         self._take = take
         self._all_layers = target.own.layout.num_layers
         self._run: Run | None = None
@@ -122,6 +125,49 @@ class HandOver:
                     break  # Asked again, the instance reports its state.
         if self._state is not None:
             await self._read_state(self._state)
+        if self._windows:
+            await self._read_windows(self._windows)
+
+    async def _read_windows(self, loads: Sequence[BlockLoad]) -> None:
+        """Read what layers with a window see of the prompt, once the prefill has ended."""
+        target, facts = self._target, self._peer.facts
+        size, memory = target.own.window_block_bytes, target.windows
+        assert memory is not None, "a window block of a model without one"
+        while not self._answer.is_held:
+            self._note(await self._ask_until_answered())
+        before = await self._ask_windows()
+        # Of each load: our block, theirs and its sum.
+        read: list[tuple[int, int, int]] = []
+        for load in loads:
+            place, ours = load.position - before.window_first, find_window_block(load.block_id)
+            if not 0 <= place < len(before.windows) or ours is None:
+                raise NotFoundError("kv_peer.ask", "the prefill holds no such window")
+            block_id, checksum = before.windows[place]
+            if block_id >= facts.num_window_blocks:
+                raise CorruptionError("kv_peer.ask", f"{facts.name} answers nonsense")
+            read.append((ours, block_id, checksum))
+        ranges = [
+            PoolRange(ours * size, theirs * size, size, "windows") for ours, theirs, _ in read
+        ]
+        begin_s = target.clock.now_s()
+        deadline_s = min(READ_DEADLINE_S, self._remaining_s())
+        await target.port.read(self._peer.pool, ranges, deadline_s=deadline_s)
+        target.counters.peer_read_exposed_seconds += target.clock.now_s() - begin_s
+        target.counters.peer_read_bytes += size * len(ranges)
+        after = await self._ask_windows()
+        self._remaining_s()
+        if (after.window_first, after.windows) != (before.window_first, before.windows):
+            raise NotFoundError("kv_peer.read", "the prefill has let its window go")
+        for ours, _, checksum in read:
+            own = memory[ours * size : (ours + 1) * size]
+            if checksum != sum_ranges(own, [(0, size)]):
+                raise CorruptionError("kv_peer.read", "the window is not what the prefill has")
+        self._take(list(loads))
+
+    async def _ask_windows(self) -> KvAnswer:
+        """Ask for the window of the run whose blocks were taken."""
+        deadline_s = min(CALL_DEADLINE_S, self._remaining_s())
+        return await self._ask(deadline_s, wants_windows=True)
 
     async def _read_state(self, load: BlockLoad) -> None:
         """Read the state after the prompt, once the prefill has ended, and take it."""
@@ -134,7 +180,7 @@ class HandOver:
         before = await self._ask_state()
         if before.state is None or before.state[0] >= facts.num_state_slots:
             raise NotFoundError("kv_peer.ask", "the prefill holds no state")
-        read = PoolRange(slot * size, before.state[0] * size, size, is_state=True)
+        read = PoolRange(slot * size, before.state[0] * size, size, "states")
         begin_s = target.clock.now_s()
         deadline_s = min(READ_DEADLINE_S, self._remaining_s())
         await target.port.read(self._peer.pool, [read], deadline_s=deadline_s)
@@ -169,7 +215,12 @@ class HandOver:
                 self._remaining_s()
 
     async def _ask(
-        self, deadline_s: float, verify: tuple[int, ...] = (), *, wants_state: bool = False
+        self,
+        deadline_s: float,
+        verify: tuple[int, ...] = (),
+        *,
+        wants_state: bool = False,
+        wants_windows: bool = False,
     ) -> KvAnswer:
         own = self._target.own
         question = KvQuestion(
@@ -180,6 +231,7 @@ class HandOver:
             seen=(self._answer.num_complete, self._answer.num_layers),
             verify=verify,
             wants_state=wants_state,
+            wants_windows=wants_windows,
             wait_s=deadline_s,
             layout=own.layout,
             first_head=own.first_head,

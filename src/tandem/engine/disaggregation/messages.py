@@ -40,6 +40,8 @@ class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """How long the asker waits for the answer; after that the question may be forgotten."""
     wants_state: bool = False
     """Tell the state too: answered at once, as for ``verify``."""
+    wants_windows: bool = False
+    """Tell the blocks of layers with a window, instead: answered at once."""
     layout: KVLayout
     first_head: NonNegativeInt = 0
     """What the asker's blocks hold, for ``verify``."""
@@ -64,6 +66,11 @@ class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
     state: tuple[NonNegativeInt, NonNegativeInt] | None = None
     """The slot with the state after the prompt, and the CRC-32C of it; None: it was not asked for,
     or the prefill has not ended."""
+    window_first: NonNegativeInt = 0
+    """Position of the first of ``windows``, in blocks."""
+    windows: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
+    """The blocks of layers with a window that the token after the prompt sees, and the CRC-32C of
+    each; empty: they were not asked for, or the prefill has not ended."""
     verified: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
     """For each position of ``verify``: which block is there now (equal ones are merged), and the
     CRC-32C of the asker's heads in it, in the order of the asker's layout."""

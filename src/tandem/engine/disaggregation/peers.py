@@ -17,7 +17,7 @@ from tandem.core.errors import (
 from tandem.core.wire import KvPeer
 from tandem.engine.disaggregation.compat import check_peer
 from tandem.engine.disaggregation.head_slices import ByteRange, HeldHeads, map_blocks
-from tandem.engine.disaggregation.ports import PeerPort, RemotePool
+from tandem.engine.disaggregation.ports import PeerPort, PoolKind, RemotePool
 
 __all__ = ["KvPeers", "OpenPeer"]
 
@@ -124,7 +124,7 @@ class KvPeers:
         for address in facts.addresses:
             try:
                 pool = await self._port.open(
-                    address, facts.buffer, facts.state_buffer, deadline_s=OPEN_DEADLINE_S
+                    address, _list_buffers(facts), deadline_s=OPEN_DEADLINE_S
                 )
             except TandemError as failure:
                 error = failure
@@ -141,6 +141,15 @@ class KvPeers:
         peer = self._peers.pop(name, None)
         if peer is not None:
             peer.pool.close()
+
+
+def _list_buffers(facts: KvPeer) -> dict[PoolKind, str]:
+    names: dict[PoolKind, str] = {
+        "kv": facts.buffer,
+        "states": facts.state_buffer,
+        "windows": facts.window_buffer,
+    }
+    return {kind: name for kind, name in names.items() if name}
 
 
 def _check_pool(pool: RemotePool, facts: KvPeer) -> None:

@@ -3,12 +3,15 @@
 ``transfer_port`` is the real one, over the transfer engine; the simulated world has its own.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 from tandem.core.errors import TandemError
 
-__all__ = ["IncomingCall", "PeerPort", "PoolRange", "RemotePool"]
+__all__ = ["IncomingCall", "PeerPort", "PoolKind", "PoolRange", "RemotePool"]
+
+PoolKind = Literal["kv", "states", "windows"]
+"""The kind of what a pool holds: blocks, slots of states, blocks of layers with a window."""
 
 
 class PoolRange(NamedTuple):
@@ -19,12 +22,12 @@ class PoolRange(NamedTuple):
     remote: int
     """Offset in the peer's."""
     length: int
-    is_state: bool = False
-    """Both offsets are in the pools of states."""
+    kind: PoolKind = "kv"
+    """Of the pools that both offsets are in."""
 
 
 class RemotePool(Protocol):
-    """The blocks of one run of another instance. Owned by who opened it."""
+    """The pools of one run of another instance. Owned by who opened it."""
 
     @property
     def name(self) -> str:
@@ -38,7 +41,7 @@ class RemotePool(Protocol):
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """Bytes of the blocks."""
         ...
 
     @property
@@ -55,14 +58,13 @@ class PeerPort(Protocol):
     """Reads the pools of other instances into ours."""
 
     async def open(
-        self, address: str, buffer: str, states: str = "", *, deadline_s: float
+        self, address: str, buffers: Mapping[PoolKind, str], *, deadline_s: float
     ) -> RemotePool:
         """Connect to an instance. Cancelled, it leaves nothing open.
 
         Args:
             address: of its transfer engine.
-            buffer: name of its pool.
-            states: name of its pool of states; empty for none.
+            buffers: names of its pools.
             deadline_s: seconds from now.
 
         Raises: PeerLostError; DeadlineError; PermissionDeniedError; NotFoundError.

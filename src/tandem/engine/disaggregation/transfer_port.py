@@ -5,10 +5,10 @@ Awaited on one event loop; connecting waits on another thread.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tandem.core.errors import TandemError
-from tandem.engine.disaggregation.ports import PoolRange, RemotePool
+from tandem.engine.disaggregation.ports import PoolKind, PoolRange, RemotePool
 from tandem.transfer import Buffer, Op, Segment, TransferEngine
 
 __all__ = ["OpenedPool", "TransferPort"]
@@ -20,21 +20,20 @@ class OpenedPool:
     Args:
         transfer: that opened it.
         segment: owned.
-        buffer: name of the buffer.
-        states: the same of the states'; empty for none.
+        buffers: names of its buffers, that of the blocks among them.
 
     Raises: NotFoundError; PeerLostError; DeadlineError.
     """
 
     def __init__(
-        self, transfer: TransferEngine, segment: Segment, buffer: str, states: str = ""
+        self, transfer: TransferEngine, segment: Segment, buffers: Mapping[PoolKind, str]
     ) -> None:
-        self.state_start = segment.buffer(states).offset if states else 0
-        offered = segment.buffer(buffer)
+        found = {kind: segment.buffer(name) for kind, name in buffers.items()}
+        self.starts = {kind: buffer.offset for kind, buffer in found.items()}
+        offered = found["kv"]
         self.segment = segment
         self.name = segment.name
         self.epoch = transfer.core.segment_epoch(segment.id)
-        self.start = offered.offset
         self.length = offered.length
         self.can_read = offered.can_read
 
@@ -49,23 +48,19 @@ class TransferPort:
 
     Args:
         transfer: borrowed.
-        pool: all blocks of this instance, registered with ``transfer``.
-        states: its slots of states, too; None: the model has no state.
+        pools: all that this instance has, registered with ``transfer``.
     """
 
-    def __init__(
-        self, transfer: TransferEngine, pool: Buffer, states: Buffer | None = None
-    ) -> None:
+    def __init__(self, transfer: TransferEngine, pools: Mapping[PoolKind, Buffer]) -> None:
         self._transfer = transfer
-        self._states = states
-        self._pool = pool
+        self._pools = pools
 
     async def open(
-        self, address: str, buffer: str, states: str = "", *, deadline_s: float
+        self, address: str, buffers: Mapping[PoolKind, str], *, deadline_s: float
     ) -> OpenedPool:
         """See ``PeerPort.open``."""
         opening = asyncio.get_running_loop().run_in_executor(
-            None, self._connect, address, buffer, states, deadline_s
+            None, self._connect, address, buffers, deadline_s
         )
         try:
             return await asyncio.shield(opening)
@@ -83,15 +78,14 @@ class TransferPort:
     ) -> None:
         """See ``PeerPort.read``."""
         assert isinstance(pool, OpenedPool), pool
-        starts = (pool.start, pool.state_start)
         await self._transfer.submit_ranges(
             Op.READ,
             pool.segment,
             [
                 (
-                    self._find_pool(each),
+                    self._pools[each.kind],
                     each.local,
-                    starts[each.is_state] + each.remote,
+                    pool.starts[each.kind] + each.remote,
                     each.length,
                 )
                 for each in ranges
@@ -99,15 +93,12 @@ class TransferPort:
             deadline_s=deadline_s,
         )
 
-    def _find_pool(self, part: PoolRange) -> Buffer:
-        pool = self._states if part.is_state else self._pool
-        assert pool is not None, "a state of a model without one"
-        return pool
-
-    def _connect(self, address: str, buffer: str, states: str, deadline_s: float) -> OpenedPool:
+    def _connect(
+        self, address: str, buffers: Mapping[PoolKind, str], deadline_s: float
+    ) -> OpenedPool:
         segment = self._transfer.open(address, deadline_s=deadline_s)
         try:
-            return OpenedPool(self._transfer, segment, buffer, states)
+            return OpenedPool(self._transfer, segment, buffers)
         except TandemError:
             segment.close()
             raise

@@ -180,7 +180,7 @@ class Instance:
         if self._tier is not None:
             parts += [self._tier.counters, Statistics(store_links={self._tier.state: 1})]
         if self._exchange is not None:
-            parts.append(self._exchange.counters)
+            parts += [self._exchange.counters, self._exchange.rails]
         return sum_stats(self._stage.stage, parts)
 
     def _forget_peer(self, peer: Peer, error: TandemError) -> None:
@@ -262,13 +262,14 @@ class Instance:
 
         tiers = None if self._spec.store is None else self._spec.tiers
         clock = MonotonicClock()
-        allocate = allocate_states = None
+        allocate = allocate_states = allocate_windows = None
         if self._spec.transfer is not None:
             from tandem.engine.disaggregation.exchange import KvExchange
 
             self._exchange = KvExchange(self._spec.name, self._spec.transfer, clock)
             allocate = self._exchange.allocate
             allocate_states = self._exchange.allocate_states
+            allocate_windows = self._exchange.allocate_windows
         built = build_engine(
             self._spec.model,
             self._spec.engine,
@@ -277,6 +278,7 @@ class Instance:
             tiers=tiers,
             allocate=allocate,
             allocate_states=allocate_states,
+            allocate_windows=allocate_windows,
             num_siblings=self._spec.num_siblings,
         )
         adapters, loaded, failures = self._load_adapters(built)
@@ -291,6 +293,7 @@ class Instance:
                 cache.num_blocks,
                 self._tier,
                 None if built.states is None else built.states.layout,
+                built.windows,
             )
         if self._spec.kv_events.endpoint:
             layout = built.cache.layout
@@ -352,10 +355,17 @@ class Instance:
     def _open_tier(
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
     ) -> None:
+        from tandem.engine.groups.windows import count_seen_blocks
         from tandem.engine.tiers.service import TierService
-        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory
+        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, WindowMemory
 
-        layout = built.cache.layout
+        layout, windows = built.cache.layout, None
+        if built.windows is not None and built.cache.windows is not None:
+            windows = WindowMemory(
+                built.cache.windows.view_bytes(),
+                built.windows.layout.bytes_per_block,
+                count_seen_blocks(built.windows.window, layout.block_size),
+            )
         tier = TierService(
             store,
             self._spec.rpc,
@@ -367,6 +377,7 @@ class Instance:
             states=None
             if built.states is None
             else StateMemory(built.states.view_bytes(), built.states.layout.bytes_per_state),
+            windows=windows,
         )
         built.engine.attach_transfers(tier)
         tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)

@@ -18,6 +18,7 @@ from tandem.core.instance_status import StoreStatus
 from tandem.engine.process.child_process import end_child, start_child, write_settings
 from tandem.rpc import RpcConfig, make_runtime_dir
 from tandem.store.config import StoreConfig
+from tandem.store.messages import StoreStatus as MasterStatus
 from tandem.store.process import READY, StoreProcessSpec
 from tandem.store.services.connect import watch_master
 
@@ -62,6 +63,8 @@ class StoreChild:
         self._serves = False
         self._loss = ""
         """Why the last process is gone."""
+        self._fill = StoreStatus(stage="starting")
+        """What its master said last of space; a restarted one has its objects still."""
         self.store = store
         """What clients need; complete once entered."""
 
@@ -79,6 +82,11 @@ class StoreChild:
             detail=self._loss,
             pid=self.pid,
             num_restarts=self.num_restarts,
+            capacity_bytes=self._fill.capacity_bytes,
+            used_bytes=self._fill.used_bytes,
+            num_objects=self._fill.num_objects,
+            disk_capacity_bytes=self._fill.disk_capacity_bytes,
+            disk_used_bytes=self._fill.disk_used_bytes,
         )
 
     async def __aenter__(self) -> Self:
@@ -106,6 +114,17 @@ class StoreChild:
             await asyncio.gather(self._supervision, return_exceptions=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _note_fill(self, status: MasterStatus) -> None:
+        disks = [host.disk for host in status.hosts if host.disk is not None]
+        self._fill = StoreStatus(
+            stage="serving",
+            capacity_bytes=sum(host.capacity_bytes for host in status.hosts),
+            used_bytes=sum(host.used_bytes for host in status.hosts),
+            num_objects=status.num_objects,
+            disk_capacity_bytes=sum(disk.capacity_bytes for disk in disks),
+            disk_used_bytes=sum(disk.used_bytes for disk in disks),
+        )
 
     async def _supervise(self, started: "asyncio.Future[None]") -> None:
         pause_s = RESTART_PAUSE_S
@@ -152,7 +171,7 @@ class StoreChild:
                 if not started.done():
                     started.set_result(None)
                 logger.info("event=store_serves pid=%d restarts=%d", process.pid, self.num_restarts)
-                watching = asyncio.create_task(watch_master(self.store, self._rpc))
+                watching = asyncio.create_task(watch_master(self.store, self._rpc, self._note_fill))
                 await asyncio.wait((exited, watching), return_when=asyncio.FIRST_COMPLETED)
                 if not exited.done():
                     is_lost = True

@@ -131,6 +131,8 @@ class Admission:
         state = self._state
         if state.states is not None and not state.states.can_start():
             return False
+        if state.windows is not None and not state.windows.can_start(request, match, state.running):
+            return False
         # No preemption frees committed blocks: running requests must reach full length without it.
         committed = state.count_committed() - state.loads.count_releasable(request)
         if request.prefill_lease_s is not None:
@@ -159,6 +161,8 @@ class Admission:
         if state.states is not None:
             state.states.start(plan, request, match, state.waiting[:MAX_CANDIDATES])
         shared = state.prefix.attach(request, match)
+        if state.windows is not None:
+            state.windows.start(plan, request, match)
         num_tokens = state.limit_chunk(request, num_tokens)
         # Loads still in progress come too late.
         state.loads.give_up(request)
@@ -184,7 +188,11 @@ class Admission:
             counters.num_prefix_queries += 1
             counters.prefix_query_tokens += request.prompt_len
             counters.prefix_hit_tokens += match.num_tokens
-            counters.stateless_tokens += max(match.num_kv_tokens - match.num_tokens, 0)
+            num_lost = max(match.num_kv_tokens - match.num_tokens, 0)
+            if state.windows is None:
+                counters.stateless_tokens += num_lost
+            else:
+                counters.windowless_tokens += num_lost
             counters.store_hit_tokens += report.num_loaded_tokens
 
 

@@ -25,8 +25,14 @@ __all__ = [
     "BlockPool",
     "KeyedBlock",
     "find_state_slot",
+    "find_window_block",
+    "is_full_block",
     "make_state_id",
+    "make_window_id",
 ]
+
+WINDOW_BASE = 1 << 30
+"""Numbers by which transfers know window blocks begin here: no pool has so many blocks."""
 
 
 class BlockCopy(NamedTuple):
@@ -51,8 +57,23 @@ def find_state_slot(block_id: int) -> int | None:
     return -1 - block_id if block_id < 0 else None
 
 
+def make_window_id(block_id: int) -> int:
+    """Return the number by which transfers know a block of the layers with a window."""
+    return WINDOW_BASE + block_id
+
+
+def find_window_block(block_id: int) -> int | None:
+    """Return the block of layers with a window that a number stands for; None: it is another's."""
+    return block_id - WINDOW_BASE if block_id >= WINDOW_BASE else None
+
+
+def is_full_block(block_id: int) -> bool:
+    """Say whether a number is that of a block of the layers that see all tokens."""
+    return 0 <= block_id < WINDOW_BASE
+
+
 class KeyedBlock(NamedTuple):
-    """A full block of the prefix index, or a kept state, for a lower tier to store.
+    """A full block of the prefix index, its window block, or a kept state, for a lower tier.
 
     Not pinned: a copier asks ``Scheduler.is_unchanged`` afterwards, and discards the copy
     if the block has been given to another request meanwhile.
@@ -61,7 +82,7 @@ class KeyedBlock(NamedTuple):
     key: bytes
     """Names the tokens up to its end."""
     block_id: int
-    """Or ``make_state_id`` of the slot."""
+    """Or ``make_state_id`` of the slot, or ``make_window_id`` of the block."""
     generation: int
     """``BlockPool.get_generation`` when the block was reported."""
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from tandem.engine.groups.reuse import StateReuse
+from tandem.engine.groups.windows import WindowReuse
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.request import Request
@@ -22,11 +23,17 @@ class BlockHolds:
         pool: of the blocks.
         index: over that pool; learns when held blocks become evictable.
         states: whose slots held requests keep; None: the model has no state.
+        windows: whose blocks they keep too; None: layers with a window have none of their own.
     """
 
     def __init__(
-        self, pool: BlockPool, index: PrefixIndex, states: StateReuse | None = None
+        self,
+        pool: BlockPool,
+        index: PrefixIndex,
+        states: StateReuse | None = None,
+        windows: WindowReuse | None = None,
     ) -> None:
+        self._windows = windows
         self._pool = pool
         self._index = index
         self._states = states
@@ -51,6 +58,8 @@ class BlockHolds:
         assert request_id not in self._holds, f"request {request_id} is held already"
         for block_id in request.held_blocks:
             self._pool.retain(block_id)
+        if self._windows is not None:
+            self._windows.hold(request)
         self._holds[request_id] = (request, until_s)
         self.num_pinned += len(request.held_blocks)
 
@@ -66,6 +75,8 @@ class BlockHolds:
             return False
         request = hold[0]
         block_ids = request.held_blocks
+        if self._windows is not None:
+            self._windows.release_hold(request)
         self._index.release(block_ids)
         if self._states is not None:
             self._states.release(request, request.prompt_len, is_sound=True)
@@ -81,6 +92,10 @@ class BlockHolds:
     def list_slots(self) -> Sequence[int]:
         """Return the slots of states held here; for checks."""
         return [request.state_notes.slot for request, _ in self._holds.values()]
+
+    def list_window_blocks(self) -> Sequence[int]:
+        """Return the blocks of layers with a window held here; for checks."""
+        return [b for request, _ in self._holds.values() for b in request.held_window.blocks]
 
     def list_references(self) -> Sequence[int]:
         """Return the block ids referenced here, one entry for each reference; for checks."""

@@ -154,6 +154,8 @@ class Lifecycle:
         # Sources before tables: the LRU order wants leaves first.
         for copy in plan.copies:
             state.prefix.release_copied(copy.src_block_id)
+        if state.windows is not None:
+            state.windows.end_copies(plan)
         ended: list[Request] = []
         for sequence in plan.sequences:
             request = sequence.request
@@ -181,19 +183,22 @@ class Lifecycle:
             raise ConflictError("engine.settle", "not the oldest plan in flight")
         kept: list[ScheduledSequence] = []
         for sequence in plan.sequences:
-            table = sequence.request.block_table
+            request = sequence.request
+            table, window = request.block_table, request.window_notes.table
             if sequence.request.is_finished:
                 plan.num_tokens -= sequence.num_tokens
-            elif sequence.block_table is table:
+            elif sequence.block_table is table and sequence.window is window:
                 kept.append(sequence)
             else:
                 # A block with the same content may have taken a block's place.
-                kept.append(sequence._replace(block_table=table))
+                kept.append(sequence._replace(block_table=table, window=window))
         plan.sequences = kept
         if state.states is not None:
             state.states.drop_saves(plan)
         if plan.is_empty:
             state.in_flight.popleft()
+            if state.windows is not None:
+                state.windows.end_copies(plan)
             if state.states is not None:
                 state.states.end_saves(plan, ())
         return not plan.is_empty
@@ -204,6 +209,8 @@ class Lifecycle:
         request.num_computed_tokens += sequence.num_tokens - sequence.num_drafts
         is_prompt_end = request.queue.is_prefilling and request.num_remaining_tokens == 0
         self._state.prefix.index_computed(request, is_prompt_end=is_prompt_end)
+        if self._state.windows is not None:
+            self._state.windows.advance(request)
         if is_prompt_end:
             request.queue.is_prefilling = False
 
@@ -228,6 +235,8 @@ class Lifecycle:
             if len(taken) > 1:
                 request.num_computed_tokens += len(taken) - 1
                 self._state.prefix.index_computed(request, is_prompt_end=False)
+                if self._state.windows is not None:
+                    self._state.windows.advance(request)
             if request.report.first_token_s is None:
                 request.report.first_token_s = now_s
         if reason is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from tandem.core.state_layout import NO_SLOT
 from tandem.core.wire import TierKv
 from tandem.engine.scheduling.admission import Admission, awaits_prefill
+from tandem.engine.scheduling.loads import WindowLoad
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixMatch
 from tandem.engine.scheduling.request import Request, RequestState
@@ -63,7 +64,7 @@ class LoadPlanning:
         self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> list[BlockLoad]:
         """Start to load at most ``room`` blocks for a waiting request, if there is a reason to."""
-        state, loaded_state = self._state, None
+        state, loaded_state, windows = self._state, None, list[WindowLoad]()
         if request.load.has_loaded or not request.can_reuse_prefix:
             return []
         if awaits_prefill(state, request, now_s):
@@ -76,11 +77,29 @@ class LoadPlanning:
                 if slot == NO_SLOT:
                     return []
                 loaded_state = (b"", slot)
+            if state.windows is not None:
+                # As the prefill has it at its end; the tail of the prompt has no key.
+                lacking = state.windows.list_lacking(match.nodes, request.prompt_len)
+                blocks = state.windows.take_for_load(len(lacking), state.running)
+                if blocks is None:
+                    return []
+                first = len(match.nodes)
+                named = {first + i: key for i, key in enumerate(keys)}
+                named |= {i: node.key or b"" for i, node in enumerate(match.nodes)}
+                windows = [
+                    WindowLoad(i, named[i], block_id)
+                    for i, block_id in zip(lacking, blocks, strict=True)
+                ]
         elif state.states is not None:
             choice = self._choose_with_state(request, match, room, now_s)
             if choice is None:
                 return []
             match, keys, loaded_state = choice
+        elif state.windows is not None:
+            chosen = self._choose_with_windows(request, match, room, now_s)
+            if chosen is None:
+                return []
+            match, keys, windows = chosen
         else:
             keys = self._choose_from_tiers(request, match, room, now_s)
             if not keys:
@@ -91,10 +110,13 @@ class LoadPlanning:
             # The room was counted before the memory ran out; the next plan counts anew.
             if loaded_state is not None and state.states is not None:
                 state.states.free(loaded_state[1])
+            for window in windows:
+                assert state.windows is not None
+                state.windows.free(window.block_id)
             return []
         state.index.acquire(match)
         fresh = state.allocate(len(keys))
-        loads = state.loads.start(request, match, keys, fresh, loaded_state)
+        loads = state.loads.start(request, match, keys, fresh, loaded_state, windows)
         if not loads:
             state.loads.give_up(request)
         if request.load.wait_until_s > now_s and (loads or request.awaits_continuation):
@@ -153,3 +175,39 @@ class LoadPlanning:
         nodes = match.nodes[:end]
         match = PrefixMatch(nodes, len(nodes) * state.config.block_size)
         return match, lacking, (keys[end - 1], slot)
+
+    def _choose_with_windows(
+        self, request: Request, match: PrefixMatch, room: int, now_s: float
+    ) -> tuple[PrefixMatch, Sequence[bytes], list[WindowLoad]] | None:
+        """Return what to load so that a request goes on further: blocks, and the window behind.
+
+        Returns: the blocks that the device has before those to load, their keys, and what is
+            lacking of the last window.
+        """
+        state = self._state
+        room = min(room, state.pool.num_blocks // LOADING_SHARE - state.loads.num_in_transfer)
+        if state.tiers is None or state.windows is None or room <= 0:
+            return None
+        if not isinstance(request.kv_source, TierKv):
+            return None
+        if state.prefix.find_provider(request) is not None:
+            return None
+        num_reused = len(state.prefix.find(request, at_blocks=True).nodes)
+        keys = state.prefix.list_missing_keys(request, 0)
+        if len(keys) <= num_reused:
+            return None
+        decision = state.tiers.choose_load(request, keys[num_reused:], num_reused, now_s)
+        end = min(num_reused + decision.num_blocks, len(keys), len(match.nodes) + room)
+        if end <= num_reused:
+            return None
+        lacking = state.windows.list_lacking(match.nodes, end * state.config.block_size)
+        blocks = state.windows.take_for_load(len(lacking), state.running)
+        if blocks is None:
+            return None
+        request.load.wait_until_s = now_s + decision.wait_s
+        nodes = match.nodes[:end]
+        windows = [
+            WindowLoad(i, keys[i], block_id) for i, block_id in zip(lacking, blocks, strict=True)
+        ]
+        match = PrefixMatch(nodes, len(nodes) * state.config.block_size)
+        return match, keys[len(nodes) : end], windows

@@ -18,13 +18,21 @@ from typing import NamedTuple, Protocol
 from tandem.core.errors import ConflictError
 from tandem.core.instance_status import Statistics
 from tandem.engine.groups.reuse import StateReuse
-from tandem.engine.scheduling.blocks import BlockPool, find_state_slot, make_state_id
+from tandem.engine.groups.windows import WindowReuse
+from tandem.engine.scheduling.blocks import (
+    BlockPool,
+    find_state_slot,
+    find_window_block,
+    is_full_block,
+    make_state_id,
+    make_window_id,
+)
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch, PrefixNode
 from tandem.engine.scheduling.prefix_reuse import PrefixReuse
 from tandem.engine.scheduling.request import Request
 
-__all__ = ["BlockLoads", "LoadDecision", "TierPlanner"]
+__all__ = ["BlockLoads", "LoadDecision", "TierPlanner", "WindowLoad"]
 
 
 class LoadDecision(NamedTuple):
@@ -57,6 +65,16 @@ class TierPlanner(Protocol):
         ...
 
 
+class WindowLoad(NamedTuple):
+    """What the layers with a window hold of a block, to be loaded."""
+
+    position: int
+    """Of the block in the prompt."""
+    key: bytes
+    """Empty for the tail of a prompt."""
+    block_id: int
+
+
 @dataclass(slots=True, eq=False)
 class _Load:
     """The blocks that one request waits for."""
@@ -71,6 +89,8 @@ class _Load:
     """Not in the index yet, in order."""
     done: set[int] = field(default_factory=set[int])
     """Blocks of ``pending`` whose content is there, while one before them is missing."""
+    tail: PrefixNode | None = None
+    """Of the tokens behind the last full block, if they were loaded."""
 
 
 class BlockLoads:
@@ -83,6 +103,7 @@ class BlockLoads:
         block_size: tokens per block.
         counters: where blocks that came, and that did not, are counted.
         states: whose slots states come to; None: the model has none.
+        windows: whose blocks the windows' KV comes to; None: the model has none.
     """
 
     def __init__(
@@ -93,9 +114,11 @@ class BlockLoads:
         block_size: int,
         counters: Statistics,
         states: StateReuse | None = None,
+        windows: WindowReuse | None = None,
     ) -> None:
         self._pool = pool
         self._states = states
+        self._windows = windows
         self._index = index
         self._prefix = prefix
         self._block_size = block_size
@@ -108,7 +131,7 @@ class BlockLoads:
     @property
     def num_in_transfer(self) -> int:
         """Blocks that a transfer may write into now, with or without a waiting request."""
-        return sum(block_id >= 0 for block_id in self._in_transfer)
+        return sum(map(is_full_block, self._in_transfer))
 
     @property
     def num_pinned(self) -> int:
@@ -120,7 +143,7 @@ class BlockLoads:
         load = self._loads.get(request)
         if load is None:
             return 0
-        return len(load.path) + sum(block_id >= 0 for block_id in load.done)
+        return len(load.path) + sum(map(is_full_block, load.done))
 
     def has_load(self, request: Request) -> bool:
         """Whether a load of this request has not ended."""
@@ -133,6 +156,7 @@ class BlockLoads:
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         state: tuple[bytes, int] | None = None,
+        windows: Sequence["WindowLoad"] = (),
     ) -> list[BlockLoad]:
         """Begin to load blocks after those that the index holds of a request.
 
@@ -144,6 +168,8 @@ class BlockLoads:
             block_ids: allocated by the caller; the references become ours.
             state: key of the state at the end of these blocks, and a slot for it, which becomes
                 ours; None: none is loaded.
+            windows: blocks of layers with a window, at positions of the match or of these blocks;
+                the references become ours.
         """
         assert request not in self._loads, f"second load of request {request.request_id}"
         path = [node.block_id for node in match.nodes]
@@ -157,6 +183,11 @@ class BlockLoads:
             state_key, slot = state
             end = len(path) + len(loads)
             loads.append(BlockLoad(request, end, state_key, make_state_id(slot), request.kv_source))
+        # As late, and for the same reason.
+        loads += [
+            BlockLoad(request, w.position, w.key, make_window_id(w.block_id), request.kv_source)
+            for w in windows
+        ]
         root_or_last = (
             match.nodes[-1]
             if match.nodes
@@ -222,7 +253,12 @@ class BlockLoads:
     def list_references(self) -> list[int]:
         """Return the block ids referenced here, one entry for each reference; for checks."""
         block_ids = [b for load in self._loads.values() for b in load.path]
-        return block_ids + [block_id for block_id in self._list_pending() if block_id >= 0]
+        return block_ids + list(filter(is_full_block, self._list_pending()))
+
+    def list_window_blocks(self) -> list[int]:
+        """Return the blocks of layers with a window that are used here; for checks."""
+        blocks = [find_window_block(block_id) for block_id in self._list_pending()]
+        return [block_id for block_id in blocks if block_id is not None]
 
     def list_slots(self) -> list[int]:
         """Return the slots of states that are used here; for checks."""
@@ -279,10 +315,19 @@ class BlockLoads:
                 self._counters.num_loaded_blocks -= 1
                 position += 1
                 continue
+            window = find_window_block(pending.block_id)
+            if window is not None:
+                assert self._windows is not None, "a window block of a model without one"
+                node = self._index.find_node(pending.key) if pending.key else load.tail
+                self._windows.end_load(node, window)
+                load.done.remove(pending.block_id)
+                self._counters.num_loaded_blocks -= 1
+                position += 1
+                continue
             start = len(load.path) * size
             if not pending.key:
                 tail = request.prompt_ids[start:]
-                self._index.insert_tail(load.node, tail, pending.block_id)
+                load.tail = self._index.insert_tail(load.node, tail, pending.block_id)
                 load.path.append(pending.block_id)
             else:
                 tokens = request.get_tokens(start, start + size)
@@ -305,6 +350,10 @@ class BlockLoads:
             if slot is not None:
                 assert self._states is not None, "a state of a model without one"
                 self._states.free(slot)
-        blocks = [block_id for block_id in block_ids if block_id >= 0]
+        for window in map(find_window_block, block_ids):
+            if window is not None:
+                assert self._windows is not None, "a window block of a model without one"
+                self._windows.free(window)
+        blocks = [block_id for block_id in block_ids if is_full_block(block_id)]
         self._index.release(blocks)
         self._num_pinned -= len(blocks)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from tandem.core.wire import KvSource
 from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.scheduling.blocks import BlockCopy, KeyedBlock
-from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.request import NO_WINDOW, Request, WindowTable
 from tandem.engine.stepping.messages import Phase, StateCopy
 
 __all__ = ["BlockLoad", "ScheduledSequence", "StateSave", "StepPlan"]
@@ -27,6 +27,8 @@ class ScheduledSequence(NamedTuple):
     """The kind of work: a decode computes the token sampled last, a prefill known tokens."""
     num_drafts: int = 0
     """Of ``num_tokens``, the last ones that are guesses and not known tokens of the request."""
+    window: WindowTable = NO_WINDOW
+    """As ``block_table``, of the layers with a window."""
 
 
 class BlockLoad(NamedTuple):
@@ -42,7 +44,8 @@ class BlockLoad(NamedTuple):
     key: bytes
     """Empty for the tail of a prompt, which another instance may have and no tier."""
     block_id: int
-    """Or ``make_state_id`` of the slot that the state at the end of the load goes to."""
+    """Or ``make_state_id`` of the slot that the state at the end of the load goes to, or
+    ``make_window_id`` of the block that what the layers with a window hold goes to."""
     source: KvSource
 
 
@@ -65,6 +68,8 @@ class StepPlan:
 
     sequences: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    window_copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    """As ``copies``, of the blocks of layers with a window."""
     state_loads: list[StateCopy] = field(default_factory=list[StateCopy])
     """Snapshots to the slots of requests that take a prefix up, before the step."""
     state_saves: list[StateSave] = field(default_factory=list[StateSave])
@@ -83,8 +88,9 @@ class StepPlan:
     """In progress and not wanted any more. May be stopped; their end is reported all the same."""
     filled: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
     """Blocks that steps have filled since the last plan, generated tokens included; each content
-    once, however many requests computed it. Then states that are kept where a block ends: whoever
-    finds one of them elsewhere finds the blocks before it, which were stored first."""
+    once, however many requests computed it. Then their window blocks. Then states that are kept
+    where a block ends: whoever finds one of them elsewhere finds the blocks before it, which were
+    stored first."""
     evicted: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
     """Full blocks whose content this plan gives up."""
     num_tokens: int = 0

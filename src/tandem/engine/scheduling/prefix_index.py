@@ -12,13 +12,13 @@ Invariants (``check``): whoever references a node's block references its parent'
 children, so its front is always a leaf, and evicting is O(1) and never takes a referenced block.
 
 Pure and single-threaded. Lower tiers are asked with the same keys from where ``match`` ends
-(``tandem.engine.scheduling.loads``); per-block side data would be carried by ``PrefixNode`` and is
-not built.
+(``tandem.engine.scheduling.loads``). A node carries what other groups of layers keep of its tokens
+(``window_block_id``).
 """
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -53,6 +53,7 @@ class PrefixNode:
         "parent",
         "sorted_tokens",
         "tokens",
+        "window_block_id",
     )
 
     def __init__(
@@ -70,6 +71,9 @@ class PrefixNode:
         """Digest of a full block or a root; None for a partial block."""
         self.tokens = tokens
         self.block_id = block_id
+        self.window_block_id = -1
+        """The block of the layers with a window that holds the same tokens, while it is kept;
+        changed by ``WindowReuse`` alone."""
         self.is_linked = True
         """False once the index has forgotten the node; nothing is linked below it any more."""
         self.children: dict[bytes, PrefixNode] = {}
@@ -91,7 +95,8 @@ class PrefixMatch:
     snapshot: Snapshot | None = None
     """The state at ``num_tokens``, of a model that has states."""
     num_kv_tokens: int = 0
-    """Tokens whose KV is there; more than ``num_tokens`` where there is no state at the last."""
+    """Tokens whose KV is there in the layers that see all; more than ``num_tokens`` where a state
+    or a window is lacking at the last."""
 
     def without_copy(self) -> "PrefixMatch":
         """The same match, full blocks only."""
@@ -102,9 +107,10 @@ class PrefixMatch:
             num_source_tokens=0,
         )
 
-    def cut(self, snapshot: Snapshot | None, block_size: int) -> "PrefixMatch":
-        """The part of the match that ends at a snapshot; nothing without one."""
-        position = 0 if snapshot is None else snapshot.position
+    def cut(
+        self, position: int, block_size: int, snapshot: Snapshot | None = None
+    ) -> "PrefixMatch":
+        """The part of the match that ends at a token, with the state there."""
         depth, num_copied = divmod(position, block_size)
         source = None
         if num_copied:
@@ -153,6 +159,8 @@ class PrefixIndex:
 
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
         self.observers: list[IndexObserver] = []
+        self.on_unlinked: Callable[[PrefixNode], None] | None = None
+        """Told of every node that is forgotten, a partial one too."""
         self._pool = pool
         self._block_size = block_size
         self._identities = {"": identity}
@@ -195,6 +203,10 @@ class PrefixIndex:
         by_key = self._by_key
         return bisect_left(keys, True, key=lambda key: key not in by_key)
 
+    def find_node(self, key: bytes) -> PrefixNode | None:
+        """Return the node of a full block."""
+        return self._by_key.get(key)
+
     def match(
         self, root_key: bytes, keys: Sequence[bytes], token_ids: Sequence[int], max_tokens: int
     ) -> PrefixMatch:
@@ -217,6 +229,10 @@ class PrefixIndex:
             if source is not None:
                 return PrefixMatch(nodes, start + num_tokens, source, num_tokens)
         return PrefixMatch(nodes, start)
+
+    def match_blocks(self, keys: Sequence[bytes]) -> PrefixMatch:
+        """Return the match of leading blocks of a chain that are all here."""
+        return PrefixMatch([self._by_key[key] for key in keys], len(keys) * self._block_size)
 
     def explain_end(
         self, root_key: bytes, match: PrefixMatch, next_key: bytes | None
@@ -318,10 +334,14 @@ class PrefixIndex:
             observer.note_stored(node)
         return node
 
-    def insert_tail(self, parent: PrefixNode, token_ids: Sequence[int], block_id: int) -> None:
+    def insert_tail(
+        self, parent: PrefixNode, token_ids: Sequence[int], block_id: int
+    ) -> PrefixNode | None:
         """Make the leading tokens of a block that is not full matchable; again as it grows.
 
         Args as for ``insert``. A sibling that begins with the same tokens makes this a no-op.
+
+        Returns: the block's node; None if a sibling has the tokens.
         """
         assert parent.is_linked, f"insert of block {block_id} below a forgotten one"
         own = self._by_block.get(block_id)
@@ -330,8 +350,9 @@ class PrefixIndex:
         tokens = pack_tokens(token_ids)
         siblings = parent.sorted_tokens
         position = bisect_left(siblings, tokens)
-        if position == len(siblings) or not siblings[position].startswith(tokens):
-            self._link(parent, None, tokens, block_id)
+        if position < len(siblings) and siblings[position].startswith(tokens):
+            return None
+        return self._link(parent, None, tokens, block_id)
 
     def describe(self, node: PrefixNode) -> KeyedBlock:
         """Return a full node's key and block, for a lower tier."""
@@ -366,6 +387,8 @@ class PrefixIndex:
         for key in self._by_key:
             self._remember(key, MissReason.FLUSHED)
         for node in self._by_block.values():
+            if self.on_unlinked is not None:
+                self.on_unlinked(node)
             node.is_linked = False
             node.parent = None
             node.children = {}
@@ -451,6 +474,8 @@ class PrefixIndex:
             for observer in self.observers:
                 observer.note_removed(node.key)
         del self._by_block[node.block_id]
+        if self.on_unlinked is not None:
+            self.on_unlinked(node)
         node.is_linked = False
         node.parent = None
         self._pool.drop_hold(node.block_id)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from tandem.core.timeline import MissReason, PrefixMiss
 from tandem.engine.groups.reuse import StateReuse
+from tandem.engine.groups.windows import WindowReuse
 from tandem.engine.scheduling.blocks import KeyedBlock
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
 from tandem.engine.scheduling.request import Request, RequestState
@@ -28,6 +29,7 @@ class PrefixReuse:
         block_size: tokens per block.
         is_enabled: False: nothing is looked up or indexed, blocks are only released.
         states: finds the states that a prefix is taken up with; None: the model has none.
+        windows: keeps the blocks of layers with a window; None: these have none of their own.
     """
 
     def __init__(
@@ -37,7 +39,9 @@ class PrefixReuse:
         *,
         is_enabled: bool,
         states: StateReuse | None = None,
+        windows: WindowReuse | None = None,
     ) -> None:
+        self._windows = windows
         self.is_enabled = is_enabled
         self._states = states
         self._index = index
@@ -77,7 +81,8 @@ class PrefixReuse:
         if self._states is not None:
             tokens = request.get_tokens(0, request.num_tokens)
             return self._states.cut(request.prefix, tokens, match, at_blocks=at_blocks)
-        return match.without_copy() if at_blocks else match
+        match = match.without_copy() if at_blocks else match
+        return match if self._windows is None else self._windows.cut(match)
 
     def find_blocks(self, request: Request) -> PrefixMatch:
         """Return the full blocks that are there, with a state at their end or without one."""
@@ -103,7 +108,8 @@ class PrefixReuse:
             return None
         if match.num_kv_tokens > match.num_tokens:
             detail = str(match.num_kv_tokens)
-            return PrefixMiss(reason=MissReason.NO_STATE, position=match.num_tokens, detail=detail)
+            reason = MissReason.NO_WINDOW if self._states is None else MissReason.NO_STATE
+            return PrefixMiss(reason=reason, position=match.num_tokens, detail=detail)
         num_full = len(match.nodes)
         next_key = (
             request.prefix.block_keys[num_full]
@@ -229,6 +235,8 @@ class PrefixReuse:
                     self._filled.append(self._index.describe(node))
                 else:
                     _replace_block(request, position, node.block_id)
+                if self._windows is not None:
+                    self._windows.keep(request, position, node)
                 position += 1
             request.prefix.node = node
             request.prefix.num_indexed_blocks = position
@@ -241,6 +249,8 @@ class PrefixReuse:
         if request.queue.is_prefilling:
             self.forget_expected(request, request.prefix.block_keys)
         self.index_tail(request)
+        if self._windows is not None:
+            self._windows.release(request)
         self._index.release(request.block_table)
         request.set_blocks(())
         request.num_computed_tokens = 0
@@ -270,7 +280,9 @@ class PrefixReuse:
         position = request.prefix.num_indexed_blocks
         tail = request.get_tokens(position * self._block_size, request.num_computed_tokens)
         if tail:
-            self._index.insert_tail(node, tail, request.block_table[position])
+            own = self._index.insert_tail(node, tail, request.block_table[position])
+            if self._windows is not None and own is not None:
+                self._windows.keep(request, position, own)
 
 
 def _replace_block(request: Request, position: int, block_id: int) -> None:

@@ -3,13 +3,13 @@
 A ``Request`` is mutable. Its own fields are set by whoever adds it (the first group) and by the
 scheduler's lifecycle (the second); each further group is a record with one writer: the queue's
 notes (admission and planning), the prefix's (``PrefixReuse``), the state's (``StateReuse``), the
-load's (load planning and ``BlockLoads``) and the report's (times and counts, for outputs and
-``tandem explain``). Token ids alone: text is the server's business.
+window's (``WindowReuse``), the load's (load planning and ``BlockLoads``) and the report's (times
+and counts, for outputs and ``tandem explain``). Token ids alone: text is the server's business.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem.core.state_layout import NO_SLOT
 from tandem.core.timeline import PrefixMiss
@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     from tandem.engine.groups.snapshots import Snapshot
     from tandem.engine.scheduling.prefix_index import PrefixNode
 
-__all__ = ["FinishReason", "PrefixNotes", "Request", "RequestState", "StateNotes"]
+__all__ = [
+    "NO_WINDOW",
+    "FinishReason",
+    "PrefixNotes",
+    "Request",
+    "RequestState",
+    "StateNotes",
+    "WindowNotes",
+    "WindowTable",
+]
 
 
 class RequestState(StrEnum):
@@ -81,6 +90,31 @@ class StateNotes:
     """Tokens at which its prefill ends a chunk to keep a state, ascending."""
     last: "Snapshot | None" = None
     """The longest snapshot of its tokens that was kept when it passed by."""
+
+
+class WindowTable(NamedTuple):
+    """The blocks of the layers with a window that a request still sees. Replaced, never changed."""
+
+    first: int
+    """Position of the first of them, in blocks."""
+    blocks: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Position behind the last of them."""
+        return self.first + len(self.blocks)
+
+
+NO_WINDOW = WindowTable(0, ())
+
+
+@dataclass(slots=True)
+class WindowNotes:
+    """The window of a request, for a model whose layers with one have blocks of their own."""
+
+    table: WindowTable = NO_WINDOW
+    marks: tuple[int, ...] = ()
+    """Tokens at which a later prompt may go on: what is seen there is kept longest."""
 
 
 @dataclass(slots=True)
@@ -171,10 +205,13 @@ class Request:
     planning its decode."""
     held_blocks: tuple[int, ...] = ()
     """Its ``block_table`` at the end, if it ended with ``FinishReason.PREFILLED``."""
+    held_window: WindowTable = NO_WINDOW
+    """The same of its window blocks."""
 
     queue: QueueNotes = field(default_factory=QueueNotes)
     prefix: PrefixNotes = field(default_factory=PrefixNotes)
     state_notes: StateNotes = field(default_factory=StateNotes)
+    window_notes: WindowNotes = field(default_factory=WindowNotes)
     load: LoadNotes = field(default_factory=LoadNotes)
     report: ReportNotes = field(default_factory=ReportNotes)
 

@@ -25,13 +25,15 @@ class RunningPlanner:
 
     def plan_decodes(self, plan: StepPlan) -> None:
         """Give one token to each running request that has computed all but its last one."""
-        running = self._state.running
+        running, windows = self._state.running, self._state.windows
         position = 0
         # By position: preemption takes victims behind it out of the list.
         while position < len(running):
             request = running[position]
             position += 1
             if request.num_unplanned_tokens != 1 or not _is_plannable(request):
+                continue
+            if windows is not None and not windows.limit(request, 1, running):
                 continue
             if self._grow(plan, request, 1):
                 self._state.emit(plan, request, 1)
@@ -53,7 +55,7 @@ class RunningPlanner:
             remaining = request.num_unplanned_tokens
             if remaining > 1:
                 wanted = self._state.limit_chunk(request, min(remaining, budget))
-                num_tokens = self._grow(plan, request, wanted)
+                num_tokens = self._grow(plan, request, wanted) if wanted else 0
                 if num_tokens > 0:
                     self._state.emit(plan, request, num_tokens)
 

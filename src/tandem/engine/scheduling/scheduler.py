@@ -38,8 +38,14 @@ from tandem.core.instance_status import Statistics
 from tandem.core.wire import FinishReason, InstanceLoad
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.reuse import StatePolicy
+from tandem.engine.groups.windows import WindowPolicy
 from tandem.engine.scheduling.admission import Admission
-from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock, find_state_slot
+from tandem.engine.scheduling.blocks import (
+    BlockPool,
+    KeyedBlock,
+    find_state_slot,
+    find_window_block,
+)
 from tandem.engine.scheduling.demand import measure_load
 from tandem.engine.scheduling.lifecycle import NOT_FINISHED, Lifecycle
 from tandem.engine.scheduling.load_planning import LoadPlanning
@@ -68,6 +74,7 @@ class Scheduler:
         index: over that pool.
         tiers: decides what is loaded from lower tiers; None: nothing is.
         states: slots of the runner's memory, and what is kept; None: the model has no state.
+        windows: blocks of layers with a window; None: these have none of their own.
 
     Raises: ConfigError (``max_model_len`` is 0).
     """
@@ -79,6 +86,7 @@ class Scheduler:
         index: PrefixIndex,
         tiers: TierPlanner | None = None,
         states: StatePolicy | None = None,
+        windows: WindowPolicy | None = None,
     ) -> None:
         if config.max_model_len < 1:
             raise ConfigError(
@@ -87,7 +95,7 @@ class Scheduler:
                 field="engine.max_model_len",
             )
         self._config = config
-        self._state = SchedulerState(config, pool, index, tiers, states)
+        self._state = SchedulerState(config, pool, index, tiers, states, windows)
         self._lifecycle = Lifecycle(self._state)
         self._running = RunningPlanner(self._state)
         self._admission = Admission(self._state)
@@ -152,6 +160,8 @@ class Scheduler:
         self._state.wake_s = -math.inf
         if self._state.states is not None:
             self._state.states.clear()
+        if self._state.windows is not None:
+            self._state.windows.clear()
         return self._state.prefix.clear()
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
@@ -209,6 +219,9 @@ class Scheduler:
         slot, states = find_state_slot(block.block_id), self._state.states
         if slot is not None:
             return states is not None and states.get_generation(slot) == block.generation
+        window, windows = find_window_block(block.block_id), self._state.windows
+        if window is not None:
+            return windows is not None and windows.pool.get_generation(window) == block.generation
         return self._state.pool.get_generation(block.block_id) == block.generation
 
     def add_identity(self, adapter: str, identity: bytes) -> None:
@@ -222,20 +235,28 @@ class Scheduler:
         return self._state.prefix.make_keys(prompt_ids, cache_salt, adapter)
 
     def count_cached_blocks(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain the device holds, with a state at their end."""
+        """Return how many leading blocks of a chain the device holds and can go on from.
+
+        At their end there is a state, and the window before it.
+        """
         num_cached = self._state.index.count_cached_blocks(keys)
-        states = self._state.states
+        states, windows = self._state.states, self._state.windows
+        if windows is not None:
+            return len(windows.cut(self._state.index.match_blocks(keys[:num_cached])).nodes)
         return num_cached if states is None else states.count_blocks(keys[:num_cached])
 
     def get_stats(self) -> Statistics:
         """Return gauges and counters for the metrics. O(1)."""
         state = self._state
-        states = state.states
+        states, windows = state.states, state.windows
         return msgspec.structs.replace(
             state.counters,
             num_state_slots=states.num_slots if states else 0,
             num_used_state_slots=states.num_used if states else 0,
             num_snapshots=states.num_snapshots if states else 0,
+            num_window_blocks=windows.pool.num_blocks if windows else 0,
+            num_used_window_blocks=windows.pool.num_used if windows else 0,
+            num_cached_window_blocks=windows.pool.num_cached if windows else 0,
             num_running=len(state.running),
             num_waiting=len(state.waiting),
             num_loading=len(state.loading),
@@ -285,6 +306,8 @@ class Scheduler:
             state.in_flight.append(plan)
         plan.dropped = state.loads.take_dropped()
         plan.filled = state.prefix.take_filled()
+        if state.windows is not None:
+            plan.filled += state.windows.take_filled()
         if state.states is not None:
             plan.filled += state.states.take_filled()
         plan.evicted, state.evicted = state.evicted, []

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from tandem.core.instance_status import Statistics
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.reuse import StatePolicy, StateReuse
+from tandem.engine.groups.windows import WindowPolicy, WindowReuse
 from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
 from tandem.engine.scheduling.holds import BlockHolds
 from tandem.engine.scheduling.loads import BlockLoads, TierPlanner
@@ -38,6 +39,7 @@ class SchedulerState:
         index: over that pool.
         tiers: decides what is loaded from lower tiers; None: nothing is.
         states: slots of the runner's memory, and what is kept; None: the model has no state.
+        windows: blocks of layers with a window; None: these have none of their own.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class SchedulerState:
         index: PrefixIndex,
         tiers: TierPlanner | None,
         states: StatePolicy | None = None,
+        windows: WindowPolicy | None = None,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -58,12 +61,26 @@ class SchedulerState:
             else StateReuse(states, index, config.block_size, counters, is_enabled=is_enabled)
         )
         """Slots of the states of requests; None: the model has none."""
+        self.windows = (
+            None
+            if windows is None
+            else WindowReuse(
+                windows, index, config.block_size, counters, is_ahead=config.overlap == "on"
+            )
+        )
+        """Blocks of the layers with a window; None: they are part of the others."""
         self.prefix = PrefixReuse(
-            index, config.block_size, is_enabled=is_enabled, states=self.states
+            index,
+            config.block_size,
+            is_enabled=is_enabled,
+            states=self.states,
+            windows=self.windows,
         )
         self.tiers = tiers if is_enabled else None
-        self.loads = BlockLoads(pool, index, self.prefix, config.block_size, counters, self.states)
-        self.holds = BlockHolds(pool, index, self.states)
+        self.loads = BlockLoads(
+            pool, index, self.prefix, config.block_size, counters, self.states, self.windows
+        )
+        self.holds = BlockHolds(pool, index, self.states, self.windows)
         # The last token of a request needs no KV, but a prompt that is only scored does.
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.requests: dict[str, Request] = {}
@@ -113,8 +130,15 @@ class SchedulerState:
         request.queue.is_prefilling = False
 
     def limit_chunk(self, request: Request, num_tokens: int) -> int:
-        """Return how many of its next tokens a step computes: it ends where a state is kept."""
-        return num_tokens if self.states is None else self.states.limit(request, num_tokens)
+        """Return how many of its next tokens a step computes.
+
+        It ends where a state is kept, and where blocks of its window are lacking.
+        """
+        if self.states is not None:
+            num_tokens = self.states.limit(request, num_tokens)
+        if self.windows is not None:
+            num_tokens = self.windows.limit(request, num_tokens, self.running)
+        return num_tokens
 
     def end_loading(self, request: Request) -> None:
         """Put a request that has nothing more to wait for back into the waiting queue."""
@@ -125,12 +149,22 @@ class SchedulerState:
     def emit(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         """Add the next ``num_tokens`` of a request to a plan; its blocks cover them."""
         queue, start = request.queue, request.num_planned_tokens
+        if self.windows is not None:
+            self.windows.extend(request, start + num_tokens)
         is_last = num_tokens == request.num_unplanned_tokens
         wants_sample = is_last and request.sampling.max_tokens > 0
         is_decode = num_tokens == 1 and start >= len(request.prompt_ids)
         phase = Phase.DECODE if is_decode else Phase.PREFILL
         plan.sequences.append(
-            ScheduledSequence(request, start, num_tokens, request.block_table, wants_sample, phase)
+            ScheduledSequence(
+                request,
+                start,
+                num_tokens,
+                request.block_table,
+                wants_sample,
+                phase,
+                window=request.window_notes.table,
+            )
         )
         if self.states is not None:
             self.states.plan_save(plan, request, start + num_tokens)
@@ -209,6 +243,9 @@ class SchedulerState:
             assert owners[block_id] == num_refs, (
                 f"block {block_id}: {num_refs} references, {owners[block_id]} owners"
             )
+        if self.windows is not None:
+            elsewhere = [*self.loads.list_window_blocks(), *self.holds.list_window_blocks()]
+            self.windows.check(self.running, self.in_flight, elsewhere)
         if self.states is not None:
             in_use = [r.state_notes.slot for r in self.running]
             in_use += [save.slot for plan in self.in_flight for save in plan.state_saves]

@@ -13,6 +13,7 @@ from tandem.engine.stepping.messages import (
     SamplingRow,
     SequenceStart,
     StepSequence,
+    pack_block_ids,
 )
 
 __all__ = [
@@ -54,6 +55,8 @@ def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
         state_slot=request.state_notes.slot,
         prompt_len=request.prompt_len,
         pooled=pooled,
+        window_first=sequence.window.first,
+        window_blocks=pack_block_ids(sequence.window.blocks),
     )
 
 

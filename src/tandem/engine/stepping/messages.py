@@ -102,6 +102,10 @@ class StepSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_len: int = NO_OUTPUT
     """Position from which tokens are output; those may defer experts."""
     pooled: PooledRows | None = None
+    window_first: int = 0
+    """Position of the first of ``window_blocks``, in blocks."""
+    window_blocks: bytes = b""
+    """As ``block_table``, of the layers with a window: the blocks that the tokens see."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +134,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True):
     """Snapshots to slots of sequences, before anything is computed, in this order."""
     state_saves: list[StateCopy] = []
     """Slots of sequences to snapshots, after all is computed, in this order."""
+    window_copies: list[BlockCopy] = []
+    """As ``copies``, of blocks of the layers with a window."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
@@ -169,7 +175,9 @@ def select_sequences(step: StepInput, sequences: list[StepSequence]) -> StepInpu
     # A copy clears the rest of its block: it must not be repeated after others have computed.
     copies = [copy for copy in step.copies if copy.dst_block_id in blocks]
     starts = [start for start in step.starts if start.sequence_id in ids]
+    windows = {block_id for s in sequences for block_id in array("i", s.window_blocks)}
+    window_copies = [copy for copy in step.window_copies if copy.dst_block_id in windows]
     slots = {sequence.state_slot for sequence in sequences}
     loads = [copy for copy in step.state_loads if copy.target in slots]
     saves = [copy for copy in step.state_saves if copy.source in slots]
-    return StepInput(sequences, copies, starts, step.ends, loads, saves)
+    return StepInput(sequences, copies, starts, step.ends, loads, saves, window_copies)

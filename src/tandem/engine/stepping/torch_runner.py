@@ -103,6 +103,10 @@ class TorchRunner:
         masks = self._begin_masks(step)
         for copy in step.copies:
             self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
+        for copy in step.window_copies:
+            assert self._kv_cache.windows is not None, "a block of no layer"
+            windows = self._kv_cache.windows
+            windows.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
         self._copy_states(step.state_loads)
         chunks = [_make_chunk(sequence) for sequence in step.sequences]
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size, self._model.device)
@@ -244,6 +248,8 @@ def _make_chunk(sequence: StepSequence) -> SequenceChunk:
         adapter=sequence.adapter,
         prompt_len=sequence.prompt_len,
         state_slot=sequence.state_slot,
+        window_first=sequence.window_first,
+        window_blocks=np.frombuffer(sequence.window_blocks, np.int32),
     )
 
 

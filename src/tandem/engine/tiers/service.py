@@ -21,7 +21,13 @@ from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import KvSource
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
-from tandem.engine.tiers.store_tier import SOURCES, BlockMemory, StateMemory, StoreTier
+from tandem.engine.tiers.store_tier import (
+    SOURCES,
+    BlockMemory,
+    StateMemory,
+    StoreTier,
+    WindowMemory,
+)
 from tandem.engine.transfers import LoadSink
 from tandem.rpc import RpcConfig
 from tandem.store import ClientService, StoreConfig
@@ -49,6 +55,7 @@ class TierService:
         clock: measures rates.
         on_load: told the bytes and seconds of each read that succeeded; on the tier's thread.
         states: memory of the engine's states; None: the model has none.
+        windows: memory of the blocks of layers with a window; None: these have none of their own.
     """
 
     def __init__(
@@ -62,8 +69,10 @@ class TierService:
         clock: Clock,
         on_load: Callable[[int, float], None],
         states: StateMemory | None = None,
+        windows: WindowMemory | None = None,
     ) -> None:
         self._states = states
+        self._windows = windows
         self._store = msgspec.structs.replace(store, deadline_ms=config.load_deadline_ms, name="")
         self._rpc = rpc
         self._config = config
@@ -203,6 +212,7 @@ class TierService:
                 clock=self._clock,
                 on_load=self._on_load,
                 states=self._states,
+                windows=self._windows,
                 counters=self.counters,
             )
             tier.attach(self._sink)

@@ -1,9 +1,10 @@
-"""L3: full blocks of KV, and states at their ends, as objects of the store.
+"""L3: full blocks of KV, their window blocks, and states at their ends, as objects of the store.
 
 A block is one object: its key is that of the prefix chain, which the ``KvIdentity`` and the salt
-begin, so a block that may not be shared is not found. A kept state is one more, under the key of
-the block that it follows; it is stored after the blocks before it, and counts where all of them
-are found. Data flows so:
+begin, so a block that may not be shared is not found. What layers with a window hold of the same
+tokens is an object of its own under the same key; a prefix counts where the last window is found
+too. A kept state is one more, under the key of the block that it follows; it is stored after the
+blocks before it, and counts where all of them are found. Data flows so:
 
 - Write: the engine's thread reports blocks that became full or are being evicted. A full block is
   copied to a staging slot beside the steps, and stored only if it still was that block after the
@@ -22,7 +23,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,12 @@ from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, NotFoundError, ShapeError, TandemError
 from tandem.core.instance_status import Statistics
 from tandem.core.wire import KvSource, TierKv
-from tandem.engine.scheduling.blocks import KeyedBlock, find_state_slot
+from tandem.engine.scheduling.blocks import (
+    KeyedBlock,
+    find_state_slot,
+    find_window_block,
+    is_full_block,
+)
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.tiers.config import TierConfig
@@ -40,7 +46,7 @@ from tandem.engine.tiers.staging import StagingSlots
 from tandem.engine.transfers import LoadSink
 from tandem.store import AsyncStoreClient, Part, PutOptions, StoreBuffer
 
-__all__ = ["SOURCES", "BlockMemory", "StateMemory", "StoreTier", "make_object_key"]
+__all__ = ["SOURCES", "BlockMemory", "StateMemory", "StoreTier", "WindowMemory", "make_object_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +63,20 @@ PROBE_BLOCKS = 4
 """Blocks written and read back at the start, as a test and for a first estimate of the rate."""
 
 
-def make_object_key(identity: str, key: bytes, *, is_state: bool = False) -> str:
-    """Return the store's key of a block, or of the state behind it.
+Group = Literal["", "window", "state"]
+"""The kind of what an object holds: layers that see all tokens, a window, or keep a state."""
+
+
+def make_object_key(identity: str, key: bytes, group: Group = "") -> str:
+    """Return the store's key of a block, of its window block, or of the state behind it.
 
     Args:
         identity: digest of the ``KvIdentity``; one prefix for each, so that all its blocks can be
             removed together.
         key: of the block's prefix chain, salt included.
-        is_state: a state's.
+        group: whose part of it.
     """
-    return f"kv/{identity}/{'state/' if is_state else ''}{key.hex()}"
+    return f"kv/{identity}/{group}{'/' if group else ''}{key.hex()}"
 
 
 class BlockMemory(NamedTuple):
@@ -85,6 +95,16 @@ class StateMemory(NamedTuple):
     memory: npt.NDArray[np.uint8]
     """All slots, one after the other."""
     state_bytes: int
+
+
+class WindowMemory(NamedTuple):
+    """The memory of the engine's blocks of layers with a window."""
+
+    memory: npt.NDArray[np.uint8]
+    """All of them, one after the other."""
+    block_bytes: int
+    num_seen: int
+    """Blocks before a block's end that the next token sees."""
 
 
 class _Area:
@@ -136,7 +156,7 @@ class _Area:
 class _Staged(NamedTuple):
     key: bytes
     slot: int
-    is_state: bool
+    group: Group
 
 
 class StoreTier:
@@ -150,6 +170,7 @@ class StoreTier:
         clock: measures rates.
         on_load: told the bytes and seconds of each read that succeeded.
         states: of the engine; None: the model has none.
+        windows: of the engine; None: layers with a window have no blocks of their own.
         counters: to be added to; own ones if it is None.
         loop: where the client lives; the caller's own if it is None.
     """
@@ -164,6 +185,7 @@ class StoreTier:
         clock: Clock,
         on_load: Callable[[int, float], None],
         states: StateMemory | None = None,
+        windows: WindowMemory | None = None,
         counters: Statistics | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -177,9 +199,14 @@ class StoreTier:
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._sink: LoadSink | None = None
         self._blocks = _Area(client, memory.memory, memory.block_bytes, config.staging_blocks)
-        self._states = None
+        self._areas: dict[Group, _Area] = {"": self._blocks}
         if states is not None:
-            self._states = _Area(client, states.memory, states.state_bytes, STAGED_STATES)
+            self._areas["state"] = _Area(client, states.memory, states.state_bytes, STAGED_STATES)
+        self._num_seen = 0
+        if windows is not None:
+            staged = config.staging_blocks
+            self._areas["window"] = _Area(client, windows.memory, windows.block_bytes, staged)
+            self._num_seen = windows.num_seen
         self._full: deque[KeyedBlock] = deque()
         self._staged: deque[_Staged] = deque()
         self._storing: asyncio.Task[None] | None = None
@@ -202,16 +229,16 @@ class StoreTier:
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
         """Return how many leading blocks of a chain the store holds; None if it does not answer.
 
-        With states, blocks are counted up to the last one behind which there is a state. The answer
-        may be out of date before the blocks are read.
+        With states, blocks are counted up to the last one behind which there is a state; with
+        windows, up to the last one before which the window is there, as far as it is of these
+        blocks: the device has what comes before. The answer may be out of date before the blocks
+        are read.
         """
         if not keys:
             return 0
         self.counters.num_lookups += 1
         self.counters.lookup_tokens += len(keys) * self._memory.block_size
-        names = [make_object_key(self._identity, key) for key in keys]
-        if self._states is not None:
-            names += [make_object_key(self._identity, key, is_state=True) for key in keys]
+        names = [make_object_key(self._identity, key, g) for g in self._areas for key in keys]
         try:
             async with asyncio.timeout(self._config.lookup_timeout_ms / 1e3):
                 found = await self._client.exists_many(names)
@@ -222,9 +249,14 @@ class StoreTier:
             logger.debug("event=kv_lookup_failed error=%s", error)
             self.counters.num_lookup_timeouts += 1
             return None
-        found, has_state = found[: len(keys)], found[len(keys) :]
-        num_found = found.index(False) if False in found else len(found)
-        while self._states is not None and num_found and not has_state[num_found - 1]:
+        parts = [found[i : i + len(keys)] for i in range(0, len(found), len(keys))]
+        by_group = dict(zip(self._areas, parts, strict=True))
+        num_found = (*by_group[""], False).index(False)
+        has_state, has_window = by_group.get("state"), by_group.get("window")
+        while num_found and not (
+            (has_state is None or has_state[num_found - 1])
+            and (has_window is None or all(has_window[:num_found][-self._num_seen :]))
+        ):
             num_found -= 1
         self.counters.found_tokens += num_found * self._memory.block_size
         return num_found
@@ -243,12 +275,7 @@ class StoreTier:
 
     async def _pin_stored(self, keys: Sequence[bytes], pin_s: float) -> None:
         """Pin those blocks that the store has."""
-        kinds = (False,) if self._states is None else (False, True)
-        names = [
-            make_object_key(self._identity, key, is_state=is_state)
-            for key in keys
-            for is_state in kinds
-        ]
+        names = [make_object_key(self._identity, key, g) for key in keys for g in self._areas]
         try:
             await self._client.pin_many(names, soft_s=pin_s)
         except TandemError as error:
@@ -271,8 +298,8 @@ class StoreTier:
                     evicted.append(staged)
         full = plan.filled
         if self._config.write == "on_evict":
-            # A state is there for others as soon as the blocks before it are.
-            full = [item for item in full if find_state_slot(item.block_id) is not None]
+            # What other groups hold is there for others as soon as the blocks are.
+            full = [item for item in full if not is_full_block(item.block_id)]
         if evicted or full or plan.loads or plan.dropped:
             try:
                 self._loop.call_soon_threadsafe(
@@ -282,23 +309,22 @@ class StoreTier:
                 self._fail_loads(plan.loads, "offline")
 
     def _copy_aside(self, block: KeyedBlock) -> _Staged | None:
-        area, index = self._locate(block.block_id)
-        slot = area.copy_aside(index)
+        group, index = self._locate(block.block_id)
+        slot = self._areas[group].copy_aside(index)
         if slot is None:
             _count(self.counters.store_failures, "staging_full")
             return None
-        return _Staged(block.key, slot, area is self._states)
+        return _Staged(block.key, slot, group)
 
-    def _locate(self, block_id: int) -> tuple[_Area, int]:
-        slot = find_state_slot(block_id)
-        if slot is None:
-            return self._blocks, block_id
-        assert self._states is not None, "a state of a model without one"
-        return self._states, slot
+    def _locate(self, block_id: int) -> tuple[Group, int]:
+        """Return the group that a number belongs to, and the item's place in its memory."""
+        slot, window = find_state_slot(block_id), find_window_block(block_id)
+        if slot is not None:
+            return "state", slot
+        return ("", block_id) if window is None else ("window", window)
 
     def _give_back(self, staged: _Staged) -> None:
-        area = self._states if staged.is_state and self._states is not None else self._blocks
-        area.staging.give_back(staged.slot)
+        self._areas[staged.group].staging.give_back(staged.slot)
 
     # ---------------------------------------------------------------- on the loop
 
@@ -364,10 +390,10 @@ class StoreTier:
         """Read blocks and report them; False if one of them did not come."""
         places = [self._locate(load.block_id) for load in loads]
         names = [
-            make_object_key(self._identity, load.key, is_state=area is self._states)
-            for load, (area, _) in zip(loads, places, strict=True)
+            make_object_key(self._identity, load.key, group)
+            for load, (group, _) in zip(loads, places, strict=True)
         ]
-        parts = [area.part(index) for area, index in places]
+        parts = [self._areas[group].part(index) for group, index in places]
         begin_s = self._clock.now_s()
         try:
             # The client's own deadline ends it; when it returns, nothing writes to our blocks.
@@ -375,17 +401,19 @@ class StoreTier:
         except TandemError as error:
             results = [error] * len(loads)
         seconds = self._clock.now_s() - begin_s
-        sizes = [area.item_bytes for area, _ in places]
+        sizes = [self._areas[group].item_bytes for group, _ in places]
         good = [
             load.block_id
             for load, result, size in zip(loads, results, sizes, strict=True)
             if result == size
         ]
         if good:
-            num_blocks = sum(block_id >= 0 for block_id in good)
-            num_bytes = sum(self._locate(block_id)[0].item_bytes for block_id in good)
+            groups: list[Group] = [self._locate(block_id)[0] for block_id in good]
+            num_blocks = groups.count("")
+            num_bytes = sum(self._areas[group].item_bytes for group in groups)
             self.counters.loaded_blocks += num_blocks
-            self.counters.loaded_states += len(good) - num_blocks
+            self.counters.loaded_states += groups.count("state")
+            self.counters.loaded_window_blocks += groups.count("window")
             self.counters.loaded_tokens += num_blocks * self._memory.block_size
             self.counters.loaded_bytes += num_bytes
             self.counters.load_seconds += seconds
@@ -410,8 +438,8 @@ class StoreTier:
         if is_foreign or isinstance(result, CorruptionError):
             # Else it would be found, and fail, again and again; the recomputed one replaces it.
             logger.warning("event=kv_block_bad reason=%s key=%s", reason, load.key.hex())
-            is_state = load.block_id < 0
-            self._spawn(self._remove(make_object_key(self._identity, load.key, is_state=is_state)))
+            group = self._locate(load.block_id)[0]
+            self._spawn(self._remove(make_object_key(self._identity, load.key, group)))
         elif not isinstance(result, NotFoundError):
             logger.info("event=kv_load_failed error=%s", result)
         return reason
@@ -441,7 +469,8 @@ class StoreTier:
                 while self._staged and len(batch) < STORE_BATCH:
                     batch.append(self._staged.popleft())
                 while self._full and len(batch) < STORE_BATCH:
-                    if not self._locate(self._full[0].block_id)[0].staging.num_free:
+                    group = self._locate(self._full[0].block_id)[0]
+                    if not self._areas[group].staging.num_free:
                         break
                     block = self._full.popleft()
                     staged = self._copy_unchanged(block)
@@ -472,19 +501,12 @@ class StoreTier:
         return None
 
     async def _store_batch(self, batch: Sequence[_Staged], pin_s: float) -> None:
-        areas = [self._blocks if not s.is_state else self._states for s in batch]
+        areas = [self._areas[staged.group] for staged in batch]
         begin_s = self._clock.now_s()
         try:
             results: Sequence[Any] = await self._client.put_from_many(
-                [
-                    make_object_key(self._identity, staged.key, is_state=staged.is_state)
-                    for staged in batch
-                ],
-                [
-                    area.staged_part(staged.slot)
-                    for staged, area in zip(batch, areas, strict=True)
-                    if area is not None
-                ],
+                [make_object_key(self._identity, staged.key, staged.group) for staged in batch],
+                [area.staged_part(s.slot) for s, area in zip(batch, areas, strict=True)],
                 PutOptions(same_machine=True, soft_pin_s=pin_s),
             )
         except TandemError as error:
@@ -493,19 +515,18 @@ class StoreTier:
             for staged in batch:
                 self._give_back(staged)
         self.counters.store_seconds += self._clock.now_s() - begin_s
-        for staged, result in zip(batch, results, strict=True):
+        for staged, area, result in zip(batch, areas, results, strict=True):
             if isinstance(result, TandemError):
                 _count(self.counters.store_failures, result.code)
                 logger.debug("event=kv_store_failed error=%s", result)
             elif result.value == "exists":
-                self.counters.store_existing_blocks += not staged.is_state
-            elif staged.is_state and self._states is not None:
-                self.counters.stored_states += 1
-                self.counters.stored_bytes += self._states.item_bytes
+                self.counters.store_existing_blocks += not staged.group
             else:
-                self.counters.stored_blocks += 1
-                self.counters.stored_tokens += self._memory.block_size
-                self.counters.stored_bytes += self._blocks.item_bytes
+                self.counters.stored_bytes += area.item_bytes
+                self.counters.stored_states += staged.group == "state"
+                self.counters.stored_window_blocks += staged.group == "window"
+                self.counters.stored_blocks += not staged.group
+                self.counters.stored_tokens += 0 if staged.group else self._memory.block_size
         there = [
             staged.key
             for staged, result in zip(batch, results, strict=True)
@@ -571,9 +592,8 @@ class StoreTier:
             self._give_back(self._staged.popleft())
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._config.load_deadline_ms / 1e3)
-        self._blocks.close()
-        if self._states is not None:
-            self._states.close()
+        for area in self._areas.values():
+            area.close()
 
 
 def _count(counts: dict[str, int], reason: str) -> None:

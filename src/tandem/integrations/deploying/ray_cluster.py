@@ -111,7 +111,12 @@ class ProcessActor:
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-actor-"))
         self._loop = LoopThread("processes")
         self._runner = ProcessRunner(
-            [self._plan], self._folder, float(drain_s), secret_file=Path(secret_file)
+            [self._plan],
+            self._folder,
+            float(drain_s),
+            secret_file=Path(secret_file),
+            # Its ports may still be those of a process that ends.
+            max_failed_starts=None,
         )
         self._loop.run(self._runner.__aenter__())
 

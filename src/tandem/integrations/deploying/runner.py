@@ -38,7 +38,6 @@ MODULE = "tandem.integrations.deploying.bound"
 PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
 MAX_FAILED_STARTS = 3
-"""Of one process that has never been up, after which it is given up."""
 END_S = 15.0
 """Beyond the drain, until a process that does not end is killed."""
 ENDING: tuple[Kind, ...] = ("server", "launcher", "store-host", "store-master")
@@ -124,6 +123,8 @@ class ProcessRunner:
         drain_s: that processes get to end what they have begun.
         secret_file: of the cluster; None: one is made in the folder.
         on_up: called with the plan and the last line of each process that has come up.
+        max_failed_starts: of one process that has never been up, after which it is given up; None:
+            it never is.
     """
 
     def __init__(
@@ -134,7 +135,9 @@ class ProcessRunner:
         *,
         secret_file: Path | None = None,
         on_up: Callable[[ProcessPlan, str], None] | None = None,
+        max_failed_starts: int | None = MAX_FAILED_STARTS,
     ) -> None:
+        self._max_failed_starts = max_failed_starts
         self._plans = list(plans)
         self._folder = folder
         self._drain_s = drain_s
@@ -204,7 +207,8 @@ class ProcessRunner:
                 return
             num_failed = 0 if was_up else num_failed + 1
             name = running.plan.name
-            if num_failed >= MAX_FAILED_STARTS and not running.up.done():
+            limit = self._max_failed_starts
+            if limit is not None and num_failed >= limit and not running.up.done():
                 what = f"{name} ended {num_failed} times before it was up, status {status}"
                 running.up.set_exception(PeerLostError("cluster.up", what))
                 return

@@ -48,7 +48,7 @@ class CpuExecution(TorchExecution):
         routing: StepRouting | None = None,
     ) -> Step:
         """See ``Execution``."""
-        if cache.native is None or dtype not in NATIVE_DTYPES:
+        if not cache.is_native or dtype not in NATIVE_DTYPES:
             return super().begin_step(batch, cache, ropes, dtype, on_layer, states, routing)
         return CpuStep(batch, cache, ropes, dtype, self._pool, on_layer, states, routing)
 

@@ -26,7 +26,7 @@ from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import ExpertChoice, MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import scale_positions
-from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.paged import LayerPlace, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 
@@ -42,7 +42,8 @@ class CpuStep:
         ropes: give the angles.
         dtype: the model's.
         pool: shares the work; None: the caller's thread.
-        on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+        on_layer: called with the number of each layer in the cache's own blocks, not in those of
+            windows, once its KV of this step is there.
         states: the slots that the sequences go on with; None where no layer has a state.
         routing: takes the routers' choices, and defers experts; None: neither.
     """
@@ -58,12 +59,13 @@ class CpuStep:
         states: StateCache | None = None,
         routing: StepRouting | None = None,
     ) -> None:
-        assert cache.native is not None, "the cache is not native"
         self._num_tokens = batch.num_tokens
         self._pool = pool
-        self._attention = _native.PlannedAttention(
-            cache.native, batch.block_table, batch.query_start, batch.context_lens, pool
-        )
+        self._places = cache.places
+        self._groups: list[_native.PlannedAttention | None] = [_plan_attention(cache, batch, pool)]
+        if cache.windows is not None:
+            assert batch.windows is not None, "no blocks for the layers with a window"
+            self._groups.append(_plan_attention(cache.windows, batch.windows, pool))
         angles = [rope.compute(batch.positions, dtype) for rope in ropes]
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
         self._positions = batch.positions
@@ -146,9 +148,13 @@ class CpuStep:
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """See ``Step``."""
-        self._attention.store(layer_idx, view_tensor(kv_T2Kd.contiguous().flatten(1, 2)))
-        if self._on_layer is not None:
-            self._on_layer(layer_idx)
+        self._store(layer_idx, view_tensor(kv_T2Kd.contiguous().flatten(1, 2)))
+
+    def _store(self, layer_idx: int, rows: _native.TensorView, first_head: int = 0) -> None:
+        attention, place = self._find_layer(layer_idx)
+        attention.store(place.layer_idx, rows, first_head)
+        if self._on_layer is not None and place.group == 0:
+            self._on_layer(place.layer_idx)
 
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
@@ -221,9 +227,7 @@ class CpuStep:
         if spec.position_scale is not None:
             queries = self._part(qkv, 0, heads * d).tensor
             queries *= scale_positions(spec.position_scale, self._positions, self._dtype)[:, None]
-        self._attention.store(layer_idx, by_head, heads)
-        if self._on_layer is not None:
-            self._on_layer(layer_idx)
+        self._store(layer_idx, by_head, heads)
         self._attend(layer_idx, by_head, mixed.view, spec.scale, attention.rule)
         if gates:
             gate, rows = self._part(product, 0, gates * d), self._part(mixed, 0, gates * d)
@@ -285,9 +289,7 @@ class CpuStep:
             self._pool,
         )
         # The key is there: others may have it while queries are still made.
-        self._attention.store(layer_idx, rows, spec.num_heads)
-        if self._on_layer is not None:
-            self._on_layer(layer_idx)
+        self._store(layer_idx, rows, spec.num_heads)
         attention.key_heads.run(buffers.plain, buffers.absorbed)
         mixed = buffers.mixed
         self._attend(layer_idx, rows, mixed.view, spec.scale, attention.rule)
@@ -303,7 +305,14 @@ class CpuStep:
         rule: AttentionRule,
     ) -> None:
         sinks = None if rule.sinks is None else rule.sinks.view
-        self._attention.attend(layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks)
+        attention, place = self._find_layer(layer_idx)
+        attention.attend(place.layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks)
+
+    def _find_layer(self, layer_idx: int) -> tuple[_native.PlannedAttention, LayerPlace]:
+        place = self._places[layer_idx]
+        attention = self._groups[place.group]
+        assert attention is not None, f"layer {layer_idx} is in a group without layers"
+        return attention, place
 
     def _norm_all_heads(self, attention: Attention, qkv: Buffer) -> None:
         """Norm the queries of all heads together, and the keys, in place."""
@@ -440,3 +449,14 @@ class CpuStep:
         if self._residual is None or self._residual.tensor is not x_TD:
             self._residual = Buffer(x_TD)
         return self._residual
+
+
+def _plan_attention(
+    cache: PagedKvCache, batch: PagedBatch, pool: ThreadPool | None
+) -> _native.PlannedAttention | None:
+    if not cache.layout.num_layers:
+        return None
+    assert cache.native is not None, "the cache is not native"
+    return _native.PlannedAttention(
+        cache.native, batch.block_table, batch.query_start, batch.context_lens, pool
+    )

@@ -20,7 +20,13 @@ from tandem.kernels.operators.rope import apply_rope_, scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
-from tandem.kernels.torch.attention import attend_decodes, attend_prefill, plan_attention
+from tandem.kernels.torch.attention import (
+    DecodeGroup,
+    Prefill,
+    attend_decodes,
+    attend_prefill,
+    plan_attention,
+)
 from tandem.kernels.torch.gated_delta import run_gated_delta
 from tandem.kernels.torch.latents import project_latents
 
@@ -61,7 +67,8 @@ class TorchStep:
         cache: the block pool.
         ropes: give the angles.
         dtype: the model's.
-        on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+        on_layer: called with the number of each layer in the cache's own blocks, not in those of
+            windows, once its KV of this step is there.
         states: the slots that the sequences go on with; None where no layer has a state.
         routing: takes the routers' choices, and defers experts; None: neither.
     """
@@ -76,7 +83,11 @@ class TorchStep:
         states: StateCache | None = None,
         routing: StepRouting | None = None,
     ) -> None:
-        self._cache = cache
+        self._places = cache.places
+        self._groups = [_Group(cache, batch)]
+        if cache.windows is not None:
+            assert batch.windows is not None, "no blocks for the layers with a window"
+            self._groups.append(_Group(cache.windows, batch.windows))
         self._on_layer = on_layer
         self._states = states
         self._state_rows = (batch.query_start, list(batch.state_slots))
@@ -85,9 +96,6 @@ class TorchStep:
         """Of the layer that has chosen experts."""
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._positions = batch.positions
-        self._slots = (batch.slot_blocks, batch.slot_offsets)
-        self._runs = batch.slot_runs
-        self._decodes, self._prefills = plan_attention(batch, cache)
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """See ``Step``."""
@@ -197,6 +205,38 @@ class TorchStep:
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """See ``Step``."""
+        place = self._places[layer_idx]
+        self._groups[place.group].write(place.layer_idx, kv_T2Kd)
+        if self._on_layer is not None and place.group == 0:
+            self._on_layer(place.layer_idx)
+
+    def attend(
+        self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
+    ) -> Tensor:
+        """See ``Step``."""
+        place = self._places[layer_idx]
+        return self._groups[place.group].attend(place.layer_idx, q_THd, kv_T2Kd, scale, rule)
+
+
+class _Group:
+    """The blocks of layers that keep the same tokens, and what a step does with them.
+
+    Args:
+        cache: their pool.
+        batch: the tokens, placed in it; borrowed.
+    """
+
+    def __init__(self, cache: PagedKvCache, batch: PagedBatch) -> None:
+        self._cache = cache
+        self._slots = (batch.slot_blocks, batch.slot_offsets)
+        self._runs = batch.slot_runs
+        self._decodes: list[DecodeGroup] = []
+        self._prefills: list[Prefill] = []
+        if cache.layout.num_layers:
+            self._decodes, self._prefills = plan_attention(batch, cache)
+
+    def write(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
+        """Write the tokens' KV of one of these layers."""
         cache = self._cache
         if kv_T2Kd.dtype != cache.dtype:
             kv_T2Kd = kv_T2Kd.to(cache.dtype)
@@ -206,13 +246,11 @@ class TorchStep:
         else:
             for block_id, offset, first, end in self._runs:
                 slots[block_id, offset : offset + end - first] = kv_T2Kd[first:end]
-        if self._on_layer is not None:
-            self._on_layer(layer_idx)
 
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
-        """See ``Step``."""
+        """Attend in one of these layers; see ``Step.attend``."""
         cache = self._cache
         num_tokens, num_heads, _ = q_THd.shape
         value_dim = cache.layout.value_size

@@ -43,6 +43,12 @@ BLOCK_ROWS = 128
 """Outputs that share a scale in fp8."""
 SUPERBLOCK_SIZE = 256
 """Inputs whose scales and minima are integers times the same fp16 numbers."""
+TABLES = ("", "iq4nl", "iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s")
+"""As the native core counts them."""
+LEVELS_ASIDE = ("iq2xxs", "iq3xxs")
+"""Codebooks whose levels lie above the signs, within the bits of codes."""
+UPPER_BITS = ("iq2s", "iq3s")
+"""Codebooks whose indices have upper bits of their own, one for every four inputs."""
 
 
 class FormatFields(TypedDict):
@@ -53,7 +59,8 @@ class FormatFields(TypedDict):
     has_minimum: bool
     is_float: bool
     scale_bits: int
-    has_table: bool
+    table: int
+    has_zeros: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +73,10 @@ class WeightFormat:
     output (``fp8row``), e2m1 with a power of two for each 32 inputs (``mxfp4``); or the weight
     itself in float32 or bf16.
 
-    Formats that hold GGUF's blocks as they are (``is_stored_only``): scales and minima of groups
-    are integers times an fp16 number of 256 weights (``q4k``), or codes are looked up in a table
-    (``iq4nl``). They are laid out from blocks, never coded from values.
+    Formats that hold a file's codes as they are (``is_stored_only``): scales and minima of groups
+    are integers times an fp16 number of 256 weights (``q4k``), codes are looked up in a table
+    (``iq4nl``), or a group has an integer zero point (``int4g128zp``: ``scale * (code - zero)``).
+    They are laid out from blocks and codes, never coded from values.
     """
 
     name: str
@@ -81,8 +89,11 @@ class WeightFormat:
     """Whether codes of 8 bits are e4m3 and of 4 bits e2m1; values are floats either way."""
     scale_bits: int = 0
     """Of the integers that scales and minima are in a superblock; 0: fp16 numbers a group."""
-    has_table: bool = False
-    """Whether codes are indices into the values of IQ4_NL."""
+    table: str = ""
+    """The type of GGUF that has what codes are looked up in: iq4nl, whose values they are indices
+    of, or one with a codebook of eight or four magnitudes an entry, beside which signs lie."""
+    has_zeros: bool = False
+    """Whether minima are ``-scale * zero``, the zero an integer of 4 bits."""
     down: "WeightFormat | None" = None
     """Of experts alone: another format of their down projections."""
 
@@ -93,8 +104,8 @@ class WeightFormat:
 
     @property
     def is_stored_only(self) -> bool:
-        """Whether weights come from blocks of a file alone, as nothing here codes values so."""
-        return self.scale_bits > 0 or self.has_table
+        """Whether weights come from codes of a file alone, as nothing here codes values so."""
+        return self.scale_bits > 0 or bool(self.table) or self.has_zeros
 
     @property
     def holds_values(self) -> bool:
@@ -115,11 +126,12 @@ class WeightFormat:
             "has_minimum": self.has_minimum,
             "is_float": self.is_float,
             "scale_bits": self.scale_bits,
-            "has_table": self.has_table,
+            "table": TABLES.index(self.table),
+            "has_zeros": self.has_zeros,
         }
 
     @property
-    def field_tuple(self) -> tuple[int, int, bool, bool, int, bool]:
+    def field_tuple(self) -> tuple[int, int, bool, bool, int, int, bool]:
         """The same, where a second format is an argument of its own."""
         return (
             self.bits,
@@ -127,7 +139,8 @@ class WeightFormat:
             self.has_minimum,
             self.is_float,
             self.scale_bits,
-            self.has_table,
+            TABLES.index(self.table),
+            self.has_zeros,
         )
 
     @property
@@ -143,10 +156,14 @@ class WeightFormat:
             return self.bits + 8 / self.group_size
         if not self.is_integer or self.group_size == 0:
             return float(self.bits)
+        if self.has_zeros:
+            return self.bits + (16 + 4) / self.group_size
         numbers = 1 + self.has_minimum
         if self.scale_bits:
             shared = 16 * numbers / SUPERBLOCK_SIZE
-            return self.bits + self.scale_bits * numbers / self.group_size + shared
+            level_bits = 0 if self.table in LEVELS_ASIDE else self.scale_bits
+            upper = 0.25 if self.table in UPPER_BITS else 0.0
+            return self.bits + upper + level_bits * numbers / self.group_size + shared
         return self.bits + 16 * numbers / self.group_size
 
 
@@ -161,14 +178,27 @@ def _list_formats() -> list[WeightFormat]:
     formats += [WeightFormat(f"int8g{size}min", 8, size, True) for size in (16, 32, 64, 128)]
     formats += [WeightFormat(f"int4g{size}", 4, size, True) for size in (32, 64, 128)]
     formats += [WeightFormat(f"int4g{size}sym", 4, size) for size in (32, 64, 128)]
+    formats += [
+        WeightFormat(f"int4g{size}zp", 4, size, True, has_zeros=True) for size in (32, 64, 128)
+    ]
     formats += [WeightFormat("int5g32", 5, 32, True), WeightFormat("int5g32sym", 5, 32)]
     formats += [WeightFormat("q2k", 2, 16, True, scale_bits=4)]
     formats += [WeightFormat("q3k", 3, 16, scale_bits=6)]
     formats += [WeightFormat("q4k", 4, 32, True, scale_bits=6)]
     formats += [WeightFormat("q5k", 5, 32, True, scale_bits=6)]
     formats += [WeightFormat("q6k", 6, 16, scale_bits=8)]
-    formats += [WeightFormat("iq4nl", 4, 32, has_table=True)]
-    formats += [WeightFormat("iq4xs", 4, 32, scale_bits=6, has_table=True)]
+    formats += [WeightFormat("iq4nl", 4, 32, table="iq4nl")]
+    formats += [WeightFormat("iq4xs", 4, 32, scale_bits=6, table="iq4nl")]
+    books = (
+        ("iq2xxs", 2, 32),
+        ("iq2xs", 2, 16),
+        ("iq2s", 2, 16),
+        ("iq3xxs", 3, 32),
+        ("iq3s", 3, 32),
+    )
+    formats += [
+        WeightFormat(name, bits, size, scale_bits=4, table=name) for name, bits, size in books
+    ]
     return formats
 
 
@@ -223,7 +253,8 @@ class QuantizedMatrix:
     """A matrix [N, K] in a format of codes.
 
     Codes are uint8 [N, K]. Scales are [N, G], fp16; float32 for fp8, one row for 128 outputs, for
-    fp8row, and for mxfp4, powers of two. Minima are fp16 [N, G].
+    fp8row, and for mxfp4, powers of two. Minima are fp16 [N, G], or the zero points of formats
+    that have these.
     """
 
     weight_format: WeightFormat
@@ -423,6 +454,8 @@ def dequantize(matrix: QuantizedMatrix) -> FloatArray:
     scales = matrix.scales.astype(np.float64)[..., None]
     if matrix.minima is None:
         weights = scales * (codes - 2 ** (weight_format.bits - 1))
+    elif weight_format.has_zeros:
+        weights = scales * (codes - matrix.minima.astype(np.float64)[..., None])
     else:
         weights = scales * codes + matrix.minima.astype(np.float64)[..., None]
     return weights.reshape(matrix.codes.shape)

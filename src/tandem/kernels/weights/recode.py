@@ -9,6 +9,7 @@ indices.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import gcd
 
 import numpy as np
@@ -19,6 +20,9 @@ __all__ = ["can_hold", "group_formats", "join_formats", "make_plain", "recode"]
 
 
 PLAIN_FORMATS = {
+    "int4g32zp": "int4g32",
+    "int4g64zp": "int4g64",
+    "int4g128zp": "int4g128",
     "q2k": "int8g16min",
     "q3k": "int8g16",
     "q4k": "int4g32",
@@ -26,9 +30,14 @@ PLAIN_FORMATS = {
     "q6k": "int8g16",
     "iq4nl": "int8g32",
     "iq4xs": "int8g32",
+    "iq2xxs": "int8g32",
+    "iq2xs": "int8g16",
+    "iq2s": "int8g16",
+    "iq3xxs": "int8g32",
+    "iq3s": "int8g32",
 }
-"""By name, what holds the same codes without superblocks and tables; scales of superblocks are
-products, which it has rounded to fp16."""
+"""By name, what holds the same codes without superblocks, tables and zero points; scales of
+superblocks, and minima of zero points, are products, which it has rounded to fp16."""
 
 
 def make_plain(weight_format: WeightFormat) -> WeightFormat:
@@ -100,7 +109,7 @@ def _join(a: WeightFormat, b: WeightFormat) -> WeightFormat | None:
 def recode(matrix: QuantizedMatrix, wide: WeightFormat) -> QuantizedMatrix:
     """Return the same weights in another format.
 
-    A minimum beyond fp16 becomes infinite, which packing refuses.
+    A minimum beyond fp16 becomes infinite, which packing refuses; one of a zero point is rounded.
 
     REQUIRES: ``can_hold(wide, matrix.weight_format)``; neither holds blocks alone.
     """
@@ -108,6 +117,11 @@ def recode(matrix: QuantizedMatrix, wide: WeightFormat) -> QuantizedMatrix:
     assert can_hold(wide, narrow), f"{wide.name} does not hold {narrow.name}"
     if wide == narrow:
         return matrix
+    if narrow.has_zeros and matrix.minima is not None:
+        with np.errstate(over="ignore"):
+            minima = (matrix.scales * -matrix.minima.astype(np.float32)).astype(np.float16)
+        matrix = replace(matrix, weight_format=make_plain(narrow), minima=minima)
+        return recode(matrix, wide)
     times = narrow.group_size // wide.group_size
     codes, scales, minima = matrix.codes, matrix.scales, matrix.minima
     centre = 2 ** (narrow.bits - 1)

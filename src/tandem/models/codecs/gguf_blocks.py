@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from tandem.core.errors import UnsupportedError
 from tandem.kernels.weights.formats import QuantizedMatrix, find_format
 from tandem.kernels.weights.recode import make_plain
+from tandem.models.codecs.gguf_codebooks import split_codebook
 
 __all__ = ["BLOCK_TYPES", "FLOAT_TYPES", "BlockType", "dequantize", "unpack"]
 
@@ -171,6 +172,14 @@ def _split_q6_k(raw: Bytes) -> Blocks:
     return Blocks(codes.reshape(len(raw), 256), 32, _half(raw[:, 208:]) * scales, None)
 
 
+def _split_by_codebook(name: str) -> Callable[[Bytes], Blocks]:
+    def split(raw: Bytes) -> Blocks:
+        codes, scales = split_codebook(name, raw)
+        return Blocks(codes, 128, scales, None)
+
+    return split
+
+
 BLOCK_TYPES = {
     kind.name: kind
     for kind in (
@@ -187,6 +196,11 @@ BLOCK_TYPES = {
         BlockType("IQ4_NL", "iq4nl", _split_iq4_nl),
         BlockType("IQ4_XS", "iq4xs", _split_iq4_xs),
         BlockType("MXFP4", "mxfp4", None),
+        BlockType("IQ2_XXS", "iq2xxs", _split_by_codebook("IQ2_XXS")),
+        BlockType("IQ2_XS", "iq2xs", _split_by_codebook("IQ2_XS")),
+        BlockType("IQ2_S", "iq2s", _split_by_codebook("IQ2_S")),
+        BlockType("IQ3_XXS", "iq3xxs", _split_by_codebook("IQ3_XXS")),
+        BlockType("IQ3_S", "iq3s", _split_by_codebook("IQ3_S")),
     )
 }
 """What is read as codes, by type."""

@@ -61,34 +61,42 @@ class IntegerMatrix:
         """
         size = weight_format.group_size or self.codes.shape[1]
         scales = self._spread(self.scales, size)
+        self._require_fp16("scale", scales)
         middle = float(1 << (self.bits - 1))
-        minima = None
+        minima, kept, stored = None, None, None
         if weight_format.has_minimum:
             zeros = self.zeros
             if isinstance(zeros, Tensor):
                 zeros = self._spread(zeros, size)
             minima = -scales * zeros
+            if weight_format.has_zeros:
+                stored = torch.as_tensor(zeros).expand_as(scales).half()
+                kept = -scales.half().float() * zeros
+            else:
+                self._require_fp16("minimum", minima)
+                stored = minima.half()
+                kept = stored.float()
         elif isinstance(self.zeros, Tensor) and not bool((self.zeros == middle).all()):
             raise CorruptionError(
                 "models.read_weights",
                 f"weight {self.name!r} has a zero point other than {middle:g}, and its "
                 "quantization_config says that it is symmetric: correct one of them",
             )
-        for what, numbers in (("scale", scales), ("minimum", minima)):
-            if numbers is not None and not bool((numbers.abs() <= LARGEST_FP16).all()):
-                raise UnsupportedError(
-                    "models.read_weights",
-                    f"weight {self.name!r} has a {what} that is not finite or beyond fp16: "
-                    "choose bf16 for it",
-                )
-        kept = None if minima is None else minima.half()
-        codes = _recode(self.codes, scales, minima, int(middle), size)
+        codes = _recode(self.codes, scales, minima, kept, int(middle), size)
         return QuantizedMatrix(
             weight_format,
             np.ascontiguousarray(codes.numpy()),
             np.ascontiguousarray(scales.half().numpy()),
-            None if kept is None else np.ascontiguousarray(kept.numpy()),
+            None if stored is None else np.ascontiguousarray(stored.numpy()),
         )
+
+    def _require_fp16(self, what: str, numbers: Tensor) -> None:
+        if not bool((numbers.abs() <= LARGEST_FP16).all()):
+            raise UnsupportedError(
+                "models.read_weights",
+                f"weight {self.name!r} has a {what} that is not finite or beyond fp16: "
+                "choose bf16 for it",
+            )
 
     def _spread(self, numbers: Tensor, size: int) -> Tensor:
         """Return numbers of groups for each smaller group of ``size`` inputs in them."""
@@ -96,7 +104,14 @@ class IntegerMatrix:
         return numbers.repeat_interleave(max(1, self.group_size // size), 1)[:, :count]
 
 
-def _recode(codes: Tensor, scales: Tensor, minima: Tensor | None, middle: int, size: int) -> Tensor:
+def _recode(
+    codes: Tensor,
+    scales: Tensor,
+    minima: Tensor | None,
+    kept_minima: Tensor | None,
+    middle: int,
+    size: int,
+) -> Tensor:
     """Choose the nearest codes again where fp16 holds a scale badly, as it is very small.
 
     Elsewhere the rounding of a scale moves no value by half a step, so codes stay.
@@ -109,9 +124,9 @@ def _recode(codes: Tensor, scales: Tensor, minima: Tensor | None, middle: int, s
     step, offset = scales[is_bad][:, None], float(middle)
     base = torch.full_like(step, 0.0)
     kept = base
-    if minima is not None:
+    if minima is not None and kept_minima is not None:
         offset = 0.0
-        base, kept = minima[is_bad][:, None], minima.half().float()[is_bad][:, None]
+        base, kept = minima[is_bad][:, None], kept_minima[is_bad][:, None]
     values = (groups[is_bad].float() - offset) * step + base
     divisor = rounded[is_bad][:, None]
     ratio = torch.where(divisor == 0, 0.0, (values - kept) / divisor)

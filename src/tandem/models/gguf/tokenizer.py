@@ -26,7 +26,7 @@ from tandem.core.errors import ConfigError, CorruptionError, UnsupportedError
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import Value
 
-__all__ = ["GgufTokenizer", "find_end_tokens", "load_gguf_tokenizer"]
+__all__ = ["GgufTokenizer", "build_tokenizer", "find_end_tokens", "load_gguf_tokenizer"]
 
 WHERE = "tokenizer.load"
 PREFIX = "tokenizer.ggml."
@@ -155,14 +155,21 @@ def load_gguf_tokenizer(path: Path) -> GgufTokenizer:
         UnsupportedError: a kind or a pattern that is not known here.
         CorruptionError: as ``GgufFiles.open``; a token is there twice.
     """
-    metadata = GgufFiles.open(path).metadata
+    return build_tokenizer(GgufFiles.open(path).metadata, path.name)
+
+
+def build_tokenizer(metadata: Mapping[str, Value], name: str) -> GgufTokenizer:
+    """Build the tokenizer of a file's metadata; ``name`` is the file's, for errors.
+
+    Raises: as ``load_gguf_tokenizer``.
+    """
     tokens = _list_tokens(metadata)
     kind = metadata.get(f"{PREFIX}model")
     make = {"gpt2": _make_byte_level, "llama": _make_sentencepiece}.get(str(kind))
     if make is None:
         raise UnsupportedError(
             WHERE,
-            f"{path.name} has a tokenizer of kind {kind!r}: gpt2 and llama are known; name a "
+            f"{name} has a tokenizer of kind {kind!r}: gpt2 and llama are known; name a "
             "folder that holds the model's tokenizer.json beside the GGUF file",
         )
     try:
@@ -174,12 +181,12 @@ def load_gguf_tokenizer(path: Path) -> GgufTokenizer:
         raise
     except Exception as error:
         # The library raises bare exceptions for merges of tokens that are not there.
-        text = f"the tokenizer of {path.name} cannot be built: {error}"
+        text = f"the tokenizer of {name} cannot be built: {error}"
         raise ConfigError(WHERE, text) from error
     template = metadata.get("tokenizer.chat_template")
     return GgufTokenizer(
         backend,
-        {f"{name}_token": tokens[token_id] for name, token_id in special.items()},
+        {f"{key}_token": tokens[token_id] for key, token_id in special.items()},
         template if isinstance(template, str) else None,
     )
 

@@ -22,6 +22,8 @@ from tandem.core.spec import (
     KvSharing,
     MlaLayout,
     ModelSpec,
+    WindowLayout,
+    split_layout,
 )
 from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.cpu.experts import NativeExperts
@@ -174,12 +176,18 @@ class CausalModel:
         packed = [m.packed_bytes for m in self.skeleton.modules() if isinstance(m, Operator)]
         return sum(p.untyped_storage().nbytes() for p in seen.values()) + sum(packed)
 
-    def kv_identity(self, layout: KVLayout, sharing: KvSharing = "relaxed") -> KvIdentity:
+    def kv_identity(
+        self,
+        layout: KVLayout,
+        sharing: KvSharing = "relaxed",
+        windows: WindowLayout | None = None,
+    ) -> KvIdentity:
         """Return what decides whether KV that this model wrote may be shared.
 
         Args:
             layout: of the blocks that hold it.
             sharing: whether other rounding classes may read and write the same blocks.
+            windows: of the blocks of the layers with a window; None: they are part of ``layout``.
         """
         return make_kv_identity(
             self.skeleton,
@@ -187,6 +195,7 @@ class CausalModel:
             config=self.plan.config,
             spec=self.spec,
             layout=layout,
+            windows=windows,
             sharing=sharing,
             num_deferred_experts=self.plan.num_deferred_experts,
         )
@@ -205,11 +214,31 @@ class CausalModel:
         return make_kv_layout(self.spec, block_size, kv_dtype)
 
     def allocate_kv(
-        self, num_blocks: int, *, block_size: int = 64, kv_dtype: str = "auto"
+        self,
+        num_blocks: int,
+        *,
+        block_size: int = 64,
+        kv_dtype: str = "auto",
+        num_window_blocks: int = 0,
     ) -> PagedKvCache:
-        """Allocate a pool of blocks on the model's device."""
+        """Allocate a pool of blocks on the model's device.
+
+        Args:
+            num_blocks: of the pool.
+            block_size: tokens of a block.
+            kv_dtype: as of ``kv_layout``.
+            num_window_blocks: blocks of layers with a window, in a pool of their own; 0: those
+                layers are part of the other blocks.
+        """
         layout = self.kv_layout(block_size, kv_dtype)
-        return self.context.make_kv_cache(layout, num_blocks)
+        if not num_window_blocks:
+            return self.context.make_kv_cache(layout, num_blocks)
+        rest, windows = split_layout(layout, self.spec.window_layers, self.spec.sliding_window)
+        assert windows is not None, "all layers see the same tokens"
+        own = self.context.make_kv_cache(windows.layout, num_window_blocks)
+        return self.context.make_kv_cache(
+            rest, num_blocks, windows=own, window_layers=windows.layers
+        )
 
     def allocate_states(self, num_slots: int) -> StateCache | None:
         """Allocate slots of states on the model's device; None where no layer has a state."""
@@ -256,7 +285,8 @@ class CausalModel:
         Args:
             batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
             kv_cache: written at the batch's slots, read at its block tables.
-            on_layer: called with each KV layer's number once its KV of this step is in the blocks.
+            on_layer: called with the number of each layer in the cache's own blocks, not in those
+                of windows, once its KV of this step is there.
             states: the slots that the batch's sequences go on with, for a model that has
                 ``spec.state_layout``.
 
@@ -267,13 +297,7 @@ class CausalModel:
             ShapeError: batch and cache have different block sizes, or the cache another model's
                 layout; or sequences have no slots of states where layers have one.
         """
-        layout = kv_cache.layout
-        if layout != self.kv_layout(batch.block_size, layout.dtype):
-            raise ShapeError(
-                "models.forward",
-                f"a batch of blocks of {batch.block_size} and a cache of {layout}: make both "
-                "from this model's kv_layout",
-            )
+        self._check_cache(batch, kv_cache)
         if batch.num_tokens == 0:
             return torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         if self.spec.state_layout is not None:
@@ -282,6 +306,9 @@ class CausalModel:
                 states.clear(slot)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
+        if batch.windows is not None and kv_cache.windows is not None:
+            for block_id in batch.windows.fresh_blocks:
+                kv_cache.windows.tensor[block_id].zero_()
         if self.adapters is None:
             assert not batch.adapter_rows, "adapters are not enabled"
             return self._compute(batch, kv_cache, on_layer, states)
@@ -290,6 +317,23 @@ class CausalModel:
             return self._compute(batch, kv_cache, on_layer, states)
         finally:
             self.adapters.end_step()
+
+    def _check_cache(self, batch: PagedBatch, kv_cache: PagedKvCache) -> None:
+        own, windows = self.kv_layout(batch.block_size, kv_cache.layout.dtype), None
+        if kv_cache.windows is not None:
+            own, windows = split_layout(own, self.spec.window_layers, self.spec.sliding_window)
+        held = None if kv_cache.windows is None else kv_cache.windows.layout
+        if kv_cache.layout != own or held != (None if windows is None else windows.layout):
+            raise ShapeError(
+                "models.forward",
+                f"a batch of blocks of {batch.block_size} and a cache of {kv_cache.layout} with "
+                f"windows of {held}: make both from this model's kv_layout",
+            )
+        if (batch.windows is None) != (held is None):
+            raise ShapeError(
+                "models.forward",
+                "blocks of layers with a window in the batch or in the cache alone: give both them",
+            )
 
     def _check_states(self, batch: PagedBatch, states: StateCache | None) -> StateCache:
         layout, slots = self.spec.state_layout, batch.state_slots

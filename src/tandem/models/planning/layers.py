@@ -224,7 +224,8 @@ def complete_spec(
             rope_dim=mixer.rope,
         )
     spec = _add_states(spec, [x.mixer for x in layers if isinstance(x.mixer, GatedDeltaSpec)])
-    grouped = [layer.mixer for layer in layers if isinstance(layer.mixer, GqaSpec)]
+    with_kv = [x.mixer for x in layers if not isinstance(x.mixer, GatedDeltaSpec)]
+    grouped = [mixer for mixer in with_kv if isinstance(mixer, GqaSpec)]
     return msgspec.structs.replace(
         spec,
         num_experts=first.num_experts if first else 0,
@@ -234,6 +235,9 @@ def complete_spec(
         has_qk_norm=any(mixer.qk_norm is not None for mixer in grouped),
         has_sinks=any(mixer.has_sinks for mixer in grouped),
         sliding_window=max((mixer.window for mixer in grouped), default=0),
+        window_layers=tuple(
+            i for i, mixer in enumerate(with_kv) if isinstance(mixer, GqaSpec) and mixer.window
+        ),
         num_parameters=total,
         num_active_parameters=total - _count_idle(moe, spec.hidden_size),
     )

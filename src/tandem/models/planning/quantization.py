@@ -67,8 +67,8 @@ class Scheme:
         size = next((g for g in GROUPS[self.bits] if shared % g == 0 and inputs % g == 0), None)
         if size is None:
             return None
-        suffix = {(4, True): "sym", (8, False): "min"}.get((self.bits, self.is_symmetric), "")
-        return WEIGHT_FORMATS[f"int{self.bits}g{size}{suffix}"]
+        suffix = {(4, True): "sym", (4, False): "zp", (8, True): "", (8, False): "min"}
+        return WEIGHT_FORMATS[f"int{self.bits}g{size}{suffix[self.bits, self.is_symmetric]}"]
 
     def _find_float_format(self) -> WeightFormat | None:
         if self.bits == 4:

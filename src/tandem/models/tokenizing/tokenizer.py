@@ -109,6 +109,11 @@ class Tokenizer:
         decode = partial(self._backend.decode, skip_special_tokens=False)
         return WindowDetokenizer(decode, skip, self._is_byte, context)
 
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The library's object; not to be changed."""
+        return self._backend
+
     def find_special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of the special tokens that are part of one of ``texts``."""
         names = {i: self.token_name(i) for i in self.special_ids}

@@ -6,7 +6,7 @@ that neither the position nor the length of a match shows in the time it takes.
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -32,10 +32,19 @@ class ApiKeyGate:
     Args:
         keys: none means that no key is needed, but for ``ADMIN_PATHS``.
         admin_keys: for these, and for all else; none refuses these to every client.
+        keyless_paths: paths beside ``OPEN_PATHS`` that need none: the page's files, which ask for
+            the key themselves.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        admin_keys: Sequence[str] = (),
+        keyless_paths: Iterable[str] = (),
+    ) -> None:
         self._app = app
+        self._keyless_paths = OPEN_PATHS.union(keyless_paths)
         self._admin_digests = [_digest(key.encode()) for key in admin_keys]
         self._digests = [_digest(key.encode()) for key in keys]
 
@@ -53,7 +62,7 @@ class ApiKeyGate:
         if needs_admin and not self._admin_digests:
             what = "nobody may do this: set server.admin_api_key"
             handler = error_response(HttpError(403, what, code="permission_denied"))
-        elif needs_admin or (needs_key and scope["path"] not in OPEN_PATHS):
+        elif needs_admin or (needs_key and scope["path"] not in self._keyless_paths):
             own = [] if needs_admin else self._digests
             if presented is None or not _is_known(presented, [*own, *self._admin_digests]):
                 what = "no API key was given" if presented is None else "the API key is not known"

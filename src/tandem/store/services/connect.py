@@ -26,6 +26,7 @@ from tandem.rpc import (
 from tandem.rpc.wire.endpoint import parse_endpoint
 from tandem.store.config import StoreConfig
 from tandem.store.election import PROBE_TIMEOUT_S
+from tandem.store.messages import StoreStatus
 from tandem.transfer import TransferConfig, TransferEngine
 
 __all__ = [
@@ -47,6 +48,8 @@ STORE_VERSION = 1
 """Of the messages. Versions one apart understand each other: a new one only adds."""
 MAX_RECONNECT_MS = 250
 """A master that is restarted should find its hosts again at once."""
+STATUS_EVERY_S = 2.0
+"""As often as the page of a server reads it."""
 
 
 def default_folder() -> Path:
@@ -123,10 +126,18 @@ def read_transfer_secret(config: StoreConfig, url: str) -> str:
     return read_secret(path)
 
 
-async def watch_master(config: StoreConfig, rpc: RpcConfig) -> str:
+async def watch_master(
+    config: StoreConfig, rpc: RpcConfig, note_status: Callable[[StoreStatus], None]
+) -> str:
     """Stay until the session with the master is lost; return why it was.
 
     A master that is stopped is lost when its lease ends, one that is killed at once.
+
+    Args:
+        config: says where it is.
+        rpc: the control channel's settings.
+        note_status: is told what it says of the store, every few seconds.
+
     Raises: TandemError if there is no session to lose.
     """
     url = find_endpoints(config)[0]
@@ -145,7 +156,19 @@ async def watch_master(config: StoreConfig, rpc: RpcConfig) -> str:
 
     client.on_peer_lost(note_lost)
     async with client:
-        return await lost
+        asking = asyncio.create_task(_ask_status(client, note_status))
+        try:
+            return await lost
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+
+async def _ask_status(client: RpcClient, note_status: Callable[[StoreStatus], None]) -> None:
+    while True:
+        with contextlib.suppress(TandemError):  # Its loss is noted by the session.
+            note_status(await client.call("status", None, StoreStatus, timeout_s=STATUS_EVERY_S))
+        await asyncio.sleep(STATUS_EVERY_S)
 
 
 def make_client_maker(

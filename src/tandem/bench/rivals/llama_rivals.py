@@ -1,0 +1,88 @@
+"""llama.cpp and its fork ik_llama.cpp as rivals: how to install them, and a model in a process."""
+
+from pathlib import Path
+
+import torch
+
+from tandem.bench.rivals.isa import check_peer_isa, list_ggml_settings
+from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.serving.driver import Phase
+
+__all__ = ["PEERS", "LlamaCpp", "install_llama"]
+
+PEERS = {
+    "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
+    "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
+}
+"""Name to what pip installs. The fork's source package does not build and its wheel is for AVX2: a
+``libllama.so`` built for this machine is taken from ``IK_LLAMA_CPP_LIB_PATH`` if that is set."""
+LONG_S = 3600.0
+"""For a model to be written, or a long history to be computed."""
+
+
+def install_llama(peer: str) -> Path:
+    """Return the interpreter of a peer by name, built for the cap on the instruction set if any.
+
+    Raises: UnsupportedError (pip failed).
+    """
+    # The fork comes as a wheel.
+    settings = list_ggml_settings() if peer == "llama.cpp" else {}
+    return install_peer(peer.replace(".", "-"), PEERS[peer], settings=settings)
+
+
+class LlamaCpp:
+    """One GGUF file in one of the peers.
+
+    Args:
+        path: of the file.
+        peer: a name of ``PEERS``.
+        threads: that it computes with.
+        context_len: tokens of each sequence.
+        num_sequences: at most.
+        folder: a checkpoint of which the file is written if it is not there.
+        kind: llama.cpp's type of its matrices then, such as ``q4_0``.
+
+    Raises: as ``install_llama`` and ``check_peer_isa``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        peer: str,
+        threads: int,
+        context_len: int,
+        num_sequences: int,
+        *,
+        folder: Path | None = None,
+        kind: str = "",
+    ) -> None:
+        self._process = PeerProcess(install_llama(peer), "llama_cpp_peer.py", peer)
+        if folder is not None and not path.exists():
+            self._process.call(
+                "write_gguf", timeout_s=LONG_S, folder=str(folder), path=str(path), kind=kind
+            )
+        isa = self._process.call(
+            "load",
+            path=str(path),
+            threads=threads,
+            context_len=context_len,
+            num_sequences=num_sequences,
+        )
+        check_peer_isa(peer, isa)
+        self.name = f"{peer} {kind or path.stem} {isa}"
+
+    def score(self, prompt: list[int]) -> torch.Tensor:
+        """Return the logits of a prompt, [tokens, vocabulary]."""
+        return torch.tensor(self._process.call("score", prompt=prompt))
+
+    def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
+        """Milliseconds of a prefill of all prompts, or of a decode step after them."""
+        return self._process.call(phase, prompts=prompts)
+
+    def measure_turn(self, history: list[int], message: list[int]) -> float:
+        """Milliseconds of a message after a history that is computed already."""
+        return self._process.call("turn", timeout_s=LONG_S, history=history, message=message)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()

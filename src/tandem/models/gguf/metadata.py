@@ -1,0 +1,237 @@
+"""From the configuration of transformers to GGUF metadata: the inverse of ``config``.
+
+What is written is read back at once by ``make_config`` and compared with the configuration, so that
+a model of which the metadata cannot say something, such as another RoPE, is refused, not changed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.core.errors import UnsupportedError
+from tandem.models.gguf.config import ROPE_FACTORS, make_config
+from tandem.models.gguf.mixtures import ModelSizes
+from tandem.models.sources.gguf_header import GgufTensor, Value
+
+__all__ = ["ARCHITECTURE_OF", "check_metadata", "list_rope_factors", "make_metadata", "read_sizes"]
+
+ARCHITECTURE_OF = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "glm4": "glm4",
+}
+"""llama.cpp's architecture, by transformers' ``model_type``: those that are written."""
+
+WHERE = "models.export"
+FILE_VERSION = 2
+"""``general.quantization_version``."""
+
+UNSAID = frozenset(
+    {
+        *("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+        *("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+        *("initializer_range", "attention_dropout", "router_aux_loss_coef", "router_jitter_noise"),
+        *("output_router_logits", "quantization_config", "compression_config", "rope_theta"),
+        *("pretraining_tp", "id2label", "label2id", "problem_type", "max_window_layers"),
+        *("return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"),
+        *(
+            "is_encoder_decoder",
+            "use_sliding_window",
+            "layer_types",
+            "rope_parameters",
+            "tie_encoder_decoder",
+        ),
+    }
+)
+"""Fields that say nothing about what the model computes, or are compared by another field."""
+
+
+def _find(config: Any, *names: str) -> Any:
+    """Return the first of these fields that is there and says something; None if there is none."""
+    return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
+
+
+def read_sizes(config: Any) -> ModelSizes:
+    """Return what the rules of mixtures ask of a model.
+
+    Raises: UnsupportedError (a model that is not written as GGUF here).
+    """
+    architecture = ARCHITECTURE_OF.get(config.model_type)
+    if architecture is None:
+        known = ", ".join(ARCHITECTURE_OF)
+        what = (
+            f"{config.model_type} is not written as GGUF here, which {known} are: convert it with "
+            "llama.cpp, or use another format"
+        )
+        raise UnsupportedError(WHERE, what)
+    return ModelSizes(
+        architecture,
+        config.num_hidden_layers,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        _find(config, "num_experts", "num_local_experts") or 0,
+    )
+
+
+def make_metadata(config: Any, name: str, file_type: int) -> dict[str, Value]:
+    """Return what the file says about the model; its tokenizer is not among it.
+
+    Args:
+        config: transformers' configuration.
+        name: of the model.
+        file_type: llama.cpp's number of the mixture.
+
+    Raises: as ``read_sizes``.
+    """
+    sizes = read_sizes(config)
+    head_dim = _find(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    facts: dict[str, Value] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "vocab_size": config.vocab_size,
+    }
+    if _find(config, "intermediate_size"):
+        facts["feed_forward_length"] = config.intermediate_size
+    facts |= _list_rope(config, head_dim)
+    if sizes.num_experts:
+        facts |= _list_experts(config)
+    if sizes.architecture in ("gemma2", "gemma3"):
+        facts["attention.sliding_window"] = config.sliding_window
+    if sizes.architecture == "gemma2":
+        facts["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
+        facts["final_logit_softcapping"] = float(config.final_logit_softcapping)
+    if sizes.architecture == "olmoe" and _find(config, "clip_qkv"):
+        facts["attention.clamp_kqv"] = float(config.clip_qkv)
+    return {
+        "general.architecture": sizes.architecture,
+        "general.type": "model",
+        "general.name": name,
+        "general.file_type": file_type,
+        "general.quantization_version": FILE_VERSION,
+    } | {f"{sizes.architecture}.{key}": value for key, value in facts.items()}
+
+
+def _list_experts(config: Any) -> dict[str, Value]:
+    facts: dict[str, Value] = {
+        "expert_count": _find(config, "num_experts", "num_local_experts"),
+        "expert_used_count": config.num_experts_per_tok,
+    }
+    if _find(config, "moe_intermediate_size"):
+        facts["expert_feed_forward_length"] = config.moe_intermediate_size
+    if _find(config, "shared_expert_intermediate_size"):
+        shared = config.shared_expert_intermediate_size
+        facts["expert_shared_feed_forward_length"] = shared
+    return facts
+
+
+def _list_rope(config: Any, head_dim: int) -> dict[str, Value]:
+    rope = config.rope_parameters
+    facts: dict[str, Value] = {}
+    if "full_attention" in rope:
+        facts["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    facts["rope.freq_base"] = float(rope["rope_theta"])
+    facts["rope.dimension_count"] = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
+    if rope.get("rope_type") in ("linear", "yarn"):
+        facts["rope.scaling.type"] = rope["rope_type"]
+        facts["rope.scaling.factor"] = float(rope["factor"])
+        original = rope.get("original_max_position_embeddings")
+        if original:
+            facts["rope.scaling.original_context_length"] = original
+    return facts
+
+
+def list_rope_factors(config: Any) -> NDArray[np.float32] | None:
+    """Return what Llama 3.1's frequencies are divided by; None for a model of another RoPE."""
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "llama3":
+        return None
+    head_dim = _find(config, "head_dim") or config.hidden_size // config.num_attention_heads
+    inverse = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = rope["original_max_position_embeddings"] * inverse / (2 * np.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+
+
+def check_metadata(
+    config: Any, metadata: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check that the metadata says of the model what its configuration says.
+
+    Args:
+        config: transformers' configuration.
+        metadata: as ``make_metadata`` gives it.
+        shapes: of the tensors.
+
+    Raises: UnsupportedError (something is not said; the text names the field).
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    tensors = {name: GgufTensor(name, "F32", shape, 0, 0) for name, shape in shapes.items()}
+    factors = list_rope_factors(config)
+    made = make_config(metadata, tensors, None if factors is None else factors.tolist())
+    assert (factors is None) == (ROPE_FACTORS not in tensors)
+    ours = CONFIG_MAPPING[made["model_type"]].from_dict(dict(made))
+    for name, wanted in config.to_dict().items():
+        got = getattr(ours, name, None)
+        if name not in UNSAID and not _is_same(got, wanted):
+            raise _refuse(name, wanted, got)
+    pair = [_list_ropes(c.rope_parameters) for c in (config, ours)]
+    if not _is_same(*pair):
+        raise _refuse("rope_parameters", *pair)
+    windows = [_list_windows(c) for c in (config, ours)]
+    if windows[0] != windows[1]:
+        raise _refuse("layer_types", *windows)
+
+
+def _refuse(name: str, wanted: object, got: object) -> UnsupportedError:
+    what = f"{name} is {wanted!r}, and a GGUF file of this model would say {got!r}"
+    return UnsupportedError(WHERE, f"{what}: use another format")
+
+
+def _is_same(got: Any, wanted: Any) -> bool:
+    if isinstance(wanted, dict) and isinstance(got, dict):
+        keys = wanted.keys() | got.keys()
+        return all(_is_same(got.get(key), wanted.get(key)) for key in keys)
+    if isinstance(wanted, float) and isinstance(got, (int, float)):
+        return bool(np.isclose(got, wanted, rtol=1e-6))
+    # A field that nothing says is as good as one that says nothing.
+    return got == wanted or (not got and not wanted)
+
+
+def _list_ropes(rope: dict[str, Any]) -> dict[str, Any]:
+    if any(isinstance(value, dict) for value in rope.values()):
+        return {name: _list_ropes(value) for name, value in rope.items()}
+    said = {"rope_type": "default", "partial_rotary_factor": 1.0} | {
+        name: value for name, value in rope.items() if value is not None
+    }
+    if said["rope_type"] == "yarn":
+        said = {"beta_fast": 32.0, "beta_slow": 1.0} | said
+    return said
+
+
+def _list_windows(config: Any) -> list[int]:
+    """Return the window of each layer, 0 for none."""
+    window = getattr(config, "sliding_window", None) or 0
+    kinds = getattr(config, "layer_types", None) or []
+    if kinds:
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    is_used = getattr(config, "use_sliding_window", True)
+    return [window if is_used else 0] * config.num_hidden_layers

@@ -1,0 +1,74 @@
+"""Which weights the tensors of a GGUF file are made of: ``names``, read the other way."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.core.errors import UnsupportedError
+from tandem.models.gguf.metadata import read_sizes
+from tandem.models.gguf.names import How, Recipe, make_recipes
+from tandem.models.loading.skeleton import build_skeleton
+
+__all__ = ["Origin", "list_origins", "list_tensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The weight that a tensor of the file is made of."""
+
+    weight: str
+    shape: tuple[int, ...]
+    """Of the weight."""
+    recipe: Recipe
+    part: int
+    """Place among the tensors of the recipe."""
+
+
+class _Names:
+    """The names that a file of a model may have: no tensors that hold several others."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+
+    def __contains__(self, name: object) -> bool:
+        words = str(name).split(".")
+        if words[0] == "blk" and int(words[1]) >= self._num_layers:
+            return False
+        return "ffn_gate_up_exps" not in words
+
+
+def list_origins(config: Any) -> dict[str, Origin]:
+    """Return the tensors of a model's file in its order, with what they are made of.
+
+    Args:
+        config: transformers' configuration.
+
+    Raises: UnsupportedError (a model, or a weight of it, that is not written as GGUF here).
+    """
+    sizes = read_sizes(config)
+    recipes = make_recipes(sizes.architecture, _Names(sizes.num_layers))
+    origins: dict[str, Origin] = {}
+    for name, parameter in build_skeleton(config).named_parameters():
+        recipe = recipes.get(name)
+        if recipe is None or recipe.how not in (How.PLAIN, How.UNPERMUTE, How.MINUS_ONE):
+            what = f"{name!r} of {config.model_type} has no place in a GGUF file"
+            raise UnsupportedError("models.export", f"{what}: use another format")
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for part, tensor in enumerate(recipe.tensors):
+            origins[tensor] = Origin(name, tuple(parameter.shape), recipe, part)
+    return origins
+
+
+def list_tensors(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's tensors by llama.cpp's names, outputs first.
+
+    Raises: as ``list_origins``.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor, origin in list_origins(config).items():
+        shapes[tensor] = origin.shape
+        count = len(origin.recipe.tensors)
+        if count > 1:
+            experts, outputs, inputs = origin.shape
+            shapes[tensor] = (experts, outputs // count, inputs)
+    return shapes

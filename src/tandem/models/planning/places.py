@@ -1,0 +1,53 @@
+"""Where a plan keeps the matrices of each layer, short enough for ``/server_info``. Pure."""
+
+from collections.abc import Iterable
+from itertools import groupby
+
+from tandem.core.model.plan import LayerSpec, MatrixPlan, ModelPlan, MoeSpec
+from tandem.core.wire import PlacedLayers, PlacedPart
+
+__all__ = ["list_placed_layers"]
+
+DISK = "disk"
+"""The place of routed experts that memory holds only some of."""
+_MIXERS = {"gqa": "attention", "mla": "latent attention", "gated_delta": "gated delta rule"}
+
+
+def list_placed_layers(plan: ModelPlan) -> list[PlacedLayers]:
+    """Return the layers in their order, neighbours that are kept alike as one entry.
+
+    What belongs to no layer, embedding and head, comes last.
+    """
+    is_on_disk = plan.tier is not None
+    described = [
+        (layer.index, _name(layer), _sum_up(layer.matrices, is_on_disk=is_on_disk))
+        for layer in plan.layers
+    ]
+    placed: list[PlacedLayers] = []
+    for (kind, parts), group in groupby(described, key=lambda each: each[1:]):
+        indexes = [index for index, _, _ in group]
+        placed.append(
+            PlacedLayers(first=indexes[0], num_layers=len(indexes), kind=kind, parts=parts)
+        )
+    others = _sum_up(plan.other_matrices, is_on_disk=False)
+    if others:
+        placed.append(PlacedLayers(first=-1, num_layers=1, kind="embedding, head", parts=others))
+    return placed
+
+
+def _name(layer: LayerSpec) -> str:
+    mixer = layer.mixer.__struct_config__.tag
+    after = f"{layer.mlp.num_experts} experts" if isinstance(layer.mlp, MoeSpec) else "MLP"
+    return f"{_MIXERS.get(str(mixer), str(mixer))}, {after}"
+
+
+def _sum_up(matrices: Iterable[MatrixPlan], *, is_on_disk: bool) -> list[PlacedPart]:
+    sizes: dict[tuple[str, str, str], int] = {}
+    for matrix in matrices:
+        device = DISK if is_on_disk and matrix.role == "experts" else matrix.device
+        key = (matrix.role, device, matrix.weight_format)
+        sizes[key] = sizes.get(key, 0) + matrix.size_bytes
+    return [
+        PlacedPart(role=role, device=device, weight_format=weight_format, size_bytes=size)
+        for (role, device, weight_format), size in sizes.items()
+    ]

@@ -1,0 +1,1 @@
+"""The page at ``/``: one bundle of static files, and the routes that serve it."""

@@ -1,0 +1,124 @@
+"""The files of the page, each at a path of its own.
+
+The page is data of the package: no build step makes it and no other host is asked. The paths that
+are served are the keys of a dictionary made at the start, so no name in a URL becomes a path of a
+file system. It holds no secret and needs no key: a visitor gives the key to the page, which keeps
+it in memory and sends it to the same endpoints as any client (``PAGE_ENDPOINTS``).
+"""
+
+import gzip
+import hashlib
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+__all__ = ["PAGE_ENDPOINTS", "PAGE_HEADERS", "list_page_routes"]
+
+PAGE_ENDPOINTS = (
+    "/metrics",
+    "/model_info",
+    "/ready",
+    "/requests/{id:path}/timeline",
+    "/server_info",
+    "/v1/chat/completions",
+    "/v1/models",
+)
+"""All that the page reads, by the patterns of ``list_endpoints``; other tools may do the same."""
+
+_POLICY = {
+    "default-src": "'none'",
+    "script-src": "'self'",
+    "style-src": "'self'",
+    "img-src": "'self'",
+    "connect-src": "'self'",
+    "base-uri": "'none'",
+    "form-action": "'none'",
+    "frame-ancestors": "'none'",
+    # Text becomes markup in one place, through DOMPurify; the browser refuses any other.
+    "require-trusted-types-for": "'script'",
+    "trusted-types": "dompurify",
+}
+PAGE_HEADERS = {
+    "content-security-policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    # A newer server has a newer page: the browser asks each time, and is told 304.
+    "cache-control": "no-cache",
+    "vary": "accept-encoding",
+}
+"""Headers of each file of the page."""
+
+_PREFIX = "/page/"
+_MEDIA_TYPES = {
+    "css": "text/css; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "mjs": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "LICENSE": "text/plain; charset=utf-8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _PageFile:
+    body: bytes
+    packed: bytes
+    """The same by gzip."""
+    media_type: str
+    etag: str
+
+
+def list_page_routes() -> list[Route]:
+    """Read the page's files and return their routes."""
+    return [
+        Route(path, _serve(found), methods=["GET"], include_in_schema=False)
+        for path, found in _read_files().items()
+    ]
+
+
+def _read_files() -> dict[str, _PageFile]:
+    """Return each file by the path that it is served at; ``index.html`` is at ``/``."""
+    root = files("tandem.server.page") / "static"
+    return {
+        "/" if name == "index.html" else _PREFIX + name: _read_file(entry)
+        for name, entry in sorted(_walk(root, ""))
+    }
+
+
+def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry, f"{prefix}{entry.name}/")
+        elif entry.name.rpartition(".")[2] in _MEDIA_TYPES:
+            yield prefix + entry.name, entry
+
+
+def _read_file(entry: Traversable) -> _PageFile:
+    body = entry.read_bytes()
+    return _PageFile(
+        body=body,
+        packed=gzip.compress(body, compresslevel=6, mtime=0),
+        media_type=_MEDIA_TYPES[entry.name.rpartition(".")[2]],
+        etag=f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+    )
+
+
+def _serve(found: _PageFile) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        headers = {**PAGE_HEADERS, "etag": found.etag}
+        if request.headers.get("if-none-match") == found.etag:
+            return Response(status_code=304, headers=headers)
+        body = found.body
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            body = found.packed
+            headers["content-encoding"] = "gzip"
+        return Response(body, headers=headers, media_type=found.media_type)
+
+    return answer

@@ -1,0 +1,110 @@
+"""A whole model of random blocks in a GGUF file, here and in rivals: ``tools/whole_model.py``.
+
+The file has all 48 layers of Qwen3-30B-A3B's shape as Q4_K_M, about 18.5 GB. Each program runs it
+in a process of its own, one after the other: ours twice, as a first and as a second start, with no
+setting but the model, then llama.cpp and its fork where they can be installed. Printed is a JSON
+object a run: seconds until it is loaded, milliseconds of a decode step at 1 and 4 sequences and of
+a prefill, and the most memory that our process had, beside packed size and stored size. A file that
+is there is used again.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem import _native
+from tandem.bench.children import start_child
+from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp
+from tandem.bench.serving.driver import EngineDriver
+from tandem.bench.serving.stored import SHAPE, write_random_gguf
+from tandem.core.errors import UnsupportedError
+from tandem.models.planning.planner import plan_model
+
+WHOLE = SHAPE | {"num_hidden_layers": 48, "vocab_size": 151_936}
+CONTEXT, PREFILL, SPARE = 128, 1000, 64
+BATCHES = (1, 4)
+RUN_TIMEOUT_S = 3600.0
+
+
+def draw_prompts(count: int, length: int) -> list[list[int]]:
+    """Return random prompts, the same in every process."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(0, WHOLE["vocab_size"], (count, length), generator=generator).tolist()
+
+
+def measure(side: Any) -> dict[str, float]:
+    """Return milliseconds by what is measured; of a prefill the second one."""
+    found = {f"decode_{n}_ms": side.measure("decode", draw_prompts(n, CONTEXT)) for n in BATCHES}
+    side.measure("prefill", draw_prompts(1, PREFILL))
+    return found | {"prefill_ms": side.measure("prefill", draw_prompts(1, PREFILL))}
+
+
+def run_ours(path: Path) -> dict[str, Any]:
+    """Load the file as serving does and measure it."""
+    plan = plan_model(path)
+    begin = time.perf_counter()
+    driver = EngineDriver(path, "bfloat16", packed_cache="auto")
+    load_s = time.perf_counter() - begin
+    found = {"run": "ours", "load_s": load_s, **measure(driver)}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return found | {
+        "peak_bytes": peak,
+        "packed_bytes": plan.weight_bytes,
+        "stored_bytes": path.stat().st_size,
+    }
+
+
+def run_peer(path: Path, peer: str) -> dict[str, Any]:
+    """Load the file in a rival and measure it, with memory for as many sequences as ours has."""
+    threads = _native.recommend_threads(_native.read_topology()).threads
+    begin = time.perf_counter()
+    model = LlamaCpp(path, peer, threads, PREFILL + SPARE, max(BATCHES))
+    load_s = time.perf_counter() - begin
+    try:
+        return {"run": model.name, "load_s": load_s, **measure(model)}
+    finally:
+        model.close()
+
+
+def run_alone(path: Path, run: str) -> None:
+    """Measure in a process of its own and print what it found."""
+    command = [sys.executable, __file__, "--out", str(path), "--run", run]
+    with start_child(command, stdout=subprocess.PIPE) as child:
+        out, _ = child.communicate(timeout=RUN_TIMEOUT_S)
+    sys.stdout.write(out.decode())
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Write the file if it is not there, then run it in each program."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("whole.gguf"), help="the file")
+    parser.add_argument("--kind", default="q4_k_m", help="a mixture, or a type of all matrices")
+    parser.add_argument("--layers", type=int, default=WHOLE["num_hidden_layers"])
+    parser.add_argument("--run", default="", help="one run alone, in this process: ours or a rival")
+    arguments = parser.parse_args()
+    path: Path = arguments.out
+    if not path.exists():
+        draft = path.with_suffix(".partial")
+        write_random_gguf(draft, WHOLE | {"num_hidden_layers": arguments.layers}, arguments.kind)
+        draft.rename(path)
+    if arguments.run:
+        try:
+            found = run_ours(path) if arguments.run == "ours" else run_peer(path, arguments.run)
+        except UnsupportedError as error:
+            found = {"run": arguments.run, "skipped": error.what}
+        sys.stdout.write(json.dumps(found) + "\n")
+        return
+    for run in ("ours", "ours", *PEERS):
+        run_alone(path, run)
+
+
+if __name__ == "__main__":
+    main()
