@@ -111,9 +111,11 @@ $(STAMPS)/finetune: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	$(INSTALL) $(call kernels,native) --editable ".[finetune]"
 	@mkdir -p $(STAMPS) && touch $(STAMPS)/serve $@
 
-# All stamps: what it installs is more than the demo needs.
+# All stamps: what it installs is more than the demo needs. Instructor runs with rich and jiter of today
+# but asks for older ones, and openai's client of today asks for newer: so it comes without them.
 $(STAMPS)/dev: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	$(INSTALL) $(call kernels,test) --editable ".[serve,dev]"
+	$(PIP) install --quiet --no-deps "instructor==1.17.0"
 	@mkdir -p $(STAMPS) && touch $(STAMPS)/serve $(STAMPS)/finetune $@
 
 clean:

@@ -1,6 +1,15 @@
 """A tiny random gpt-oss: layers with a window of 20 tokens and layers without take turns."""
 
-from transformers import GptOssConfig, MistralConfig
+from transformers import (
+    Cohere2Config,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    MistralConfig,
+    Olmo3Config,
+    Qwen3Config,
+)
 
 from tandem.models.proof.tiny import make_tiny, save_tiny
 
@@ -32,4 +41,24 @@ def save_all_windowed(place):
     """A tiny random Mistral, all of whose layers have a window."""
     sizes = {name: SIZES[name] for name in SIZES if "expert" not in name}
     save_tiny(make_tiny(MistralConfig(**sizes | {"num_hidden_layers": 3}), 0), place)
+    return place
+
+
+FAMILIES = {
+    "cohere2": Cohere2Config,
+    "exaone4": Exaone4Config,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+    "mistral": MistralConfig,
+    "olmo3": Olmo3Config,
+    "qwen3": Qwen3Config,
+}
+
+
+def save_family(name, place):
+    """A tiny random model of a family, six layers."""
+    sizes = {key: SIZES[key] for key in SIZES if "expert" not in key} | {"num_hidden_layers": 6}
+    if name == "qwen3":
+        sizes |= {"use_sliding_window": True, "max_window_layers": 3}
+    save_tiny(make_tiny(FAMILIES[name](**sizes), 0), place)
     return place

@@ -7,8 +7,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from serving import LiveServers
-from vocabularies import make_byte_level_tokenizer
+from fake_engine import FakeEngine, make_info
+from serving import KEYS, LiveServers, TalkingServer
+from vocabularies import TOOL_TEMPLATE, make_byte_level_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +36,27 @@ def shared(tokenizer):
     """One server for tests that only read."""
     with LiveServers(tokenizer) as servers:
         yield servers.start()
+
+
+@pytest.fixture(scope="session")
+def talking():
+    """One server for the clients' tests, whose model says what a test tells it to."""
+    tokenizer = make_byte_level_tokenizer(TOOL_TEMPLATE)
+    with LiveServers(tokenizer) as servers:
+        # Tools take more room than the fake engine's model has by itself.
+        engine = FakeEngine(info=make_info(320, max_model_len=4096))
+        yield TalkingServer(servers.start(engine, api_key=KEYS), tokenizer)
+
+
+@pytest.fixture
+def live(talking):
+    """That server, which has forgotten what the tests before did."""
+    talking.server.engine.reset()
+    talking.server.engine.stop_token_id = 0
+    return talking.server
+
+
+@pytest.fixture
+def say(talking, live):
+    """Have the model say a text, or call a tool; ``say.prompt()`` is what it was asked last."""
+    return talking

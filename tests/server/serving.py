@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from concurrent.futures import Future
@@ -16,6 +17,8 @@ from tandem.server.config import ServerConfig
 from tandem.server.run import RunningServer, run_server
 
 WAIT_S = 20.0
+KEYS = ("secret", "other")
+"""Of the server that clients share."""
 
 
 class LiveServer:
@@ -120,6 +123,23 @@ class LiveServers:
         for server in self._servers:
             server.join()
             assert server.engine.num_held == 0, server.engine.held
+
+
+class TalkingServer:
+    """Has the fake engine of a server say texts, as models write them."""
+
+    def __init__(self, server: LiveServer, tokenizer: Tokenizer) -> None:
+        self.server = server
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str = "", **call) -> None:
+        if call:
+            text = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        self.server.engine.answer = self._tokenizer.encode(text)
+
+    def prompt(self) -> str:
+        """Return the last prompt."""
+        return self._tokenizer.decode(self.server.engine.requests[-1].prompt_ids)
 
 
 def wait_until(condition, timeout_s: float = WAIT_S) -> float:

@@ -1,6 +1,6 @@
-"""``tandem bench serve`` and SGLang's client tell what a script did, within 1 %.
+"""``tandem bench serve``, SGLang's and vLLM's client tell what a script did, within 1 %.
 
-Method: a server that sends each token at a fixed time; both clients run as programs against it, one
+Method: a server that sends each token at a fixed time; the clients run as programs against it, one
 after the other. Times are compared with what the server was told to do, so a machine that is busy
 with other things fails this: it is run by hand, and alone.
 """
@@ -22,6 +22,12 @@ from scripted_server import Script
 pytestmark = [pytest.mark.long, pytest.mark.download]
 
 SGLANG, SGLANG_NEEDS = "sglang==0.5.23", ("orjson", "pybase64", "pillow", "aiohttp", "tqdm")
+VLLM = "vllm==0.33.0"
+VLLM_NEEDS = (
+    "pybase64", "pillow", "cachetools", "cloudpickle", "py-cpuinfo", "blake3", "aiohttp", "tqdm",
+    "cbor2", "openai-harmony", "pandas",
+)  # fmt: skip
+"""Beside what ``[dev]`` brings; the engine's own, such as CUDA's, are not imported."""
 NUM_REQUESTS, TOKENS, FIRST_S, GAP_S = 8, 41, 2.0, 0.05
 LAST_S = FIRST_S + (TOKENS - 1) * GAP_S
 SCRIPT = {
@@ -74,22 +80,28 @@ def test_ours(script, tmp_path):
     assert find_wrong(figures) == {}
 
 
+def fetch(folder: Path, wheel: str, needs: tuple[str, ...]) -> Path:
+    """Return a wheel of the package index, with what its client imports beside it in ``needs``."""
+    target = folder / "needs"
+    pip = [sys.executable, "-m", "pip"]
+    commands = [
+        [*pip, "download", "--no-deps", "--dest", folder, wheel],
+        [*pip, "install", "--target", target, *needs],
+    ]
+    if not target.exists():
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+            if done.returncode != 0:
+                pytest.skip(f"pip does not install {wheel}: {done.stderr[-300:]}")
+    (found,) = folder.glob(f"{wheel.partition('=')[0]}-*.whl")
+    return found
+
+
 @pytest.fixture(scope="module")
 def sglang_path(pytestconfig) -> list[Path]:
     """The client's files of SGLang's wheel, without the engine, and what they import."""
     folder = pytestconfig.cache.mkdir("sglang")
-    needs = folder / "needs"
-    pip = [sys.executable, "-m", "pip"]
-    commands = [
-        [*pip, "download", "--no-deps", "--dest", folder, SGLANG],
-        [*pip, "install", "--target", needs, *SGLANG_NEEDS],
-    ]
-    if not needs.exists():
-        for command in commands:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-            if done.returncode != 0:
-                pytest.skip(f"pip does not install {SGLANG}: {done.stderr[-300:]}")
-    (wheel,) = folder.glob("sglang-*.whl")
+    wheel = fetch(folder, SGLANG, SGLANG_NEEDS)
     root = folder / "client"
     with zipfile.ZipFile(wheel) as opened:
         for name in opened.namelist():
@@ -102,7 +114,7 @@ def sglang_path(pytestconfig) -> list[Path]:
         path.touch()
     constant = root / "sglang" / "srt" / "disaggregation" / "utils.py"
     constant.write_text('FAKE_BOOTSTRAP_HOST = "2.2.2.2"\n')
-    return [root, needs]
+    return [root, folder / "needs"]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -138,3 +150,55 @@ def test_sglangs(script, tmp_path, sglang_path):
     wrong = find_wrong(report)
     # It opens a connection within each request, and counts tokens by its own tokenizer.
     assert set(wrong) <= {"duration", "request_throughput", "output_throughput", "concurrency"}
+
+
+@pytest.fixture(scope="module")
+def vllm_path(pytestconfig) -> list[Path]:
+    """The Python files of vLLM's wheel, without its kernels, and what the client imports."""
+    folder = pytestconfig.cache.mkdir("vllm")
+    wheel, root = fetch(folder, VLLM, VLLM_NEEDS), folder / "client"
+    if not root.exists():
+        with zipfile.ZipFile(wheel) as opened:
+            names = [name for name in opened.namelist() if name.endswith(".py")]
+            opened.extractall(root, [name for name in names if name.startswith("vllm/")])
+    # Of the engine the client takes one function, which the load does not call.
+    lora = root / "vllm" / "lora"
+    (lora / "__init__.py").write_text("")
+    (lora / "utils.py").write_text("def get_adapter_absolute_path(path):\n    return path\n")
+    return [root, folder / "needs"]
+
+
+VLLM_PROGRAM = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+"""As `vllm bench serve`, which imports the engine before it reads its arguments."""
+
+
+def test_vllms(script, tmp_path, vllm_path):
+    write_tokenizer(tmp_path)
+    options = {
+        "--backend": "openai",
+        "--base-url": script.url,
+        "--model": "scripted",
+        "--tokenizer": tmp_path,
+        "--dataset-name": "random",
+        "--num-prompts": NUM_REQUESTS,
+        "--random-input-len": 64,
+        "--random-output-len": TOKENS,
+        "--percentile-metrics": "ttft,tpot,itl,e2el",
+        "--result-dir": tmp_path,
+        "--result-filename": "out.json",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", VLLM_PROGRAM, "--ignore-eos", "--save-result"]
+    command += [str(part) for pair in options.items() for part in pair]
+    paths = ":".join(str(path) for path in vllm_path)
+    run(command, env={"PYTHONPATH": paths, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"})
+    report = json.loads((tmp_path / "out.json").read_text())
+    figures = {name: report.get(name.replace("e2e_latency", "e2el")) for name in SCRIPT}
+    # It does not tell how many requests were under way on average.
+    figures["concurrency"] = NUM_REQUESTS
+    assert find_wrong(figures) == {}

@@ -49,6 +49,12 @@ def test_turns_of_a_chat_go_on_from_where_the_last_message_ended(folder, fresh):
     assert third == fresh([*kept, *make_prompt(5, 2)])
 
 
+def test_a_prompt_without_messages_is_taken_up_but_for_its_last_token(folder, fresh):
+    chat, prompt = make_chat(folder), make_prompt(75)
+    assert chat.ask(prompt) == chat.ask(prompt) == [fresh(prompt)]
+    assert list(chat.cached.values()) == [len(prompt) - 1]
+
+
 def test_branches_edits_and_company_change_no_bit(folder, fresh):
     chat = make_chat(folder, overlap="on")
     stem = make_prompt(90)

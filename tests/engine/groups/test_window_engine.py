@@ -11,7 +11,14 @@ pytest.importorskip("torch", reason="models need the `serve` extra")
 pytest.importorskip("transformers", reason="models need the `serve` extra")
 
 from chat_engine import ChatEngine, make_prompt
-from windowed import NUM_WINDOWED, WINDOW, save_all_windowed, save_windowed
+from windowed import (
+    FAMILIES,
+    NUM_WINDOWED,
+    WINDOW,
+    save_all_windowed,
+    save_family,
+    save_windowed,
+)
 
 from tandem.engine.groups.windows import count_window_blocks
 from tandem.kernels.paged import PagedBatch, SequenceChunk
@@ -134,3 +141,31 @@ def test_where_all_layers_have_a_window_other_blocks_take_no_memory(tmp_path):
         logits = model.forward(PagedBatch.build([chunk], 16), cache)[len(prompt) - 1 : -1]
         for row, (token, given) in zip(logits.log_softmax(-1), answer, strict=True):
             assert row[token].item() == pytest.approx(given.logprob, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_computes_what_it_did_with_all_layers_in_one_block(family, tmp_path):
+    chat = ChatEngine(save_family(family, tmp_path))
+    model = chat.built.model
+    assert model.spec.window_layers
+    prompts = [[*make_prompt(90)[:n], *make_prompt(20, n)] for n in (90, 61, 40)]
+    answers = chat.ask(*prompts)
+    assert chat.ask(*prompts) == answers
+    assert min(chat.cached.values()) >= 59
+    whole = model.allocate_kv(10, block_size=16)
+    split = model.allocate_kv(10, block_size=16, num_window_blocks=10)
+    tokens, table, rows = make_prompt(150), list(range(10)), []
+    chunk = SequenceChunk(token_ids=tokens, start=0, block_table=table, wants="all")
+    expected = model.forward(PagedBatch.build([chunk], 16), whole)
+    for start, end, first in ((0, 100, 0), (100, 150, 5)):
+        chunk = SequenceChunk(
+            token_ids=tokens[start:end],
+            start=start,
+            block_table=table,
+            wants="all",
+            window_first=first,
+            window_blocks=table[first:],
+        )
+        rows += model.forward(PagedBatch.build([chunk], 16), split)
+    assert all(row.equal(own) for row, own in zip(rows, expected, strict=True))

@@ -21,7 +21,11 @@ instance.main()
 
 @pytest.mark.parametrize(
     ("text", "is_slow", "shown"),
-    [(PREPARE, False, "imports\n"), (PREPARE, True, "imports\n"), (b"", False, "")],
+    [
+        (PREPARE, False, "imports\n"),
+        (PREPARE, True, "imports\n"),
+        pytest.param(b"", False, "", marks=pytest.mark.slow),
+    ],
 )
 def test_an_instance_that_gets_no_settings(text, is_slow, shown):
     """It ends when the server does, also while it imports."""

@@ -36,7 +36,7 @@ def test_memory_that_the_machine_does_not_have(tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("folder", ["/proc/none", "file"])
+@pytest.mark.parametrize("folder", [pytest.param("/proc/none", marks=pytest.mark.slow), "file"])
 def test_a_folder_for_the_disk_that_cannot_be(tmp_path, capfd, folder):
     (tmp_path / "file").touch()
     segments = tmp_path / "segments"

@@ -175,6 +175,7 @@ def test_a_prepared_process_is_the_next_instance(started):
     play(work)
 
 
+@pytest.mark.slow
 def test_a_prepared_process_that_died_is_not_used(started):
     async def work() -> None:
         launcher = ProcessLauncher()
@@ -189,6 +190,7 @@ def test_a_prepared_process_that_died_is_not_used(started):
     play(work)
 
 
+@pytest.mark.slow
 def test_a_prepared_process_that_nobody_needs_ends(started):
     async def work() -> None:
         launcher = ProcessLauncher()

@@ -102,8 +102,11 @@ def compare(path: Path, open_session: Any) -> tuple[Any, float]:
     return plan, float((ours - theirs).norm() / theirs.norm())
 
 
-SLOW = ("IQ2_XS", "IQ2_S", "IQ3_XXS")
-"""Types that the ones beside them are like."""
+SLOW = (
+    *("IQ2_XS", "IQ2_S", "IQ3_XXS"),
+    *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_NL"),
+)
+"""Types that the ones beside them are like; ``test_gguf_stored`` has all of them."""
 
 
 @pytest.mark.parametrize(

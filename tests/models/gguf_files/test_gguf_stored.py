@@ -158,8 +158,13 @@ def test_gradients_are_those_of_the_weights(kind, isa, pool):
     assert (error <= (OUTS + 4) * 2.0**-24 * (np.abs(rows) @ np.abs(weights)) + 1e-30).all()
 
 
+SLOW = ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "IQ4_NL", "IQ2_XS", "IQ2_S", "IQ3_XXS")
+"""Types that the ones beside them are like, as experts."""
 PAIRS = [
-    *((kind, kind) for kind in INTEGER),
+    *(
+        pytest.param(kind, kind, marks=[pytest.mark.slow] if kind in SLOW else [])
+        for kind in INTEGER
+    ),
     ("Q4_K", "Q6_K"),
     ("Q8_0", "Q5_0"),
     ("Q3_K", "Q4_K"),

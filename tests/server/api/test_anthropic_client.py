@@ -6,8 +6,7 @@ Method: a real server over the fake engine, which answers with texts as models w
 import anthropic
 import pytest
 import requests
-from fake_engine import FakeEngine, make_info
-from serving import LiveServers
+from serving import KEYS
 from vocabularies import CALL, TOOL_TEMPLATE, make_byte_level_tokenizer
 
 TOOLS = [
@@ -19,35 +18,13 @@ TOOLS = [
     {"type": "web_search_20250305", "name": "web_search"},
 ]
 ASK = [{"role": "user", "content": "hello"}]
-KEY = "secret"
-
-
-@pytest.fixture(scope="module")
-def live():
-    with LiveServers(make_byte_level_tokenizer(TOOL_TEMPLATE)) as servers:
-        engine = FakeEngine(info=make_info(320, max_model_len=4096))
-        yield servers.start(engine, api_key=(KEY,))
 
 
 @pytest.fixture
 def client(live):
-    live.engine.reset()
-    live.engine.stop_token_id = 0
     live.engine.cached_len = 3
-    with anthropic.Anthropic(base_url=live.url, api_key=KEY, max_retries=0) as opened:
+    with anthropic.Anthropic(base_url=live.url, api_key=KEYS[0], max_retries=0) as opened:
         yield opened
-
-
-@pytest.fixture
-def say(live):
-    """Have the model say a text."""
-    tokenizer = make_byte_level_tokenizer(TOOL_TEMPLATE)
-
-    def say(text):
-        live.engine.answer = tokenizer.encode(text)
-
-    say.prompt = lambda: tokenizer.decode(live.engine.requests[-1].prompt_ids)
-    return say
 
 
 def test_message(client, say, live):

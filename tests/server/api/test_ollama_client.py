@@ -6,9 +6,8 @@ Method: a real server over the fake engine, which answers with texts as models w
 import ollama
 import pytest
 import requests
-from fake_engine import FakeEngine, make_info
-from serving import LiveServers
-from vocabularies import CALL, TOOL_TEMPLATE, make_byte_level_tokenizer
+from serving import KEYS
+from vocabularies import CALL, TOOL_TEMPLATE
 
 ASK = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -23,30 +22,11 @@ def get_weather(city: str) -> str:
     return f"rain in {city}"
 
 
-@pytest.fixture(scope="module")
-def live():
-    with LiveServers(make_byte_level_tokenizer(TOOL_TEMPLATE)) as servers:
-        yield servers.start(FakeEngine(info=make_info(320, max_model_len=4096)))
-
-
 @pytest.fixture
 def client(live):
-    live.engine.reset()
-    live.engine.stop_token_id = 0
-    with ollama.Client(host=live.url, timeout=20) as opened:
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    with ollama.Client(host=live.url, timeout=20, headers=headers) as opened:
         yield opened
-
-
-@pytest.fixture
-def say(live):
-    """Have the model say a text."""
-    tokenizer = make_byte_level_tokenizer(TOOL_TEMPLATE)
-
-    def say(text):
-        live.engine.answer = tokenizer.encode(text)
-
-    say.prompt = lambda: tokenizer.decode(live.engine.requests[-1].prompt_ids)
-    return say
 
 
 def test_chat_whole_and_streamed(client, say, live):
@@ -69,7 +49,8 @@ def test_chat_whole_and_streamed(client, say, live):
 def test_a_stream_is_lines_and_the_default(live, client, say):
     say("a b")
     body = {"model": "tiny", "messages": ASK}
-    answer = requests.post(f"{live.url}/api/chat", json=body, timeout=20)
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    answer = requests.post(f"{live.url}/api/chat", json=body, headers=headers, timeout=20)
     assert answer.headers["content-type"] == "application/x-ndjson"
     assert answer.text.count("\n") == len(answer.text.splitlines()) > 1
 

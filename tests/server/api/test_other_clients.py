@@ -1,17 +1,13 @@
 """The documented examples of LangChain and Instructor: tools, streaming and structured output.
 
 Method: a real server over the fake engine, which answers with texts as models write them. The
-packages are no dependency: what is not installed is skipped by its name.
+packages come with the extra `dev` and `make`; what is not installed is skipped by its name.
 """
-
-import json
 
 import openai
 import pytest
-from fake_engine import FakeEngine, make_info
 from pydantic import BaseModel, Field
-from serving import LiveServers
-from vocabularies import TOOL_TEMPLATE, make_byte_level_tokenizer
+from serving import KEYS
 
 
 class User(BaseModel):
@@ -27,27 +23,6 @@ class GetWeather(BaseModel):
     location: str = Field(description="The city and state, e.g. San Francisco, CA")
 
 
-@pytest.fixture(scope="module")
-def live():
-    with LiveServers(make_byte_level_tokenizer(TOOL_TEMPLATE)) as servers:
-        yield servers.start(FakeEngine(info=make_info(320, max_model_len=8192)))
-
-
-@pytest.fixture
-def say(live):
-    """Have the model say a text, or call a tool."""
-    tokenizer = make_byte_level_tokenizer(TOOL_TEMPLATE)
-    live.engine.reset()
-    live.engine.stop_token_id = 0
-
-    def say(text="", **call):
-        if call:
-            text = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-        live.engine.answer = tokenizer.encode(text)
-
-    return say
-
-
 def get_grammar(live) -> str:
     return live.engine.requests[-1].sampling.grammar
 
@@ -56,7 +31,7 @@ def get_grammar(live) -> str:
 def llm(live):
     langchain_openai = pytest.importorskip("langchain_openai")
     return langchain_openai.ChatOpenAI(
-        model="tiny", base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=20
+        model="tiny", base_url=f"{live.url}/v1", api_key=KEYS[0], max_retries=0, timeout=20
     )
 
 
@@ -100,7 +75,7 @@ def test_langchain_structures_output(llm, say, live):
 def test_langchain_speaks_the_responses_api(llm, say):
     say(name="GetWeather", arguments={"location": "Bern"})
     told = type(llm)(
-        model="tiny", base_url=str(llm.openai_api_base), api_key="none", use_responses_api=True
+        model="tiny", base_url=str(llm.openai_api_base), api_key=KEYS[0], use_responses_api=True
     )
     reply = told.bind_tools([GetWeather]).invoke("weather in Bern?")
     assert [call["args"] for call in reply.tool_calls] == [{"location": "Bern"}]
@@ -119,7 +94,7 @@ def test_instructor_extracts(say, live):
     }
     # Instructor returns classes of its own made of the model.
     expected = {"name": "John", "age": 25}
-    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as opened:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key=KEYS[0], max_retries=0) as opened:
         for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
             if mode == instructor.Mode.TOOLS:
                 say(name="User", arguments={"name": "John", "age": 25})

@@ -8,12 +8,10 @@ import json
 import openai
 import pytest
 import requests
-from fake_engine import FakeEngine, make_info
 from pydantic import BaseModel
-from serving import LiveServers, wait_until
-from vocabularies import CALL, TOOL_TEMPLATE, make_byte_level_tokenizer
+from serving import KEYS, wait_until
+from vocabularies import CALL
 
-KEYS = ("secret", "other")
 WEATHER = {
     "type": "function",
     "name": "get_weather",
@@ -29,17 +27,8 @@ PATCH = {
 TOOLS = [WEATHER, PATCH, {"type": "web_search"}, {"type": "namespace", "name": "mcp", "tools": []}]
 
 
-@pytest.fixture(scope="module")
-def live():
-    with LiveServers(make_byte_level_tokenizer(TOOL_TEMPLATE)) as servers:
-        engine = FakeEngine(info=make_info(320, max_model_len=4096))
-        yield servers.start(engine, api_key=KEYS)
-
-
 @pytest.fixture
 def client(live):
-    live.engine.reset()
-    live.engine.stop_token_id = 0
     live.engine.cached_len = 3
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key=KEYS[0], max_retries=0) as opened:
         yield opened
@@ -49,18 +38,6 @@ def client(live):
 def stranger(live):
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key=KEYS[1], max_retries=0) as opened:
         yield opened
-
-
-@pytest.fixture
-def say(live):
-    """Have the model say a text."""
-    tokenizer = make_byte_level_tokenizer(TOOL_TEMPLATE)
-
-    def say(text):
-        live.engine.answer = tokenizer.encode(text)
-
-    say.prompt = lambda: tokenizer.decode(live.engine.requests[-1].prompt_ids)
-    return say
 
 
 def test_text(client, say, live):

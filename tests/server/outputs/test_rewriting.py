@@ -133,8 +133,8 @@ def check_seeds(seeds) -> Counter:
 
 
 def test_random_schemas_mean_the_same():
-    seen = check_seeds(range(60))
-    assert seen["exact"] >= 18, seen
+    seen = check_seeds(range(40))
+    assert seen["exact"] >= 12, seen
 
 
 @pytest.mark.slow

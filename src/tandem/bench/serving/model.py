@@ -67,6 +67,10 @@ LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "int4g32sym": 0.5, "bf16": 0
 """Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
 one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
 in everything else, on both sides: 0.03 is seen between two that are right."""
+LARGEST_HYBRID_DIFFERENCE = 0.35
+"""Of ours from the peer's where no third model fits beside them: 0.23 to 0.25 is seen over six
+layers that choose 8 of 256 experts by scores that lie close; the same architecture in float32 is
+1e-4 from llama.cpp's (``test_gguf_llama_cpp``)."""
 STATE_ERROR = 1.5
 """Times the error of ours that a model with states may have: 0.080 is seen in two small layers, as
 far from float32 as from bfloat16, for a state carries what all tokens before it were off."""
@@ -353,7 +357,7 @@ class _Bench:
             theirs = peer.score(tokens)
             if not self.has_reference:
                 error = _compare(got, theirs)
-                if not error < largest + largest_peer:
+                if not error < LARGEST_HYBRID_DIFFERENCE:
                     return f"logits of ours and {peer.name} differ by {error:.4f}"
                 return None
             error = _compare(theirs, self.rival.score(tokens))
@@ -475,17 +479,21 @@ def write_random_weights(folder: Path, config: Any) -> None:
     config.architectures = [family.architecture]
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
-    files: dict[str, dict[str, torch.Tensor]] = {}
-    for name, meta in build_skeleton(config).state_dict().items():
+    files: dict[str, list[str]] = {}
+    metas = build_skeleton(config).state_dict()
+    for name in metas:
         parts = name.split(".")
         file = f"{parts[2]:>02}" if parts[1] == "layers" else "rest"
-        # Norms of one, matrices that keep the size of what passes through.
-        weight = torch.ones(meta.shape, dtype=torch.bfloat16)
-        if meta.dim() > 1:
-            weight.normal_(0, meta.shape[-1] ** -0.5, generator=generator)
-        files.setdefault(f"model-{file}.safetensors", {})[name] = weight
-    for file, tensors in files.items():
+        files.setdefault(f"model-{file}.safetensors", []).append(name)
+    for file, names in files.items():
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            # Norms of one, matrices that keep the size of what passes through.
+            shape = metas[name].shape
+            tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
+            if len(shape) > 1:
+                tensors[name].normal_(0, shape[-1] ** -0.5, generator=generator)
+        # A layer at a time: all of them may not fit beside what else runs.
         save_file(tensors, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, tensors in files.items() for name in tensors}
-    index = {"metadata": {}, "weight_map": weight_map}
+    index = {"metadata": {}, "weight_map": {n: file for file, own in files.items() for n in own}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

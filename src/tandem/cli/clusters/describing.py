@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["render", "up"]
 
-LOOPBACK = "127.0.0.1"
 START_TIMEOUT_S = 1800.0
 """For models to load."""
 SpecFile = Annotated[Path, typer.Argument(help="The description of the cluster, YAML.")]
@@ -83,7 +82,7 @@ def up(
         str, typer.Option(help="IP:PORT of a running Ray cluster; empty: one is started here.")
     ] = "",
     interface: Annotated[
-        str, typer.Option(help="IP address of this machine that Ray binds; empty: loopback.")
+        str, typer.Option(help="IP address of this machine that Ray binds; with Ray.")
     ] = "",
     secret_file: Annotated[
         Path | None,
@@ -107,6 +106,14 @@ def up(
             "processes on several machines need keys: make them with `tandem cluster keys`",
             field="secret_file",
         )
+    from tandem.server.config import is_loopback
+
+    if not interface or is_loopback(interface):
+        raise ConfigError(
+            "cluster.up",
+            "name the address that Ray is to bind: it takes loopback for the machine's first one",
+            field="interface",
+        )
     require_extra("ray", "ray")
     _up_on_ray(spec, secret_file.absolute(), address, interface, json=json)
 
@@ -129,13 +136,12 @@ def _up_on_ray(
         import ray
 
         if address:
-            # Ray would take the address of the machine's first interface.
-            ray.init(address=address, _node_ip_address=interface or LOOPBACK, log_to_driver=False)
+            ray.init(address=address, _node_ip_address=interface, log_to_driver=False)
         else:
             count = sum(group.launchers for group in spec.groups) + spec.servers.count
             count += 1 + spec.store.hosts if spec.store is not None else 0
             ray.init(
-                _node_ip_address=interface or LOOPBACK,
+                _node_ip_address=interface,
                 include_dashboard=False,
                 log_to_driver=False,
                 resources=dict.fromkeys(list_role_resources(spec), float(count)),

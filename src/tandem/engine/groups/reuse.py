@@ -196,8 +196,9 @@ class StateReuse:
             return
         marks = [request.message_end, match.num_kv_tokens]
         if not request.message_end:
-            # The same prompt again takes up all of it but this.
-            marks[0] = (request.prompt_len - 1) // self._block_size * self._block_size
+            # The same prompt again takes up all of it but its last token. The step that follows the
+            # copy has this token alone, so it reads few experts.
+            marks[0] = request.prompt_len - 1
         # Most prompts part at the same few places: after the instructions that all have.
         parting = Counter(_count_shared(request, other, self._block_size) for other in waiting)
         marks += [position for position, _ in parting.most_common(MAX_PARTINGS)]

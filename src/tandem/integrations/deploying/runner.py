@@ -150,14 +150,13 @@ class ProcessRunner:
         if self._secret_file is None:
             self._secret_file = self._folder / "secret"
             write_secret(self._secret_file, generate_secret())
-        cores = _native.read_topology().cores
-        launchers = [plan for plan in self._plans if plan.kind == "launcher"]
-        shares = dict(
-            zip((plan.name for plan in launchers), divide_cores(cores, len(launchers)), strict=True)
-        )
+        launchers = [plan.name for plan in self._plans if plan.kind == "launcher"]
+        shares: dict[str, tuple[int, ...]] = {}
+        if len(launchers) > 1:
+            cores = _native.read_topology().cores
+            shares = dict(zip(launchers, divide_cores(cores, len(launchers)), strict=True))
         for plan in self._plans:
-            share = shares.get(plan.name, ()) if len(launchers) > 1 else ()
-            running = _Running(plan, share)
+            running = _Running(plan, shares.get(plan.name, ()))
             self._running.append(running)
             self._tasks.append(asyncio.create_task(self._keep(running)))
         return self
