@@ -118,7 +118,7 @@ def check_graph(stand_in: bool) -> str:
 
 
 class _Choice(NamedTuple):
-    """As ``ExpertChoice``, of layers that are matrices."""
+    """The same as ``ExpertChoice``, of layers that are matrices."""
 
     x: Buffer
     ids: Buffer

@@ -93,7 +93,7 @@ def read_native() -> frozenset[str]:
 
 
 def has_member(module: Path, names: list[str]) -> bool:
-    """Whether a module binds ``names[0]``, and its class ``names[1]``; deeper is not looked at."""
+    """Return True if a module binds ``names[0]``, and its class ``names[1]``; no deeper look."""
     if module.is_relative_to(PACKAGE / "_native"):
         return names[0] in read_native()
     members = read_members(module)
@@ -106,14 +106,14 @@ def has_member(module: Path, names: list[str]) -> bool:
 
 
 def is_setting(folder: Path, name: str) -> bool:
-    """Whether a class of the folder's ``config.py`` has a field of that name."""
+    """Return True if a class of the folder's ``config.py`` has a field of that name."""
     config = folder / "config.py"
     classes = read_members(config).values() if config.exists() else ()
     return any(isinstance(c, ast.ClassDef) and name in find_members(c.body) for c in classes)
 
 
 def exists(names: list[str]) -> bool:
-    """Whether a dotted name below the package means something."""
+    """Return True if a dotted name below the package means something."""
     folder = PACKAGE
     for i, name in enumerate(names):
         if (folder / name).is_dir():

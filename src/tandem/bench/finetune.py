@@ -25,11 +25,12 @@ from tandem.bench.rivals.peers import PeerProcess
 __all__ = ["make_cases"]
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
-"""Of transformers' experts; batched_mm copies the weights of each token's experts."""
+"""Implementations of transformers' experts; batched_mm copies the weights of each token's
+experts."""
 FORMATS = {"bf16+none": 5e-3, "bf16+bf16": 5e-3, "int8+none": 1e-2, "int8+int8": 1e-2}
 FORMATS |= {"int4+int8": 5e-2, "fp8+bf16": 1e-2}
-"""Of experts and of linear layers with the head (none: torch's bf16); the largest relative
-difference of the first loss, on random weights."""
+"""Largest errors of experts and of linear layers with the head (none: torch's bf16); the largest
+relative difference of the first loss, on random weights."""
 VOCABULARY = 32_000
 
 

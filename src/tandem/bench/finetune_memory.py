@@ -48,10 +48,10 @@ class Run:
     kind: str
     num_tokens: int
     num_rows: int
-    """Of a batch."""
+    """Number of rows of a batch."""
     keys: dict[str, Any]
     sizes: dict[str, Any] = field(default_factory=dict)
-    """Of the model, that are not its kind's."""
+    """Sizes of the model that are not its kind's."""
 
 
 RUNS = (

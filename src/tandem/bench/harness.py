@@ -1,4 +1,4 @@
-"""How every benchmark measures and reports.
+"""Measuring and reporting, the same for every benchmark.
 
 A case has a check, a way to time ours, and, where there is a rival or a limit of the machine, ways
 to time those. Rounds are interleaved (A B C A B C ...), so that a neighbour who slows the machine
@@ -40,7 +40,7 @@ class BenchRecord(msgspec.Struct, kw_only=True):
     check: str
     n: int
     others: dict[str, float] = {}
-    """What the rivals took that were not the best."""
+    """Times of the rivals that were not the best."""
     limits: dict[str, tuple[float, float]] = {}
     """Further limits of the machine: what each took, and how many times better ours is."""
 
@@ -67,7 +67,8 @@ class BenchCase:
     rivals: Mapping[str, Callable[[], float]] | None = None
     """Instead of ``baseline``, by name: all are measured, ours is compared with the best."""
     max_rounds: int | None = None
-    """As many samples as one run of an expensive case gives; None: as many as are wanted."""
+    """The same as many samples as one run of an expensive case gives; None: as many as are
+    wanted."""
     limits: Mapping[str, Callable[[], float]] | None = None
     """Limits of the machine beside ``ceiling``, by name: nearer to what the case has to do."""
 

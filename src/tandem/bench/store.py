@@ -346,7 +346,9 @@ def _make_first_put_case(segment_bytes: int) -> BenchCase:
 
 
 def _make_latency_case(num_objects: int) -> BenchCase:
-    """The 99th percentile of a metadata call, ``exists`` and ``size`` in turn, by 8 processes."""
+    """Return the 99th percentile of a metadata call, ``exists`` and ``size`` in turn, by 8
+    processes.
+    """
 
     def measure() -> float:
         with contextlib.closing(_Store(("local", "cma"), 2**30, touch=False)) as store:

@@ -37,7 +37,8 @@ QUICK_SIZES = (65_536, 2**20)
 TOTAL_BYTES = 128 * 2**20
 QUICK_TOTAL_BYTES = 16 * 2**20
 CAPACITY_BYTES = 2**33
-"""Of the tier: enough for buckets of full size; what is written anew frees what it replaces."""
+"""Bytes of the tier: enough for buckets of full size; what is written anew frees what it
+replaces."""
 PIECE_BYTES = 2**20
 NUM_THREADS = 4
 NUM_LOADS = 32

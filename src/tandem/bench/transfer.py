@@ -88,7 +88,8 @@ POLLING_SIZES = (4096, 65_536)
 """Sizes at which polling matters."""
 
 Cores = Literal["any", "one", "two"]
-"""Where both processes of a pair may run: as the system likes, on one core, on one each."""
+"""Cores on which both processes of a pair may run: as the system likes, on one core, on one
+each."""
 
 SERVER = """
 import socket, sys, threading
@@ -334,7 +335,9 @@ class _Peers:
 
 
 def _has_tent(python: Path) -> bool:
-    """Whether the engine of this venv was built with it: the names of its namespace are there."""
+    """Return True if the engine of this venv was built with it: the names of its namespace are
+    there.
+    """
     engines = python.parents[1].glob("lib/python*/site-packages/mooncake/engine*.so")
     return any(b"8mooncake4tent" in engine.read_bytes() for engine in engines)
 

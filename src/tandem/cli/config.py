@@ -137,7 +137,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the user said, before anything is decided."""
+    """The user's settings, before anything is decided."""
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     hub: HubConfig = msgspec.field(default_factory=HubConfig)

@@ -1,4 +1,4 @@
-"""Which optional packages a command needs.
+"""Optional packages that a command needs.
 
 Every command imports this module, so that it imports the configuration only where it is used.
 """
@@ -27,7 +27,7 @@ def require_extra(extra: str, *packages: str) -> None:
 
 
 def require_serve() -> None:
-    """As ``require_extra``, for commands that start a server.
+    """Do as ``require_extra``, for commands that start a server.
 
     Raises: UnsupportedError.
     """

@@ -24,13 +24,13 @@ GRACE_S = 0.5
 """For what a command undoes when it is interrupted."""
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 STATUS = 130
-"""As shells say it: 128 and the signal's number."""
+"""The same as shells say it: 128 and the signal's number."""
 
 
 class _State:
     num_keepers = 0
     kept_s = -math.inf
-    """When an interrupt was last left to a keeper, monotonic seconds."""
+    """The moment at which an interrupt was last left to a keeper, monotonic seconds."""
     is_interrupted = False
     is_told = False
 

@@ -51,7 +51,7 @@ class LaunchFlag(NamedTuple):
     here."""
     has_value: bool = True
     convert: Callable[[str, Mapping[str, str]], str] | None = None
-    """Of a mapped flag: our setting's value from the flag's and all given ones."""
+    """The conversion of a mapped flag: our setting's value from the flag's and all given ones."""
     harmless: tuple[str, ...] = ()
     """Values with which a refused flag asks for nothing."""
 

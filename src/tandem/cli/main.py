@@ -95,7 +95,7 @@ COMMANDS = {
 """The commands, in the order of the list."""
 
 UsageError: Any = typer.BadParameter.__mro__[1]
-"""Of the parser below typer, which has been click and a copy of it."""
+"""The error of the parser below typer, which has been click and a copy of it."""
 
 
 class _Loaded(MutableMapping[str, Any]):

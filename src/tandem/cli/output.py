@@ -45,7 +45,7 @@ def _escape(text: str) -> str:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """A size in its largest fitting binary unit, three digits."""
+    """Return a size in its largest fitting binary unit, three digits."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.{0 if size_bytes % unit == 0 else 1}f} {name}"

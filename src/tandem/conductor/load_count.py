@@ -36,7 +36,7 @@ class _Sent(NamedTuple):
     queued_context: float
     """Sum of the lengths that those attend to."""
     full_tokens: int
-    """Of prompt and output at most."""
+    """Most tokens of prompt and output."""
     is_decoded: bool
 
 
@@ -44,11 +44,11 @@ class LoadListener(Protocol):
     """Learns what one run of an instance tells."""
 
     def note_load(self) -> None:
-        """The load has changed."""
+        """Note that the load has changed."""
         ...
 
     def note_steps(self, steps: Sequence[StepRecord]) -> None:
-        """Steps have been computed."""
+        """Note that steps have been computed."""
         ...
 
     def note_blocks(self, blocks: BlockChanges) -> None:

@@ -20,11 +20,12 @@ class AdapterSource(msgspec.Struct, frozen=True, kw_only=True):
     """Load an adapter."""
 
     name: str
-    """What clients call it."""
+    """The name that clients use for it."""
     folder: str
     """Absolute; in PEFT's format."""
     digest: str = ""
-    """What its content must be, as ``AdapterInfo.digest``; empty is whatever it is now."""
+    """The digest that its content must have, as ``AdapterInfo.digest``; empty is whatever it is
+    now."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):

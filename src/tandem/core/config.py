@@ -83,7 +83,7 @@ class ConfigField(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_list(self) -> bool:
-        """Whether it takes several values: text is split at commas."""
+        """True if it takes several values: text is split at commas."""
         return "list" in self.type_name.split(" | ")
 
     @property

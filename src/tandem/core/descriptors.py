@@ -15,7 +15,7 @@ RESERVE_SHARE = 4
 MIN_RESERVE = 16
 MAX_RESERVE = 256
 WANTED = 2**20
-"""What no process here comes near to."""
+"""A limit far above what a process here needs."""
 
 
 def raise_limit() -> None:
@@ -29,7 +29,7 @@ def raise_limit() -> None:
 
 
 def is_scarce(descriptor: int) -> bool:
-    """Whether a descriptor is one of the last that this process may have.
+    """Return True if a descriptor is one of the last that this process may have.
 
     The kernel gives the lowest that is free, so its number tells.
     """

@@ -1,4 +1,4 @@
-"""How instances fare: their statistics, and what a server tells of each and of its store.
+"""Statistics of instances, and what a server reports of each and of its store.
 
 A statistic is declared once, as a field of ``Statistics``. The part of an instance that knows it
 counts in a ``Statistics`` of its own, zero in all other fields; the instance's message is the sum
@@ -39,7 +39,7 @@ class StatSpec(NamedTuple):
     """One declared statistic. All are added up over instances, by label where there is one."""
 
     field: str
-    """Of ``Statistics``; ``/server_info`` has this name."""
+    """Field of ``Statistics``; ``/server_info`` has this name."""
     metric: str
     """Name on the metrics page, without the common prefix."""
     kind: Literal["counter", "gauge"]
@@ -47,7 +47,7 @@ class StatSpec(NamedTuple):
     is of now, and that of an instance that has ended is gone."""
     unit: StatUnit
     label: str
-    """What its numbers are told apart by; empty: it is a single number."""
+    """The label that tells its numbers apart; empty: it is a single number."""
     help: str
 
 
@@ -443,7 +443,7 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     """None while no process runs."""
     num_restarts: int = 0
     capacity_bytes: int = 0
-    """Of its memory; 0: it has not been asked yet."""
+    """Bytes of its memory; 0: it has not been asked yet."""
     used_bytes: int = 0
     num_objects: int = 0
     """In memory and on disk, each once."""
@@ -456,7 +456,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step by feature, as the server has learnt them from an instance's steps."""
 
     step_s: float
-    """Of every step."""
+    """Seconds of every step."""
     prefill_token_s: float
     prefill_context_s: float
     """For each token that a prefilled token attends to."""

@@ -1,4 +1,4 @@
-"""Which facts decide whether two instances may share KV; kv_identity.md in prose."""
+"""The facts that decide if two instances may share KV; kv_identity.md in prose."""
 
 import hashlib
 import struct
@@ -25,22 +25,24 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 IDENTITY_VERSION = 1
-"""Of the fields of ``KvIdentity`` and their encoding; a change of either takes the next number."""
+"""Version of the fields of ``KvIdentity`` and their encoding; a change of either takes the next
+number."""
 
 NUMERICS_VERSION = 1
-"""Of what the code computes. A change that moves KV values beyond rounding (a mended RoPE, another
-activation quantization, another order of a block's bytes) takes the next number."""
+"""Version of the values that the code computes. A change that moves KV values beyond rounding (a
+mended RoPE, another activation quantization, another order of a block's bytes) takes the next
+number."""
 
 ROUNDING_VERSION = 2
-"""Of the order of sums and roundings in the code. A change that moves bits, and values no further
-than rounding, takes the next number."""
+"""Version of the order of sums and roundings in the code. A change that moves bits, and values no
+further than rounding, takes the next number."""
 
 KvSharing = Literal["relaxed", "strict"]
 """``relaxed``: KV is shared between rounding classes. ``strict``: it is not."""
 
 
 class RoundingClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What changes the last bits of KV and nothing more.
+    """Facts that change the last bits of KV and nothing more.
 
     Instances of one ``KvIdentity`` and one rounding class compute equal bits. Between classes KV
     differs by what a reordered sum differs: it may be shared, and the same seed may then give other
@@ -77,7 +79,7 @@ class IdentityDifference(msgspec.Struct, frozen=True):
     """None: the fact is absent."""
     theirs: Any
     forbids: bool
-    """Whether KV may not be shared because of it."""
+    """True if KV may not be shared because of it."""
 
     def __str__(self) -> str:
         """Return a line for a message."""
@@ -85,7 +87,7 @@ class IdentityDifference(msgspec.Struct, frozen=True):
 
 
 class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must be equal for the KV of equal tokens to be interchangeable between instances.
+    """Facts that must be equal for the KV of equal tokens to be interchangeable between instances.
 
     It belongs to the whole model: of a rank of tensor parallelism, ``layout`` still has all heads.
     The salt of a request is not in it, since identities are logged and sent to peers and a salt may
@@ -104,7 +106,7 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     not to change values. Forbids: the same weights under another epsilon, RoPE or top-k give other
     KV. An unknown field counts."""
     dtype: str
-    """Of activations, and of weights without a format. Forbids: bfloat16 keeps 8 bits of what
+    """Dtype of activations, and of weights without a format. Forbids: bfloat16 keeps 8 bits of what
     float32 computes, which is a coarser value and not another order of sums."""
     formats: dict[str, str]
     """Weight format by module, where it is not ``dtype``. Forbids: quantized weights are other
@@ -143,7 +145,8 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def system_fingerprint(self) -> str:
-        """What answers of the API show; equal ones promise the same tokens for the same seed.
+        """The fingerprint that answers of the API show; equal ones promise the same tokens for the
+        same seed.
 
         With ``sharing="relaxed"`` the promise holds as long as no block of another rounding class
         was reused; with ``strict`` always.

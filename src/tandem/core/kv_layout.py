@@ -32,7 +32,7 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 
 
 class LayerSlice(NamedTuple):
-    """Where one layer of one block lies in a pool of blocks."""
+    """The place of one layer of one block in a pool of blocks."""
 
     offset: int
     """Bytes from the begin of the pool."""
@@ -41,7 +41,7 @@ class LayerSlice(NamedTuple):
 
 
 class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the layouts of a KV block have in common: ``[num_layers, *layer_shape]``.
+    """The common part of the layouts of a KV block: ``[num_layers, *layer_shape]``.
 
     A block is one contiguous object; one layer of it is one contiguous slice. The elements of a
     layer are ``[*chunk_shape, block_size, row_size]``. Where KV is coded (``int8``, ``fp8``), a
@@ -58,7 +58,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """How many chunks of ``[block_size, row_size]`` elements a layer has, by dimension."""
+        """The number of chunks of ``[block_size, row_size]`` elements a layer has, by dimension."""
         raise NotImplementedError
 
     @property
@@ -73,7 +73,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_coded(self) -> bool:
-        """Whether keys and values are codes with scales."""
+        """True if keys and values are codes with scales."""
         return self.dtype in KV_CODE_BYTES
 
     @property
@@ -201,7 +201,7 @@ class WindowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     layout: KVLayout
-    """Of a block of these layers."""
+    """Layout of a block of these layers."""
     window: PositiveInt
     """Tokens that a token sees, itself included; the most of all these layers."""
     layers: tuple[int, ...]

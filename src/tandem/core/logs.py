@@ -24,7 +24,8 @@ MAX_REPEATS = 10
 REPEAT_WINDOW_S = 10.0
 _MAX_PLACES = 256
 _KEY_CHARS = 48
-"""Of a message's template: libraries put addresses into theirs, after what it is about."""
+"""Leading characters of a message's template: libraries put addresses into theirs, after what it is
+about."""
 
 
 class LogLevel(StrEnum):
@@ -37,7 +38,7 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """How a line is written."""
+    """The format of a line."""
 
     TEXT = "text"
     JSON = "json"

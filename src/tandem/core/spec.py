@@ -1,4 +1,4 @@
-"""What a model, its plan and its KV cache look like, in plain numbers: no torch, no files.
+"""A model, its plan and its KV cache, in plain numbers: no torch, no files.
 
 ``ModelSpec`` is read from a checkpoint's ``config.json`` by ``tandem.models``; ``KVLayout`` is the
 one layout of a KV block in every tier, so that the engine, the store and the simulator compute the
@@ -66,7 +66,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """A decoder-only language model as its configuration describes it."""
 
     name: str
-    """What the user asked for: a folder's name or a hub id."""
+    """The name that the user gave: a folder's name or a hub id."""
     model_type: str
     architecture: str
     num_layers: PositiveInt
@@ -75,14 +75,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
-    """Of a key."""
+    """Items of a key."""
     kv_lora_rank: Annotated[int, Meta(ge=0)] = 0
-    """Of multi-head latent attention: items of the latent that all heads share; 0 is another."""
+    """For multi-head latent attention: items of the latent that all heads share; 0 is another."""
     rope_dim: Annotated[int, Meta(ge=0)] = 0
-    """Of the same: rotated items of a key, which all heads share too."""
+    """For the same: rotated items of a key, which all heads share too."""
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
-    """Of a dense MLP; models whose layers are all MoE carry it too."""
+    """Size of a dense MLP; models whose layers are all MoE carry it too."""
     vocab_size: PositiveInt
     num_labels: Annotated[int, Meta(ge=0)] = 0
     """Labels of a head that classifies; 0: the model has a head that gives tokens."""
@@ -160,5 +160,5 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def is_moe(self) -> bool:
-        """Whether any layer has routed experts."""
+        """True if any layer has routed experts."""
         return self.num_moe_layers > 0

@@ -1,4 +1,4 @@
-"""What became of one request: the record that ``tandem explain`` shows.
+"""The timeline of one request: the record that ``tandem explain`` shows.
 
 An instance tells its part (``InstanceTimeline``) when it is asked for a request; the server adds
 its own and answers with a ``RequestTimeline``. All times are seconds on a monotonic clock, relative
@@ -66,7 +66,7 @@ _WORDS = {
 
 
 class PrefixMiss(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the reuse of a prompt ended, and why."""
+    """The place at which the reuse of a prompt ended, and the reason."""
 
     reason: MissReason
     position: int
@@ -81,7 +81,7 @@ def describe_miss(miss: PrefixMiss) -> str:
 
 
 class StoreLookup(msgspec.Struct, frozen=True, kw_only=True):
-    """What the store was asked when a request arrived."""
+    """The lookup in the store when a request arrived."""
 
     asked_blocks: int
     """Full blocks of the prompt that the device lacked."""
@@ -124,12 +124,12 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """A request as one instance saw it."""
 
     request_id: str
-    """Of the engine."""
+    """Id of the engine."""
     instance: str = ""
     role: str = "unified"
     sent_s: float = 0.0
-    """When the server sent it there, after it had accepted the generation; other times count from
-    its arrival there."""
+    """The moment at which the server sent it there, after it had accepted the generation; other
+    times count from its arrival there."""
     considered: list[ConsideredInstance] = []
     """The instances that were compared for the prompt, the chosen one first, then the others with
     the least predicted times; in the first entry of a generation."""
@@ -138,12 +138,12 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """``waiting``, ``loading``, ``running``, ``preempted`` or ``finished``."""
     age_s: float
-    """When this was written, or when the request ended."""
+    """The moment at which this was written, or the request ended."""
     prompt_tokens: int
     output_tokens: int
     lookup: StoreLookup | None = None
     admitted_s: float | None = None
-    """When the first step that computed some of it began: the end of the queue."""
+    """The start of the first step that computed some of it: the end of the queue."""
     deferred_steps: int = 0
     """Steps for which it waited because another request computed a prefix that it shares."""
     loads: list[KvLoadRecord] = []
@@ -173,7 +173,7 @@ class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     submitted_s: float
-    """When it was sent to an instance, whose times count from there."""
+    """The moment at which it was sent to an instance, whose times count from there."""
     first_token_s: float | None = None
     end_s: float | None = None
     finish_reason: str | None = None
@@ -187,16 +187,16 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to ``GET /requests/{id}/timeline``."""
 
     id: str
-    """Of the answer."""
+    """Id of the answer."""
     request_id: str
     """``x-request-id``."""
     path: str
     arrived_at: float
     """Unix seconds."""
     age_s: float
-    """When this was written, or when the request ended."""
+    """The moment at which this was written, or the request ended."""
     tokenized_s: float
-    """When the prompts were token ids."""
+    """The moment at which the prompts were token ids."""
     is_ended: bool
     choices: list[ChoiceTimeline]
 

@@ -74,7 +74,9 @@ class Pooling(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tokens of one request are chosen; bounds are checked where it is decoded."""
+    """The settings by which the tokens of one request are chosen; bounds are checked where it is
+    decoded.
+    """
 
     max_tokens: Annotated[int, Meta(ge=0)] = 16
     """Tokens to generate at most; 0 computes the prompt alone (for its log-probabilities)."""
@@ -97,8 +99,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     """With a grammar, the model's end of text ends the request all the same."""
     grammar: str = ""
-    """What the output must match, as llguidance's JSON; empty: anything. Its own end comes before
-    ``min_tokens``."""
+    """The grammar that the output must match, as llguidance's JSON; empty: anything. Its own end
+    comes before ``min_tokens``."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     """None: none. k: the chosen token's log-probability and those of the k likeliest."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -126,7 +128,7 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks that a prefill instance holds for the decode instance."""
 
     request_id: str
-    """Of the request there, by which the hold is released."""
+    """Id of the request there, by which the hold is released."""
     block_ids: tuple[int, ...] = ()
     """By position in the prompt; empty while the prefill runs, which then announces them."""
     num_tokens: int
@@ -152,16 +154,16 @@ class PrefillKv(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
 
 
 KvSource = NoKv | TierKv | PrefillKv
-"""Where the KV of a prompt may come from, beside the instance's own blocks."""
+"""The source that the KV of a prompt may come from, beside the instance's own blocks."""
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a generation that another instance began goes on."""
+    """The point at which a generation of another instance goes on."""
 
     token_ids: Annotated[list[int], Meta(min_length=1)]
     """Output so far; not sent again."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    """Of the random stream, concrete: with the position, all that the sampler remembers."""
+    """Seed of the random stream, concrete: with the position, all that the sampler remembers."""
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +189,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None
     """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
     client: str = ""
-    """Who sent it, in the server's words: different clients that wait get equal shares."""
+    """The client that sent it, in the server's words: different clients that wait get equal
+    shares."""
     weight: Annotated[float, Meta(gt=0.0)] = 1.0
     """The weight of its client's share, beside those of others."""
     slo: Slo = NO_SLO
@@ -217,7 +220,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the prompt whose KV the server believes to be there; they count as no load while
     the request waits. Nothing else depends on it."""
     number: int = 0
-    """Of those that this server sends this instance, from 1; see ``InstanceLoad``. 0: none."""
+    """Number among those that this server sends this instance, from 1; see ``InstanceLoad``. 0:
+    none."""
 
 
 class ContinueRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,7 +330,8 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     """The load of an instance at one moment, for whoever chooses among instances."""
 
     version: int = 0
-    """Of two, the greater one is of the later moment; 0: nothing has been told."""
+    """Version of the report: the greater of two is of the later moment; 0: nothing has been
+    told."""
     num_received: int = 0
     """The greatest ``AddRequest.number`` of this server's that has arrived; calls arrive in the
     order in which they were sent."""
@@ -340,7 +345,7 @@ class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of KV that its requests do not need, ``GROWTH_BLOCKS`` for each that decodes included;
     may be negative. What requests share is counted for each."""
     largest_blocks: int = 0
-    """Of the longest request that decodes, at its full length."""
+    """Blocks of the longest request that decodes, at its full length."""
     queued_context: float = 0.0
     """The sum of the lengths that each of the queued tokens will attend to."""
     decode_tokens: int = 0
@@ -393,7 +398,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
 
 
 class InstanceStage(StrEnum):
-    """What an instance is doing; ``/ready`` shows it."""
+    """The stage of an instance; ``/ready`` shows it."""
 
     STARTING = "starting"
     LOADING = "loading"
@@ -418,17 +423,17 @@ class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
     """The addresses and layout of an instance's blocks, for its readers."""
 
     name: str
-    """Of the instance, as ``PrefillKv.instance`` has it."""
+    """Name of the instance, as ``PrefillKv.instance`` has it."""
     addresses: tuple[str, ...]
-    """Of its transfer engine, ``host:port``."""
+    """Addresses of its transfer engine, ``host:port``."""
     epoch: int
-    """Of its transfer engine: another one after a restart."""
+    """Epoch of its transfer engine: another one after a restart."""
     identity: KvIdentity
-    """Of the whole model."""
+    """Identity of the whole model."""
     layout: KVLayout
-    """Of its blocks: of a rank of tensor parallelism, with the rank's heads alone."""
+    """Layout of its blocks: of a rank of tensor parallelism, with the rank's heads alone."""
     first_head: Annotated[int, Meta(ge=0)] = 0
-    """Of the model's KV heads, the first that its blocks hold."""
+    """The first of the model's KV heads that its blocks hold."""
     block_bytes: Annotated[int, Meta(ge=1)]
     num_blocks: Annotated[int, Meta(ge=1)]
     buffer: str
@@ -453,7 +458,7 @@ class PlacedPart(msgspec.Struct, frozen=True, kw_only=True):
     """The matrices of one role in a layer: where they are kept, and how."""
 
     role: str
-    """As ``MatrixPlan.role`` has it."""
+    """The same as ``MatrixPlan.role`` has it."""
     device: str
     weight_format: str
     size_bytes: int
@@ -468,11 +473,11 @@ class PlacedLayers(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """For people: the mixer, and what follows it."""
     parts: list[PlacedPart]
-    """Of one layer."""
+    """Parts of one layer."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs in an instance: all values concrete, fixed while it lives."""
+    """Facts of a running instance: all values concrete, fixed while it lives."""
 
     model: str
     architecture: str
@@ -515,7 +520,8 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     window_block_bytes: int = 0
     """Bytes of one such block."""
     kv_peer: KvPeer | None = None
-    """Where others read its blocks; None: it takes no part in disaggregation, or only reads."""
+    """The address at which others read its blocks; None: it takes no part in disaggregation, or
+    only reads."""
     plan: list[tuple[str, str, str]] = []
     """Choices for this machine, each with its value and reason, as `tandem plan` has them."""
     rejected: list[tuple[str, str, str]] = []

@@ -61,7 +61,7 @@ class BuiltEngine(NamedTuple):
     states: StateCache | None
     """None: the model has no state."""
     windows: WindowLayout | None
-    """Of ``cache.windows``; None: there are no blocks of layers with a window alone."""
+    """Windows of ``cache.windows``; None: there are no blocks of layers with a window alone."""
     planner: CostTierPlanner | None
     """Decides about loads; None without tiers."""
     experts: ExpertLog | None

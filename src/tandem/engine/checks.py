@@ -10,7 +10,8 @@ __all__ = ["RequestChecks"]
 MAX_LOGIT_BIAS = 1024
 """Entries; each costs a Python operation per token."""
 MAX_BIAS = 1e6
-"""Of a token; beyond it, it would be the only one or never chosen, and float32 has an end."""
+"""Largest bias of a token; beyond it, it would be the only one or never chosen, and float32 has an
+end."""
 
 
 class RequestChecks:

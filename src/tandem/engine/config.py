@@ -17,7 +17,7 @@ DEFAULT_STEP_TOKENS = 2048
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the user decides about an engine; 0 means that it is computed at start."""
+    """The user's settings of an engine; 0 means that it is computed at start."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 64
     num_kv_blocks: Annotated[

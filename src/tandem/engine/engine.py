@@ -93,7 +93,7 @@ MAX_ENDED_PREFILLS = 4096
 
 @dataclass(slots=True)
 class _Live:
-    """What the engine remembers of a request beside the scheduler's state."""
+    """The part that the engine remembers of a request beside the scheduler's state."""
 
     request: Request
     seed: int
@@ -104,7 +104,7 @@ class _Live:
     """The runner has its sampling state."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     pooled: bytes | None = None
-    """Of the prompt's tokens but the first."""
+    """Sum over the prompt's tokens but the first."""
     has_reported: bool = False
     """Its first output, the one with the prompt's facts, is out."""
 
@@ -126,18 +126,18 @@ class _PromptFacts(TypedDict, total=False):
 
 
 class MissingBlocks(NamedTuple):
-    """What the device lacks of a prompt."""
+    """The blocks of a prompt that the device lacks."""
 
     num_cached: int
     """Leading full blocks that it has."""
     keys: list[bytes]
-    """Of those that follow, but for one that ends with the last token, which is computed."""
+    """Keys of those that follow, but for one that ends with the last token, which is computed."""
     cached_keys: list[bytes]
     """Keys of those that it has."""
 
 
 class PrefillView(NamedTuple):
-    """Which blocks of a request that only prefills have their KV."""
+    """The blocks of a request that only prefills which have their KV."""
 
     request: Request
     is_held: bool
@@ -159,9 +159,9 @@ class EngineStep:
     outputs: list[RequestOutput]
     """The outputs known when it was planned."""
     message: StepInput = NOTHING
-    """What the runner has to do, from ``Engine.start_step`` on."""
+    """The work of the runner, from ``Engine.start_step`` on."""
     begin_s: float = 0.0
-    """When ``Engine.start_step`` was called, seconds on the engine's clock."""
+    """The moment at which ``Engine.start_step`` was called, seconds on the engine's clock."""
 
 
 class StepObserver(Protocol):
@@ -206,7 +206,7 @@ class Engine:
         self._transfers: BlockTransfers | None = None
         self._listener: PrefillListener | None = None
         self._prefilling: dict[str, ScheduledSequence] = {}
-        """Of the step that runs, those whose blocks another instance may be reading."""
+        """Sequences of the running step whose blocks another instance may be reading."""
         self._ended_prefills: OrderedDict[str, None] = OrderedDict()
         """Ids of the last ones, held or not."""
         self._num_layers_done = 0
@@ -229,7 +229,7 @@ class Engine:
         self._leaving: set[str] = set()
         """Adapters that take no further requests."""
         self._unused: list[str] = []
-        """Of these, those whose last request has just ended."""
+        """Those of them whose last request has just ended."""
         self.on_adapter_unused: Callable[[str], None] | None = None
         """Told so, without the lock; any thread."""
         self._lock = threading.Lock()
@@ -298,7 +298,7 @@ class Engine:
             return PrefillView(request, False, block_ids, num_complete, num_blocks, num_layers)
 
     def has_ended_prefill(self, request_id: str) -> bool:
-        """Whether a request that only prefilled has ended here lately. Any thread.
+        """Return True if a request that only prefilled has ended here lately. Any thread.
 
         With ``find_prefill`` None its blocks are not held any more: it is not still to come.
         """
@@ -443,7 +443,9 @@ class Engine:
             self._work.notify()
 
     def is_unchanged(self, block: KeyedBlock) -> bool:
-        """Whether a block copied out still has its content; see ``Scheduler.is_unchanged``."""
+        """Return True if a block copied out still has its content; see
+        ``Scheduler.is_unchanged``.
+        """
         with self._lock:
             return self._scheduler.is_unchanged(block)
 
@@ -472,12 +474,12 @@ class Engine:
         return [timeline for timeline in found if timeline is not None]
 
     def is_live(self, request_id: str) -> bool:
-        """Whether a request of this id has not ended."""
+        """Return True if a request of this id has not ended."""
         return request_id in self._live
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request has not ended."""
+        """True if any request has not ended."""
         return bool(self._live)
 
     def wait_for_work(self, timeout_s: float) -> bool:
@@ -815,7 +817,7 @@ class Engine:
         )
 
     def _describe_prompt(self, live: _Live) -> "_PromptFacts":
-        """The prompt's facts go with the first output and the last."""
+        """Return the prompt's facts, which go with the first output and the last."""
         request = live.request
         if live.has_reported and not request.is_finished:
             return {}

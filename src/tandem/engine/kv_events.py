@@ -43,7 +43,7 @@ __all__ = ["KvEventPublisher"]
 logger = logging.getLogger(__name__)
 
 MEDIUM = "CPU"
-"""Where the blocks are; ``GPU`` comes with devices."""
+"""The medium that the blocks lie in; ``GPU`` comes with devices."""
 KV_GROUP, STATE_GROUP = 0, 1
 STATE_KIND = "mamba"
 """vLLM's name for any state of a sequence."""
@@ -102,7 +102,9 @@ class KvEventPublisher:
 
     @property
     def addresses(self) -> list[str]:
-        """Where it publishes, and where it replays if it does; free ports resolved."""
+        """The address at which it publishes, and that of replays if it has them; free ports
+        resolved.
+        """
         return list(self._bound)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How much memory the KV cache takes, and why. Plain arithmetic; the caller measures."""
+"""The memory that the KV cache takes, and the reason. Plain arithmetic; the caller measures."""
 
 from typing import NamedTuple
 
@@ -17,8 +17,8 @@ __all__ = [
 ]
 
 DEFAULT_FRACTION = 0.4
-"""Of the free memory, when nothing is set: activations, the page cache that the weights are
-mapped through, and the user's other programs need the rest."""
+"""Default fraction of the free memory, when nothing is set: activations, the page cache that the
+weights are mapped through, and the user's other programs need the rest."""
 
 SLOTS_PER_REQUEST = 4
 """The state of a running request, and as kept ones: at its last message, and of others before."""
@@ -53,7 +53,7 @@ class KvPlan(NamedTuple):
     """Tokens of the longest request."""
     max_model_len_reason: str
     windows: WindowPlan | None = None
-    """Of the layers with a window; None: they are part of the blocks."""
+    """Windows of the layers with a window; None: they are part of the blocks."""
 
     @property
     def size_bytes(self) -> int:

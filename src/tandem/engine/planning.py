@@ -44,7 +44,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 DEVICE_FRACTION = 0.85
-"""Of the memory that weights leave free on a GPU: a step's activations need the rest."""
+"""Share of the memory that weights leave free on a GPU: a step's activations need the rest."""
 
 TIER_KV_FRACTION = 0.2
 """The share for KV of the memory beside the dense weights, where experts lie on disk: there an
@@ -64,7 +64,7 @@ for 512 tokens, 0.8 for 16 decodes, and no longer for one."""
 COARSER_FORMATS = ("int8", "int4")
 """Formats whose rejection is told, with what they would bring."""
 PROMPT_TOKENS = 4096
-"""Of the prompt by which steps are compared; the context's half, where it is shorter."""
+"""Tokens of the prompt by which steps are compared; the context's half, where it is shorter."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,13 +84,13 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What will run: every value concrete, with its reason where it was decided here."""
+    """The engine that will run: every value concrete, with its reason where it was decided here."""
 
     model: ModelPlan
     layout: KVLayout
-    """Of the blocks, without the layers of ``windows``."""
+    """Layout of the blocks, without the layers of ``windows``."""
     windows: WindowLayout | None = None
-    """Of the blocks of layers with a window; None: they have none of their own."""
+    """Windows of the blocks of layers with a window; None: they have none of their own."""
     config: EngineConfig
     """With everything filled in that was left open."""
     kv: KvPlan
@@ -99,7 +99,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     threads_reason: str
     deferral_reason: str
     torch_threads: int
-    """Of torch, which computes what is not native."""
+    """Threads of torch, which computes what is not native."""
     torch_threads_reason: str
     step_reason: str
     forecast: Forecast | None

@@ -1,4 +1,4 @@
-"""What an instance remembers of its requests, for ``tandem explain``.
+"""The log of an instance's requests, for ``tandem explain``.
 
 A live request has a record of counters; when it ends, the record becomes a message and goes into a
 ring of the last ones. Nothing here decides, and a token costs two additions. Time is an argument.

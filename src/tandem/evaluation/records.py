@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 class EvaluatedModel(Protocol):
-    """What is measured."""
+    """The model that is measured."""
 
     @property
     def weight_bytes(self) -> int:

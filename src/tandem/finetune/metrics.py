@@ -1,4 +1,4 @@
-"""How near predictions are to references: exact match, BLEU-1 to 4, ROUGE-1, 2 and L.
+"""Distances of predictions from references: exact match, BLEU-1 to 4, ROUGE-1, 2 and L.
 
 BLEU is sacrebleu's corpus BLEU up to an order, ROUGE rouge-score's F-measure, averaged over rows;
 all are percentages. Chinese, Japanese and Korean characters are a token each.
@@ -22,7 +22,7 @@ def split_tokens(text: str) -> list[str]:
 
 
 class _Tokenizer:
-    """What rouge-score calls."""
+    """The tokenizer that rouge-score calls."""
 
     def tokenize(self, text: str) -> list[str]:
         return split_tokens(text)

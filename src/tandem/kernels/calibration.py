@@ -44,7 +44,7 @@ __all__ = [
 DEFAULT_ROOT = Path("~/.cache/tandem/hardware")
 GIB = 1 << 30
 HIDDEN, INNER, TOP_K = 2048, 768, 8
-"""Of an expert of Qwen3-30B-A3B."""
+"""Sizes of an expert of Qwen3-30B-A3B."""
 NUM_EXPERTS = 48
 """Banks of 230 MB in int8 and 450 in bf16, read in turn: together more than a cache holds."""
 PREFILL_TOKENS = 128
@@ -53,12 +53,12 @@ TINY = 128
 CALLS_A_LAYER = 8
 """Native calls of a layer: two norms, three products, RoPE, attention, experts."""
 BUDGET_S = 6.0
-"""Of the rounds; filling the bank comes before."""
+"""Seconds of the rounds; filling the bank comes before."""
 ROUNDS = 9
 DISTURBED = 0.5
 """Load of others, as a share of the cores, above which rates are those of a busy machine."""
 FORMAT = "2"
-"""Of what is kept; another one is measured again."""
+"""Format of what is kept; another one is measured again."""
 FILLER = 0x3F
 """Byte of which codes, fp16 and bf16 scales are all ordinary numbers."""
 
@@ -70,13 +70,14 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hardware: HardwareSpec
     efficiencies: Efficiencies
     rounds: int
-    """Of each measurement, of which the medians are taken."""
+    """Rounds of each measurement, of which the medians are taken."""
     load: float
-    """Of others, in processors, while it was measured: the load average of the minute before."""
+    """Load of others, in processors, while it was measured: the load average of the minute
+    before."""
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether others ran so much meanwhile that rates are too low."""
+        """True if others ran so much meanwhile that rates are too low."""
         processor = self.hardware.processor
         return processor is not None and self.load > DISTURBED * processor.cores
 

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _OPENERS: dict[str, Callable[[str], Device]] = {"cpu": lambda _name: CPU, "cuda": CudaDevice}
-"""What opens a device of torch's name, by its type."""
+"""The opener of a device of torch's name, by its type."""
 
 
 def has_native_kernels(name: str) -> bool:

@@ -113,7 +113,7 @@ class GatedDeltaRule:
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """What sequences go on with, by slot; a slot of zeros begins one."""
+    """The states that sequences go on with, by slot; a slot of zeros begins one."""
 
     states: Buffer
     """float32 [slots, *state_shape]."""
@@ -149,4 +149,4 @@ class GatedDeltaRows:
     query_start: Sequence[int]
     """First row of each sequence, and T."""
     slot_ids: Sequence[int]
-    """Of the sequences, no two alike."""
+    """Slot ids of the sequences, no two alike."""

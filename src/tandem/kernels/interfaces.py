@@ -274,12 +274,12 @@ class Shard:
     """A part of a weight along one of its axes, such as the rows or columns of one rank."""
 
     axis: int
-    """Of the weight's shape; of codes [N, K], 0 is outputs and 1 inputs."""
+    """Axis of the weight's shape; of codes [N, K], 0 is outputs and 1 inputs."""
     start: int
     stop: int
     """Exclusive."""
     size: int
-    """Of the whole axis, as the configuration has it."""
+    """Size of the whole axis, as the configuration has it."""
 
     def __post_init__(self) -> None:
         if self.axis < 0 or not 0 <= self.start < self.stop <= self.size:

@@ -15,11 +15,11 @@ from tandem import _native
 __all__ = ["NATIVE_DTYPES", "Buffer", "is_native", "view_tensor"]
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-"""What native operators take, of activations, weights and the cache alike."""
+"""The dtypes that native operators take, of activations, weights and the cache alike."""
 
 
 def is_native(tensor: Tensor) -> bool:
-    """Whether native operators take ``tensor``; torch computes with the others."""
+    """Return True if native operators take ``tensor``; torch computes with the others."""
     return (
         tensor.device.type == "cpu"
         and tensor.dtype in NATIVE_DTYPES

@@ -1,4 +1,4 @@
-"""What one engine step runs on: the tokens, where their KV goes, and the block pool itself.
+"""The inputs of one engine step: the tokens, where their KV goes, and the block pool itself.
 
 ``PagedBatch`` is plain data built from Python lists; ``PagedKvCache`` owns the pool of blocks and
 the views that operators index. Neither knows of requests. A block is the KV of ``block_size``
@@ -81,7 +81,7 @@ class LayerPlace(NamedTuple):
     group: int
     """0: the cache's own blocks; 1: those of ``PagedKvCache.windows``."""
     layer_idx: int
-    """Of the layer within these."""
+    """Layer index of the layer within these."""
 
 
 class BatchPlaces(NamedTuple):
@@ -371,7 +371,7 @@ class PagedKvCache:
 
     @property
     def is_native(self) -> bool:
-        """Whether native attention takes the blocks of all layers."""
+        """True if native attention takes the blocks of all layers."""
         caches = [self] if self.windows is None else [self, self.windows]
         return all(c.native is not None for c in caches if c.layout.num_layers)
 

@@ -1,4 +1,5 @@
-"""How far an operator may be from its float64 oracle: derived, elementwise, with the reasons.
+"""The distance that an operator may have from its float64 oracle: derived, elementwise, with the
+reasons.
 
 The form is ``c * eps_acc * sum |a||b| + eps_out * |y|``: an accumulation error that grows with
 what is added up, and the rounding of the result to its dtype. ``eps`` is the unit roundoff (half
@@ -36,7 +37,7 @@ Array = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Of the dtypes that results are rounded to."""
+"""Unit roundoff of the dtypes that results are rounded to."""
 
 ACCUMULATE_EPS = 2.0**-24
 """Sums run in float32 whatever the dtype of the operands."""

@@ -37,7 +37,7 @@ ExpertShapes = dict[str, tuple[int, int, int]]
 
 _KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
 _INNER = "base_layer"
-"""What PEFT calls a module that is wrapped."""
+"""PEFT's name of a module that is wrapped."""
 _PATTERN = re.compile(r"(\^|\.\*\.)?([\w.]+)")
 """Keys of ``rank_pattern`` and ``alpha_pattern`` that are names, whole or the ends of such."""
 
@@ -77,7 +77,7 @@ _IGNORED = {
     "task_type",
 }
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Of ``init_lora_weights``: those that leave the model's own weights as they are."""
+"""Plain starts of ``init_lora_weights``: those that leave the model's own weights as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ class LoraWeights:
     """The change of one module: ``scale * B A``."""
 
     a_RK: Tensor  # noqa: N815 - a shape suffix
-    """As stored."""
+    """The same as stored."""
     b_NR: Tensor  # noqa: N815
     scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """What an adapter's files say, checked."""
+    """The content of an adapter's files, checked."""
 
     modules: dict[str, LoraWeights]
     """By dotted name of the linear module, sorted."""

@@ -76,7 +76,7 @@ class ModelAdapters:
         self._loaded: dict[str, LoadedAdapter] = {}
         self._free_slots = list(range(max_adapters))
         self._lock = threading.Lock()
-        """Of the table and the slots; loading holds it."""
+        """Lock of the table and the slots; loading holds it."""
 
     def wrap_matrix(self, matrix: Matrix) -> AdaptedMatrix:
         """See ``MatrixWrapper``."""

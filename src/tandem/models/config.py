@@ -9,7 +9,7 @@ __all__ = ["ModelConfig"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model runs, in which type, placed by which rules."""
+    """The model that runs, its type, and the rules that place it."""
 
     path: Annotated[
         str,

@@ -26,7 +26,7 @@ __all__ = ["ConvertReport", "convert_model"]
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """What a conversion left behind."""
+    """The result of a conversion."""
 
     folder: str
     """Holds a folder for each weight format."""
@@ -35,9 +35,9 @@ class ConvertReport:
     num_packed: int
     """Files made now; the others were there."""
     size_bytes: int
-    """Of all packed files."""
+    """Bytes of all packed files."""
     source_bytes: int
-    """Of the same weights in the model's dtype."""
+    """Bytes of the same weights in the model's dtype."""
 
 
 def convert_model(

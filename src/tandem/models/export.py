@@ -74,7 +74,7 @@ ST_DTYPES = {name: dtype for dtype, name in ST_NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """What a conversion wrote."""
+    """The files that a conversion wrote."""
 
     folder: str
     weight_format: str
@@ -280,7 +280,9 @@ class Draft:
         self._lock: int | None = None
 
     def __enter__(self) -> "Self":
-        """Raises: ConfigError (another is at work, or the folder is none of ours); OSError."""
+        """Lock the folder. Raises: ConfigError (another is at work, or it is none of ours);
+        OSError.
+        """
         self._out.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(LOCK_ATTEMPTS):
             if self._lock is None:

@@ -165,7 +165,7 @@ def _hash_operators(modules: list[tuple[str, nn.Module]]) -> str:
 
 
 def _multiplies_in_torch(modules: list[tuple[str, nn.Module]], layout: KVLayout) -> bool:
-    """Whether torch attends or holds a matrix. Embeddings are looked up, not multiplied."""
+    """Return True if torch attends or holds a matrix. Embeddings are looked up, not multiplied."""
     if not layout.is_coded and TORCH_DTYPES[layout.dtype] not in NATIVE_DTYPES:
         return True
     for _, module in modules:

@@ -1,1 +1,1 @@
-"""Which operator, device and format each part of a model gets: plain data in, a plan out."""
+"""The operator, device and format of each part of a model: plain data in, a plan out."""

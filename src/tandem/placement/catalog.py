@@ -46,7 +46,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     stored_format: str
     """The format of its routed experts, or of all matrices, as its makers publish it."""
     config: dict[str, Any]
-    """As ``config.json`` has it, without what does not change sizes."""
+    """The same as ``config.json`` has it, without what does not change sizes."""
 
 
 class PublishedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,19 +56,20 @@ class PublishedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     machine: str
     model: str
     expert_format: str
-    """Of routed experts on the CPU."""
+    """Expert format of routed experts on the CPU."""
     dense_format: str
-    """Of all other matrices, which are on the GPU."""
+    """Dense format of all other matrices, which are on the GPU."""
     kernels: Literal["avx512", "amx"]
     """Instruction set of the CPU's matrix products."""
     prefill: Literal["cpu", "streamed"]
-    """Where routed experts of a prompt run: on the CPU, or on the GPU, their weights streamed."""
+    """The device on which routed experts of a prompt run: on the CPU, or on the GPU, their weights
+    streamed."""
     sockets: Annotated[int, Meta(ge=1)] = 2
     accelerators: Annotated[int, Meta(ge=1)] = 1
     experts_per_token: Annotated[int, Meta(ge=0)] = 0
-    """Where fewer were used than the model has; 0 is as the model has."""
+    """The number that was used, if fewer than the model has; 0 is as the model has."""
     gpu_experts: Annotated[int, Meta(ge=0)] = 0
-    """Of each layer, as published; 0 also where it is not told."""
+    """GPU experts of each layer, as published; 0 also where it is not told."""
     chunk_tokens: Annotated[int, Meta(ge=1)] = 8192
     """Tokens that one step of prefill computes; KTransformers' own default, where not told."""
     prompt_tokens: Annotated[int, Meta(ge=1)]
@@ -88,15 +89,15 @@ class PublishedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     machine: str
     model: str
     tokens: Annotated[int, Meta(ge=1)]
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     accumulation: Annotated[int, Meta(ge=1)] = 16
     rank: Annotated[int, Meta(ge=1)] = 8
     is_checkpointed: bool = True
-    """As LLaMA-Factory trains unless told otherwise."""
+    """The same as LLaMA-Factory trains unless told otherwise."""
     rate: Rate
     """Tokens a second, end to end."""
     vram_gb: Rate
-    """Of all GPUs together, decimal."""
+    """Vram gb of all GPUs together, decimal."""
     dram_gb: Rate
     source: str
     note: str = ""

@@ -1,4 +1,4 @@
-"""Which instance of a machine computes on which cores. Pure arithmetic; the caller measures."""
+"""The cores of each instance of a machine. Pure arithmetic; the caller measures."""
 
 from collections.abc import Sequence
 

@@ -25,7 +25,7 @@ AMX_ROWS = 4
 """Tokens of an expert above which AMX tiles pay: KTransformers' own rule."""
 ACTIVATION_BYTES = 2
 HOP_US = 10.0
-"""Of one collective between GPUs, whatever its size."""
+"""Microseconds of one collective between GPUs, whatever its size."""
 
 
 class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,11 +52,11 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the classes of operators are, and in which format."""
+    """The device and format of each class of operators."""
 
     expert_format: str
     dense_format: str
-    """Of everything but routed experts."""
+    """Dense format of everything but routed experts."""
     expert_item_bytes: float = 0.0
     """Bytes of a weight of routed experts, scales included; 0 is by the format."""
     dense_item_bytes: float = 0.0
@@ -65,14 +65,14 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs that are used."""
     sockets: int = 1
     parallel: Literal["tensor", "expert", "pipeline"] = "tensor"
-    """How several GPUs share a layer, or the layers."""
+    """The way in which several GPUs share a layer, or the layers."""
     gpu_experts: int = 0
     """Routed experts of each layer on the GPUs; further ones are on the CPU."""
     is_dense_on_gpu: bool = True
     """Dense MLPs, shared experts and routers."""
     is_attention_on_gpu: bool = True
     prefill: Literal["cpu", "streamed"] = "cpu"
-    """Where experts of a prompt run that have no place on the GPU."""
+    """The device on which experts of a prompt run that have no place on the GPU."""
     isa: Isa | None = None
     deferred: int = 0
     """Experts of a token that may come one layer late."""
@@ -108,7 +108,8 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
 
     parts: Parts
     shared_gpu: float
-    """Of ``parts.gpu``, experts that every token uses; they may run beside those on the CPU."""
+    """Shared GPU of ``parts.gpu``, experts that every token uses; they may run beside those on the
+    CPU."""
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):

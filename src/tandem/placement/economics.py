@@ -24,11 +24,11 @@ class MachineCost(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     price_usd: float
     usd_per_tflops: float
-    """Of bf16: what prefill needs."""
+    """Price of a TFLOPS of bf16: what prefill needs."""
     usd_per_gbps: float
-    """Of memory bandwidth: what decode needs."""
+    """Price of a GB/s of memory: what decode needs."""
     usd_per_gb: float
-    """Of memory: what KV and routed experts need. Decimal."""
+    """Price of a GB of memory: what KV and routed experts need. Decimal."""
     roles: tuple[str, ...] = ()
     """Phases for which no machine of the comparison is cheaper."""
 
@@ -41,7 +41,7 @@ class OperatorClass(msgspec.Struct, frozen=True, kw_only=True):
     items: int
     """Weights, or items of the cache."""
     ops_per_byte: float
-    """Of a decode step, a byte that is held."""
+    """Operations of a decode step for each byte that is held."""
 
 
 class Replacement(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what is published."""
+        """Error of the prediction, as a share of what is published."""
         return self.predicted / self.published - 1
 
 

@@ -33,7 +33,7 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     title: Text
     memory_gib: Positive
     bandwidth_gbps: Positive
-    """Of its memory."""
+    """GB/s of its memory."""
     bf16_tflops: Positive
     """Dense, sums in float32."""
     fp8_tflops: NonNegative = 0
@@ -58,13 +58,14 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     isa: Isa
     """The widest instruction set that multiplies matrices."""
     bandwidth_gbps: Positive
-    """Of the socket's memory."""
+    """GB/s of the socket's memory."""
     bf16_tflops: NonNegative = 0
     """Measured; 0 is by cores, clock and instruction set."""
     int8_tops: NonNegative = 0
     """The same of int8."""
     sustained_tflops: NonNegative = 0
-    """Of bf16, as a source says that kernels reach it; what a price is compared by, if given."""
+    """Sustained TFLOPS of bf16, as a source says that kernels reach it; what a price is compared
+    by, if given."""
     price_usd: NonNegative
     price_source: Text
     source: Text

@@ -34,7 +34,7 @@ STREAM_GAIN = 1.2
 """Times faster that streaming must compute a prompt: it takes a layer's memory on the GPU."""
 MAX_USERS = 4096
 DRAM_SHARE = 0.95
-"""Of the machine's DRAM that a model may take; the rest is for the system."""
+"""Share of the machine's DRAM that a model may take; the rest is for the system."""
 PARALLEL: tuple[Literal["tensor", "expert", "pipeline"], ...] = ("tensor", "expert", "pipeline")
 
 
@@ -51,9 +51,9 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     quality: Literal["stored", "int8", "int4"] = "int8"
     """The coarsest format that weights may be rounded to; `stored` rounds nothing."""
     gpu_experts: Annotated[int, Meta(ge=0)] | None = None
-    """Of each layer; None is as many as fit."""
+    """GPU experts of each layer; None is as many as fit."""
     gpu_expert_format: str = ""
-    """Of experts on the GPU; empty: as of those on the CPU."""
+    """Format of experts on the GPU; empty: as of those on the CPU."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.92
     """Share of the GPU's memory for weights and cache; the rest is for kernels and graphs."""
 
@@ -71,8 +71,8 @@ class ClassPlan(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str
     size_bytes: int
     ops_per_byte: float
-    """Of a decode step for the wished users, a byte that is held: who has least leaves the GPU
-    first."""
+    """Operations of a decode step for the wished users, a byte that is held: who has least leaves
+    the GPU first."""
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +89,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where what goes, how fast it will be, and why."""
+    """The placement of a model, its predicted speed, and the reasons."""
 
     model: str
     machine: str
@@ -99,13 +99,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     threads: dict[str, int]
     """By operator class that runs on the CPU."""
     kv_blocks: int
-    """Of 64 tokens."""
+    """Blocks of 64 tokens."""
     state_slots: int
     """Sequences whose recurrent states fit; 0 where the model has none."""
     window_bytes: int
-    """Of a user's KV in layers with a window; 0 where no layer has one."""
+    """Bytes of a user's KV in layers with a window; 0 where no layer has one."""
     window_saved_bytes: int
-    """That a user's KV in those layers would take more, if they saw all of the context."""
+    """Bytes that a user's KV there would take more, if those layers saw all of the context."""
     prefill_rate: float
     """Tokens of one prompt a second."""
     decode_rate: float

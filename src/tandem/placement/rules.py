@@ -45,7 +45,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     class_name: str | None = None
     """Import path, or bare name, of a class."""
     operator: str = DEFAULT
-    """As written in the file; resolved against a registry when the rules are applied."""
+    """The same as written in the file; resolved against a registry when the rules are applied."""
     kwargs: dict[str, Any] = {}
     recursive: bool = True
     source: str = ""

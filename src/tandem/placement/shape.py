@@ -27,7 +27,7 @@ FORMAT_BYTES: dict[str, float] = {
 """Bytes of one weight with its scales; q4_k_m is GGUF's mixture, 4.85 bits by llama.cpp."""
 
 INDEX_BYTES = 132
-"""Of one token's index key in one layer: 128 of fp8 and a scale."""
+"""Bytes of one token's index key in one layer: 128 of fp8 and a scale."""
 BF16_BYTES = 2
 
 
@@ -37,19 +37,19 @@ class ShapeLayer(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["gqa", "mla", "state"]
     attention_weights: int
     dense_weights: int = 0
-    """Of a dense MLP."""
+    """Dense weights of a dense MLP."""
     shared_weights: int = 0
-    """Of experts that every token uses, and the router."""
+    """Shared weights of experts that every token uses, and the router."""
     expert_weights: int = 0
-    """Of one routed expert."""
+    """Expert weights of one routed expert."""
     num_experts: int = 0
     top_k: int = 0
     kv_items: int = 0
-    """That a token leaves in the cache."""
+    """Items that a token leaves in the cache."""
     index_bytes: int = 0
-    """That a token leaves in the cache of a sparse attention's index."""
+    """Bytes that a token leaves in the cache of a sparse attention's index."""
     state_bytes: int = 0
-    """Of a sequence, however long."""
+    """Bytes of a sequence, however long."""
     window: int = 0
     """Tokens that a token sees; 0 is all."""
     top_tokens: int = 0
@@ -81,40 +81,42 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention_weights(self) -> int:
-        """Of all layers."""
+        """Attention weights of all layers."""
         return sum(layer.attention_weights for layer in self.layers)
 
     @property
     def dense_weights(self) -> int:
-        """Of dense MLPs, shared experts and routers of all layers."""
+        """Dense weights of dense MLPs, shared experts and routers of all layers."""
         return sum(layer.dense_weights + layer.shared_weights for layer in self.layers)
 
     @property
     def expert_weights(self) -> int:
-        """Of all routed experts."""
+        """Expert weights of all routed experts."""
         return sum(layer.expert_weights * layer.num_experts for layer in self.layers)
 
     @property
     def num_weights(self) -> int:
-        """Of the whole model."""
+        """Number of weights of the whole model."""
         rest = self.attention_weights + self.dense_weights + self.expert_weights
         return rest + self.embedding_weights + self.head_weights
 
     @property
     def active_weights(self) -> int:
-        """That one token multiplies with."""
+        """Weights that one token multiplies with."""
         experts = sum(layer.expert_weights * layer.top_k for layer in self.layers)
         head = self.head_weights or self.embedding_weights
         return self.attention_weights + self.dense_weights + experts + head
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token in all layers, in bf16, index keys included; windows end it earlier."""
+        """Bytes of one token in all layers, in bf16, index keys included; windows end it
+        earlier.
+        """
         return sum(layer.kv_items * BF16_BYTES + layer.index_bytes for layer in self.layers)
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence, however long."""
+        """Bytes of one sequence, however long."""
         return sum(layer.state_bytes for layer in self.layers)
 
     def count_cache_bytes(self, tokens: int) -> int:

@@ -35,25 +35,26 @@ EXPERT_PRODUCTS = 16 / 6
 """Products of a routed expert in a step for those of its forward pass: the backward pass computes
 gate and up again and three gradients of its inputs (KTransformers counts 6 and 10 of H x I)."""
 DENSE_PASSES, CHECKPOINTED_PASSES = 2, 3
-"""Of all other matrices, whose weights get no gradient: forward, backward, and forward again."""
+"""Dense passes of all other matrices, whose weights get no gradient: forward, backward, and forward
+again."""
 HANDOVERS = 2
 """From GPU to CPU and back, in each direction of a layer."""
 TRAINED_BYTES = 16
-"""Of a trained weight: itself, its gradient and two moments, in float32."""
+"""Bytes of a trained weight: itself, its gradient and two moments, in float32."""
 KEPT_ITEMS = 34 / 2
 """Bf16 items of a token that a layer keeps for its backward pass, in hidden sizes: Korthikanti et
 al. (arXiv 2205.05198) count 34 bytes without attention's scores, which fused attention drops."""
 LOGIT_BYTES = 10
-"""Of a logit: bf16, and float32 for the loss and its gradient."""
+"""Bytes of a logit: bf16, and float32 for the loss and its gradient."""
 CONTEXT_BYTES = GIB * 3 // 4
-"""Of each GPU, by CUDA's context and kernels."""
+"""Bytes of each GPU, by CUDA's context and kernels."""
 
 
 class TrainingWishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run, as far as it decides memory and time."""
 
     tokens: Annotated[int, Meta(ge=1)]
-    """Of a micro-batch: rows times their length."""
+    """Tokens of a micro-batch: rows times their length."""
     accumulation: Annotated[int, Meta(ge=1)] = 1
     """Micro-batches of a step."""
     rank: Annotated[int, Meta(ge=1)] = 8
@@ -73,7 +74,7 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether each device holds its part."""
+        """True if each device holds its part."""
         return all(memory.used_bytes <= memory.capacity_bytes for memory in self.memory)
 
     def find_used(self, device: str) -> int:
@@ -91,7 +92,7 @@ class TrainingFigure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a share of what is published."""
+        """Error of the prediction, as a share of what is published."""
         return self.predicted / self.published - 1
 
 

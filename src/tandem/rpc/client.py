@@ -138,7 +138,7 @@ class RpcClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a session now."""
+        """True if there is a session now."""
         return self._peer is not None
 
     @property

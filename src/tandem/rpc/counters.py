@@ -1,4 +1,4 @@
-"""What happened on one endpoint, as plain numbers; the metrics of a process read them."""
+"""Counts of one endpoint, as plain numbers; the metrics of a process read them."""
 
 from dataclasses import dataclass
 

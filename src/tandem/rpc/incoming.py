@@ -62,7 +62,7 @@ class _Running:
     request: LaneRequest | None
     work: "Coroutine[Any, Any, Any] | None"
     is_kept: bool
-    """Whether the task goes on when its caller is gone."""
+    """True if the task goes on when its caller is gone."""
 
 
 class Caller(Protocol):
@@ -138,7 +138,7 @@ class IncomingCalls:
             self._begin_held()
 
     def end_lane(self) -> None:
-        """The lane of the other side broke: nothing waits for what has not come by it."""
+        """Note that the lane of the other side broke: nothing waits for what has not come by it."""
         self._lane.num_begun = ENDED
         held, self._lane.held = self._lane.held, deque()
         for _, request in held:

@@ -40,7 +40,7 @@ class Lane(Protocol):
 
     @property
     def max_bytes(self) -> int:
-        """Of a request, and of its answer."""
+        """Most bytes of a request, and of its answer."""
         ...
 
     def begin(self, request: bytes) -> LaneAnswer:
@@ -78,12 +78,12 @@ class Lanes(Protocol):
 
     @property
     def address(self) -> str:
-        """Where others open theirs to this process."""
+        """The address at which others open their lane to this process."""
         ...
 
     @property
     def max_bytes(self) -> int:
-        """Of a request, and of its answer."""
+        """Most bytes of a request, and of its answer."""
         ...
 
     def serve(self, handler: Callable[[list[LaneRequest]], None]) -> None:
@@ -96,7 +96,7 @@ class Lanes(Protocol):
 
 
 Take = Callable[[bytes, LaneRequest], None]
-"""What a session does with a frame that came by a lane, and the request that it answers."""
+"""The session's handling of a frame that came by a lane, and the request that it answers."""
 
 
 class LaneRouter:
@@ -118,7 +118,7 @@ class LaneRouter:
 
     @property
     def max_bytes(self) -> int:
-        """Of an answer."""
+        """Most bytes of an answer."""
         return self._lanes.max_bytes
 
     def offer(self) -> LaneOffer | None:
@@ -133,13 +133,13 @@ class LaneRouter:
         return LaneOffer(self._lanes.address, token)
 
     def begin(self, offer: LaneOffer, take: Take) -> None:
-        """The session has begun: ``take`` gets what comes for it."""
+        """Note that the session has begun: ``take`` gets what comes for it."""
         self._sessions[offer.token] = take
         for request in self._early.pop(offer.token, ()):
             take(request.payload[TOKEN_BYTES:], request)
 
     def withdraw(self, offer: LaneOffer | None) -> None:
-        """The session is over, or was none: what comes for it is refused."""
+        """Note that the session is over, or was none: what comes for it is refused."""
         if offer is not None:
             self._sessions.pop(offer.token, None)
             for request in self._early.pop(offer.token, ()):

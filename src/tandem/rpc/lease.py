@@ -23,7 +23,9 @@ class Lease:
 
     @property
     def check_interval_s(self) -> float:
-        """How often to ask: half a beat, so that a beat is at most half an interval late."""
+        """Seconds between two questions: half a beat, so that a beat is at most half an interval
+        late.
+        """
         return self.beat_s / 2
 
     def note_heard(self, now_s: float) -> None:

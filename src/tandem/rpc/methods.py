@@ -1,4 +1,6 @@
-"""What an endpoint can do for its peers: named methods with types, and one listener of events."""
+"""The methods of an endpoint for its peers: named methods with types, and one listener of
+events.
+"""
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
@@ -17,7 +19,7 @@ Res = TypeVar("Res")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a handler returns for work that its caller's going does not end: it stays the handler's.
+    """The result of a handler whose work goes on when its caller has gone.
 
     Nobody but the loop cancels it once it has begun.
     """

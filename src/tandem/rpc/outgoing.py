@@ -60,7 +60,7 @@ class BegunCall(Protocol[Answered]):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What calls need of their session."""
+    """The part of a session that calls need."""
 
     peer_name: str
     encode: Callable[[Frame], bytes]
@@ -81,7 +81,7 @@ class _LaneCall:
     frame: Reply | Fault | None = None
     """An answer too long for the lane, which came by the socket before anybody knew."""
     waiter: "asyncio.Future[None] | concurrent.futures.Future[None] | None" = None
-    """Of whoever knows, and waits for it."""
+    """Waiter of whoever knows, and waits for it."""
 
 
 class OutgoingCalls:
@@ -119,7 +119,7 @@ class OutgoingCalls:
 
     @property
     def has_lane(self) -> bool:
-        """Whether calls go by a lane where they can."""
+        """True if calls go by a lane where they can."""
         return self._lane is not None
 
     def use_lane(self, lane: Lane, offer: LaneOffer) -> None:
@@ -243,7 +243,7 @@ class OutgoingCalls:
         return None
 
     def lose_lane(self, lane: Lane, reason: TandemError) -> None:
-        """It broke: calls go by the socket from now on."""
+        """Note that it broke: calls go by the socket from now on."""
         if self._lane is lane:
             logger.info("event=lane_lost peer=%s reason=%s", self._wire.peer_name, reason)
             self.leave_lane()
@@ -292,7 +292,9 @@ class OutgoingCalls:
     def is_long_here(
         self, call_id: int, waiter: "asyncio.Future[None] | concurrent.futures.Future[None]"
     ) -> bool:
-        """Whether the answer, too long for the lane, has come; else ``waiter`` ends when it has."""
+        """Return True if the answer, too long for the lane, has come; else ``waiter`` ends when it
+        has.
+        """
         with self._order:
             call = self._by_lane[call_id]
             if call.frame is None:
@@ -314,7 +316,9 @@ class OutgoingCalls:
             self._forget(call_id, is_answered=is_answered)
 
     def drop(self, call_id: int) -> None:
-        """As ``forget`` of a call without an answer; takes effect before the next call leaves."""
+        """Do as ``forget`` of a call without an answer; takes effect before the next call
+        leaves.
+        """
         self._dropped.append(call_id)
 
     def _forget_dropped(self) -> None:

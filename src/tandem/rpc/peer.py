@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 class Transport(Protocol):
-    """What a session needs of the socket below it."""
+    """The interface of the socket below a session."""
 
     def transmit(self, data: bytes) -> None:
         """Hand one frame to the socket without blocking.
@@ -85,7 +85,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerContext:
-    """What all sessions of an endpoint share."""
+    """The part that all sessions of an endpoint share."""
 
     config: RpcConfig
     methods: MethodTable
@@ -173,7 +173,7 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """What the peer calls itself."""
+        """The name that the peer gives itself."""
         return self.identity.name
 
     @property
@@ -183,12 +183,12 @@ class Peer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this session has ended."""
+        """True if this session has ended."""
         return self._lost is not None
 
     @property
     def has_lane(self) -> bool:
-        """Whether calls to the peer go by a lane, where they can; for tests and logs."""
+        """True if calls to the peer go by a lane, where they can; for tests and logs."""
         return self._outgoing.has_lane
 
     @property
@@ -244,7 +244,7 @@ class Peer:
         *,
         timeout_s: float | None = None,
     ) -> Coroutine[Any, Any, T]:
-        """As ``call``, but it has left when this returns; the answer is to be awaited.
+        """Do as ``call``, but it has left when this returns; the answer is to be awaited.
 
         Raises: as ``call``, what is known before there is an answer.
         """

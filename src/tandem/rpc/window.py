@@ -107,6 +107,6 @@ class ReadLedger:
         )
 
     def note_told(self) -> None:
-        """The present totals were sent to the peer."""
+        """Note that the present totals were sent to the peer."""
         self._told_messages = self.messages
         self._told_bytes = self.bytes

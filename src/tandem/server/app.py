@@ -68,7 +68,7 @@ _logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 200
 _CORS_MAX_AGE_S = 600
-"""How long a browser may remember what was allowed."""
+"""Seconds for which a browser may remember what was allowed."""
 
 
 def build_app(

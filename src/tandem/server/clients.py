@@ -1,4 +1,4 @@
-"""Who a request is from: clients share the server's work by this name.
+"""The client of a request: clients share the server's work by this name.
 
 An API key is a client, and without keys an address is. Behind a proxy without keys, all are one.
 """

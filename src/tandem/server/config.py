@@ -30,7 +30,7 @@ ACCESS_LOGGER = "tandem.server.access"
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the HTTP API is served."""
+    """Settings of the HTTP API."""
 
     host: Annotated[str, Meta(min_length=1, description="Address to bind.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to bind; 0 picks a free one.")] = (

@@ -1,4 +1,4 @@
-"""What the handlers share, and the steps they have in common.
+"""The part that the handlers share, and their common steps.
 
 A ``ServerContext`` is made once by ``app.build_app`` and lives as long as the application. Handlers
 get it as their first argument; of HTTP it knows the caller's key alone.
@@ -79,7 +79,7 @@ _STATS_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """How tokens become text, for all choices of a request."""
+    """Settings of turning tokens into text, for all choices of a request."""
 
     stops: StopStrings | None = None
     keep_stop: bool = False
@@ -92,7 +92,7 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a client asked for."""
+    """The model that a client asked for."""
 
     name: str
     """The one to report."""

@@ -48,12 +48,13 @@ class EngineClient(Protocol):
 
     @property
     def info(self) -> InstanceInfo | None:
-        """What runs; None until ready, and while no instance serves."""
+        """The facts of the running instance; None until ready, and while no instance serves."""
         ...
 
     @property
     def last_info(self) -> InstanceInfo | None:
-        """What runs, or ran last while no instance serves; None until ready for the first time.
+        """The facts of the running instance, or of the last one while none serves; None until ready
+        for the first time.
 
         Requests that come while instances are replaced are checked against it, and wait.
         """
@@ -71,7 +72,9 @@ class EngineClient(Protocol):
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """How often requests went on elsewhere after a failure since start, by reason."""
+        """The number of times that requests went on elsewhere after a failure since start, by
+        reason.
+        """
         ...
 
     async def submit(self, request: AddRequest) -> RequestStream:

@@ -56,7 +56,7 @@ class Piece(NamedTuple):
     logprobs: Sequence[TokenLogprob]
     finish_reason: str | None
     num_tokens: int
-    """Of the generation, up to this piece."""
+    """Number of tokens of the generation, up to this piece."""
     deltas: Sequence[Delta]
     """The parts that the text has made certain; without a parser all is answer."""
 
@@ -134,7 +134,7 @@ class Generation:
         self._is_aborted = False
         self._is_closed = False
         self._is_done = False
-        """Whether the engine has said its last word, so that there is nothing to cancel."""
+        """True if the engine has said its last word, so that there is nothing to cancel."""
         self._error_reason = ""
 
     async def submit(self, engine: EngineClient) -> None:
@@ -295,7 +295,7 @@ def _failure(output: RequestOutput) -> TandemError:
 
 
 class LiveGenerations(Protocol):
-    """Where groups are known while they run."""
+    """The groups that run."""
 
     def add(self, name: str, group: "GenerationGroup") -> None:
         """Remember a group under the client's name for it."""

@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
 """Probes: answered without a key, while draining, and however full the server is."""
 WATCHED_PATHS = OPEN_PATHS | {"/metrics"}
-"""What says how the server is: never refused for its state."""
+"""Paths that report the server's state: never refused for it."""
 
 
 class Lifecycle:

@@ -33,10 +33,11 @@ _logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 2
 """For connections to take their last bytes once nothing runs any more."""
 _IDLE_CONNECTION_S = 75
-"""As long as common proxies keep theirs; shorter makes their next request race the close."""
+"""The same as long as common proxies keep theirs; shorter makes their next request race the
+close."""
 _MAX_HEAD_BYTES = 1 << 18
-"""Of a request's head, and of its trailers. The parser keeps them, and copies a header with every
-packet that it goes on in."""
+"""Most bytes of a request's head, and of its trailers. The parser keeps them, and copies a header
+with every packet that it goes on in."""
 _TOO_LARGE = b"\r\n".join(
     [b"HTTP/1.1 431 Too Large", b"content-length: 0", b"connection: close", b"", b""]
 )
@@ -153,7 +154,7 @@ class RunningServer:
         self.url = url
         self.port = port
         self.is_interrupted = False
-        """Whether Ctrl-C, and no other signal, began its end."""
+        """True if Ctrl-C, and no other signal, began its end."""
         self._server = server
         self._context = context
         self._drain: asyncio.Task[None] | None = None
@@ -170,7 +171,7 @@ class RunningServer:
             self._abort = asyncio.get_running_loop().create_task(self._abort_and_exit())
 
     def interrupt(self) -> None:
-        """As ``stop``, noting that it was Ctrl-C."""
+        """Do as ``stop``, noting that it was Ctrl-C."""
         self.is_interrupted = self.is_interrupted or self._drain is None
         self.stop()
 

@@ -20,7 +20,7 @@ from tandem.core.errors import CapacityError, InternalError, NotFoundError
 __all__ = ["SECTOR", "MemoryBuffer", "MemoryDisk", "MemoryPort"]
 
 SECTOR = 4096
-"""What a disk writes whole or not at all, bytes."""
+"""Bytes that a disk writes whole or not at all."""
 FAST_S = 0.0005
 """Mean time of an operation of a healthy disk."""
 MUCH_ROOM_BYTES = 2**40
@@ -136,7 +136,7 @@ class MemoryDisk:
 
     @property
     def used_bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(len(file.data) for file in self.files.values())
 
     def heal(self) -> None:
@@ -260,7 +260,7 @@ class MemoryDisk:
         self.is_condemned = True
 
     def empty(self) -> None:
-        """What a start does with a folder that was condemned."""
+        """Empty a folder that was condemned, as a start does."""
         if self.is_condemned:
             self.files.clear()
             self.notes.clear()

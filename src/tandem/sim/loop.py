@@ -24,11 +24,11 @@ MAX_S = 1e7
 """Above about 1.6e7 seconds a double swallows the loop's resolution of a nanosecond, and a timer
 that is due exactly now would be waited for for ever."""
 MAX_CLEANUPS = 10
-"""How often what is cancelled at the end of a run may begin something else."""
+"""Rounds in which tasks that are cancelled at the end of a run may begin others."""
 
 
 class Owner(Protocol):
-    """What a callback can belong to: a process."""
+    """The owner of a callback: a process."""
 
     is_alive: bool
     stalled_until_s: float
@@ -167,7 +167,7 @@ class LoopClock:
 
 
 class DriftingClock:
-    """Of one process: starts somewhere, has a rate, may leap forward; never goes back.
+    """The clock of one process: starts somewhere, has a rate, may leap forward; never goes back.
 
     Args:
         rate: its seconds in a second of the loop.

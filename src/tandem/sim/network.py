@@ -18,7 +18,7 @@ Answer = tuple[str, str, str, str | None, bytes]
 """Code, place, text and field of an error, or an empty code; and the body."""
 
 CALL_TIMEOUT_S = 30.0
-"""Of a call that names no deadline."""
+"""Seconds of a call that names no deadline."""
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """What the other side calls itself."""
+        """The name that the other side gives itself."""
         return self.far.name
 
     @property
@@ -90,7 +90,7 @@ class Session:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended."""
+        """True if it has ended."""
         return not self.is_open
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class Session:
         *,
         timeout_s: float | None = None,
     ) -> "asyncio.Task[T]":
-        """As ``call``: it leaves as soon as the loop gets to it, in the order of such calls."""
+        """Do as ``call``: it leaves as soon as the loop gets to it, in the order of such calls."""
         calling = self.call(method, request, response_type, timeout_s=timeout_s)
         return asyncio.get_running_loop().create_task(calling)
 

@@ -49,7 +49,7 @@ class Process:
         self.context = contextvars.copy_context()
         self.context.run(OWNER.set, self)
         self.methods: dict[str, tuple[Handler, type[Any], type[Any]]] = {}
-        """What it answers: handler, type of the request, type of the answer."""
+        """Its methods: handler, type of the request, type of the answer."""
         self.tasks: list[asyncio.Task[Any]] = []
         """In order: a set would make a run depend on addresses. Some may be done."""
         self._max_tasks = MANY_TASKS
@@ -98,7 +98,7 @@ class Process:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it is stopped, as by SIGSTOP."""
+        """True if it is stopped, as by SIGSTOP."""
         return self.stalled_until_s > self.loop.now_s
 
     def stall_until(self, time_s: float) -> None:

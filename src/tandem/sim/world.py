@@ -22,7 +22,7 @@ __all__ = ["Faults", "World"]
 TRAVEL_S = 0.001
 """Mean time of a message or slice."""
 LATE_S = (0.1, 12.0)
-"""What a late one takes longer."""
+"""Seconds by which a late one is longer."""
 STALL_S = (5.0, 60.0)
 SILENT_S = 3.0
 """After which a session with a process that does not answer ends: the control channel's lease."""
@@ -40,7 +40,7 @@ class World:
         self.random = random.Random(seed)
         self.faults = faults
         self.ids = itertools.count()
-        """Of processes."""
+        """Ids of processes."""
         self.violations: list[str] = []
         self.network = Process(self, "network")
         """Carries what is under way: it goes on when its sender dies."""
@@ -50,7 +50,7 @@ class World:
         self.num_answers: collections.Counter[str] = collections.Counter()
         """By method."""
         self.crash_at: dict[int, Callable[[], None]] = {}
-        """What to do after a step, by its number."""
+        """The action after a step, by its number."""
         self.cuts: set[frozenset[str]] = set()
         """Pairs of names between which nothing passes."""
         self.clock = LoopClock()
@@ -137,11 +137,11 @@ class World:
     # Channels that are cut.
 
     def is_cut_by_name(self, a: str, b: str) -> bool:
-        """Whether nothing passes between the processes of two names."""
+        """Return True if nothing passes between the processes of two names."""
         return frozenset((a, b)) in self.cuts
 
     def is_cut(self, near: Process, far: Process) -> bool:
-        """Whether nothing passes between two processes."""
+        """Return True if nothing passes between two processes."""
         return bool(self.cuts) and self.is_cut_by_name(near.name, far.name)
 
     def cut_off(self, a: str, others: Iterable[str]) -> Callable[[], None]:

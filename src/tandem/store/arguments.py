@@ -1,4 +1,4 @@
-"""What callers of a store hand in, checked before anything is sent: a wrong argument is a
+"""Arguments of a store's callers, checked before anything is sent: a wrong argument is a
 ``ConfigError`` that names it, before an encoder, a cast or a host meets it.
 """
 
@@ -19,7 +19,7 @@ __all__ = [
 
 MAX_REPLICAS = 255
 MAX_SOFT_PIN_MS = 2**32 - 1
-"""What a header holds."""
+"""The largest value that a header holds."""
 
 
 def check_keys(keys: Iterable[str], *, field: str = "key") -> None:

@@ -17,7 +17,7 @@ MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 2**16, 2**39
 
 
 class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How several masters agree on which of them leads."""
+    """Settings of the election of a leader among several masters."""
 
     backend: Annotated[
         Literal["none", "etcd"], Meta(description="Who elects the leader; none: a single master.")

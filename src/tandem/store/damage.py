@@ -1,4 +1,4 @@
-"""What of a process's files did not hold together: named in its log, and for the status."""
+"""The list of a process's damaged files, for its log and its status."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What a client needs from its surroundings: a channel to the master, and a transport for bytes."""
+"""A client's interfaces to its surroundings: a channel to the master, and a transport for bytes."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar

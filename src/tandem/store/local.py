@@ -150,7 +150,7 @@ class LocalCaller:
         return done
 
     async def wait_connected(self, timeout_s: float) -> object:
-        """It always is."""
+        """Return at once: it always is."""
         return self
 
 

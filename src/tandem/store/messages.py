@@ -1,5 +1,5 @@
-"""What master, hosts and clients say to each other, over ``tandem.rpc`` and calls of the transfer
-engine. No bulk bytes.
+"""Messages of master, hosts and clients, over ``tandem.rpc`` and calls of the transfer engine. No
+bulk bytes.
 
 Batches travel as columns: a field is a list with one item per object. ``epoch`` numbers the masters
 of a store: a host refuses a lower one than it has seen.
@@ -65,21 +65,21 @@ __all__ = [
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """How the bytes of a host are reached."""
+    """The addresses at which the bytes of a host are reached."""
 
     host: int
     name: str
     machine: str
     address: str
-    """Of the host's transfer engine."""
+    """Address of the host's transfer engine."""
     read_base: int
-    """Where the segment begins in its address space, for reading."""
+    """The address at which the segment begins for reading."""
     write_base: int = -1
     """The same for this client's writes; -1 where it may not write."""
 
 
 class StartStatus(IntEnum):
-    """What became of one object of a ``StartPut``."""
+    """The outcome for one object of a ``StartPut``."""
 
     GRANTED = 0
     EXISTS = 1
@@ -108,7 +108,7 @@ class PutInline(StartPut, frozen=True, kw_only=True):
     """Puts small values at once: the master has its hosts write them. Answered as a commit."""
 
     checksums: list[int]
-    """Of each object."""
+    """Checksums of each object."""
     blob: bytes
     """The values, one after the other."""
     settled_below: int
@@ -120,9 +120,9 @@ class HostExtents(msgspec.Struct, frozen=True, array_like=True):
 
     host: int
     objects: list[int]
-    """Which: their places in the request."""
+    """Places of these objects in the request."""
     offsets: list[int]
-    """Of the extents, in the segment."""
+    """Offsets of the extents, in the segment."""
 
 
 class StartedPut(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,11 +134,11 @@ class StartedPut(msgspec.Struct, frozen=True, kw_only=True):
     """Names the space given; a put id alone does not, since a request may come twice, and late."""
     places: list[HostExtents]
     endpoints: list[Endpoint]
-    """Of these hosts."""
+    """Endpoints of these hosts."""
 
 
 class CommitStatus(IntEnum):
-    """What became of one object of a put."""
+    """The outcome for one object of a put."""
 
     CREATED = 0
     EXISTS = 1
@@ -155,9 +155,9 @@ class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     first_put_id: int
-    """Of the request."""
+    """Id of the request."""
     grant: int
-    """Of the space that was written."""
+    """The grant of the space that was written."""
     checksums: list[int] = []
     """For each granted object; all empty: the put is given up."""
     tables: bytes = b""
@@ -165,7 +165,7 @@ class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
     failed_hosts: list[int] = []
     """Hosts to which a write did not succeed."""
     settled_below: int = 0
-    """As in ``PutInline``."""
+    """The same as in ``PutInline``."""
 
 
 class LocateObjects(msgspec.Struct, frozen=True):
@@ -176,7 +176,7 @@ class LocateObjects(msgspec.Struct, frozen=True):
     lease: bool = True
     """Else it is no use of them, and their sizes are all that is told."""
     wait_ms: int = 0
-    """Of ``stage``: so long at most objects are waited for that are read from disks."""
+    """Milliseconds at most that ``stage`` waits for objects that are read from disks."""
 
 
 ON_DISK = -2
@@ -196,7 +196,7 @@ class Located(msgspec.Struct, frozen=True):
     others: dict[int, list[tuple[int, int]]] = {}
     """By index: host and offset of further replicas, best first."""
     is_recovering: bool = False
-    """What is missing may yet come back with its host, or is just going: ask again."""
+    """True if a missing object may yet come back with its host, or is just going: ask again."""
 
 
 class KeyList(msgspec.Struct, frozen=True):
@@ -216,7 +216,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """A request that must not be carried out again once its client has the answer."""
 
     number: int = 0
-    """Of the request, unique in the life of the client; 0: none, copies are not told apart."""
+    """Number of the request, unique in the life of the client; 0: none, copies are not told
+    apart."""
     settled_below: int = 0
     """The client waits no more for requests with numbers below this."""
 
@@ -228,7 +229,7 @@ class RemoveObjects(Change, frozen=True, kw_only=True):
 
 
 class PrefixRemoval(msgspec.Struct, frozen=True):
-    """How many objects went."""
+    """The number of objects that were removed."""
 
     count: int
 
@@ -305,7 +306,7 @@ class FloorSet(msgspec.Struct, frozen=True):
 
 
 class HostStage(StrEnum):
-    """What a host is doing."""
+    """The stage of a host."""
 
     JOINING = "joining"
     ACTIVE = "active"
@@ -317,7 +318,7 @@ class HostStage(StrEnum):
 
 
 class DiskState(StrEnum):
-    """What becomes of the SSD tier of a host."""
+    """The state of the SSD tier of a host."""
 
     ACTIVE = "active"
     FULL = "full"
@@ -334,9 +335,9 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
     state: DiskState = DiskState.ACTIVE
     capacity_bytes: int = 0
     used_bytes: int = 0
-    """Of files."""
+    """Bytes of files."""
     live_bytes: int = 0
-    """Of records that can be read."""
+    """Bytes of records that can be read."""
     num_objects: int = 0
     num_queued: int = 0
     """Waiting to be written."""
@@ -361,20 +362,20 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int
     num_objects: int
     quarantined_bytes: int
-    """Of unfinished writes whose writer is not yet proven gone."""
+    """Bytes of unfinished writes whose writer is not yet proven gone."""
     disk: DiskStatus | None = None
     """None: it has none."""
     damaged: list[str] = []
-    """What of its files did not hold together, those of the disk included; see its log."""
+    """Damage of its files, those of the disk included; see its log."""
 
 
 class LeaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A master's answer to the question for the leader. Older releases have none, and lead."""
 
     is_leader: bool
-    """Whether it is the one asked."""
+    """True if it is the one asked."""
     address: str = ""
-    """Of the leader; empty if it is not known."""
+    """Address of the leader; empty if it is not known."""
     epoch: int = 0
 
 
@@ -407,7 +408,7 @@ class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     machine: str
     segment_id: str
-    """Of the segment file: the same after a restart of the host."""
+    """Id of the segment file: the same after a restart of the host."""
     capacity_bytes: int
     address: str
     read_base: int
@@ -415,10 +416,10 @@ class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     """Rises with each join of the process: tells a new one from one that comes late or twice."""
     disk_id: str = ""
-    """Of the folder of its SSD tier; empty without one."""
+    """Id of the folder of its SSD tier; empty without one."""
     disk: DiskStatus | None = None
     final_bytes: int = 0
-    """What the segment is to hold when all of it is reserved; 0: it does not say."""
+    """Bytes of the segment when all of it is reserved; 0: it does not say."""
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -454,13 +455,13 @@ class InventoryPage(msgspec.Struct, frozen=True):
 
 
 class InventoryDone(msgspec.Struct, frozen=True):
-    """That was all; ``can_write``: no writer of before is left."""
+    """The end of an inventory; ``can_write``: no earlier writer is left."""
 
     session: int
     num_pages: int
     can_write: bool
     damaged: list[str] = []
-    """What of the segment did not hold together since the host started."""
+    """Damage of the segment since the host started."""
 
 
 class LeaveStore(msgspec.Struct, frozen=True):
@@ -488,7 +489,7 @@ class SegmentGrown(msgspec.Struct, frozen=True):
     session: int
     capacity_bytes: int
     final_bytes: int = 0
-    """As ``JoinHost``."""
+    """The same as ``JoinHost``."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):

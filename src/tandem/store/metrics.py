@@ -1,4 +1,4 @@
-"""What a store counts, and its Prometheus page.
+"""Counters of a store, and its Prometheus page.
 
 ``METRICS`` is the table in ``docs/reference/metrics_store.md``; a test compares the two.
 Counting is plain Python and needs nothing; only ``list_families`` needs ``prometheus_client``.
@@ -48,7 +48,7 @@ class LatencyHistogram:
 
 @dataclass(slots=True)
 class StoreCounters:
-    """What a master has seen; counters only grow."""
+    """Counters of a master; counters only grow."""
 
     hits: int = 0
     misses: int = 0

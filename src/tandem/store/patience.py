@@ -1,9 +1,9 @@
-"""How long to wait for something that usually answers soon. Pure: times are arguments."""
+"""The time to wait for something that usually answers soon. Pure: times are arguments."""
 
 __all__ = ["UsualTime"]
 
 MEAN_SHARE = 1 / 8
-"""Of a new sample in the mean, and below in the deviation: as RFC 6298 has them."""
+"""Share of a new sample in the mean, and below in the deviation: as RFC 6298 has them."""
 DEVIATION_SHARE = 1 / 4
 DEVIATIONS = 4
 

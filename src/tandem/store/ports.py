@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 3.0
 PROOF_TIMEOUT_S = 1.0
-"""How long one attempt waits for a writer to let go; the master asks again."""
+"""Seconds that one attempt waits for a writer to let go; the master asks again."""
 
 
 FORMER_WRITERS = -1

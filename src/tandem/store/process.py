@@ -64,7 +64,7 @@ def _answer(line: bytes) -> None:
 
 
 def _wait_for_end_of_input(stop: Callable[[], None]) -> None:
-    """The server holds the other end of our standard input; when it is gone, so are we."""
+    """End when the server is gone, which holds the other end of our standard input."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     stop()

@@ -1,4 +1,4 @@
-"""What one process of a store sees of a session with another."""
+"""One process's view of a session with another."""
 
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
@@ -15,7 +15,7 @@ class Caller(Protocol):
 
     @property
     def name(self) -> str:
-        """What the other side calls itself."""
+        """The name that the other side gives itself."""
         ...
 
     @property
@@ -25,7 +25,7 @@ class Caller(Protocol):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the session has ended."""
+        """True if the session has ended."""
         ...
 
     async def call(

@@ -62,14 +62,14 @@ submitting engine, where in it, where in the segment's address space, and how ma
 
 
 class TransferStatus(msgspec.Struct, frozen=True):
-    """How far one transfer of a batch is."""
+    """The progress of one transfer of a batch."""
 
     bytes_done: int
     length: int
 
     @property
     def is_done(self) -> bool:
-        """Whether all its bytes have arrived."""
+        """True if all its bytes have arrived."""
         return self.bytes_done == self.length
 
 
@@ -128,7 +128,7 @@ class Batch:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True if it has ended, well or not."""
         return self._core.is_finished
 
     def status(self, index: int) -> TransferStatus:

@@ -17,7 +17,8 @@ class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     offset: int
-    """Where it begins in the segment's address space. Never given to another buffer again."""
+    """The place at which it begins in the segment's address space. Never given to another buffer
+    again."""
     length: int
     location: str
     can_read: bool
@@ -56,7 +57,7 @@ class Buffer:
         location: str,
     ) -> None:
         self.offset = offset
-        """Where it begins in our segment's address space; tell it to peers."""
+        """The place at which it begins in our segment's address space; tell it to peers."""
         self.length = memory.size_bytes
         self.name = name
         self.location = location
@@ -82,7 +83,7 @@ class Buffer:
 
     @property
     def is_registered(self) -> bool:
-        """Whether transfers may still name it."""
+        """True if transfers may still name it."""
         return self._is_registered and not self._engine.is_closed
 
     @property

@@ -185,7 +185,7 @@ class _LoopCalls:
         self.waiting: dict[int, _Waiting] = {}
         self._tags = itertools.count(1)
         self._looks_at_s = math.inf
-        """When the loop looks for calls that have had their time."""
+        """The moment at which the loop looks for calls that have had their time."""
         self._timer: weakref.ref[asyncio.TimerHandle] | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:

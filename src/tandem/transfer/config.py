@@ -19,7 +19,7 @@ TransportName = Literal["local", "shm", "cma", "tcp", "file"]
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a process offers its memory and reaches that of others."""
+    """Settings by which a process offers its memory and reaches that of others."""
 
     name: Annotated[
         str, Meta(max_length=200, description="Name told to peers; empty = host and process id.")

@@ -46,7 +46,7 @@ __all__ = ["Notification", "TransferEngine"]
 logger = logging.getLogger(__name__)
 
 Remote = bool | Literal["read", "write"]
-"""What peers may do with a buffer: both, nothing, or one of the two."""
+"""The access of peers to a buffer: both, nothing, or one of the two."""
 
 MAX_NOTIFICATION_BYTES = 1 << 20
 MAX_ADDRESS = 2**63
@@ -90,7 +90,7 @@ class TransferEngine:
         has_secret = config.secret is not None
         secret = config.secret.encode() if config.secret is not None else os.urandom(32)
         self.topology = load_topology(config)
-        """Of this host, or as ``topology_file`` has it."""
+        """Topology of this host, or as ``topology_file`` has it."""
         nics = plan_nics(config, self.topology)
         self.core = TransferCore(
             name=self.name,
@@ -156,7 +156,7 @@ class TransferEngine:
 
     @property
     def is_closed(self) -> bool:
-        """Whether ``close`` was called."""
+        """True if ``close`` was called."""
         return self._is_closed
 
     @property
@@ -315,7 +315,7 @@ class TransferEngine:
         return {id_: address for id_, address in self._segments.copy().items() if address}
 
     def has_segment(self, segment: Segment) -> bool:
-        """Whether the segment was opened here and not closed."""
+        """Return True if the segment was opened here and not closed."""
         return segment.id in self._segments
 
     def describe(self, segment_id: int, deadline_s: float | None = None) -> SegmentDescription:

@@ -75,7 +75,7 @@ class _EngineLane:
 
 
 class _LaneAnswer:
-    """What a thread waits for."""
+    """The answer that a thread waits for."""
 
     __slots__ = ("_call",)
 

@@ -1,4 +1,4 @@
-"""What the NICs behind an engine's local addresses mean for it: speed, distance, shared boards."""
+"""Properties of the NICs behind an engine's local addresses: speed, distance, shared boards."""
 
 import os
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -14,7 +14,7 @@ from tandem.transfer.topology import Topology, read_topology
 __all__ = ["NicPlan", "load_topology", "plan_nics"]
 
 DEFAULT_GBPS = 10.0
-"""Where neither the user nor the driver says; learnt from then on."""
+"""Speed assumed if neither the user nor the driver tells it; learnt from then on."""
 
 
 class NicPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -79,7 +79,9 @@ class Segment:
 
     @property
     def buffers(self) -> dict[str, RemoteBuffer]:
-        """What the peer offered when it was asked last, by name (``@offset`` without one)."""
+        """The buffers that the peer offered when it was asked last, by name (``@offset`` without
+        one).
+        """
         if self._id == 0:
             self.refresh()  # Our own: asking costs nothing.
         return dict(self._buffers)
@@ -134,7 +136,7 @@ class FileSegment(Segment):
 
     @property
     def is_direct(self) -> bool:
-        """Whether aligned transfers bypass the page cache; ``refusals`` says why not."""
+        """True if aligned transfers bypass the page cache; ``refusals`` says why not."""
         return self._engine.core.file_info(self._id).is_direct
 
     @property

@@ -1,4 +1,4 @@
-"""Which NIC is near which memory: NICs, GPUs and NUMA nodes as sysfs shows them.
+"""The distances of NICs and memory: NICs, GPUs and NUMA nodes as sysfs shows them.
 
 ``read_topology`` looks, ``Topology.tiers`` ranks, ``Topology.to_json`` and ``from_json`` let a file
 stand in for the look. Pure but for reading files under ``root``; loads no extension. GPUs are
@@ -31,7 +31,7 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     speed_gbps: float | None = None
-    """As the driver says; None = it does not."""
+    """The same as the driver says; None = it does not."""
     numa_node: int | None = None
     pci_path: tuple[str, ...] = ()
     """PCI addresses from the root complex down to the device; empty for virtual ones."""
@@ -56,7 +56,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gpus: tuple[Gpu, ...] = ()
 
     def locations(self) -> list[str]:
-        """The memory locations of this host: ``cpu:<node>`` and ``cuda:<index>``."""
+        """Return the memory locations of this host: ``cpu:<node>`` and ``cuda:<index>``."""
         return [f"cpu:{node}" for node in self.numa_nodes] + [
             f"cuda:{gpu.index}" for gpu in self.gpus
         ]

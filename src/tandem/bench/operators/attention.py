@@ -33,7 +33,7 @@ COLD_BYTES = 160 << 20
 """Layers in turn hold at least this much, several times what a cache does."""
 DRAWN_TOKENS = 1 << 14
 ROW_BYTES = 2 + 2 + 2 + 4
-"""What a number of keys and values takes: drawn, in blocks, and the rival's two."""
+"""Bytes of a number of keys and values: drawn, in blocks, and the rival's two."""
 SPARE_BYTES = 1 << 30
 ERRORS = {"bf16": 0.01, "int8": 0.02, "fp8": 0.06}
 """The largest relative error of a result against float32, on Gaussian queries, keys and values."""
@@ -55,7 +55,7 @@ SHAPES = {
     "gqa": _Shape(heads=32, kv_heads=4, key_dim=128, value_dim=128),
     "mla": _Shape(heads=128, kv_heads=1, key_dim=576, value_dim=512),
 }
-"""Of Qwen3-30B-A3B, and of DeepSeek-V3 with its projections absorbed."""
+"""Shapes of Qwen3-30B-A3B, and of DeepSeek-V3 with its projections absorbed."""
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -114,7 +114,7 @@ class _Case:
 
     @property
     def num_macs(self) -> int:
-        """Of products that causality leaves."""
+        """Multiply-adds of products that causality leaves."""
         pairs = self.tokens * (self.context - self.tokens) + self.tokens * (self.tokens + 1) // 2
         return pairs * self.shape.heads * (self.shape.key_dim + self.shape.value_dim)
 

@@ -43,7 +43,8 @@ QUICK_FORMATS = ("int8g128", "int4g32", "bf16")
 ROWS = (1, 4, 16, 64, 256, 2048)
 QUICK_ROWS = (1, 64)
 TOTAL_WEIGHTS = 200 * 10**6
-"""Of all matrices in turn at least: at 4 bits 125 MB, of which a cache of 32 MB holds little."""
+"""Weights of all matrices in turn at least: at 4 bits 125 MB, of which a cache of 32 MB holds
+little."""
 
 
 class _Matrices:
@@ -88,7 +89,7 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """What a case calls the matrices of its shape with."""
+    """Turns in which a case calls the matrices of its shape with."""
 
     matrices: _Matrices
     name: str

@@ -54,14 +54,15 @@ SHAPES = [
     Shape("mixtral", 4096, 14336, 2, 8),
 ]
 LAYER_WEIGHTS = 80 * 10**6
-"""Of one layer, where top_k experts do not have more: 16 experts of Qwen3-30B-A3B."""
+"""Weights of one layer, where top_k experts do not have more: 16 experts of Qwen3-30B-A3B."""
 TOTAL_WEIGHTS = 200 * 10**6
-"""Of all layers in turn at least: at 4 bits 125 MB, of which a cache of 32 MB holds little."""
+"""Weights of all layers in turn at least: at 4 bits 125 MB, of which a cache of 32 MB holds
+little."""
 WEIGHT_BYTES, PEER_WEIGHT_BYTES = 8, 6
-"""What a weight takes: the rival's in fp32 and bf16 and ours in up to 16 bits; a peer's file in the
+"""Bytes of a weight: the rival's in fp32 and bf16 and ours in up to 16 bits; a peer's file in the
 page cache and one copy for each of its processes."""
 MEMORY_SHARE = 0.5
-"""Of the free memory, for all of that."""
+"""Share of the free memory, for all of that."""
 FORMATS = {
     "int8g128": 0.021,
     "int4g32": 0.145,
@@ -79,7 +80,7 @@ KT_KINDS = {"int8g128": "int8", "int4g32": "int4", "bf16": "bf16"}
 KT_NARROW = ("bf16",)
 """Formats that its AVX2 variant packs; its integers there come from packed checkpoints alone."""
 KT_LARGEST_ERROR = {"int8g128": 0.04, "int4g32": 0.35, "bf16": 0.008}
-"""Of kt-kernel's result: 0.028, 0.28 and 0.004 are seen."""
+"""Largest error of kt-kernel's result: 0.028, 0.28 and 0.004 are seen."""
 KT_REQUIREMENTS = (
     "torch==2.13.0",
     "safetensors",
@@ -113,7 +114,7 @@ def count_experts(shape: Shape, free_bytes: int, *, has_peers: bool) -> int:
 
 @dataclass
 class _Batch:
-    """What a call takes: x [T, D], ids [T, K], router weights [T, K]."""
+    """Inputs of a call: x [T, D], ids [T, K], router weights [T, K]."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -253,7 +254,7 @@ class _Layers:
         return list_kinds([f"kt-kernel {KT_KINDS[name]}"], self.pool.num_threads)
 
     def kt_kernel(self, name: str, batches: list[_Batch]) -> _KtKernel:
-        """The peer in the format nearest to ours, with the batches of a case."""
+        """Return the peer in the format nearest to ours, with the batches of a case."""
         assert self._folder is not None
         if self._kt is None or self._kt[0] != name:
             self.close()  # Two formats at once may not fit.
@@ -307,7 +308,7 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """What a case calls the layers of its shape with: a batch for each."""
+    """Turns in which a case calls the layers of its shape with: a batch for each."""
 
     layers: _Layers
     name: str

@@ -28,7 +28,7 @@ VOCAB_SIZES = {"qwen3": 151_936, "demo": 8192}
 QUICK_VOCABS = ("qwen3",)
 ROWS = (1, 16)
 SPREAD = 3.0
-"""Of the logits: at temperature 0.6 a nucleus of 0.9 has some dozens of tokens."""
+"""Spread of the logits: at temperature 0.6 a nucleus of 0.9 has some dozens of tokens."""
 NUM_TOP = 20
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -140,12 +140,12 @@ class _Case:
         return self._time(self._run)
 
     def time_rival(self) -> float:
-        """The same of torch's."""
+        """Return the same of torch's."""
         torch.set_num_threads(self.rival_threads)
         return self._time(self._run_rival)
 
     def time_reading(self) -> float:
-        """The same of a sum of all logits."""
+        """Return the same of a sum of all logits."""
         torch.set_num_threads(1)
         return self._time(self.logits.sum)
 

@@ -15,7 +15,7 @@ from tandem.bench.harness import BenchCase, time_call
 __all__ = ["Kind", "Turns", "list_kinds", "make_turn_case", "time_torch"]
 
 Kind = tuple[torch.dtype | str, int]
-"""Of the rival: torch in a dtype, or a peer by its name; and its threads."""
+"""Kind of the rival: torch in a dtype, or a peer by its name; and its threads."""
 
 LONG_TOKENS = 256
 """Above, a call takes so long that the rivals are compared by one call each."""
@@ -26,12 +26,12 @@ class Turns(Protocol):
 
     @property
     def count(self) -> int:
-        """Of the operators."""
+        """Count of the operators."""
         ...
 
     @property
     def kinds(self) -> list[Kind]:
-        """Of the rival."""
+        """Kinds of the rival."""
         ...
 
     def run(self, turn: int) -> object:

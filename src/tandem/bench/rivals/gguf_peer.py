@@ -49,7 +49,7 @@ STATE_NAMES = {
     "linear_attn.norm.weight": "ssm_norm.weight",
     "linear_attn.out_proj.weight": "ssm_out.weight",
 }
-"""Of a model whose layers have a state, beside or instead of the names above."""
+"""Names of a model whose layers have a state, beside or instead of the names above."""
 IN_FLOAT32 = ("ffn_gate_inp", "ssm_conv1d")
 """Matrices that llama.cpp's quantiser leaves as they are."""
 NAMES = {

@@ -134,7 +134,7 @@ class Model:
 
 
 class Peer:
-    """What is asked for over the pipes: a model written, one loaded, its measurements."""
+    """A child process that is asked over pipes: a model written, one loaded, its measurements."""
 
     def __init__(self):
         self.model = None

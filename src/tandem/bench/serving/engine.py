@@ -39,7 +39,8 @@ CONTEXT_LEN = 256
 """Tokens in the cache when decode steps are measured."""
 CHECK_TOKENS = 16
 LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 0.02}
-"""Of a token's logits, as a norm relative to theirs; eight bits of mantissa over the layers."""
+"""Largest error of a token's logits, as a norm relative to theirs; eight bits of mantissa over the
+layers."""
 RIVALS: list[tuple[str, Dtype]] = [
     (experts, dtype) for experts in ("grouped_mm", "batched_mm") for dtype in DTYPES
 ]

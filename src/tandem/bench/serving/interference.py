@@ -1,4 +1,5 @@
-"""What long prompts do to the requests that decode beside them, with prefill apart and without.
+"""The effect of long prompts on the requests that decode beside them, with prefill apart and
+without.
 
 Two servings of one model on the same cores, whose processes run at the same time and are loaded in
 turn: ``--prefill 1 --decode 1``, each on half of the cores, against one unified instance on all.

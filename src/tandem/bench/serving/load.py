@@ -34,7 +34,7 @@ TYPES = {"q8_0": 0.1, "q4_0": 0.25}
 activations as they like, and one token's experts may be others."""
 PROMPT_TOKENS = 32
 SLACK_BYTES = 256 << 20
-"""Of an allocator and of a step, beside the weights."""
+"""Bytes of an allocator and of a step, beside the weights."""
 TIMEOUT_S = 1800.0
 
 

@@ -64,13 +64,13 @@ HEAD_RULES = """\
 """
 """The head has eight bits in all files of peers, so it has in ours."""
 LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "int4g32sym": 0.5, "bf16": 0.06}
-"""Of a token's logits against the rival's, as a norm relative to theirs: the format's own error of
-one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do, and bfloat16's
-in everything else, on both sides: 0.03 is seen between two that are right."""
+"""Largest error of a token's logits against the rival's, as a norm relative to theirs: the format's
+own error of one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do,
+and bfloat16's in everything else, on both sides: 0.03 is seen between two that are right."""
 LARGEST_HYBRID_DIFFERENCE = 0.35
-"""Of ours from the peer's where no third model fits beside them: 0.23 to 0.25 is seen over six
-layers that choose 8 of 256 experts by scores that lie close; the same architecture in float32 is
-1e-4 from llama.cpp's (``test_gguf_llama_cpp``)."""
+"""Largest hybrid difference of ours from the peer's where no third model fits beside them: 0.23 to
+0.25 is seen over six layers that choose 8 of 256 experts by scores that lie close; the same
+architecture in float32 is 1e-4 from llama.cpp's (``test_gguf_llama_cpp``)."""
 STATE_ERROR = 1.5
 """Times the error of ours that a model with states may have: 0.080 is seen in two small layers, as
 far from float32 as from bfloat16, for a state carries what all tokens before it were off."""
@@ -78,10 +78,10 @@ PEER_LARGEST_ERROR = {"int8g128": 0.1, "int4g32": 0.6, "int4g32sym": 0.6}
 """The same of llama.cpp, which has q4_0, without minimum, in attention as well; its fork was seen
 0.080 off in q8_0, with AVX-512."""
 NEEDED_BYTES = {"qwen3_moe": 17 << 30, "deepseek_v2": 9 << 30, "qwen3_5_moe_text": 17 << 30}
-"""Of two models in bfloat16, 7 and 4 GB each, and what is made of them; of the third, which has 10
-GB, packed."""
+"""Bytes of two models in bfloat16, 7 and 4 GB each, and what is made of them; of the third, which
+has 10 GB, packed."""
 WORDS = {"qwen3_moe": "", "deepseek_v2": "mla ", "qwen3_5_moe_text": "hybrid "}
-"""That begin the names of a model's cases."""
+"""First words of the names of a model's cases."""
 LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0", "int4g32sym": "q4_0"}
 DECODE_CONTEXT = 128
 SPARE = 64
@@ -238,7 +238,9 @@ class _Bench:
         return self._ours[1]
 
     def llama(self, peer: str, weight_format: str, batch: int, context_len: int = 0) -> LlamaCpp:
-        """A peer in the type nearest to a format, loaded; a context of 0 is enough for the rest."""
+        """Return a peer in the type nearest to a format, loaded; a context of 0 is enough for the
+        rest.
+        """
         kind = LLAMA_TYPES[weight_format]
         tokens = context_len or (DECODE_CONTEXT if batch > 1 else max(PREFILLS))
         key = (peer, kind, batch, tokens)
@@ -439,7 +441,7 @@ def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[Ben
 
 
 def _compare(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Of the median token: where two experts score alike, one may go to the other."""
+    """Compare the median token: where two experts score alike, one may go to the other."""
     return ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
 
 

@@ -24,7 +24,7 @@ from tandem.placement.shape import ModelShape, read_shape
 __all__ = ["make_cases"]
 
 NUM_LAYERS = 3
-"""Of Qwen3-30B-A3B's 48: 3.6 GB in bf16."""
+"""Layers, of Qwen3-30B-A3B's 48: 3.6 GB in bf16."""
 CONTEXT = 128
 CASES: tuple[tuple[str, Phase, int, int], ...] = (
     ("int8g128", "decode", CONTEXT, 1),

@@ -55,7 +55,7 @@ SHAPE = {
     "num_experts_per_tok": 8,
     "vocab_size": 32_000,
 }
-"""Of Qwen3-30B-A3B, with six of its 48 layers."""
+"""Shape of Qwen3-30B-A3B, with six of its 48 layers."""
 QUICK_SHAPE = SHAPE | {
     "hidden_size": 256,
     "moe_intermediate_size": 256,
@@ -68,11 +68,11 @@ QUICK_SHAPE = SHAPE | {
 DECODE_CONTEXT, SPARE, PREFILL = 128, 64, 512
 BATCHES = (1, 16)
 LARGEST_ERROR = 0.1
-"""Of a token's logits against those of another program on the same file, as a norm: activations are
-coded in other groups on the other side."""
+"""Largest error of a token's logits against those of another program on the same file, as a norm:
+activations are coded in other groups on the other side."""
 POOL_BLOCKS = 4096
 HALF_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
-"""Where a block's fp16 numbers are, if not at its start."""
+"""Places of a block's fp16 numbers, if not at its start."""
 
 
 def write_random_gguf(path: Path, shape: Mapping[str, int], kind: str) -> None:

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ADAPTER_NAME = "adapter"
-"""Of the one adapter, on a server of one's own."""
+"""Adapter name of the one adapter, on a server of one's own."""
 
 MODEL_HELP = "Folder, hub id or `demo`; with --url a model that the server there lists."
 

@@ -35,7 +35,7 @@ class _Choice(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct):
-    """What is read of an event of either endpoint, from any server of this API."""
+    """The fields that are read of an event of either endpoint, from any server of this API."""
 
     choices: list[_Choice]
     usage: _Usage | None = None

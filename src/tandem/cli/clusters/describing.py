@@ -133,7 +133,7 @@ def _up_on_ray(
     folder = make_runtime_dir()
     try:
         set_ray_token(secret_file, folder)
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
 
         if address:
             ray.init(address=address, _node_ip_address=interface, log_to_driver=False)

@@ -73,7 +73,7 @@ class CpuReport(msgspec.Struct, frozen=True, kw_only=True):
     l2_bytes: int
     l3_bytes: int
     cpu_quota: float | None
-    """Of the control group, in CPUs."""
+    """CPU quota of the control group, in CPUs."""
     cpu_quota_source: str | None
 
 
@@ -115,7 +115,7 @@ class HugepageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThreadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How many compute threads Tandem takes, and why."""
+    """The number of compute threads that Tandem takes, and the reason."""
 
     threads: int
     reason: str
@@ -127,9 +127,9 @@ class OptionalPart(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     is_available: bool
     detail: str
-    """What was found, or why it is not usable."""
+    """The finding, or the reason why it is not usable."""
     gives: str
-    """What it adds."""
+    """The addition that it makes."""
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ __all__ = ["Lane", "render_timeline", "run_step"]
 
 GPU_LANE = "stream 1"
 LAUNCH_S = 10e-6
-"""Of a graph; CUDA's own figure is 5 to 15 us."""
+"""Seconds of a graph; CUDA's own figure is 5 to 15 us."""
 WIDTH, HEIGHT, GAP = 1600, 46, 30
 COLORS = {"layer": "#3b6ea5", "shared": "#5a9a68", "submit": "#d08a3e", "late": "#b05f3c"}
 OTHER = "#9a9a9a"
@@ -37,7 +37,7 @@ td:first-child, th:first-child { text-align: left; }
 
 
 class Lane(NamedTuple):
-    """Who works in a step, and how much of its time."""
+    """A worker of a step, and its busy share."""
 
     name: str
     busy: float

@@ -45,7 +45,7 @@ MOE_SHAPE = {
     "num_experts_per_tok": 4,
     "vocab_size": 4096,
 }
-"""Of ``moe``: six layers, random weights, 600 MB in bfloat16."""
+"""The shape of ``moe``: six layers, random weights, 600 MB in bfloat16."""
 
 
 def compare(

@@ -40,7 +40,7 @@ class AdapterMember(Protocol):
 
     @property
     def info(self) -> InstanceInfo | None:
-        """What runs; None while it does not serve."""
+        """The facts of the running instance; None while it does not serve."""
         ...
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
@@ -75,7 +75,7 @@ class ClusterAdapters:
         """Digests without a name whose requests have not all ended."""
         self._has_begun = False
         self._lock = asyncio.Lock()
-        """Of changes, one at a time."""
+        """Held by one change at a time."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property

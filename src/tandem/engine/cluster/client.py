@@ -68,7 +68,7 @@ DRAIN_S = 30.0
 """Seconds that the requests of an instance get to end before it is restarted or removed."""
 IDLE_LOOK_S = 0.05
 STATS_TIMEOUT_S = 1.5
-"""Of one instance; the others are summed without it then."""
+"""Seconds of one instance; the others are summed without it then."""
 
 
 def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec]:
@@ -260,7 +260,7 @@ class ClusterClient:
 
     @property
     def info(self) -> InstanceInfo | None:
-        """What runs, of an instance that serves; None until all have served once.
+        """The facts of an instance that serves; None until all have served once.
 
         Of the one with the shortest context: any of them may get a request.
         """
@@ -271,7 +271,7 @@ class ClusterClient:
 
     @property
     def last_info(self) -> InstanceInfo | None:
-        """As ``info``; while no instance serves, of the one that served last."""
+        """The same as ``info``; while no instance serves, of the one that served last."""
         return self._last_info
 
     @property
@@ -319,7 +319,7 @@ class ClusterClient:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """How often requests went on elsewhere since start, by reason."""
+        """The number of times that requests went on elsewhere since start, by reason."""
         return dict(self._dispatcher.fallbacks)
 
     @property

@@ -13,7 +13,7 @@ MAX_INSTANCES = 64
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which instances serve, and how long a request waits for them."""
+    """The instances that serve, and the time that a request waits for them."""
 
     prefill: Annotated[
         int,

@@ -69,12 +69,12 @@ class Port(Protocol):
 
     @property
     def role(self) -> Literal["unified", "prefill", "decode"]:
-        """What it is for."""
+        """The role of the instance."""
         ...
 
     @property
     def info(self) -> InstanceInfo | None:
-        """What runs; None while it does not serve."""
+        """The facts of the running instance; None while it does not serve."""
         ...
 
     @property
@@ -106,7 +106,7 @@ class Port(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LegRecord:
-    """Where a request was sent."""
+    """An instance that a request was sent to."""
 
     instance: str
     leg_id: str
@@ -138,14 +138,14 @@ class _Live:
     begin_s: float
     accepted: "asyncio.Future[None]"
     state: State | None = None
-    """As it was logged last."""
+    """The same as it was logged last."""
     legs: list[LegRecord] = field(default_factory=list[LegRecord])
     tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict[str, "asyncio.Task[None]"])
     """Calls under way that submit a leg, by its id."""
     counts: dict[str, tuple[LoadCount, int]] = field(
         default_factory=dict[str, tuple[LoadCount, int]]
     )
-    """Where each leg was counted when it was sent, and with which number."""
+    """The load count that each leg was added to when it was sent, and its number there."""
     question: Question | None = None
     """Made for the first decision, and kept for later ones."""
     decision: Decision | None = None
@@ -437,7 +437,9 @@ class Dispatcher:
             self.conductor.note_first_token(live.request.request_id, now_s)
 
     def _is_long_outage(self, now_s: float) -> bool:
-        """Whether the requests that waited since the last instance was lost have given up."""
+        """Return True if the requests that waited since the last instance was lost have given
+        up.
+        """
         begin_s = self._outage_begin_s
         return begin_s is not None and now_s - begin_s >= self._limits.recovery_s
 

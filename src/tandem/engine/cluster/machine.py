@@ -1,4 +1,4 @@
-"""What becomes of one request of a cluster: inputs in, actions out, by the rows of ``TABLE``.
+"""The state machine of one request of a cluster: inputs in, actions out, by the rows of ``TABLE``.
 
 Owns the facts that the table does not have: the tokens sent so far, the ids of the requests at
 instances, how often it failed. Tokens so far, seed and prompt are all that another instance needs
@@ -64,7 +64,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds a request.
+    """Bounds of a request.
 
     Attributes:
         lease_s: how long a prefill's blocks are held.
@@ -98,7 +98,7 @@ class LegFailed:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """Whether a decode instance took a continuation; a call that failed counts as no."""
+    """True if a decode instance took a continuation; a call that failed counts as no."""
 
     leg_id: str
     is_taken: bool
@@ -170,7 +170,7 @@ Action = Place | Submit | Continue | DropLeg | ReleaseLeg | Deliver | Fail | Not
 
 @dataclass(slots=True)
 class _PromptFacts:
-    """Of the first output that was delivered; the client sees no other."""
+    """Facts of the first output that was delivered; the client sees no other."""
 
     prompt_len: int
     cached_len: int
@@ -185,7 +185,7 @@ class _Happened:
     error: TandemError | None = None
     reason: str = ""
     source: InstanceRef | None = None
-    """Where the output comes from."""
+    """The instance that the output comes from."""
     actions: list[Action] = field(default_factory=list["Action"])
 
 
@@ -209,14 +209,14 @@ class RequestMachine:
         self._now_s = now_s
         self._num_legs = 0
         self._prefill: Leg | None = None
-        """Of the request that prefills, then of its hold."""
+        """Id of the request that prefills, then of its hold."""
         self._decode: Leg | None = None
         self._last_prefill: InstanceRef | None = None
         self._handle: KvHandle | None = None
         self._tokens: list[int] = []
         """Sent to the client so far."""
         self._identity: str | None = None
-        """Of the model that computed them."""
+        """Identity of the model that computed them."""
         self._facts: _PromptFacts | None = None
         self._kept: list[RequestOutput] = []
         self._avoid: set[InstanceRef] = set()
@@ -248,12 +248,12 @@ class RequestMachine:
 
     @property
     def request(self) -> AddRequest:
-        """As it was given."""
+        """The same as it was given."""
         return self._request
 
     @property
     def is_over(self) -> bool:
-        """Whether the client has its last output or error."""
+        """True if the client has its last output or error."""
         return self.state in (State.ENDED, State.FAILED)
 
     @property
@@ -263,7 +263,7 @@ class RequestMachine:
 
     @property
     def held(self) -> dict[Held, Leg]:
-        """What it has at instances, by kind."""
+        """The legs and blocks that it holds at instances, by kind."""
         legs = {Held.PREFILL: self._prefill, Held.HOLD: self._prefill, Held.DECODE: self._decode}
         held: dict[Held, Leg] = {}
         for kind in TABLE[self.state].held:
@@ -274,7 +274,9 @@ class RequestMachine:
 
     @property
     def deadline_s(self) -> float:
-        """When ``tick`` must be called; ``inf`` only at the end or without a time limit."""
+        """The moment at which ``tick`` must be called; ``inf`` only at the end or without a time
+        limit.
+        """
         match TABLE[self.state].deadline:
             case Deadline.REQUEST:
                 return self._end_s + GRACE_S
@@ -534,7 +536,7 @@ class RequestMachine:
         self._act(Submit(leg, request))
 
     def _decode_sampling(self) -> SamplingParams:
-        """The prompt is scored once, by the instance that computes it for the first token."""
+        """Score the prompt once, by the instance that computes it for the first token."""
         return msgspec.structs.replace(self._request.sampling, prompt_logprobs=None)
 
     def _make_continuation(self) -> Continuation:

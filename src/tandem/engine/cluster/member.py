@@ -83,7 +83,7 @@ class ClusterMember:
 
     @property
     def role(self) -> InstanceRole:
-        """What it is for."""
+        """The role of the instance."""
         return self._role
 
     @property
@@ -95,7 +95,7 @@ class ClusterMember:
 
     @property
     def info(self) -> InstanceInfo | None:
-        """What runs; None while it does not serve."""
+        """The facts of the running instance; None while it does not serve."""
         return self.supervisor.info if self.supervisor.is_connected else None
 
     @property

@@ -22,7 +22,7 @@ class StatsHistory:
 
     @property
     def last(self) -> Statistics:
-        """What the present run told last; zeros before it has told anything."""
+        """The last report of the present run; zeros before it has told anything."""
         return self._last
 
     def note(self, incarnation: int, stats: InstanceStats) -> InstanceStats:

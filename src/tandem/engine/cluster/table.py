@@ -16,7 +16,7 @@ __all__ = ["ENDS", "EVENTS", "STEPS", "TABLE", "Deadline", "Event", "Exit", "Hel
 
 
 class State(StrEnum):
-    """Where a request is."""
+    """The state of a request."""
 
     PLACING = "placing"
     PREFILLING = "prefilling"
@@ -32,7 +32,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What can happen to it."""
+    """An event of a request."""
 
     PAIR = "pair"
     LATE_PAIR = "late_pair"
@@ -152,7 +152,7 @@ EVENTS: Mapping[Event, str] = MappingProxyType({
     "tokens that were sent; or it failed more than cluster.max_attempts times; or none has run for "
     "longer than cluster.recovery_s. An accepted request waits instead while one is starting.",
 })  # fmt: skip
-"""What each event means."""
+"""The meaning of each event."""
 
 STEPS: Mapping[Step, str] = MappingProxyType({
     Step.PLACE: "ask the policy for instances",
@@ -178,7 +178,7 @@ STEPS: Mapping[Step, str] = MappingProxyType({
     Step.END_CANCELLED: "end with finish reason `cancelled`",
     Step.FAIL: "end with the error",
 })  # fmt: skip
-"""What each step does."""
+"""The effect of each step."""
 
 ENDS: Mapping[Event, Held] = MappingProxyType({
     Event.PREFILLED: Held.PREFILL,

@@ -1,4 +1,4 @@
-"""Whether the blocks of a peer can be read as ours. Pure."""
+"""True if the blocks of a peer can be read as ours. Pure."""
 
 from typing import Any
 

@@ -58,7 +58,7 @@ class KvExchange:
 
     @property
     def counters(self) -> Statistics:
-        """Of reads; zeros where nothing is read."""
+        """Counters of reads; zeros where nothing is read."""
         return Statistics() if self.reader is None else self.reader.counters
 
     @property

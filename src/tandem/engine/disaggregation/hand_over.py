@@ -39,16 +39,16 @@ READ_BATCH_BYTES = 64 << 20
 """Bytes read at a time, one block at least; after each batch its blocks are verified and taken."""
 MAX_BATCH_BLOCKS = 256
 READ_DEADLINE_S = 10.0
-"""Of one batch."""
+"""Seconds of one batch."""
 ASK_AGAIN_S = 2.0
 """A question without a waiter is dropped after this time."""
 CALL_DEADLINE_S = 5.0
-"""Of a question that is answered at once."""
+"""Seconds of a question that is answered at once."""
 
 
 @dataclass(slots=True)
 class ReadTarget:
-    """Where blocks are read to, and with what."""
+    """The memory that blocks are read to, and the means."""
 
     port: PeerPort
     """Writes into ``memory``."""

@@ -1,4 +1,4 @@
-"""Which bytes of a peer's block fill which of ours, where the two hold other ranges of heads.
+"""The bytes of a peer's block that fill ours, where the two hold other ranges of heads.
 
 Ranks of unlike tensor-parallel sizes hold other heads of the same tokens. Pure.
 """
@@ -27,16 +27,16 @@ class ByteRange(NamedTuple):
 
 
 class HeldHeads(NamedTuple):
-    """What the blocks of a rank hold."""
+    """The heads that the blocks of a rank hold."""
 
     layout: KVLayout
-    """Of the rank's own blocks."""
+    """Layout of the rank's own blocks."""
     first_head: int = 0
-    """Of the model's KV heads, the first that they hold; nothing where all heads share a row."""
+    """The first of the model's KV heads that they hold; nothing where all heads share a row."""
 
 
 def have_same_rows(one: KVLayout, other: KVLayout) -> bool:
-    """Whether two layouts differ in nothing but the number of heads."""
+    """Return True if two layouts differ in nothing but the number of heads."""
     if isinstance(one, GqaLayout) and isinstance(other, GqaLayout):
         other = msgspec.structs.replace(other, num_kv_heads=one.num_kv_heads)
     return one == other

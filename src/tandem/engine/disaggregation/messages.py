@@ -1,4 +1,4 @@
-"""What a decode instance asks a prefill instance, and what that one answers.
+"""Questions of a decode instance to a prefill instance, and their answers.
 
 Both are msgpack in calls of the transfer engine, on the connection that the blocks come by.
 """
@@ -23,11 +23,13 @@ often it was preempted. In one run what was announced of a position stays true o
 
 
 class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """How far is this prefill? Answered when it is further than ``seen``, or has ended."""
+    """A question after the progress of a prefill, answered when it is further than ``seen``, or has
+    ended.
+    """
 
     request_id: str
     digest: bytes
-    """Of ``digest_prompt``: what the blocks have to be the KV of."""
+    """Digest of ``digest_prompt``: what the blocks have to be the KV of."""
     run: Run | None = None
     """The one that the asker has read blocks of."""
     num_known: NonNegativeInt = 0
@@ -37,18 +39,18 @@ class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
     verify: Annotated[tuple[NonNegativeInt, ...], Meta(max_length=1024)] = ()
     """Positions of blocks that the asker has read, below ``num_complete``: answered at once."""
     wait_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
-    """How long the asker waits for the answer; after that the question may be forgotten."""
+    """Seconds that the asker waits for the answer; after that the question may be forgotten."""
     wants_state: bool = False
     """Tell the state too: answered at once, as for ``verify``."""
     wants_windows: bool = False
     """Tell the blocks of layers with a window, instead: answered at once."""
     layout: KVLayout
     first_head: NonNegativeInt = 0
-    """What the asker's blocks hold, for ``verify``."""
+    """The first head that the asker's blocks hold, for ``verify``."""
 
 
 class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a prefill is: which blocks may be read."""
+    """The progress of a prefill: the blocks that may be read."""
 
     run: Run | None
     """None: it has ended and its blocks are not held. What was read before and belongs to another

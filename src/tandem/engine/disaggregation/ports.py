@@ -23,7 +23,7 @@ class PoolRange(NamedTuple):
     """Offset in the peer's."""
     length: int
     kind: PoolKind = "kv"
-    """Of the pools that both offsets are in."""
+    """Kind of the pools that both offsets are in."""
 
 
 class RemotePool(Protocol):
@@ -31,12 +31,12 @@ class RemotePool(Protocol):
 
     @property
     def name(self) -> str:
-        """How the process there calls itself."""
+        """The name that the process there gives itself."""
         ...
 
     @property
     def epoch(self) -> int:
-        """Of its run."""
+        """Epoch of its run."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class RemotePool(Protocol):
 
     @property
     def can_read(self) -> bool:
-        """Whether it is offered to be read."""
+        """True if it is offered to be read."""
         ...
 
     def close(self) -> None:

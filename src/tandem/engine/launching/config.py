@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{0,64}")
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a process owns instances for servers elsewhere."""
+    """Settings of a process that owns instances for servers elsewhere."""
 
     listen: Annotated[
         str,

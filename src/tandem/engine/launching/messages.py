@@ -25,14 +25,15 @@ class RosterEntry(msgspec.Struct, frozen=True, kw_only=True):
     role: InstanceRole
     stage: InstanceStage
     endpoint: str = ""
-    """Of its process; over TCP the host is that of the launcher, as the server reaches it."""
+    """Endpoint of its process; over TCP the host is that of the launcher, as the server reaches
+    it."""
     run: str = ""
     """Names its process: another one after a restart. Empty while none has been started."""
     pid: int | None = None
     is_draining: bool = False
     num_restarts: int = 0
     reads_others: bool = False
-    """Whether it may take the roles prefill and decode."""
+    """True if it may take the roles prefill and decode."""
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True, tag="roster"):

@@ -93,7 +93,8 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     """Chosen by the launcher."""
     secret: str | None = None
-    """Of the cluster, proved by servers on other machines; None: a Unix socket needs none."""
+    """Secret of the cluster, proved by servers on other machines; None: a Unix socket needs
+    none."""
     role: InstanceRole = "unified"
     cores: tuple[int, ...] = ()
     """The CPUs that it computes on; empty: all that are allowed."""
@@ -106,10 +107,10 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     rpc: RpcConfig
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)
     store: StoreConfig | None = None
-    """Where KV outlives requests and this process; None: nowhere."""
+    """The store in which KV outlives requests and this process; None: there is none."""
     transfer: TransferConfig | None = None
-    """How blocks go from prefill instances to decode instances, with the secret that they share;
-    None: this instance takes no part in that."""
+    """The transfer of blocks from prefill instances to decode instances, with the secret that they
+    share; None: this instance takes no part in that."""
     tells_blocks: bool = False
     """Servers are told which blocks it holds, to choose among instances by."""
     kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
@@ -118,7 +119,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compat_facts() -> dict[str, str]:
-    """What a server and an instance must agree on before they speak."""
+    """Return the facts that a server and an instance must agree on before they speak."""
     return {"wire_version": str(WIRE_VERSION)}
 
 
@@ -208,7 +209,7 @@ class Instance:
 
     @property
     def is_loading(self) -> bool:
-        """Whether there is nothing yet that an end would break off."""
+        """True if there is nothing yet that an end would break off."""
         return not self._has_loaded.is_set() and self._stage.stage is not InstanceStage.FAILED
 
     # The main thread's side.

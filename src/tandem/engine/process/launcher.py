@@ -1,4 +1,4 @@
-"""How an instance is started, reached and ended: what supervision needs of the system.
+"""Starting, reaching and ending an instance: all that supervision needs of the system.
 
 ``ProcessLauncher`` starts child processes; the simulated world has a launcher of its own.
 """
@@ -85,7 +85,7 @@ class ProcessLauncher:
     def __init__(self, endpoint: str = "") -> None:
         self._fixed_endpoint = endpoint
         self.endpoint = endpoint
-        """Of the process that was started last."""
+        """Endpoint of the process that was started last."""
         self._folder: Path | None = None
         self.num_started = 0
         self._prepared: asyncio.subprocess.Process | None = None

@@ -21,7 +21,7 @@ LIBRARIES = (
     "transformers.modeling_layers",
     "transformers.models.auto.modeling_auto",
 )
-"""What an engine imports, whatever its model and settings."""
+"""Libraries that an engine imports, whatever its model and settings."""
 
 
 def import_libraries() -> None:

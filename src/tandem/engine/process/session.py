@@ -41,7 +41,7 @@ class SessionClient(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """Whether calls reach it."""
+        """True if calls reach it."""
         ...
 
     @property
@@ -116,7 +116,7 @@ class InstanceSession:
 
     @property
     def is_connected(self) -> bool:
-        """Whether calls reach the instance."""
+        """True if calls reach the instance."""
         return self._client.is_connected
 
     @property

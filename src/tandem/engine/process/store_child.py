@@ -64,9 +64,9 @@ class StoreChild:
         self._loss = ""
         """Why the last process is gone."""
         self._fill = StoreStatus(stage="starting")
-        """What its master said last of space; a restarted one has its objects still."""
+        """The last report of its master on space; a restarted one has its objects still."""
         self.store = store
-        """What clients need; complete once entered."""
+        """The settings that clients need; complete once entered."""
 
     @property
     def pid(self) -> int | None:
@@ -75,7 +75,7 @@ class StoreChild:
 
     @property
     def status(self) -> StoreStatus:
-        """How it fares, for ``/server_info``."""
+        """Its state, for ``/server_info``."""
         waiting = "restarting" if self.num_restarts else "starting"
         return StoreStatus(
             stage="serving" if self._serves else waiting,

@@ -61,7 +61,7 @@ class InstanceSupervisor:
         self._child: InstanceChild | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._was_ready = False
-        """Whether the present process has served."""
+        """True if the present process has served."""
         self._settled = asyncio.Event()
         """Set once it is known whether the instance can serve at all."""
         self._restarting = asyncio.Event()
@@ -88,7 +88,9 @@ class InstanceSupervisor:
 
     @property
     def info(self) -> InstanceInfo | None:
-        """What runs; None until ready, and while a dead instance is replaced."""
+        """The facts of the running instance; None until ready, and while a dead instance is
+        replaced.
+        """
         return self._info
 
     @property
@@ -103,7 +105,7 @@ class InstanceSupervisor:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the present process answers."""
+        """True if the present process answers."""
         return self._session is not None and self._session.is_connected
 
     async def wait_ready(self) -> InstanceInfo:

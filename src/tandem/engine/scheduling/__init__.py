@@ -1,1 +1,1 @@
-"""Which tokens the next step computes, in which blocks: pure, but for the loads."""
+"""Scheduling of tokens and blocks for the next step: pure, but for the loads."""

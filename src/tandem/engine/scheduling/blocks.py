@@ -136,7 +136,7 @@ class BlockPool:
 
     @property
     def is_short(self) -> bool:
-        """Whether the machine lacked memory for blocks that were asked for."""
+        """True if the machine lacked memory for blocks that were asked for."""
         return self.num_blocks < self._num_planned
 
     @property
@@ -150,11 +150,13 @@ class BlockPool:
         return self._num_planned - len(self._free) - self._num_cached
 
     def get_num_refs(self, block_id: int) -> int:
-        """References of requests, pending copies and loads; the index's hold is not one."""
+        """Return references of requests, pending copies and loads; the index's hold is not one."""
         return self._num_refs[block_id]
 
     def get_generation(self, block_id: int) -> int:
-        """How often a block has been allocated: equal before and after means same content."""
+        """Return the number of times that a block was allocated: equal before and after means same
+        content.
+        """
         return self._generations[block_id]
 
     def reserve(self, num_blocks: int) -> None:

@@ -49,7 +49,7 @@ class BlockHolds:
 
     @property
     def next_end_s(self) -> float:
-        """When the first lease ends; ``inf`` without holds."""
+        """The end of the first lease; ``inf`` without holds."""
         return min((until_s for _, until_s in self._holds.values()), default=math.inf)
 
     def hold(self, request: Request, until_s: float) -> None:

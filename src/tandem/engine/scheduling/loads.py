@@ -36,10 +36,10 @@ __all__ = ["BlockLoads", "LoadDecision", "TierPlanner", "WindowLoad"]
 
 
 class LoadDecision(NamedTuple):
-    """How much of a prefix to load, and how long its request waits for it."""
+    """The part of a prefix to load, and the time that its request waits for it."""
 
     num_blocks: int
-    """Of the keys asked about, from the first; 0: compute them."""
+    """Number of the keys asked about, from the first; 0: compute them."""
     wait_s: float = 0.0
     """Seconds during which the request is not admitted. The load itself goes on while the request
     is in the queue and ends when it is admitted: with 0, only time in the queue is used."""
@@ -66,10 +66,10 @@ class TierPlanner(Protocol):
 
 
 class WindowLoad(NamedTuple):
-    """What the layers with a window hold of a block, to be loaded."""
+    """The part of a block that layers with a window hold, to be loaded."""
 
     position: int
-    """Of the block in the prompt."""
+    """Position of the block in the prompt."""
     key: bytes
     """Empty for the tail of a prompt."""
     block_id: int
@@ -80,7 +80,7 @@ class _Load:
     """The blocks that one request waits for."""
 
     node: PrefixNode
-    """Of the last block of ``path``, or the root."""
+    """Node of the last block of ``path``, or the root."""
     path: list[int]
     """Blocks from the start of the prompt that are in the index, each referenced once."""
     first: int
@@ -90,7 +90,7 @@ class _Load:
     done: set[int] = field(default_factory=set[int])
     """Blocks of ``pending`` whose content is there, while one before them is missing."""
     tail: PrefixNode | None = None
-    """Of the tokens behind the last full block, if they were loaded."""
+    """Tail of the tokens behind the last full block, if they were loaded."""
 
 
 class BlockLoads:
@@ -146,7 +146,7 @@ class BlockLoads:
         return len(load.path) + sum(map(is_full_block, load.done))
 
     def has_load(self, request: Request) -> bool:
-        """Whether a load of this request has not ended."""
+        """Return True if a load of this request has not ended."""
         return request in self._loads
 
     def start(

@@ -26,9 +26,9 @@ class ScheduledSequence(NamedTuple):
     phase: Phase
     """The kind of work: a decode computes the token sampled last, a prefill known tokens."""
     num_drafts: int = 0
-    """Of ``num_tokens``, the last ones that are guesses and not known tokens of the request."""
+    """The last ones of ``num_tokens``, which are guesses and not known tokens of the request."""
     window: WindowTable = NO_WINDOW
-    """As ``block_table``, of the layers with a window."""
+    """The same as ``block_table``, of the layers with a window."""
 
 
 class BlockLoad(NamedTuple):
@@ -40,7 +40,7 @@ class BlockLoad(NamedTuple):
 
     request: Request
     position: int
-    """Of the block in the prompt."""
+    """Position of the block in the prompt."""
     key: bytes
     """Empty for the tail of a prompt, which another instance may have and no tier."""
     block_id: int
@@ -69,7 +69,7 @@ class StepPlan:
     sequences: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
     copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
     window_copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
-    """As ``copies``, of the blocks of layers with a window."""
+    """The same as ``copies``, of the blocks of layers with a window."""
     state_loads: list[StateCopy] = field(default_factory=list[StateCopy])
     """Snapshots to the slots of requests that take a prefix up, before the step."""
     state_saves: list[StateSave] = field(default_factory=list[StateSave])

@@ -83,7 +83,9 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the index holds of a prompt. Valid until the index changes; ``acquire`` pins it."""
+    """The part of a prompt that the index holds. Valid until the index changes; ``acquire`` pins
+    it.
+    """
 
     nodes: list[PrefixNode]
     """Full blocks from the start of the prompt, to be shared as they are."""
@@ -99,7 +101,7 @@ class PrefixMatch:
     or a window is lacking at the last."""
 
     def without_copy(self) -> "PrefixMatch":
-        """The same match, full blocks only."""
+        """Return the same match, full blocks only."""
         return replace(
             self,
             num_tokens=self.num_tokens - self.num_source_tokens,
@@ -110,7 +112,7 @@ class PrefixMatch:
     def cut(
         self, position: int, block_size: int, snapshot: Snapshot | None = None
     ) -> "PrefixMatch":
-        """The part of the match that ends at a token, with the state there."""
+        """Return the part of the match that ends at a token, with the state there."""
         depth, num_copied = divmod(position, block_size)
         source = None
         if num_copied:
@@ -127,11 +129,13 @@ class IndexObserver(Protocol):
     """
 
     def note_stored(self, node: "PrefixNode") -> None:
-        """A full block can be found from now on; ``node.parent`` is the block before it."""
+        """Note that a full block can be found from now on; ``node.parent`` is the block before
+        it.
+        """
         ...
 
     def note_removed(self, key: bytes) -> None:
-        """A full block cannot be found any more."""
+        """Note that a full block cannot be found any more."""
         ...
 
     def note_cleared(self) -> None:
@@ -139,11 +143,11 @@ class IndexObserver(Protocol):
         ...
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """A state can be found from now on; the full blocks before it can."""
+        """Note that a state can be found from now on; the full blocks before it can."""
         ...
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
-        """A state cannot be found any more."""
+        """Note that a state cannot be found any more."""
         ...
 
 
@@ -282,7 +286,7 @@ class PrefixIndex:
         return count
 
     def acquire(self, match: PrefixMatch) -> tuple[int, ...]:
-        """Reference all blocks of a match, the copy source too; return the shared ones' ids.
+        """Refer to all blocks of a match, the copy source too; return the shared ones' ids.
 
         The caller owns one reference to each and ends it with ``release``.
         """

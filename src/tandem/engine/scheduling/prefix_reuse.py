@@ -190,7 +190,7 @@ class PrefixReuse:
         return filled
 
     def attach(self, request: Request, match: PrefixMatch) -> tuple[int, ...]:
-        """Reference the blocks of a match for a request that starts; return the shared ones.
+        """Refer to the blocks of a match for a request that starts; return the shared ones.
 
         The source of a copy is referenced too; ``release_copied`` ends that.
         """

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class RequestState(StrEnum):
-    """Where a request stands; only the scheduler moves it."""
+    """The state of a request; only the scheduler moves it."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -138,11 +138,12 @@ class ReportNotes:
     num_loaded_tokens: int = 0
     """Those of ``num_cached_tokens`` that a load from a lower tier had brought."""
     miss: PrefixMiss | None = None
-    """Where and why reuse ended when it was first admitted; for ``tandem explain`` alone."""
+    """The place and reason of the end of reuse when it was first admitted; for ``tandem explain``
+    alone."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
-    """When a step or its planning ended it; None for one cancelled between steps."""
+    """The moment at which a step or its planning ended it; None for one cancelled between steps."""
 
 
 @dataclass(slots=True, eq=False)

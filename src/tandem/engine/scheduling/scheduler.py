@@ -124,7 +124,8 @@ class Scheduler:
 
     @property
     def wake_s(self) -> float:
-        """When ``schedule`` has something to do: ``-inf`` is now, ``inf`` not before a call.
+        """The moment at which ``schedule`` has something to do: ``-inf`` is now, ``inf`` not before
+        a call.
 
         While everything that is live only waits for loads, the next deadline.
         """
@@ -364,7 +365,7 @@ class Scheduler:
             self._admission.admit_waiting(plan, now_s)
 
     def _plan_decode_first(self, plan: StepPlan, now_s: float) -> None:
-        """Decodes alone while any can run, except that prefills do not wait for ever.
+        """Plan decodes alone while any can run, except that prefills do not wait for ever.
 
         A request that has waited ``max_passover_s`` is due, and gets every other step until its
         prompt is computed.

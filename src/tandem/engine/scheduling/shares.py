@@ -1,4 +1,4 @@
-"""How many requests each client has, and whether one more may come when there are many. Pure.
+"""Counts of each client's requests, and the admission of one more when there are many. Pure.
 
 Up to a limit everyone may come. Beyond it, a client that has less than its share of the limit, by
 the weights of all that are there, still may, until there are twice as many: so one that fills the
@@ -17,7 +17,7 @@ class ClientShares:
         self._counts: Counter[str] = Counter()
         self._total = 0
         self._weights: dict[str, float] = {}
-        """Of clients that have a request, as the latest one says."""
+        """Weights of clients that have a request, as the latest one says."""
 
     def __len__(self) -> int:
         """Return the requests of all clients."""

@@ -85,7 +85,7 @@ class SchedulerState:
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.requests: dict[str, Request] = {}
         self.shares = ClientShares()
-        """Of the live requests."""
+        """Shares of the live requests."""
         self.waiting: list[Request] = []
         self.loading: list[Request] = []
         self.running: list[Request] = []
@@ -94,7 +94,7 @@ class SchedulerState:
         self.evicted: list[KeyedBlock] = []
         """Full blocks given up since the last plan."""
         self.wake_s = math.inf
-        """When there is something to plan; see ``Scheduler.wake_s``."""
+        """The moment at which there is something to plan; see ``Scheduler.wake_s``."""
         self.counters = counters
 
     # ---------------------------------------------------------------- queues

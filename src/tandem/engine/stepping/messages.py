@@ -105,7 +105,7 @@ class StepSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     window_first: int = 0
     """Position of the first of ``window_blocks``, in blocks."""
     window_blocks: bytes = b""
-    """As ``block_table``, of the layers with a window: the blocks that the tokens see."""
+    """The same as ``block_table``, of the layers with a window: the blocks that the tokens see."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
@@ -135,7 +135,7 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True):
     state_saves: list[StateCopy] = []
     """Slots of sequences to snapshots, after all is computed, in this order."""
     window_copies: list[BlockCopy] = []
-    """As ``copies``, of blocks of the layers with a window."""
+    """The same as ``copies``, of blocks of the layers with a window."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
@@ -152,7 +152,7 @@ class SequenceResult(msgspec.Struct, array_like=True):
     tokens: list[SampledToken] = []
     """None while the prefill goes on; one for a decode; one or more for a verified draft."""
     prompt_logprobs: list[TokenLogprob] = []
-    """Of ``StepSequence.scored_ids``."""
+    """Prompt logprobs of ``StepSequence.scored_ids``."""
     pooled: bytes = b""
     """The vector of ``StepSequence.pooled``, with its last token."""
 

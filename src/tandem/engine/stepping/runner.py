@@ -1,4 +1,5 @@
-"""What executes a step: the face. ``torch_runner`` runs a model, the simulator computes times.
+"""The interface of what executes a step. ``torch_runner`` runs a model, the simulator computes
+times.
 
 A runner gets a ``StepInput`` and returns a ``StepResult``. It owns the memory of the KV cache and
 the sampling state of sequences; the scheduler decides which request a block belongs to.

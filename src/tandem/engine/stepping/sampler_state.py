@@ -20,7 +20,7 @@ with an error."""
 
 
 class TokenRule(Protocol):
-    """What the sampler made of a request's parameters; it counts the request's tokens."""
+    """A request's parameters as the sampler applies them; it counts the request's tokens."""
 
     def note_token(self, token_id: int) -> None:
         """Count a chosen token."""
@@ -29,7 +29,7 @@ class TokenRule(Protocol):
 
 @dataclass(slots=True)
 class SamplerState:
-    """What sampling must remember of one request.
+    """The state of sampling of one request.
 
     ``seed`` is concrete: a request without one gets a fresh seed when it is admitted.
     """

@@ -9,7 +9,9 @@ __all__ = ["TierConfig"]
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How KV goes to the store and comes back. Without a store nothing here applies."""
+    """Settings of KV that goes to the store and comes back. Without a store nothing here
+    applies.
+    """
 
     write: Annotated[
         Literal["write_through", "on_evict", "off"],

@@ -20,7 +20,7 @@ __all__ = ["CostTierPlanner", "RateEstimate"]
 DECAY = 0.2
 """Share of the earlier measurements that each new one replaces."""
 COLD_WAIT_S = 1.0
-"""How long a request waits for a load while one of the rates is unknown."""
+"""Seconds that a request waits for a load while one of the rates is unknown."""
 MIN_PREFILL_TOKENS = 32
 """Steps with fewer prefilled tokens say little of the rate: their fixed cost dominates."""
 

@@ -99,7 +99,7 @@ class TierService:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a store was reached."""
+        """True if a store was reached."""
         return self._tier is not None
 
     @property
@@ -139,7 +139,7 @@ class TierService:
         assert not plan.loads, "a load without a store"
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
-        """As ``StoreTier.count_stored``; from any event loop."""
+        """Do as ``StoreTier.count_stored``; from any event loop."""
         tier = self._tier
         if tier is None:
             return None

@@ -42,5 +42,5 @@ class StagingSlots:
             self._free.append(slot)
 
     def view(self, slot: int) -> npt.NDArray[np.uint8]:
-        """The bytes of a slot."""
+        """Return the bytes of a slot."""
         return self.memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]

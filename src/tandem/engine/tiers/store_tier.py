@@ -140,11 +140,11 @@ class _Area:
         return slot
 
     def part(self, index: int) -> Part:
-        """An item in place."""
+        """Return an item in place."""
         return Part(self._buffer, index * self.item_bytes, self.item_bytes)
 
     def staged_part(self, slot: int) -> Part:
-        """An item that waits."""
+        """Return an item that waits."""
         return Part(self._staging_buffer, slot * self.item_bytes, self.item_bytes)
 
     def close(self) -> None:

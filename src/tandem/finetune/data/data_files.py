@@ -19,7 +19,7 @@ __all__ = ["NotARow", "parse_json", "read_rows"]
 
 WHERE = "finetune.load_dataset"
 MAX_FIELD_CHARS = 1 << 30
-"""Of a field of csv, for which Python allows 128 KiB otherwise."""
+"""Most characters of a field of csv, for which Python allows 128 KiB otherwise."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 

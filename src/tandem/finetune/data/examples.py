@@ -34,7 +34,7 @@ class Example:
     token_ids: tuple[int, ...]
     labels: tuple[int, ...]
     lengths: tuple[int, ...] = ()
-    """Of the examples that were packed into this row; empty for one."""
+    """Lengths of the examples that were packed into this row; empty for one."""
 
 
 @dataclass(frozen=True, slots=True)

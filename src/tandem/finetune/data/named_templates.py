@@ -26,7 +26,7 @@ Part = str | EndToken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedText:
-    """How a template writes messages."""
+    """The format in which a template writes messages."""
 
     user: tuple[Part, ...]
     """A question, and what stands before the answer."""
@@ -41,7 +41,7 @@ class NamedText:
     is_system_asked: bool = False
     """The system message is the beginning of the first question."""
     thought: tuple[str, str] | None = None
-    """What surrounds reasoning; answers without any get it empty. None: no reasoning."""
+    """The words around reasoning; answers without any get it empty. None: no reasoning."""
 
 
 THOUGHT = ("<think>\n", "\n</think>\n\n")

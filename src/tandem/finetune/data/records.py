@@ -82,7 +82,7 @@ class Records:
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which column holds what; LLaMA-Factory's names and defaults."""
+    """The column of each field; LLaMA-Factory's names and defaults."""
 
     prompt: str = "instruction"
     query: str = "input"

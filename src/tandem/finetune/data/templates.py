@@ -45,7 +45,7 @@ class Turn:
     source: list[int]
     target: list[int]
     num_learned: int
-    """Of the target's tokens, the first ones; white space behind an answer's end is the rest."""
+    """The first ones of the target's tokens; white space behind an answer's end is the rest."""
 
 
 class Template(Protocol):

@@ -1,1 +1,1 @@
-"""What a run will take in memory and time."""
+"""The forecast of a run's memory and time."""

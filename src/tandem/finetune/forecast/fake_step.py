@@ -42,7 +42,7 @@ SUMMED = ("kept_bytes", "num_operations", "moved_bytes", "torch_flops", "native_
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What of a run decides the size of its step."""
+    """The facts of a run that decide the size of its step."""
 
     num_rows: int
     """B, of one batch on the device; accumulation adds none."""
@@ -53,14 +53,14 @@ class StepShape:
     has_packed_linear: bool
     is_checkpointed: bool
     has_reference: bool = False
-    """Whether a forward pass without adapters and gradients is made beside it, as in stage dpo."""
+    """True if a forward pass without adapters and gradients is made beside it, as in stage dpo."""
     has_f32_experts: bool = False
-    """Whether packed experts are in f32: they keep gate and up in float32, not in bf16."""
+    """True if packed experts are in f32: they keep gate and up in float32, not in bf16."""
 
 
 @dataclass(slots=True)
 class StepCost:
-    """What one forward and backward pass over B rows of T tokens needs."""
+    """The cost of one forward and backward pass over B rows of T tokens."""
 
     kept_bytes: int = 0
     """Alive when the backward pass begins, beside weights, adapters and the optimizer's state."""
@@ -71,7 +71,7 @@ class StepCost:
     """Read and written by operations that are no products."""
     torch_flops: int = 0
     native_flops: int = 0
-    """Of products with packed matrices."""
+    """Operations a second of products with packed matrices."""
 
     @property
     def peak_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""How fast this machine does the kinds of work that a training step is made of, measured now.
+"""The speed at which this machine does the kinds of work that a training step is made of, measured
+now.
 
 Each kind is timed at the sizes of the run, on one thread by that thread's own time: a busy machine
 gives the same figures as an idle one. All threads are taken to do their share. Shapes: T rows,
@@ -25,12 +26,12 @@ from tandem.kernels.weights.formats import WeightFormat
 __all__ = ["MachineSpeed", "measure_speed"]
 
 LEAST_S = 0.05
-"""Of each timing, in the thread's own time."""
+"""Least seconds of each timing, in the thread's own time."""
 MEMORY_THREADS = 8
 """Threads that together read and write that many times faster than one; more add little."""
 MAX_ROWS = 512
 MAX_WIDTH = 4096
-"""Of the matrices that are timed."""
+"""Largest width of the matrices that are timed."""
 NUM_EXPERTS = 2
 COPIED_BYTES = 64 << 20
 
@@ -43,7 +44,7 @@ class MachineSpeed:
     native_flops_per_s: float
     bytes_per_s: float
     operation_s: float
-    """What torch and autograd take for an operation without work."""
+    """Seconds that torch and autograd take for an operation without work."""
 
     def predict_s(self, cost: StepCost) -> float:
         """Return the seconds of a step: its products, its other memory traffic, its operations."""

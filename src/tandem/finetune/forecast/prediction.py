@@ -1,4 +1,4 @@
-"""What a run will need, before it is started: `tandem finetune --dry-run`.
+"""The needs of a run, before it is started: `tandem finetune --dry-run`.
 
 Weights are counted from the ``ModelPlan``, the step is simulated (``fake_step``), its speed follows
 from rates that are measured now (``machine_speed``), and the number of steps from the data. No
@@ -31,10 +31,10 @@ from tandem.models.loading.skeleton import build_skeleton
 __all__ = ["DataShape", "MemoryPart", "RunPrediction", "predict_run"]
 
 OPTIMIZER_BYTES = 8
-"""Of AdamW for a trained weight: two moments in float32."""
+"""Bytes of AdamW for a trained weight: two moments in float32."""
 GRADIENT_BYTES = 4
 WEIGHT_BYTES = 4
-"""Of a trained weight; adapters are float32 in every run."""
+"""Bytes of a trained weight; adapters are float32 in every run."""
 LEAST_CUTOFF = 128
 Costs = dict[tuple[StepShape, MethodKeys], StepCost]
 
@@ -49,14 +49,14 @@ class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DataShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rows of a run are like."""
+    """The lengths of the rows of a run."""
 
     num_rows: int
     """A pair of answers is one."""
     longest: int
     """Tokens of the longest row, after the cutoff and packing."""
     num_tokens: int
-    """Of all rows of an epoch; of both answers of pairs, with their prompts."""
+    """Number of tokens of all rows of an epoch; of both answers of pairs, with their prompts."""
     num_bad_rows: int = 0
     num_too_short: int = 0
     problem: str = ""
@@ -89,7 +89,7 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """Whether the memory is there."""
+        """True if the memory is there."""
         return self.total_bytes <= self.available_bytes
 
     @property

@@ -33,7 +33,7 @@ WHERE = "finetune.read_recipe"
 
 
 class ModelKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which model is tuned, and how its frozen weights are stored."""
+    """The model that is tuned, and the storage of its frozen weights."""
 
     model_name_or_path: Annotated[str, Meta(min_length=1, description="Folder, hub id, or `demo`.")]
     adapter_name_or_path: Annotated[
@@ -54,7 +54,7 @@ class ModelKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is trained."""
+    """Settings of the adapter that is trained."""
 
     stage: Annotated[
         Literal["sft", "dpo", "pt"],
@@ -84,7 +84,9 @@ class MethodKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PreferenceKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How pairs of answers are learned; the reference is the model without its adapter."""
+    """Settings of learning from pairs of answers; the reference is the model without its
+    adapter.
+    """
 
     pref_loss: Annotated[Literal["sigmoid", "hinge", "ipo"], Meta(description="Of stage dpo.")] = (
         "sigmoid"
@@ -103,7 +105,7 @@ class PreferenceKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class DataKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is learned from."""
+    """Settings of the data that is learned from."""
 
     dataset: Annotated[str, Meta(description="Names in dataset_info.json, comma-separated.")] = ""
     eval_dataset: Annotated[str, Meta(description="The same, for evaluation.")] = ""
@@ -134,7 +136,7 @@ class DataKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class OutputKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is written, and when."""
+    """Settings of the files that are written, and the moments."""
 
     output_dir: Annotated[str, Meta(min_length=1, description="Folder of all results.")]
     logging_steps: Annotated[int, Meta(ge=1, description="Steps between log lines.")] = 10
@@ -155,7 +157,9 @@ class OutputKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TrainKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How it is learned; names and defaults are those of transformers' TrainingArguments."""
+    """Settings of the training loop; names and defaults are those of transformers'
+    TrainingArguments.
+    """
 
     per_device_train_batch_size: Annotated[int, Meta(ge=1)] = 8
     per_device_eval_batch_size: Annotated[int, Meta(ge=1)] = 8

@@ -154,7 +154,7 @@ def translate_keys(
 
 
 def _join(value: Any) -> Any:
-    """Lists of names may be lists or comma-separated."""
+    """Return a list of names, given as a list or comma-separated."""
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
     return value

@@ -1,4 +1,4 @@
-"""Which modules and parameters get an adapter."""
+"""The modules and parameters that get an adapter."""
 
 import re
 from collections.abc import Iterator

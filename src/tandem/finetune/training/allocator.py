@@ -13,7 +13,7 @@ __all__ = ["MAPPED_BYTES", "map_large_blocks"]
 MAPPED_BYTES = 256 << 10
 """Blocks from this size on are mapped; glibc begins with half of it."""
 _M_MMAP_THRESHOLD = -3
-"""Of malloc.h."""
+"""The option's number in malloc.h."""
 
 
 def map_large_blocks() -> bool:

@@ -1,4 +1,6 @@
-"""What a run does beside training: checkpoints, resuming, and its log, through the public hooks."""
+"""The work of a run beside training: checkpoints, resuming, and its log, through the public
+hooks.
+"""
 
 import json
 import shutil

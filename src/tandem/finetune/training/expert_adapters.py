@@ -31,7 +31,7 @@ class AdaptableExperts(Protocol):
     """Routed experts that take LoRA's factors beside their weights."""
 
     is_transposed: bool
-    """As of ``RoutedExperts``."""
+    """The same as of ``RoutedExperts``."""
 
     def run_adapted(
         self,

@@ -21,13 +21,15 @@ from tandem.kernels.operators.frozen_linear import FrozenLinear
 __all__ = ["LOGIT_KEYS", "Head", "compute_loss", "count_piece_rows", "find_head"]
 
 PIECE_BYTES = 64 << 20
-"""Of float32 logits that are alive at once."""
+"""Bytes of float32 logits that are alive at once."""
 LEAST_ROWS = 32
 PROBED_TOKENS = 8
 PROBE_TOLERANCE = 2e-2
-"""Of a loss whose logits transformers rounds to bf16; what scales logits is further off."""
+"""Probe tolerance of a loss whose logits transformers rounds to bf16; what scales logits is further
+off."""
 LOGIT_KEYS = ("final_logit_softcapping", "output_router_logits")
-"""Of configurations that cap logits, which small ones do not show, or add a loss of routers."""
+"""Logit keys of configurations that cap logits, which small ones do not show, or add a loss of
+routers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ WHERE = "finetune.run"
 ADAPTER_NAME = "adapter_config.json"
 CARD_NAME = "README.md"
 LEFT_AT_END = ("adapter_*", "*_results.json", STATE_NAME, "training_*.png", CARD_NAME)
-"""What a run leaves at its end would seem to be the next one's if that is interrupted."""
+"""Files that a run leaves at its end; they would seem to be the next one's if that is
+interrupted."""
 
 
 def check_folders(recipe: Recipe) -> Path | None:

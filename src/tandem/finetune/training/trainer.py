@@ -63,7 +63,7 @@ REPORTERS = {
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What a run came to."""
+    """The result of a run."""
 
     output_dir: str
     results: dict[str, Any]

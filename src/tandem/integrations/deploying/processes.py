@@ -19,19 +19,20 @@ __all__ = [
 ]
 
 PORTS_PER_LAUNCHER = 100
-"""Where several launchers share an address: one for itself, one for each instance, and room."""
+"""Ports of a launcher where several share an address: one for itself, one for each instance, and
+room."""
 Kind = Literal["store-master", "store-host", "launcher", "server"]
 
 
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Where processes find each other."""
+    """Addresses at which processes find each other."""
 
     launchers: Sequence[str]
-    """Where servers look for launchers."""
+    """Addresses at which servers look for launchers."""
     store: str = ""
-    """Where all look for the store's master; empty: there is no store."""
+    """The address at which all look for the store's master; empty: there is no store."""
     store_listen: str = ""
-    """Where that master listens."""
+    """The address at which that master listens."""
     data_host: str = "127.0.0.1"
     """Address of the machine, for bulk bytes."""
 
@@ -46,7 +47,7 @@ class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     """For the file of ``--config``."""
     port: int = 0
-    """That it serves HTTP at; 0: it does not."""
+    """The port at which it serves HTTP; 0: it does not."""
 
 
 def merge_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

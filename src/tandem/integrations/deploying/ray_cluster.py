@@ -102,7 +102,7 @@ class ProcessActor:
     """
 
     def __init__(self, plan: str, drain_s: str, secret_file: str) -> None:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
 
         self._node = ray.util.get_node_ip_address()
         told = msgspec.json.decode(plan, type=ProcessPlan)
@@ -153,7 +153,7 @@ class RayCluster:
         self.plans: list[ProcessPlan] = []
 
     def __enter__(self) -> Self:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
 
         hosts = sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
         self.plans = plan_ray(self._spec, hosts)
@@ -165,9 +165,9 @@ class RayCluster:
         return self
 
     def _place(self, bundles: list[dict[str, float]]) -> None:
-        import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        import ray  # pyright: ignore[reportMissingImports]
+        from ray.util.placement_group import placement_group  # pyright: ignore[reportMissingImports]
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
         self._group = placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(PLACE_TIMEOUT_S):
@@ -193,9 +193,9 @@ class RayCluster:
             self._actors.append(options.remote(*told))
 
     def __exit__(self, *_: object) -> None:
-        import ray
-        from ray.exceptions import RayError
-        from ray.util.placement_group import remove_placement_group
+        import ray  # pyright: ignore[reportMissingImports]
+        from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
+        from ray.util.placement_group import remove_placement_group  # pyright: ignore[reportMissingImports]
 
         # What others need comes last: plans begin with it.
         for actor in reversed(self._actors):
@@ -232,8 +232,8 @@ class RayCluster:
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what each actor says of its process; nothing of those that begin again."""
-        import ray
-        from ray.exceptions import RayError
+        import ray  # pyright: ignore[reportMissingImports]
+        from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 
         told: list[dict[str, Any]] = []
         for actor in self._actors:

@@ -109,7 +109,7 @@ class _Running:
         self.cores = cores
         self.process: asyncio.subprocess.Process | None = None
         self.up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """What it said when it was up first; or why it never will be."""
+        """The message of its first start, or the reason why it never will start."""
         self.num_restarts = 0
         self.is_ending = False
 

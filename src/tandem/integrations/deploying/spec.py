@@ -23,7 +23,7 @@ MAX_INSTANCES = 64
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a process needs of its machine."""
+    """The resources that a process needs of its machine."""
 
     cpu: Quantity | None = None
     """Cores."""
@@ -38,9 +38,9 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     role: InstanceRole = "unified"
     launchers: Count = 1
     instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] = 1
-    """Of each launcher."""
+    """Instances of each launcher."""
     settings: dict[str, Any] = {}
-    """As in a file for ``--config``; they come before those of the cluster."""
+    """The same as in a file for ``--config``; they come before those of the cluster."""
     resources: Resources = Resources()
     node_selector: dict[str, str] = {}
     """Labels of the nodes that it may run on; Kubernetes alone."""
@@ -51,9 +51,9 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     count: Count = 1
     host: str = "127.0.0.1"
-    """That plain processes and Ray bind; a pod binds its own address."""
+    """The interface that plain processes and Ray bind; a pod binds its own address."""
     port: Port = 8000
-    """Of the first; plain processes and Ray count up from it."""
+    """Port of the first; plain processes and Ray count up from it."""
     settings: dict[str, Any] = {}
     resources: Resources = Resources()
 
@@ -63,9 +63,9 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     hosts: Count = 1
     memory: Quantity = "1Gi"
-    """Of each host, for objects."""
+    """Memory of each host, for objects."""
     port: Port = 7400
-    """Of the master."""
+    """Port of the master."""
     resources: Resources = Resources()
 
 
@@ -74,14 +74,14 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     name: Name
     model: str
-    """As `tandem serve` is given it."""
+    """The same as `tandem serve` is given it."""
     settings: dict[str, Any] = {}
-    """Of all processes, as in a file for ``--config``."""
+    """Settings of all processes, as in a file for ``--config``."""
     groups: Annotated[list[GroupSpec], Meta(min_length=1, max_length=100)]
     servers: ServerSpec = ServerSpec()
     store: StoreSpec | None = None
     port: Port = 7100
-    """Of the first launcher; its instances listen at the ports after it."""
+    """Port of the first launcher; its instances listen at the ports after it."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     """Seconds that running requests get when a process is to end."""
     image: str = "tandem:latest"

@@ -254,7 +254,7 @@ class PackedExperts:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the kernel granted every part's memory its NUMA node."""
+        """True if the kernel granted every part's memory its NUMA node."""
         return self._bank.is_bound
 
     def find_part_nodes(self) -> list[int]:
@@ -280,7 +280,9 @@ class PackedExperts:
 
     @property
     def inner_dtype(self) -> torch.dtype:
-        """Of gate, up and gradients in the backward pass: float32 beside f32, else bfloat16."""
+        """Inner dtype of gate, up and gradients in the backward pass: float32 beside f32, else
+        bfloat16.
+        """
         return torch.float32 if self.weight_format.bits == 32 else torch.bfloat16
 
     def forward(
@@ -385,7 +387,7 @@ class PackedExperts:
         return submitter.submit(self._bank.forward, self._pool, *tensors), out_TD
 
     def run(self, x_TD: Buffer, ids_TK: Buffer, weights_TK: Buffer, out_TD: Buffer) -> None:
-        """As ``forward``, to a float32 buffer; ids are int64. Nothing is converted here."""
+        """Do as ``forward``, to a float32 buffer; ids are int64. Nothing is converted here."""
         views = (x_TD.view, ids_TK.view, weights_TK.view, out_TD.view)
         self._bank.forward(self._pool, *views)
 

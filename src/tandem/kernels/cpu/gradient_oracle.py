@@ -37,7 +37,7 @@ Array = NDArray[np.float64]
 BF16_EPS = 2.0**-8
 """Relative error of one rounding to bf16."""
 FLUSHED = 1e-30
-"""What gates below the exponential's cut-off lose."""
+"""The error of gates below the exponential's cut-off."""
 TURNED_OUTPUTS = 1024
 """Outputs that are turned at a time; their sums are added."""
 
@@ -83,7 +83,9 @@ def differentiate(g: Array, activation: Activation) -> tuple[tuple[Array, Array]
 
 @dataclass
 class Stages:
-    """What a kernel computed: [P, 2, F] gate and up and their gradients, then the results."""
+    """The intermediate results of a kernel: [P, 2, F] gate and up and their gradients, then the
+    results.
+    """
 
     kept: Array
     d_gate_up: Array

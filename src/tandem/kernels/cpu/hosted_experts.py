@@ -22,7 +22,7 @@ from tandem.kernels.operators.experts import RoutedExperts
 __all__ = ["ExpertStaging", "HostedExperts"]
 
 ALIGNMENT = 64
-"""Of each part of the staging memory, in bytes."""
+"""Alignment of each part of the staging memory, in bytes."""
 
 
 _LIVE: "WeakValueDictionary[int, HostedExperts]" = WeakValueDictionary()

@@ -46,7 +46,7 @@ class JoinedLinear:
 
     @property
     def is_bound(self) -> bool:
-        """Whether every share of every part has its NUMA node."""
+        """True if every share of every part has its NUMA node."""
         return all(part.is_bound for part in self.parts)
 
     @property

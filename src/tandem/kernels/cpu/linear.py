@@ -180,7 +180,7 @@ class PackedLinear:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the kernel granted every share of the outputs its NUMA node."""
+        """True if the kernel granted every share of the outputs its NUMA node."""
         return self._matrix.is_bound
 
     def find_share_nodes(self) -> list[int]:

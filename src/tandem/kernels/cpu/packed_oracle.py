@@ -43,17 +43,17 @@ Array = NDArray[np.float64]
 EPS = 2.0**-24
 """Relative error of one fp32 rounding."""
 TINY = 2.0**-126
-"""What an operation loses where denormals are flushed, as vdpbf16ps does."""
+"""The error of an operation where denormals are flushed, as vdpbf16ps does."""
 SMALLEST_AMAX = 1e-30
 """Groups of activations below are coded as zeros."""
 SLOPE = 1.14
 """The largest derivative of silu is 1.0998, that of GELU 1.129, of its tanh form 1.130."""
 ACTIVATION_ROUNDINGS = 16
-"""Of an activation: the exponential's 2 ulp, a sum, a division, products."""
+"""Roundings of an activation: the exponential's 2 ulp, a sum, a division, products."""
 ARGUMENT_ROUNDINGS = 4
-"""Of the argument of its exponential, which is off by that part of itself."""
+"""Roundings of the argument of its exponential, which is off by that part of itself."""
 LARGEST_ARGUMENT = 87.0
-"""Where it is cut off."""
+"""The argument at which it is cut off."""
 
 
 def decode(weights: NDArray[np.floating], weight_format: WeightFormat) -> Array:

@@ -76,7 +76,7 @@ class CpuStep:
         self._routing = routing
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None
-        """What the next norm adds to the residual; keeps its contents until then."""
+        """The sum that the next norm adds to the residual; keeps its contents until then."""
         self._buffers = cache.step_buffers(self._num_tokens, dtype)
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
@@ -195,7 +195,7 @@ class CpuStep:
         self._pending = branch_TD
 
     def _mix(self, attention: Attention | MlaAttention | GatedDelta, h_TD: Buffer) -> Buffer:
-        """As ``mix``, in buffers of the step."""
+        """Do as ``mix``, in buffers of the step."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
         if isinstance(attention, GatedDelta):

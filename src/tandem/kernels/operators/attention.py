@@ -95,7 +95,7 @@ class Attention(Operator):
         return {**parts, f"{name}.o_proj": AdaptedRows(output, o_size, spec.hidden_size)}
 
     def _list_sizes(self) -> tuple[int, ...]:
-        """Outputs of each of ``qkv_names``."""
+        """Return the outputs of each of ``qkv_names``."""
         d, heads, kv_heads = self.spec.head_dim, self.spec.num_heads, self.spec.num_kv_heads
         queries = heads * d * (2 if self.spec.has_out_gate else 1)
         sizes = (queries, kv_heads * d, kv_heads * d)
@@ -122,6 +122,6 @@ class Attention(Operator):
         return torch.cat(((firsts[:, None] + head).flatten(), values))
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
+        """Run as transformers' attention modules do: [1, T, D] in, ([1, T, D], None) out."""
         mixed = current_step().mix(self, hidden_states[0])
         return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None], None

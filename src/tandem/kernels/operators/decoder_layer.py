@@ -17,7 +17,8 @@ __all__ = ["DecoderLayer", "LayerParts"]
 
 
 class LayerParts(NamedTuple):
-    """What a layer runs, in order: two branches of the residual stream, each normed or not.
+    """The parts that a layer runs, in order: two branches of the residual stream, each normed or
+    not.
 
     x += norm(attention(norm(x))), then x += norm(mlp(norm(x))).
     """
@@ -53,7 +54,7 @@ class DecoderLayer(Operator):
         """Do nothing: the parts, being modules of their own, are loaded by name."""
 
     def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
-        """The face of transformers' decoder layers: [1, T, D] in, [1, T, D] out, new."""
+        """Run as transformers' decoder layers do: [1, T, D] in, [1, T, D] out, new."""
         step, x_TD = current_step(), hidden_states[0].clone()
         step.run_layer_(self, x_TD)
         step.complete_(x_TD)

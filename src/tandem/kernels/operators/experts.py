@@ -131,7 +131,7 @@ def list_expert_weights(reader: WeightReader, name: str, num_experts: int) -> li
 
 
 def is_down(weight: str) -> bool:
-    """Whether a name of ``list_expert_weights`` is of down projections."""
+    """Return True if a name of ``list_expert_weights`` is of down projections."""
     return weight.endswith(("down_proj", "down_proj.weight"))
 
 

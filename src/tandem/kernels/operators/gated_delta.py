@@ -101,7 +101,7 @@ class GatedDelta(Operator):
         return {**parts, f"{name}.{spec.out_name}": out}
 
     def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
-        """The face of transformers' mixers with a state: [1, T, D] in, [1, T, D] out."""
+        """Run as transformers' mixers with a state do: [1, T, D] in, [1, T, D] out."""
         mixed = current_step().mix(self, hidden_states[0])
         return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None]
 

@@ -94,7 +94,7 @@ class RowGroup:
 
 
 class StepAdapters:
-    """Which rows of the step that runs belong to which adapter: one for all matrices of a model.
+    """The rows of the running step by adapter: one for all matrices of a model.
 
     One thread: ``begin`` and ``end`` enclose a step.
 
@@ -142,7 +142,7 @@ class StepAdapters:
 
 
 class _Adapted:
-    """What adapters add to the product of a matrix, or of one a head.
+    """The addend of adapters to the product of a matrix, or of one a head.
 
     Args:
         step: whose rows are whose; shared by all matrices of a model.
@@ -173,7 +173,7 @@ class _Adapted:
 
     @property
     def _is_needed(self) -> bool:
-        """Whether the step has rows of an adapter that changes the matrix."""
+        """True if the step has rows of an adapter that changes the matrix."""
         if self._bank is not None:
             rows = self._step.native
             return rows is not None and self._bank.is_needed(rows)

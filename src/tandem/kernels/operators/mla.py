@@ -165,6 +165,6 @@ class MlaAttention(Operator):
             rows.copy_(torch.cat((rows[0::2], rows[1::2])))
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        """The face of transformers' attention modules: [1, T, D] in, ([1, T, D], None) out."""
+        """Run as transformers' attention modules do: [1, T, D] in, ([1, T, D], None) out."""
         mixed = current_step().mix(self, hidden_states[0])
         return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None], None

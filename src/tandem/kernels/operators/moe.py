@@ -59,7 +59,7 @@ class Router(Operator):
         return logits, weights, ids
 
     def forward(self, hidden_states: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-        """The face of transformers' routers: any leading dimensions, flattened.
+        """Run as transformers' routers do: any leading dimensions, flattened.
 
         Some blocks pass the bias of the choice, which is held here.
         """

@@ -1,4 +1,6 @@
-"""What all operators share: reading their own weights from a source that knows the checkpoint."""
+"""The part that all operators share: reading their own weights from a source that knows the
+checkpoint.
+"""
 
 import mmap
 from abc import ABC, abstractmethod
@@ -43,11 +45,11 @@ class Operator(nn.Module, ABC):
     """
 
     packed_bytes: int = 0
-    """Of the weights that are packed, and so are no parameters of the module."""
+    """Bytes of the weights that are packed, and so are no parameters of the module."""
     code_formats: Mapping[str, str] = MappingProxyType({})
     """Formats of matrices that have others than the operator's, by their prefix in it."""
     is_misplaced: bool = False
-    """Whether packed weights should lie on several NUMA nodes and the kernel refused."""
+    """True if packed weights should lie on several NUMA nodes and the kernel refused."""
 
     @abstractmethod
     def load(self, reader: WeightReader, name: str) -> None:

@@ -137,7 +137,7 @@ class Rope(Operator):
         return (1.0 / base**exponents).float()
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The face of transformers' rotary embedding: ``x`` gives only the dtype."""
+        """Run as transformers' rotary embedding does: ``x`` gives only the dtype."""
         cos, sin = self.compute(position_ids, x.dtype)
         if self.is_half:
             half = cos.shape[-1] // 2
@@ -170,7 +170,7 @@ class LayeredRope(Operator):
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str = ""
     ) -> tuple[Tensor, Tensor]:
-        """The face of transformers' rotary embedding."""
+        """Run as transformers' rotary embedding does."""
         return self._ropes[layer_type](x, position_ids)
 
 

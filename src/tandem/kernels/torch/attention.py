@@ -49,7 +49,7 @@ class DecodeGroup:
     lens: Tensor
     """int64 [S * K]: context of each."""
     is_even: bool
-    """Whether all lengths agree."""
+    """True if all lengths agree."""
     masks: dict[int, Tensor | None]
     """By window, made once a step: [S * K, 1, C] of 0 and -inf; None where every key is seen."""
 

@@ -1,4 +1,4 @@
-"""What multi-head latent attention attends with, in torch.
+"""The queries and keys of multi-head latent attention, in torch.
 
 Shapes: T tokens, D hidden, H heads, R rank of the latent, P rotated items; see
 ``kernels.operators.mla``.

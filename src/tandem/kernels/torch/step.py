@@ -93,7 +93,7 @@ class TorchStep:
         self._state_rows = (batch.query_start, list(batch.state_slots))
         self._routing = routing
         self._residual: Tensor | None = None
-        """Of the layer that has chosen experts."""
+        """The residual stream of the layer that has chosen experts."""
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._positions = batch.positions
 

@@ -1,1 +1,1 @@
-"""How weights are stored: formats, blocks of codes, packed matrices."""
+"""Storage of weights: formats, blocks of codes, packed matrices."""

@@ -28,7 +28,7 @@ class BlockMatrix:
     """A matrix [N, K] in blocks; see ``QuantizedMatrix`` for one whose codes are taken apart."""
 
     weight_format: WeightFormat
-    """What it is laid out in; holds the codes of every part."""
+    """The format that it is laid out in; holds the codes of every part."""
     num_inputs: int
     """K."""
     parts: tuple[tuple[str, NDArray[np.uint8]], ...]

@@ -44,7 +44,7 @@ BLOCK_ROWS = 128
 SUPERBLOCK_SIZE = 256
 """Inputs whose scales and minima are integers times the same fp16 numbers."""
 TABLES = ("", "iq4nl", "iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s")
-"""As the native core counts them."""
+"""The same as the native core counts them."""
 LEVELS_ASIDE = ("iq2xxs", "iq3xxs")
 """Codebooks whose levels lie above the signs, within the bits of codes."""
 UPPER_BITS = ("iq2s", "iq3s")
@@ -52,7 +52,7 @@ UPPER_BITS = ("iq2s", "iq3s")
 
 
 class FormatFields(TypedDict):
-    """What the native core knows a format by."""
+    """The fields by which the native core knows a format."""
 
     bits: int
     group_size: int
@@ -65,7 +65,7 @@ class FormatFields(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
-    """How weights are stored.
+    """A storage format of weights.
 
     Integer formats: ``scale * (code - 2^(bits - 1))``, or ``scale * code + minimum``, where codes
     are unsigned, scale and minimum are fp16, one per group. Float formats: ``scale * code``, where
@@ -86,35 +86,36 @@ class WeightFormat:
     """Inputs that share a scale; 0 for values, and for one scale a row."""
     has_minimum: bool = False
     is_float: bool = False
-    """Whether codes of 8 bits are e4m3 and of 4 bits e2m1; values are floats either way."""
+    """True if codes of 8 bits are e4m3 and of 4 bits e2m1; values are floats either way."""
     scale_bits: int = 0
-    """Of the integers that scales and minima are in a superblock; 0: fp16 numbers a group."""
+    """Scale bits of the integers that scales and minima are in a superblock; 0: fp16 numbers a
+    group."""
     table: str = ""
     """The type of GGUF that has what codes are looked up in: iq4nl, whose values they are indices
     of, or one with a codebook of eight or four magnitudes an entry, beside which signs lie."""
     has_zeros: bool = False
-    """Whether minima are ``-scale * zero``, the zero an integer of 4 bits."""
+    """True if minima are ``-scale * zero``, the zero an integer of 4 bits."""
     down: "WeightFormat | None" = None
-    """Of experts alone: another format of their down projections."""
+    """Down of experts alone: another format of their down projections."""
 
     @property
     def is_integer(self) -> bool:
-        """Whether weights are integer codes, multiplied with int8 activations."""
+        """True if weights are integer codes, multiplied with int8 activations."""
         return self.bits < 16 and not self.is_float
 
     @property
     def is_stored_only(self) -> bool:
-        """Whether weights come from codes of a file alone, as nothing here codes values so."""
+        """True if weights come from codes of a file alone, as nothing here codes values so."""
         return self.scale_bits > 0 or bool(self.table) or self.has_zeros
 
     @property
     def holds_values(self) -> bool:
-        """Whether weights are stored as they are, without codes and scales."""
+        """True if weights are stored as they are, without codes and scales."""
         return self.bits >= 16
 
     @property
     def has_blocks(self) -> bool:
-        """Whether outputs share scales, those of a block of ``BLOCK_ROWS``."""
+        """True if outputs share scales, those of a block of ``BLOCK_ROWS``."""
         return self.is_float and self.bits == 8 and self.group_size > 0
 
     @property

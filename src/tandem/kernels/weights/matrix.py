@@ -28,19 +28,19 @@ __all__ = ["TENSORS", "MatrixSettings", "TensorMatrix", "make_matrix", "read_mat
 
 @dataclass(frozen=True, slots=True)
 class MatrixSettings:
-    """How matrices are stored and run."""
+    """The settings by which matrices are stored and run."""
 
     weight_format: WeightFormat | None = None
     """None: tensors of the model's dtype."""
     pool: ThreadPool | None = None
     """Runs the kernels of a format; borrowed for the life of the matrices."""
     keeps_codes: bool = False
-    """Whether a matrix that the checkpoint has in codes keeps them, each of its parts in the format
+    """True if a matrix that the checkpoint has in codes keeps them, each of its parts in the format
     of its own, whatever ``weight_format`` is."""
 
 
 TENSORS = MatrixSettings()
-"""As the checkpoint has them, for torch."""
+"""The same as the checkpoint has them, for torch."""
 
 
 class TensorMatrix:

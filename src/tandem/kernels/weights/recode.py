@@ -46,7 +46,7 @@ def make_plain(weight_format: WeightFormat) -> WeightFormat:
 
 
 def can_hold(wide: WeightFormat, narrow: WeightFormat) -> bool:
-    """Whether codes of ``narrow`` can be laid out in ``wide``."""
+    """Return True if codes of ``narrow`` can be laid out in ``wide``."""
     if wide == narrow:
         return True
     if wide.is_stored_only:

@@ -1,1 +1,1 @@
-"""How checkpoints store weights: a file for each format, ``codec`` for what all promise."""
+"""Codecs of stored weights: a file for each format, ``codec`` for what all promise."""

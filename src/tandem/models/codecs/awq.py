@@ -17,7 +17,7 @@ __all__ = ["AwqCodec"]
 BITS = 4
 PER_WORD = 8
 PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Where in a word each of eight outputs is."""
+"""The place of each of eight outputs in a word."""
 
 
 class AwqCodec(WordCodec):

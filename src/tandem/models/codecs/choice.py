@@ -1,4 +1,4 @@
-"""Which codec reads a checkpoint, and which of its tensors no codec needs."""
+"""The choice of the codec that reads a checkpoint, and the tensors that no codec needs."""
 
 from tandem.models.codecs.awq import AwqCodec
 from tandem.models.codecs.codec import Codec

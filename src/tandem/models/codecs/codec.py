@@ -1,4 +1,4 @@
-"""What every stored format promises: values, and codes in one of our formats where it has one.
+"""The interface of every stored format: values, and codes in one of our formats where it has one.
 
 A codec knows which tensors of a container a weight is made of. It owns no memory: it reads what
 ``StoredTensors`` maps, and what it returns is new.
@@ -35,10 +35,10 @@ class Codec(Protocol):
     """A stored format. Names are those of the weight in the skeleton, ``....weight`` mostly."""
 
     is_exact: bool
-    """Whether bfloat16 and float32 hold every value."""
+    """True if bfloat16 and float32 hold every value."""
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Whether ``name`` is stored in this format; marks nothing as used."""
+        """Return True if ``name`` is stored in this format; marks nothing as used."""
         ...
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:

@@ -40,7 +40,7 @@ class CompressedTensorsCodec:
         self._quantization = quantization
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Whether the weight is stored in words, in I8 or in e4m3."""
+        """Return True if the weight is stored in words, in I8 or in e4m3."""
         if f"{split_name(name)}.weight_packed" in stored.entries:
             return True
         entry = stored.entries.get(name)

@@ -22,7 +22,7 @@ E4M3 = {"F8_E4M3": torch.float8_e4m3fn}
 SCALES = {**FLOATS, "F8_E8M0": torch.float8_e8m0fnu}
 GROUP_SIZE = 128
 NAN_CODE = 0x7F
-"""Of e4m3, without its sign."""
+"""Nan code of e4m3, without its sign."""
 
 
 class Fp8Codec:
@@ -34,7 +34,7 @@ class Fp8Codec:
         self._quantization = quantization
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Whether the weight is stored in e4m3."""
+        """Return True if the weight is stored in e4m3."""
         entry = stored.entries.get(name)
         return entry is not None and entry.dtype in E4M3 and name.endswith(".weight")
 

@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """How a type codes weights."""
+    """The coding of weights by a type."""
 
     name: str
     weight_format: str
@@ -203,7 +203,7 @@ BLOCK_TYPES = {
         BlockType("IQ3_S", "iq3s", _split_by_codebook("IQ3_S")),
     )
 }
-"""What is read as codes, by type."""
+"""The types that are read as codes."""
 
 
 def find_block_type(name: str) -> BlockType:

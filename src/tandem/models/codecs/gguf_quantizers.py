@@ -21,7 +21,7 @@ from tandem.models.codecs.gguf_blocks import IQ4_NL_VALUES
 __all__ = ["QUANTIZED_TYPES", "quantize_rows"]
 
 Bytes = NDArray[Any]
-"""Of uint8."""
+"""Bytes of uint8."""
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int32]
 
@@ -198,7 +198,7 @@ def _search_third_scale(groups: Floats) -> Floats:
 
 
 class _Search:
-    """How scales and minima of groups are searched.
+    """The search for scales and minima of groups.
 
     Args:
         top: the largest code.

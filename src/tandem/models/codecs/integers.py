@@ -26,7 +26,7 @@ class IntegerMatrix:
     """Codes uint8 [N, K], scales float32 [N, G], zero points float32 [N, G], or one for all."""
 
     name: str
-    """Of the weight, for messages."""
+    """Name of the weight, for messages."""
     bits: int
     codes: Tensor
     scales: Tensor

@@ -22,7 +22,7 @@ GROUP_SIZE = 32
 """Inputs that share a scale."""
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""What the codes of a positive float of 4 bits stand for."""
+"""The values of the codes of a positive float of 4 bits."""
 
 HALVES = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5], dtype=torch.uint8)
 """Codes of half of each positive float, rounded to even; of 1.5 it is 0.75, which becomes 1."""
@@ -34,7 +34,7 @@ class Mxfp4Codec:
     is_exact: bool = True
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Whether there are blocks of ``name``."""
+        """Return True if there are blocks of ``name``."""
         return f"{name}{BLOCKS}" in stored.entries
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:

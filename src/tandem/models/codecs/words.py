@@ -1,4 +1,4 @@
-"""What formats whose codes lie in ``qweight``, words of 32 bits, have in common: GPTQ and AWQ."""
+"""The common part of formats whose codes lie in ``qweight``, words of 32 bits: GPTQ and AWQ."""
 
 from abc import ABC, abstractmethod
 
@@ -41,7 +41,7 @@ class WordCodec(ABC):
         """Read a weight, of this shape [N, K] if one is given."""
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Whether there is a ``qweight``."""
+        """Return True if there is a ``qweight``."""
         return f"{split_name(name)}.qweight" in stored.entries
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:

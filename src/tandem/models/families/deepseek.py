@@ -14,7 +14,8 @@ TOP_K_METHODS = {
     "deepseek_v3": ("noaux_tc",),
     "kimi_k2": ("noaux_tc",),
 }
-"""How routers may choose, by the ``model_type`` of the file; transformers' V3 knows one way."""
+"""Ways in which routers may choose, by the ``model_type`` of the file; transformers' V3 knows one
+way."""
 
 
 def find_problem(config: Any) -> tuple[str, str] | None:
@@ -40,5 +41,7 @@ def find_problem(config: Any) -> tuple[str, str] | None:
 
 
 def has_interleaved_latents(config: Any) -> bool:
-    """Whether rotated items are stored as pairs of neighbours; V3's configuration may say no."""
+    """Return True if rotated items are stored as pairs of neighbours; V3's configuration may say
+    no.
+    """
     return bool(getattr(config, "rope_interleave", True))

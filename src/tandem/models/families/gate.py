@@ -62,7 +62,7 @@ class Checkpoint:
     spec: ModelSpec
     """Without what only the modules tell; ``tandem.models.planning.roles`` completes it."""
     quantization: Quantization | None = None
-    """How its weights are coded; None = they are not."""
+    """The coding of its weights; None = they are not."""
 
 
 def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
@@ -226,7 +226,7 @@ REQUIRED = (
     "max_position_embeddings",
     "rope_parameters",
 )
-"""What the configuration of a decoder with rotary positions and grouped heads states."""
+"""Fields that the configuration of a decoder with rotary positions and grouped heads has."""
 
 
 def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ __all__ = ["FAMILIES", "PROVED_WITH", "Family", "classifies", "find_family", "ta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is special to a family; sizes are read off its modules."""
+    """The special traits of a family; sizes are read off its modules."""
 
     model_type: str
     config_type: str = ""
@@ -24,7 +24,7 @@ class Family:
     composite: str = ""
     """The ``model_type`` of models of this decoder that also take images; only text runs."""
     is_moe: bool = False
-    """Whether it has routed experts: for the nearest family that a refusal names."""
+    """True if it has routed experts: for the nearest family that a refusal names."""
     expert_formats: tuple[str, ...] = ()
     """Weight formats in which checkpoints may store experts, by ``quant_method``."""
     find_problem: Callable[[Any], tuple[str, str] | None] | None = None

@@ -1,1 +1,1 @@
-"""What a GGUF file says about its model: configuration, names of tensors, tokenizer."""
+"""The model of a GGUF file: configuration, names of tensors, tokenizer."""

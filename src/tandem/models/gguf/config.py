@@ -114,12 +114,12 @@ class Facts:
         return bool(value)
 
     def has(self, tensor: str) -> bool:
-        """Whether the file has a tensor."""
+        """Return True if the file has a tensor."""
         return tensor in self.tensors
 
     @property
     def head_dim(self) -> int:
-        """Of a key."""
+        """Items of a key."""
         per_head = self.count("embedding_length") // self.num_heads
         size = self.count("attention.key_length", per_head)
         if not size:
@@ -128,7 +128,7 @@ class Facts:
 
     @property
     def num_heads(self) -> int:
-        """Of queries."""
+        """Number of heads of queries."""
         heads = self.count("attention.head_count")
         if not heads:
             raise ConfigError(WHERE, f"{self.architecture}.attention.head_count is 0")
@@ -493,4 +493,4 @@ ARCHITECTURES: dict[str, Callable[[Facts], Config]] = {
     "gpt-oss": _gpt_oss,
     "minimax-m2": _minimax_m2,
 }
-"""What is special to an architecture of llama.cpp, by its name there."""
+"""The special traits of an architecture of llama.cpp, by its name there."""

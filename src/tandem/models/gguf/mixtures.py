@@ -1,4 +1,4 @@
-"""Which tensor of a file gets which type: llama.cpp's mixtures, such as Q4_K_M.
+"""The type of each tensor of a file: llama.cpp's mixtures, such as Q4_K_M.
 
 The rules are those of ``llama_tensor_get_type`` in llama.cpp's src/llama-quant.cpp, without an
 importance matrix: the head and, in some mixtures, values, down projections and the first and last
@@ -65,7 +65,7 @@ NOT_CODED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """What the rules ask of a model."""
+    """The facts of a model that the rules use."""
 
     architecture: str
     num_layers: int
@@ -80,7 +80,7 @@ class ModelSizes:
 
     @property
     def is_70b(self) -> bool:
-        """Whether llama.cpp calls the model one of 70B."""
+        """True if llama.cpp calls the model one of 70B."""
         return self.architecture in ("llama", "qwen2") and self.num_layers == 80
 
 

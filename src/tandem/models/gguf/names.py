@@ -1,4 +1,4 @@
-"""Which tensors of a GGUF file a weight of the skeleton is made of, and how.
+"""The tensors of a GGUF file that a weight of the skeleton is made of, and the way.
 
 llama.cpp's names are ``blk.LAYER.PART.weight``. Where its converter rearranged a weight, a
 ``Recipe`` says what to undo: rows of q and k of ``llama``, whose rotation pairs neighbours there;
@@ -19,7 +19,7 @@ __all__ = ["COPIES", "HARMLESS", "How", "Recipe", "make_recipes"]
 
 
 class How(Enum):
-    """What makes the weight of the skeleton out of the tensors of the file."""
+    """The operation that makes a weight of the skeleton out of tensors of the file."""
 
     PLAIN = auto()
     """The tensors one below the other; of experts, along their outputs."""
@@ -43,7 +43,7 @@ class How(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make a weight."""
+    """The recipe of a weight."""
 
     tensors: tuple[str, ...]
     how: How = How.PLAIN
@@ -115,7 +115,7 @@ SPECIAL = {
     "gpt-oss": SECOND_NORM,
     **dict.fromkeys(STATE_ARCHITECTURES, SECOND_NORM),
 }
-"""Where an architecture calls a module otherwise."""
+"""Names of modules that an architecture calls otherwise."""
 
 CENTRED_NORMS = ("gemma2", "gemma3", *STATE_ARCHITECTURES)
 """Architectures whose norms hold 1 + weight, but for those of a state's heads."""

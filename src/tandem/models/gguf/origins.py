@@ -1,4 +1,4 @@
-"""Which weights the tensors of a GGUF file are made of: ``names``, read the other way."""
+"""The weights that the tensors of a GGUF file are made of: ``names``, read the other way."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ class Origin:
 
     weight: str
     shape: tuple[int, ...]
-    """Of the weight."""
+    """Shape of the weight."""
     recipe: Recipe
     part: int
     """Place among the tensors of the recipe."""

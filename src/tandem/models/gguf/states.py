@@ -47,7 +47,7 @@ class StateSizes:
         return rows.swapaxes(0, 1).ravel() if self.is_tiled else rows.ravel()
 
     def order_channels(self) -> Order:
-        """The same of the rows of all queries, all keys and all values."""
+        """Return the same of the rows of all queries, all keys and all values."""
         first = 2 * self.num_k_heads * self.key_dim
         return np.concatenate((np.arange(first), first + self.order_heads(self.value_dim)))
 

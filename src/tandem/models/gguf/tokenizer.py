@@ -89,16 +89,16 @@ DIGITS = (r"\p{N}",)
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How text is split before BPE."""
+    """The splitting of text before BPE."""
 
     patterns: tuple[str, ...] = ()
     """One after the other; empty for GPT-2's own."""
     is_gpt2: bool = False
-    """Whether GPT-2's pattern follows."""
+    """True if GPT-2's pattern follows."""
     is_nfc: bool = False
-    """Whether text is normalized first."""
+    """True if text is normalized first."""
     keeps_whole: bool = False
-    """Whether a piece that is a token is taken without merges."""
+    """True if a piece that is a token is taken without merges."""
 
 
 SPLITTINGS = {
@@ -139,7 +139,7 @@ OF_FAMILY = {"<|user|>": ("glm4", "glm4moe")}
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """What a file says about text."""
+    """The tokenizer that a file describes."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]

@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: a folder, or a snapshot of a hub repository.
+"""The place of a checkpoint's files: a folder, or a snapshot of a hub repository.
 
 Downloading is huggingface_hub's business: it resumes, honours mirrors (HF_ENDPOINT) and offline
 mode (HF_HUB_OFFLINE), and keeps its own cache. This module only names what we need of a

@@ -166,7 +166,7 @@ class CausalModel:
 
     @property
     def is_fused(self) -> bool:
-        """Whether every layer runs as one operator, so that the skeleton's forward is not used."""
+        """True if every layer runs as one operator, so that the skeleton's forward is not used."""
         return self._fused is not None
 
     @property

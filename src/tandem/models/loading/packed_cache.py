@@ -83,7 +83,7 @@ def choose_root(wish: str, folder: Path, size_bytes: int) -> Path | None:
 
 
 def may_write_cache(wish: str, folder: Path) -> bool:
-    """Whether loading a checkpoint may write packed weights; by the size of its files alone.
+    """Return True if loading a checkpoint may write packed weights; by the size of its files alone.
 
     Args: as of ``choose_root``.
     """
@@ -95,7 +95,7 @@ def may_write_cache(wish: str, folder: Path) -> bool:
 
 
 def has_manifest(root: Path) -> bool:
-    """Whether anything was kept under a root of ``choose_root``, of whatever source."""
+    """Return True if anything was kept under a root of ``choose_root``, of whatever source."""
     return next(root.glob(f"*/{MANIFEST_NAME}"), None) is not None
 
 
@@ -107,7 +107,7 @@ class PackedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PackedManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a folder of packed weights was made from, and what is finished."""
+    """The source of a folder of packed weights, and the parts that are finished."""
 
     layout: str
     source: str

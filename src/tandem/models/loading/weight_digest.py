@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_ROOT = Path("~/.cache/tandem/digests")
 
 LEAF_BYTES = 64 << 20
-"""Of a tensor, what one hash takes in; part of the definition of the digest."""
+"""Bytes of a tensor, what one hash takes in; part of the definition of the digest."""
 
 READ_BYTES = 1 << 20
 """Read at once: a buffer that stays in a core's L2 between the copy and the hash."""
@@ -56,7 +56,7 @@ Progress = Callable[[int, int, str], None]
 
 
 class FileState(NamedTuple):
-    """What is compared to know that a file has not changed."""
+    """The facts that are compared to know that a file has not changed."""
 
     inode: int
     size_bytes: int

@@ -1,1 +1,1 @@
-"""What a checkpoint is and how it will run, before a weight is read."""
+"""Planning of a checkpoint, before a weight is read."""

@@ -91,7 +91,7 @@ def _choose_norm(module: Any) -> str:
 
 
 OPERATORS: Registry[OperatorEntry] = Registry("operator")
-"""What ``replace: {class: ...}`` may name."""
+"""The operators that ``replace: {class: ...}`` may name."""
 
 _ALIASES = {
     "Linear": ("KTransformersLinear",),

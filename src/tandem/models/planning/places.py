@@ -1,4 +1,4 @@
-"""Where a plan keeps the matrices of each layer, short enough for ``/server_info``. Pure."""
+"""The device of each layer's matrices in a plan, short enough for ``/server_info``. Pure."""
 
 from collections.abc import Iterable
 from itertools import groupby

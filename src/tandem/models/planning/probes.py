@@ -1,4 +1,4 @@
-"""What a module of the skeleton computes, found by running it on a few numbers.
+"""The computation of a module of the skeleton, found by running it on a few numbers.
 
 Modules of transformers' families have the same parts and differ in what they do with them: a norm
 may add 1 to its weight, a router may take a softmax or a sigmoid. Rather than know each class by
@@ -55,7 +55,7 @@ class UnfitModuleError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What an attention module does between its projections."""
+    """The call of an attention module between its projections."""
 
     scale: float
     rule: AttentionRule
@@ -372,7 +372,9 @@ def read_frequencies(rotary: Any, layer_type: str) -> tuple[Tensor, float]:
 
 
 def gives_whole_angles(rotary: Any) -> bool:
-    """Whether a rotary embedding gives an angle for each item, not for each pair as gpt-oss's."""
+    """Return True if a rotary embedding gives an angle for each item, not for each pair as
+    gpt-oss's.
+    """
     if not hasattr(rotary, "inv_freq"):
         return True
     x = torch.empty(1, 1, 1, device="meta")
@@ -384,7 +386,9 @@ def gives_whole_angles(rotary: Any) -> bool:
 
 
 def _has_interleaved_rope(module: nn.Module, width: int) -> bool:
-    """Whether an attention module rotates neighbours (2 i, 2 i + 1), not halves (i, i + r / 2)."""
+    """Return True if an attention module rotates neighbours (2 i, 2 i + 1), not halves (i, i + r /
+    2).
+    """
     rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if rotate is None:
         raise UnfitModuleError(f"{type(module).__name__} rotates in another way")

@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are coded, as its ``quantization_config`` says: plain data.
+"""The coding of a checkpoint's weights, as its ``quantization_config`` says: plain data.
 
 Five methods are read: DeepSeek's fp8 blocks, compressed-tensors, GPTQ, AWQ and gpt-oss's mxfp4;
 what of them is not read here is refused by name. Which weights are coded is decided by the tensors
@@ -32,19 +32,19 @@ GROUPS = {4: (128, 64, 32), 8: (128, 64, 32, 16)}
 MAX_GROUP = 1 << 24
 MAX_PATTERN_CHARS = 300
 MAX_REPEATS = 3
-"""Of a pattern from a file: with more, a hostile one takes hours on a name."""
+"""Most repeats of a pattern from a file: with more, a hostile one takes hours on a name."""
 
 FIELD = "quantization_config"
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one kind of weights is coded."""
+    """The coding of one kind of weights."""
 
     bits: int
     """8 or 4."""
     is_float: bool = False
-    """Whether codes are e4m3 or e2m1 instead of integers."""
+    """True if codes are e4m3 or e2m1 instead of integers."""
     group_size: int = 0
     """Inputs that share a scale; 0 = all of an output."""
     is_symmetric: bool = True
@@ -52,7 +52,7 @@ class Scheme:
     block: tuple[int, int] | None = None
     """e4m3: (outputs, inputs) that share a scale; (0, 0) is the whole tensor; None: one output."""
     is_ordered: bool = False
-    """Whether inputs belong to groups in another order than their own (act-order)."""
+    """True if inputs belong to groups in another order than their own (act-order)."""
 
     def find_format(self, inputs: int) -> WeightFormat | None:
         """Return our format that holds codes of so many inputs; None where none does."""
@@ -93,7 +93,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """What a ``quantization_config`` says."""
+    """The content of a ``quantization_config``."""
 
     method: str
     """One of ``METHODS``."""
@@ -102,7 +102,7 @@ class Quantization:
     ignored: tuple[str, ...] = ()
     """Modules that are not coded: names or patterns."""
     notes: tuple[str, ...] = ()
-    """What of it has no use here, and why."""
+    """Parts of it that have no use here, with the reason."""
     is_offset: bool = False
     """GPTQ: whether stored zero points are one less than they mean."""
 
@@ -212,7 +212,7 @@ def _check_pattern(pattern: str, field: str) -> None:
 
 
 def _is_target(module: str, target: str) -> bool:
-    """As compressed-tensors: a class of modules, a pattern, or a name."""
+    """Do as compressed-tensors: a class of modules, a pattern, or a name."""
     if target in ("Linear", "Experts"):
         return True
     if target.startswith("re:"):

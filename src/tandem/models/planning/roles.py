@@ -1,4 +1,4 @@
-"""What the modules of a skeleton are, told by the parts they have: roles, matrices and counts.
+"""The roles of a skeleton's modules, told by the parts they have: roles, matrices and counts.
 
 transformers names the parts of attention, MLPs and experts alike in all families, so a family needs
 no arithmetic of its own: sizes are read off the modules that its class built on the meta device.
@@ -103,17 +103,17 @@ class RawMatrix:
     shape: tuple[int, ...]
     """[N, K], of experts [E, 3 F, D], of matrices that each head has one of [H, N, K]."""
     is_shared: bool = False
-    """Whether another module holds the same tensor, and is listed before."""
+    """True if another module holds the same tensor, and is listed before."""
 
 
 @dataclass(slots=True)
 class Vectors:
-    """What a checkpoint holds beside matrices."""
+    """The weights of a checkpoint beside matrices."""
 
     num_weights: int = 0
-    """Of norms and biases, which are kept in the type that the model runs in."""
+    """Number of weights of norms and biases, which are kept in the type that the model runs in."""
     num_buffered: int = 0
-    """Of buffers, such as the routers' correction biases."""
+    """Number of buffered of buffers, such as the routers' correction biases."""
     buffered_bytes: int = 0
     """Buffers are kept in the type that the skeleton gives them."""
 
@@ -203,7 +203,7 @@ def _is_tied_head(model: Any, module: nn.Module) -> bool:
 
 
 def has_layered_rope(config: Any) -> bool:
-    """Whether the RoPE depends on the type of the layer."""
+    """Return True if the RoPE depends on the type of the layer."""
     return any(isinstance(value, dict) for value in config.rope_parameters.values())
 
 

@@ -1,4 +1,5 @@
-"""Which matrices of a skeleton a checkpoint has as codes, and which format of ours holds them.
+"""The matrices of a skeleton that a checkpoint has as codes, and the formats of ours that hold
+them.
 
 Read off the headers of the weights where they are there, else off the ``quantization_config``.
 """
@@ -24,7 +25,7 @@ __all__ = ["StoredMatrix", "StoredModel", "read_stored"]
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """How the checkpoint has a matrix."""
+    """The storage of a matrix in the checkpoint."""
 
     storage: str = ""
     """The codes in words, for plans; empty for values."""
@@ -36,7 +37,9 @@ class StoredMatrix:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """How a checkpoint that has codes has its matrices; empty for one that has values only."""
+    """The storage of the matrices of a checkpoint that has codes; empty for one that has values
+    only.
+    """
 
     matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
     """By the skeleton's module; those that are multiplied."""
@@ -54,7 +57,7 @@ class StoredModel:
         return formats.pop() if len(formats) == 1 else None
 
     def is_mixed(self, name: str) -> bool:
-        """Whether all matrices of a module are in codes, and not all in one format."""
+        """Return True if all matrices of a module are in codes, and not all in one format."""
         formats = {matrix.weight_format for matrix in self.find(name)}
         return len(formats) > 1 and None not in formats
 

@@ -1,4 +1,4 @@
-"""Where our model first leaves eager's: the layer, and the operator in it."""
+"""The first place at which our model leaves eager's: the layer, and the operator in it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +62,7 @@ def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one of eager's modules was given, and what it returned."""
+    """The input and the result of one of eager's modules."""
 
     given: Tensor
     others: tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""What a proof found, as data: kept between runs and printed by ``tandem verify``."""
+"""The result of a proof, as data: kept between runs and printed by ``tandem verify``."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_ok(self) -> bool:
-        """Whether every logit is within the bound."""
+        """True if every logit is within the bound."""
         return self.excess <= 1.0
 
 
@@ -34,7 +34,7 @@ class Flip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """What came out for one configuration."""
+    """The result for one configuration."""
 
     key: str
     """SHA-256 over the code, transformers' version and the tiny configuration; empty: not kept."""
@@ -42,7 +42,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     transformers: str
     eager_excess: float
-    """Of eager's own float32: that the bound is no excuse."""
+    """Eager excess of eager's own float32: that the bound is no excuse."""
     checks: tuple[Check, ...]
     flips: tuple[Flip, ...]
     problem: str = ""
@@ -50,5 +50,5 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_proved(self) -> bool:
-        """Whether models of this configuration may run."""
+        """True if models of this configuration may run."""
         return not self.problem

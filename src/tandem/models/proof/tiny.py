@@ -26,29 +26,30 @@ __all__ = [
 MATRIX_GAIN, SCORE_GAIN = 1.3, 2.0
 """On a matrix that keeps the size of what passes; on one of scores, so that they tell apart."""
 CONDITION = 4.0
-"""What another order of the sums may differ more than eager's does."""
+"""The factor by which another order of the sums may differ more than eager's does."""
 MAX_EAGER_EXCESS = 12.0
 VECTOR_SPREAD = 0.3
-"""Of norms about 1 (or 0, where the norm adds 1), and of biases about 0."""
+"""Vector spread of norms about 1 (or 0, where the norm adds 1), and of biases about 0."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What eager computes, exactly and in float32, and how far float32 may be off."""
+    """The results of eager, exact and in float32, and the bound of float32's error."""
 
     exact: NDArray[np.float64]
     """[T, V] in float64."""
     bound: NDArray[np.float64]
-    """Of another order of the same sums: the derived one, or what this model's conditioning needs.
+    """Bound of another order of the same sums: the derived one, or what this model's conditioning
+    needs.
 
     Scores that tell tokens and experts apart amplify roundings, which the derivation does not see;
     eager's own float32 shows by how much."""
     eager_excess: float
-    """Of eager's own float32, in units of the derived bound."""
+    """Error of eager's own float32, in units of the derived bound."""
 
     @property
     def is_useful(self) -> bool:
-        """Whether the model is tame enough to tell errors from roundings."""
+        """True if the model is tame enough to tell errors from roundings."""
         return self.eager_excess <= MAX_EAGER_EXCESS
 
     def find_excess(self, logits: Tensor) -> float:

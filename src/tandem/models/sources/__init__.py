@@ -1,1 +1,1 @@
-"""Where weights come from: a file for each kind of container, ``source`` for what all promise."""
+"""Sources of weights: a file for each kind of container, ``source`` for what all promise."""

@@ -1,4 +1,4 @@
-"""Which container a checkpoint is in."""
+"""The container of a checkpoint."""
 
 from pathlib import Path
 

@@ -53,7 +53,7 @@ CODED_HOW = (
     How.ORDERED,
     How.TURNED_INPUTS,
 )
-"""What leaves the inputs of an output together, and so its codes as they are."""
+"""Recipes that leave the inputs of an output together, and so its codes as they are."""
 
 
 class GgufSource:
@@ -125,7 +125,7 @@ class GgufSource:
             )
 
     def has(self, name: str) -> bool:
-        """Whether the file holds all of a weight."""
+        """Return True if the file holds all of a weight."""
         return name in self._recipes
 
     def find_storage(self, name: str) -> str:
@@ -258,7 +258,9 @@ class GgufSource:
         return self._ledger.check(known)
 
     def holds_exactly(self, dtype: torch.dtype) -> bool:
-        """Whether reading in ``dtype`` rounds no stored tensor; codes are decoded to float32."""
+        """Return True if reading in ``dtype`` rounds no stored tensor; codes are decoded to
+        float32.
+        """
         kinds = {tensor.kind for tensor in self.files.tensors.values()}
         stored = {TORCH_DTYPES.get(kind, torch.float32) for kind in kinds}
         return all(torch.promote_types(kind, dtype) == dtype for kind in stored)

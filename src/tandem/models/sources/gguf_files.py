@@ -77,10 +77,10 @@ class GgufFiles:
     """The headers of a model: one file, or all parts."""
 
     metadata: Mapping[str, Value]
-    """Of the first part."""
+    """Metadata of the first part."""
     tensors: Mapping[str, GgufTensor]
     paths: Mapping[str, Path]
-    """Of each tensor."""
+    """Paths of each tensor."""
 
     @classmethod
     def open(cls, path: Path) -> "GgufFiles":
@@ -114,7 +114,7 @@ class GgufFiles:
 
     @property
     def architecture(self) -> str:
-        """As llama.cpp calls it."""
+        """The same as llama.cpp calls it."""
         return str(self.metadata.get("general.architecture"))
 
     def read_floats(self, name: str) -> list[float]:

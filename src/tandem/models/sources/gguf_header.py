@@ -34,7 +34,7 @@ MAX_TENSORS = 1 << 16
 MAX_HEADER_BYTES = 256 << 20
 """Far above any tokenizer's; what stands between a header and the memory that it may take."""
 MAX_ELEMENTS = 1 << 22
-"""Of all arrays together: strings become objects, of some 60 bytes each."""
+"""Most elements of all arrays together: strings become objects, of some 60 bytes each."""
 MAX_NAME_BYTES = 1 << 16
 MAX_DIMENSIONS = 4
 MAX_WEIGHTS = 1 << 48
@@ -107,7 +107,7 @@ Value = int | float | bool | str | list[str] | Numbers
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies, and what its bytes are."""
+    """The place and the type of a tensor."""
 
     name: str
     kind: str
@@ -121,7 +121,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a file says about itself."""
+    """The header of a file."""
 
     path: Path
     metadata: Mapping[str, Value]

@@ -249,7 +249,7 @@ class SafetensorsSource:
                 )
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds ``name``, as it is or coded."""
+        """Return True if the checkpoint holds ``name``, as it is or coded."""
         return name in self.entries or self._find_codec(name) is not None
 
     def list_coded(self) -> dict[str, tuple[int, ...]]:
@@ -343,7 +343,7 @@ class SafetensorsSource:
         return self._ledger.check(harmless)
 
     def holds_exactly(self, dtype: torch.dtype) -> bool:
-        """Whether reading in ``dtype`` rounds no stored tensor."""
+        """Return True if reading in ``dtype`` rounds no stored tensor."""
         if self._codec is not None and not self._codec.is_exact:
             return False
         return all(

@@ -1,4 +1,4 @@
-"""What every container of weights promises, and the account of what was read from it.
+"""The interface of every container of weights, and the account of what was read from it.
 
 A container (safetensors, GGUF) gives tensors as they are stored; a codec (``tandem.models.codecs``)
 knows what their bytes stand for. Operators see neither: a ``WeightSource`` gives a weight's values,
@@ -63,19 +63,19 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor is: byte range within ``path``, header already skipped."""
+    """The place of one tensor: byte range within ``path``, header already skipped."""
 
     name: str
     path: Path
     dtype: str
-    """As the container calls it."""
+    """The same as the container calls it."""
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
 class StoredTensors(Protocol):
-    """What a codec reads from: tensors as they are stored, by the container's names."""
+    """The source that a codec reads from: tensors as they are stored, by the container's names."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -124,7 +124,7 @@ class WeightSource(WeightReader, Protocol):
         ...
 
     def holds_exactly(self, dtype: torch.dtype) -> bool:
-        """Whether reading in ``dtype`` rounds no stored tensor."""
+        """Return True if reading in ``dtype`` rounds no stored tensor."""
         ...
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class WeightSource(WeightReader, Protocol):
 
 
 class UseLedger:
-    """Which tensors of a container were used; tells progress.
+    """The tensors of a container that were used; tells progress.
 
     Args:
         entries: all tensors.

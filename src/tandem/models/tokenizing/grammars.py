@@ -52,7 +52,7 @@ def _find_limits() -> Any:
 
 
 class _Vocabulary:
-    """What ``llguidance.LLTokenizer`` reads of a vocabulary."""
+    """The fields that ``llguidance.LLTokenizer`` reads of a vocabulary."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

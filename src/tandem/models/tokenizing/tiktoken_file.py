@@ -20,7 +20,7 @@ __all__ = ["FILE_NAME", "KNOWN_CLASS", "build_tokenizer", "spell_bytes"]
 
 FILE_NAME = "tiktoken.model"
 KNOWN_CLASS = "TikTokenTokenizer"
-"""What ``tokenizer_class`` of Kimi-K2, Moonlight and Kimi-Linear says."""
+"""The value of ``tokenizer_class`` of Kimi-K2, Moonlight and Kimi-Linear says."""
 
 NUM_SPECIAL, MOST_SPECIAL = 256, 258
 """Ids behind the file's that are special; those without a name are ``<|reserved_token_{id}|>``. The

@@ -1,1 +1,1 @@
-"""Who may connect: keys, the gate of CURVE, the folder of Unix sockets."""
+"""Permission to connect: keys, the gate of CURVE, the folder of Unix sockets."""

@@ -44,7 +44,7 @@ ZAP_DOMAIN = "tandem"
 
 
 class AuthKind(StrEnum):
-    """How a channel is authenticated."""
+    """The authentication of a channel."""
 
     LOCAL = "local"
     RUN = "run"
@@ -52,7 +52,8 @@ class AuthKind(StrEnum):
 
 
 class Auth:
-    """What one side proves and demands. Make it with one of the class methods.
+    """The proof that one side gives, and the one that it demands. Make it with one of the class
+    methods.
 
     Immutable; may be shared by any number of servers and clients.
     """
@@ -151,7 +152,7 @@ class Auth:
 
     @property
     def uses_curve(self) -> bool:
-        """Whether connections are encrypted and their keys checked."""
+        """True if connections are encrypted and their keys checked."""
         return self.kind is not AuthKind.LOCAL
 
     def admits(self, client_public_key: bytes) -> bool:

@@ -35,7 +35,7 @@ FALLBACK_PARENT = Path("/tmp")  # noqa: S108 - the shortest writable path; the f
 PROBE_TIMEOUT_S = 1.0
 
 PREFIX = "tandem-run-"
-"""Of folders with a random name, all locked by their owners."""
+"""Prefix of folders with a random name, all locked by their owners."""
 PREFIX_UNLOCKED = "tandem-new-"
 
 _locks: dict[Path, int] = {}

@@ -23,12 +23,12 @@ class Endpoint:
 
     @property
     def is_local_socket(self) -> bool:
-        """Whether this is a Unix socket."""
+        """True if this is a Unix socket."""
         return self.path is not None
 
     @property
     def is_loopback(self) -> bool:
-        """Whether TCP stays on this machine; a name other than localhost is taken to leave it."""
+        """True if TCP stays on this machine; a name other than localhost is taken to leave it."""
         if self.is_local_socket:
             return False
         if self.host == "localhost":

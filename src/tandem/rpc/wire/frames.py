@@ -68,7 +68,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """What the other side must respect towards the side that says it."""
+    """The bounds that the other side must respect."""
 
     max_message_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     lease_ms: Annotated[int, Meta(ge=20, lt=2**31)]
@@ -77,7 +77,7 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LaneOffer(msgspec.Struct, frozen=True, array_like=True):
-    """Where the side that says it takes calls beside the socket; see ``rpc.lane``."""
+    """The lane on which a side takes calls beside the socket; see ``rpc.lane``."""
 
     address: Annotated[str, Meta(max_length=1024)]
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -85,7 +85,7 @@ class LaneOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True):
-    """What each side says of itself when a session begins."""
+    """The first message of each side of a session."""
 
     protocol: Version
     min_protocol: Version
@@ -123,7 +123,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=3):
     timeout_ms: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MS)]
     body: Raw
     number: Unsigned = 0
-    """Of this call among those of its way, by the socket or by a lane, from 1; rises."""
+    """Number of this call among those of its way, by the socket or by a lane, from 1; rises."""
     after: Unsigned = 0
     """Number of the last call that was sent by the other way before: it begins after that one."""
 
@@ -169,7 +169,7 @@ class LaneEnd(msgspec.Struct, frozen=True, array_like=True, tag=9):
 
 
 class _Opening(msgspec.Struct, frozen=True, array_like=True):
-    """What a greeting of any version begins with."""
+    """The beginning of a greeting of any version."""
 
     tag: int
     protocol: Version

@@ -1,1 +1,1 @@
-"""What clients ask for: the endpoints, and what their requests and answers have in common."""
+"""The API that clients use: the endpoints, and what their requests and answers have in common."""

@@ -93,9 +93,9 @@ class KeptResponses:
         self._max_idle_s = max_idle_s
         self._max_total_bytes = max_total_bytes
         self._shelves: dict[bytes, _Shelf] = {}
-        """Of clients that have something."""
+        """Shelves of clients that have something."""
         self._conversations: OrderedDict[_Conversation, None] = OrderedDict()
-        """Of all clients, the least recently used one first."""
+        """Conversations of all clients, the least recently used one first."""
         self._num_bytes = 0
         self._lock = threading.Lock()
 

@@ -18,7 +18,7 @@ _ADAPTER_NAME = re.compile(r"[\w.:/@+-]{1,256}")
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """What clients may ask for.
+    """The names that clients may ask for.
 
     Attributes:
         served: listed by ``/v1/models``; the first is reported where a client names none of them.

@@ -29,7 +29,8 @@ _show_decoder = msgspec.json.Decoder(ShowRequest)
 _API_VERSION = "0.12.11"
 """The version of Ollama whose API this is: clients compare it before they use a part of it."""
 _FOREVER = "2318-12-31T23:59:59Z"
-"""When the model is dropped from memory; Ollama too names a date far away for never."""
+"""The moment at which the model is dropped from memory; Ollama too names a date far away for
+never."""
 
 
 def _answer(reply: msgspec.Struct) -> Response:

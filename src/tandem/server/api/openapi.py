@@ -140,7 +140,7 @@ _ERRORS = {
     "503": "The queue is full or no instance serves: try again after `Retry-After` seconds.",
     "504": "The time limit of the request, or of the server, is over.",
 }
-"""Of endpoints that take a body."""
+"""Errors of endpoints that take a body."""
 
 
 def _make_error(description: str, schema_of: dict[Any, Any]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ class PromptEncoder:
 
     @property
     def call_form(self) -> OutputFormat:
-        """How calls are written: the model's own form, or the one that it is told to use."""
+        """The format of calls: the model's own form, or the one that it is told to use."""
         own = self.form
         has_calls = own is not None and (own.calls is not None or own.is_harmony)
         return own if own is not None and has_calls else FORMATS["qwen"]

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What the checkpoint's authors recommend; None where they say nothing."""
+    """The values that the checkpoint's authors recommend; None where they say nothing."""
 
     temperature: fields.Temperature | None = None
     top_p: fields.TopP | None = None

@@ -1,4 +1,4 @@
-"""What runs and how it fares: models, health, readiness, information, metrics, cache control."""
+"""The state of the server: models, health, readiness, information, metrics, cache control."""
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST

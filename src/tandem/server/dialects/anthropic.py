@@ -104,7 +104,7 @@ class _Answer:
     stop_reason: str | None = None
     has_begun: bool = False
     kind: str = ""
-    """Of the block that a stream has open; empty for none."""
+    """Kind of the block that a stream has open; empty for none."""
     num_blocks: int = 0
     num_calls: int = 0
     is_cumulative: bool = field(init=False, default=False)

@@ -1,4 +1,4 @@
-"""What the OpenAI requests have in common, from their fields to plans of generations.
+"""The common part of the OpenAI requests, from their fields to plans of generations.
 
 Owns the list of fields that are known, not supported, and refused by name because ignoring them
 would change the answer.
@@ -75,7 +75,7 @@ CHAT_REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name
 
 
 class TokenLimit:
-    """How many tokens the client asked for, and under which name.
+    """The number of tokens that the client asked for, and the field's name.
 
     Args:
         asked: None if it did not.

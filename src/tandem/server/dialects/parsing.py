@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """What makes parsers, and the special tokens that they have to see."""
+    """The maker of parsers, and the special tokens that they have to see."""
 
     make_parser: Callable[[], OutputParser]
     shown_ids: frozenset[int]

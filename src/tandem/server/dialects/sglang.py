@@ -61,7 +61,7 @@ _raw_list = msgspec.json.Decoder(list[Raw])
 
 @dataclass(slots=True)
 class _Progress:
-    """What one choice has produced so far."""
+    """The output of one choice so far."""
 
     rid: str
     wants_logprobs: bool

@@ -20,8 +20,8 @@ __all__ = ["ClientGoneError", "limit_time", "read_body", "run_while_connected"]
 _T = TypeVar("_T")
 
 _DISCARD_S = 1.0
-"""How long to go on reading what was too large: a client that still sends would take the closed
-connection for an error and not read the answer."""
+"""Seconds for which a body that was too large is read on: a client that still sends would take the
+closed connection for an error and not read the answer."""
 
 
 class ClientGoneError(Exception):

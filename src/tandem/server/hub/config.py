@@ -16,7 +16,7 @@ Size = Annotated[str, Meta(pattern=SIZE_PATTERN)]
 
 
 class HubConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which models one server has."""
+    """The models of one server."""
 
     file: Annotated[
         str,
@@ -31,13 +31,13 @@ class HostedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One model."""
 
     path: Annotated[str, Meta(min_length=1)]
-    """As `tandem serve` is given it."""
+    """The same as `tandem serve` is given it."""
     memory: Size = ""
     """It needs while it is awake; empty: the size of its weights and of engine.kv_cache_gib."""
     is_pinned: bool = msgspec.field(default=False, name="pinned")
     """It never sleeps to make room for another."""
     settings: dict[str, Any] = {}
-    """As in a file for ``--config``; they come before those of the server."""
+    """The same as in a file for ``--config``; they come before those of the server."""
 
     @property
     def memory_bytes(self) -> int:

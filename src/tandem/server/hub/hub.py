@@ -74,7 +74,7 @@ class HostedModel:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has requests."""
+        """True if it has requests."""
         return bool(self.num_entering or self.engine.num_live)
 
 
@@ -193,7 +193,7 @@ class ModelHub:
             await self._sleep(model)
 
     async def evict(self, name: str) -> None:
-        """As ``sleep``, and prepare nothing."""
+        """Do as ``sleep``, and prepare nothing."""
         model = self.find(name)
         async with self._waking:
             await self._sleep(model)

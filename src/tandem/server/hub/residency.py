@@ -1,4 +1,4 @@
-"""Which models are awake, within a memory budget: the decision. Pure.
+"""The decision which models are awake within a memory budget. Pure.
 
 Models wake in the order in which they were first asked for. To make room, those sleep that nobody
 asked for the longest; one that is busy ends its requests first, and its new ones wait their turn.
@@ -45,7 +45,7 @@ class Residency:
 
     @property
     def used_bytes(self) -> int:
-        """Of those that are awake."""
+        """Bytes of those that are awake."""
         return sum(self._needs[name] for name in self._awake)
 
     def need_of(self, name: str) -> int:

@@ -17,7 +17,7 @@ _HEAD = re.compile(
 
 
 class CallReader:
-    """Where the readers of a format take text from and put calls to.
+    """The text that the readers of a format take, and the calls that they find.
 
     Args:
         source: of the text.

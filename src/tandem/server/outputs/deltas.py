@@ -38,7 +38,7 @@ class CallStart(NamedTuple):
     """Number of the call in the answer, from 0."""
     name: str
     id: str | None = None
-    """As the model wrote it; None if its format has no ids."""
+    """The same as the model wrote it; None if its format has no ids."""
 
 
 class ArgumentsDelta(NamedTuple):

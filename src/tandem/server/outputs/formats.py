@@ -20,7 +20,7 @@ CallSyntax = Callable[[CallReader], Reading[bool]]
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """How a family of models writes.
+    """The output format of a family of models.
 
     Args:
         signs: texts that its chat templates have, all of them; none for what no template shows.

@@ -38,7 +38,7 @@ class _Passage:
             self._emit(kept)
 
     def cut(self) -> None:
-        """A mark follows: white space before it says nothing."""
+        """Note that a mark follows: white space before it says nothing."""
         self._held = ""
         self._is_at_mark = True
 

@@ -11,14 +11,14 @@ __all__ = ["AdapterReply", "LoadAdapterRequest", "UnloadAdapterRequest"]
 
 
 _NAME = Meta(extra_json_schema={"pattern": "^[\\w.:/@+-]{1,256}$"})
-"""As ``ModelNames.check_adapter_name`` has it."""
+"""The same as ``ModelNames.check_adapter_name`` has it."""
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
     """POST /v1/load_lora_adapter and /load_lora_adapter."""
 
     lora_name: Annotated[fields.Name, _NAME]
-    """What requests call it."""
+    """The name that requests use for it."""
     lora_path: fields.Name
     """Within the folder of adapters: relative to it, or absolute."""
 
@@ -30,7 +30,7 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class AdapterReply(msgspec.Struct, kw_only=True):
-    """What SGLang answers to both."""
+    """SGLang's answer to both."""
 
     success: bool
     error_message: str = ""

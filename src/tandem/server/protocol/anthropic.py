@@ -63,7 +63,7 @@ class AnthropicTool(msgspec.Struct):
 
 
 class AnthropicChoice(msgspec.Struct):
-    """Which tools are to be called."""
+    """The choice of tools to be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: fields.Name | None = None
@@ -71,7 +71,7 @@ class AnthropicChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """Whether the model is to reason before it answers."""
+    """True if the model is to reason before it answers."""
 
     type: str
     budget_tokens: fields.Count | None = None

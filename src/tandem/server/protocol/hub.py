@@ -32,4 +32,4 @@ class HostedModels(msgspec.Struct, kw_only=True):
 
     models: list[HostedModelStatus]
     used_bytes: int
-    """Of those that are awake."""
+    """Bytes of those that are awake."""

@@ -52,7 +52,7 @@ __all__ = [
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream reports beside its text."""
+    """The facts that a stream reports beside its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -67,7 +67,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What chat and completions have in common. ``null`` is the same as leaving a field out."""
+    """The common fields of chat and completions. ``null`` is the same as leaving a field out."""
 
     model: fields.Name | None = None
     stream: bool | None = None
@@ -137,7 +137,7 @@ class InputCall(msgspec.Struct):
 
 
 class Function(msgspec.Struct, omit_defaults=True):
-    """What a model may call."""
+    """A function that a model may call."""
 
     name: fields.FunctionName
     description: str | None = None
@@ -246,7 +246,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Where the prompt's tokens came from."""
+    """The origin of the prompt's tokens."""
 
     cached_tokens: int
 
@@ -300,7 +300,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """What an event adds to a tool call; the first has its id and name."""
+    """The addition of an event to a tool call; the first has its id and name."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -342,7 +342,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct):
-    """What a chunk adds to the message."""
+    """The addition of a chunk to the message."""
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
@@ -426,7 +426,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "tandem"
     root: str
     parent: str | None = None
-    """Of an adapter: the model that it belongs to."""
+    """Parent of an adapter: the model that it belongs to."""
     max_model_len: int | None
 
 

@@ -1,4 +1,4 @@
-"""What the bodies of requests must meet beside the types of their fields, as JSON Schema.
+"""Rules for the bodies of requests beside the types of their fields, as JSON Schema.
 
 Handlers check the same and name the field; these are for who reads ``/openapi.json``, people and
 programs that make requests by it. What depends on the model's context is not here.

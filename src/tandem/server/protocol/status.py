@@ -63,13 +63,13 @@ class ServerInfo(msgspec.Struct, kw_only=True):
     config: dict[str, Any]
     """The server's settings without secrets."""
     instance: InstanceInfo | None
-    """Of the first instance that serves; all are alike but for their names."""
+    """Instance of the first instance that serves; all are alike but for their names."""
     stats: InstanceStats | None
     """Sums over all instances."""
     stage: StageChanged
     instances: list[InstanceStatus]
     store: StoreStatus | None
-    """Of the server's own store; None: it runs none."""
+    """Store of the server's own store; None: it runs none."""
     max_total_num_tokens: int
     internal_states: list[Any] = []
     """SGLang's benchmark client looks for a list here."""

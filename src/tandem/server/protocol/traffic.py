@@ -22,10 +22,11 @@ class RecordTraffic(msgspec.Struct, kw_only=True):
 
 
 class TrafficReply(msgspec.Struct, kw_only=True):
-    """What a recording has to tell."""
+    """The state of a recording."""
 
     recording: str
     rows: list[TraceRow] = []
-    """Of the requests that ended since the last answer, in that order; times from the start."""
+    """Rows of the requests that ended since the last answer, in that order; times from the
+    start."""
     num_lost: int = 0
     """Requests of the whole recording that no row tells of, because nobody asked in time."""

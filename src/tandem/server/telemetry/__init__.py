@@ -1,1 +1,1 @@
-"""What the server tells of itself: metrics, timelines, spans, the load log."""
+"""The server's reports of itself: metrics, timelines, spans, the load log."""

@@ -1,4 +1,4 @@
-"""What the server remembers of requests, for ``tandem explain``: the last ones, by owner and name.
+"""The log of the server's requests, for ``tandem explain``: the last ones, by owner and name.
 
 No prompt and no answer is kept: digests, counts and times. One ring for all, bounded by the number
 of generations, however many requests come.
@@ -45,7 +45,7 @@ class Origin(NamedTuple):
 
 
 class SharingIdentity(NamedTuple):
-    """What must be equal for two requests to share KV, beside their tokens."""
+    """The facts that must be equal for two requests to share KV, beside their tokens."""
 
     cache_salt: bytes
     model: str
@@ -59,7 +59,7 @@ class ChoiceRecord:
     """One generation."""
 
     request_id: str
-    """Of the engine."""
+    """Id of the engine."""
     timer: RequestTimer
     prompt_tokens: int
     head: bytes
@@ -99,7 +99,7 @@ class RequestRecord:
 
     @property
     def is_ended(self) -> bool:
-        """Whether nothing of it runs."""
+        """True if nothing of it runs."""
         return all(choice.timer.end_s is not None for choice in self.choices)
 
     def describe(

@@ -50,7 +50,7 @@ class ChatTemplate:
         self._max_chars = max_chars
         self._clock = clock if clock is not None else MonotonicClock()
         self._lock = threading.Lock()
-        """Of the sets of workers."""
+        """Lock of the sets of workers."""
         self._workers: set[subprocess.Popen[bytes]] = set()
         self._idle: list[subprocess.Popen[bytes]] = []
 

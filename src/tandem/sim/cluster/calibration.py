@@ -52,7 +52,7 @@ class CalibrationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     version: Literal[1] = 1
     model: str = ""
     request_ms: Annotated[float, Meta(ge=0)] = 0.0
-    """Of a request beside its steps; see ``Scenario.request_ms``."""
+    """Milliseconds of a request beside its steps; see ``Scenario.request_ms``."""
     instances: Annotated[tuple[LearntInstance, ...], Meta(min_length=1)]
 
 

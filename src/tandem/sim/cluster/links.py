@@ -33,7 +33,7 @@ class Transfer:
     on_end: Callable[[], None]
     rate: float = 0.0
     since_s: float = 0.0
-    """When ``left_bytes`` was right."""
+    """The moment at which ``left_bytes`` was right."""
     version: int = 0
     """The version of its end that stands in the queue of events."""
 

@@ -65,7 +65,7 @@ class PaperRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     figure: str = ""
     """In the place of the table's."""
     blocks: int = 0
-    """Of a cache without time, for ``block_hits`` and ``mean_hits``; 0 is any number."""
+    """Blocks of a cache without time, for ``block_hits`` and ``mean_hits``; 0 is any number."""
 
 
 class _Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,7 +87,7 @@ class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rates: tuple[float, ...] = (1.0,)
     """Factors on the load's rate, for figures that are the best over rates."""
     min_requests: int = 0
-    """Of each run, where fewer would show nothing of what the table is about."""
+    """Fewest requests of each run, where fewer would show nothing of what the table is about."""
     may_tie: bool = False
     """Rows in the published order are right, equal ones too."""
     systems: dict[str, _Variant] = {}
@@ -97,7 +97,7 @@ class PaperFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The one parameter that is fitted: to one row, named before; all other rows are predicted."""
 
     path: str
-    """Of the field, in all systems."""
+    """Path of the field, in all systems."""
     value: float
     """Found by ``tandem sim paper --fit``."""
     tried: tuple[float, ...]
@@ -126,7 +126,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tbt_ms: float = 0.0
     """Mean of the requests' TBT."""
     mfu: float = 0.0
-    """Of the nodes that compute prompts, while they compute: operations of the weights alone."""
+    """MFU of the nodes that compute prompts, while they compute: operations of the weights
+    alone."""
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What a program has of a store: the API, and the steps that each call takes.
+"""A program's side of a store: the API, and the steps that each call takes.
 
 Other folders import from here alone. Start reading at ``client.py``.
 """

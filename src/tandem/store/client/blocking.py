@@ -37,11 +37,11 @@ R = TypeVar("R")
 
 OPEN_TIMEOUT_S = 3.0
 LOST_ERRORS = (PeerLostError, DeadlineError, UnsentError)
-"""Of a call that the loop makes again, if time is left."""
+"""Errors of a call that the loop makes again, if time is left."""
 LOOP_GRACE_S = 1.0
 """By how much the loop may be late with the end of a call that it makes for a thread."""
 GIVE_BACK_TIMEOUT_S = 0.5
-"""What was asked for in vain expires by itself, if its answer takes longer."""
+"""Seconds for an answer; space that was asked for in vain expires by itself after it."""
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:

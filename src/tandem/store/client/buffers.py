@@ -27,7 +27,7 @@ __all__ = [
 
 MIN_SCRATCH_BYTES = 64 * 1024
 MAX_SCRATCH_BYTES = 8 * 2**20
-"""What a client keeps of scratch memory."""
+"""Bytes of scratch memory that a client keeps."""
 STAGED_BYTES = 256 * 1024
 """Smaller values are copied, which costs less than registering each; larger ones are not."""
 

@@ -108,7 +108,8 @@ class AsyncStoreClient:
         return twin
 
     def on_master(self) -> None:
-        """A session with a master has begun, or ended: places that were known are another's word.
+        """Note that a session with a master has begun, or ended: places that were known are
+        another's word.
 
         To be called by whoever has the sessions.
         """
@@ -300,11 +301,11 @@ class AsyncStoreClient:
     # Looking, removing, pinning.
 
     async def exists(self, key: str) -> bool:
-        """Whether the object is there and readable. Renews no lease, is no use for LRU."""
+        """Return True if the object is there and readable. Renews no lease, is no use for LRU."""
         return (await self.exists_many([key]))[0]
 
     async def exists_many(self, keys: Sequence[str]) -> list[bool]:
-        """As ``exists``, for each key."""
+        """Do as ``exists``, for each key."""
         check_keys(keys)
         deadline_s = self._calls.deadline_s()
         found = await self._calls.ask("exists", KeyList(list(keys)), KeyBytes, deadline_s)
@@ -336,7 +337,7 @@ class AsyncStoreClient:
         return (await self.remove_many([key]))[0]
 
     async def remove_many(self, keys: Sequence[str]) -> list[bool]:
-        """As ``remove``, for each key."""
+        """Do as ``remove``, for each key."""
         check_keys(keys)
         self._places.cache.forget(keys)
         answer = await self._calls.change("remove", RemoveObjects(keys=list(keys)), KeyBytes)
@@ -357,7 +358,7 @@ class AsyncStoreClient:
     async def pin_many(
         self, keys: Sequence[str], *, soft_s: float = 0.0, hard: bool = False
     ) -> list[bool]:
-        """As ``pin``, for each key."""
+        """Do as ``pin``, for each key."""
         if not hard and soft_s <= 0:
             raise ConfigError("store.pin", "give soft_s > 0 or hard=True; or call unpin")
         check_keys(keys)
@@ -370,7 +371,7 @@ class AsyncStoreClient:
         return (await self.unpin_many([key]))[0]
 
     async def unpin_many(self, keys: Sequence[str]) -> list[bool]:
-        """As ``unpin``, for each key."""
+        """Do as ``unpin``, for each key."""
         check_keys(keys)
         answer = await self._calls.change("pin", PinObjects(keys=list(keys)), KeyBytes)
         return list(map(bool, answer.flags))

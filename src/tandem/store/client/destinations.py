@@ -1,4 +1,4 @@
-"""Where the values of a get are read to: new ``bytes``, memory of the caller, or ranges cut out.
+"""Destinations of the values of a get: new ``bytes``, memory of the caller, or ranges cut out.
 
 Small values are read side by side into scratch memory, and copied from there; those that
 ``BatchRead`` calls direct are read to where they shall be.
@@ -28,13 +28,13 @@ RESULT_BYTES = 256 * 1024
 """Values of this size or more are received where they are given out, without a copy."""
 
 Direct = Sequence[tuple[int, int, int]]
-"""Of each direct value its index, its address there, and its bytes."""
+"""For each direct value its index, its address there, and its bytes."""
 Received = contextlib.AbstractContextManager[list[Piece]]
 NOTHING: Received = contextlib.nullcontext([])
 
 
 class Destination(ABC):
-    """Where the values of one get go; one endpoint after the other is read from.
+    """The destination of the values of one get; one endpoint after the other is read from.
 
     Args:
         keys: of the objects.
@@ -43,8 +43,8 @@ class Destination(ABC):
     """
 
     takes_remembered = True
-    """Whether places that are remembered may be read from: a size that does not fit is then
-    asked for, since the object may have another one by now."""
+    """True if places that are remembered may be read from: a size that does not fit is then asked
+    for, since the object may have another one by now."""
 
     def __init__(self, keys: Sequence[str], direct_bytes: int, empty: bytes | int) -> None:
         self.keys = keys
@@ -58,7 +58,7 @@ class Destination(ABC):
         return None
 
     def is_unread(self, index: int) -> bool:
-        """Whether none of its bytes is asked for."""
+        """Return True if none of its bytes is asked for."""
         return False
 
     @abstractmethod
@@ -192,14 +192,14 @@ class SeveralParts(Destination):
 
 
 class _Cut(NamedTuple):
-    """Where in the memory lent are an object's table and the chunks that have a range."""
+    """The place of an object's table, and of the chunks that have a range, in the memory lent."""
 
     table_at: int
     num_chunks: int
-    """Of the whole value."""
+    """Number of chunks of the whole value."""
     value_at: int
     begin: int
-    """Of the chunks, in the value."""
+    """First of the chunks, in the value."""
     num_bytes: int
 
 

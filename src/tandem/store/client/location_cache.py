@@ -1,4 +1,4 @@
-"""What a client remembers of its master's answers: where objects lie, while their leases hold.
+"""A client's cache of its master's answers: the places of objects, while their leases hold.
 
 A lease keeps an object's space from being used again, not the object from being removed. So what is
 read from a remembered place is good only with the object's header: whoever removes or replaces an
@@ -25,8 +25,8 @@ class LocationCache:
     def __init__(self, max_locations: int) -> None:
         self.cache = NativeCache(max_locations)
         self.margin_s = 0.0
-        """What must be left of a lease for a place to be used: a read takes its time, and one that
-        ends too late is read again, with all that was read beside it."""
+        """Seconds that must be left of a lease for a place to be used: a read takes its time, and
+        one that ends too late is read again, with all that was read beside it."""
         self._lock = threading.Lock()
         self._count = 0
         self._numbers: dict[Endpoint, int] = {}
@@ -50,7 +50,7 @@ class LocationCache:
         return self._endpoints.get(number)
 
     def note_lease(self, lease_s: float) -> None:
-        """The master gives leases of this length."""
+        """Note that the master gives leases of this length."""
         self.margin_s = MARGIN_SHARE * lease_s
 
     def clear(self) -> None:

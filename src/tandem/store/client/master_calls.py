@@ -25,9 +25,10 @@ Answer = TypeVar("Answer", Located, KeyBytes)
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.02
 MIN_TIMEOUT_S = 1e-3
-"""Of a transfer that begins when hardly anything is left of its deadline."""
+"""Least seconds of a transfer that begins when hardly anything is left of its deadline."""
 FIRST_RETRY_S = 0.0005
-"""Of a key that was just changed: its old value is being wiped, which takes about this long."""
+"""Seconds of a key that was just changed: its old value is being wiped, which takes about this
+long."""
 
 
 class RequestIds:
@@ -47,7 +48,7 @@ class RequestIds:
             return first, min(self._asked)
 
     def settle(self, first: int) -> None:
-        """The request with this first id has its answer, or its caller has given up."""
+        """Note that the request with this first id has its answer, or its caller has given up."""
         with self._lock:
             self._asked.discard(first)
 
@@ -116,7 +117,7 @@ class MasterCalls:
         return await self.call(method, request, response, self.deadline_s())
 
     async def change(self, method: str, request: Change, response: type[T]) -> T:
-        """As ``simple``, for what must not be done again by a copy that comes late."""
+        """Do as ``simple``, for what must not be done again by a copy that comes late."""
         number, settled_below = self.ids.ask(1)
         numbered = msgspec.structs.replace(request, number=number, settled_below=settled_below)
         try:
@@ -170,7 +171,7 @@ class MasterCalls:
         give_back: Callable[[T], None],
         extra_s: float = 0.0,
     ) -> tuple[T, R]:
-        """As ``call``, while something else is done; returns the answer, and what that returned.
+        """Do as ``call``, while something else is done; returns the answer, and what that returned.
 
         If the other coroutine has failed, the answer goes to ``give_back``.
         """

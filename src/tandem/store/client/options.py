@@ -1,4 +1,4 @@
-"""How a program wants its objects kept, and what a put did."""
+"""Options by which objects are kept, and the result of a put."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class PutResult(Enum):
-    """What a put did."""
+    """The result of a put."""
 
     CREATED = "created"
     EXISTS = "exists"
@@ -24,7 +24,7 @@ class PutResult(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PutOptions:
-    """How objects are kept."""
+    """Options by which objects are kept."""
 
     replicas: int = 1
     """Copies, each on another host; fewer if there are not so many, and then repaired later."""
@@ -39,7 +39,7 @@ class PutOptions:
     hard_pin: bool = False
     """Never evicted."""
     wait_s: float | None = None
-    """How long to wait for space; None = as configured, which is also the most."""
+    """Seconds to wait for space; None = as configured, which is also the most."""
 
 
 DEFAULT_OPTIONS = PutOptions()

@@ -32,11 +32,12 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 5
 """Times that an object is looked up and read, where what fails can only be transient."""
 LEASE_SHARE = 0.9
-"""Of a lease that a reader uses: clocks of two machines differ in rate, by far less than this."""
+"""Share of a lease that a reader uses: clocks of two machines differ in rate, by far less than
+this."""
 OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
 CELL = struct.Struct("<q")
-"""Of the columns of ``Located``."""
+"""The item of the columns of ``Located``."""
 PLACE = struct.Struct("<qqqq")
 """The columns of one object."""
 

@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 4
 """Attempts of a put; a new one follows an error that can only be transient."""
 MAX_INLINE_BATCH_BYTES = 2**15
-"""Of values in one request; the master passes them on."""
+"""Most bytes of values in one request; the master passes them on."""
 CALLER_ERRORS = (ConfigError, ShapeError)
 PATIENCE_FACTOR = 8.0
 """So many times what a write to a host usually takes are waited for it; then another is asked."""
 MIN_PATIENCE_S = 1.0
 WORK_BYTES = 2**22
-"""What a write is measured by; twice the bytes may take twice the time."""
+"""The unit by which a write is measured; twice the bytes may take twice the time."""
 OFF_LOOP_BYTES = 2**24
 """More than this is checksummed in a thread, so that the loop lives on."""
 
@@ -104,13 +104,13 @@ class Sources:
 
     checksums: list[int] = field(default_factory=list[int])
     tables: bytes = b""
-    """Of all, one after the other."""
+    """Tables of all, one after the other."""
     value_at: list[int] = field(default_factory=list[int])
-    """Where the value begins in its extent."""
+    """The place at which the value begins in its extent."""
     handles: list[Any] = field(default_factory=list[Any])
-    """Of the memory that a value is in, if each is in one piece; else empty."""
+    """Handles of the memory that a value is in, if each is in one piece; else empty."""
     local_at: list[int] = field(default_factory=list[int])
-    """Where in that memory."""
+    """Places in that memory."""
 
     def take(self, sizes: Sequence[int], chosen: Sequence[int]) -> tuple[list[int], bytes]:
         """Return checksums and tables of some; ``sizes`` of all."""
@@ -129,15 +129,15 @@ class _Attempt(NamedTuple):
     left: Sequence[int]
     """Objects without a result."""
     results: "list[PutResult | TandemError | None]"
-    """Of all objects; what has none afterwards may be tried again."""
+    """Results of all objects; what has none afterwards may be tried again."""
     deadline_s: float
     first_id: int
-    """Of the request."""
+    """Id of the request."""
     settled_below: int
 
 
 def is_inline(sizes: Sequence[int], config: StoreConfig) -> bool:
-    """Whether values are small enough to travel with the request."""
+    """Return True if values are small enough to travel with the request."""
     return max(sizes, default=0) <= config.inline_bytes and sum(sizes) <= MAX_INLINE_BATCH_BYTES
 
 

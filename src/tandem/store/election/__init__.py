@@ -1,4 +1,4 @@
-"""Which process is the master of a store, and what outlives each master: the roster.
+"""The election of a store's master, and the roster, which outlives each master.
 
 Other folders import from here alone, and what needs etcd from ``etcd.py`` and ``etcd_roster.py``
 where it is used.

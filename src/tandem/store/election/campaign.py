@@ -98,7 +98,7 @@ class Campaign:
         return self._election.leader
 
     def holds(self) -> bool:
-        """Whether we lead now and may serve."""
+        """Return True if we lead now and may serve."""
         return self._election.holds(self._clock.now_s())
 
     def resign(self, *, min_epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Which of several masters leads: when to ask, when to renew, and until when to serve. Pure.
+"""The decision which of several masters leads: when to ask, to renew, and to stop serving. Pure.
 
 The backend (etcd, say) gives leadership for a time; every term has an epoch above all before it.
 A leader measures that time on its own clock, from *before* it asked, and serves only for a share of
@@ -12,25 +12,25 @@ from typing import NamedTuple
 __all__ = ["SERVE_SHARE", "Election", "Holder", "Step"]
 
 SERVE_SHARE = 0.8
-"""Of a lease that is served. The rest covers clocks of different rates (real ones differ by less
-than a thousandth), and orders under way when it ends; epochs stand behind that."""
+"""Share of a lease that is served. The rest covers clocks of different rates (real ones differ by
+less than a thousandth), and orders under way when it ends; epochs stand behind that."""
 RENEW_SHARE = 0.25
-"""Of a lease after which it is renewed: two renewals may fail before the term is lost."""
+"""Share of a lease after which it is renewed: two renewals may fail before the term is lost."""
 POLL_SHARE = 0.1
-"""Of a lease between two looks of a follower, and between two tries after a failure."""
+"""Share of a lease between two looks of a follower, and between two tries after a failure."""
 
 
 class Holder(NamedTuple):
-    """Who leads."""
+    """The leader."""
 
     address: str
-    """Where hosts and clients reach it."""
+    """The address at which hosts and clients reach it."""
     epoch: int
-    """Of its term; each term's is above those of all before."""
+    """Epoch of its term; each term's is above those of all before."""
 
 
 class Step(Enum):
-    """What to ask the backend next."""
+    """The next question to the backend."""
 
     OBSERVE = "observe"
     """Ask the backend for the leader."""
@@ -51,9 +51,9 @@ class Election:
     def __init__(self, ttl_s: float, now_s: float) -> None:
         self.ttl_s = ttl_s
         self.leader: Holder | None = None
-        """As last heard; ourselves while we lead."""
+        """The same as last heard; ourselves while we lead."""
         self.epoch = 0
-        """Of our term; 0 while there is none."""
+        """Epoch of our term; 0 while there is none."""
         self.min_epoch = 0
         """A host has obeyed this one, so the next term must be above it."""
         self.next_step = Step.OBSERVE
@@ -61,11 +61,11 @@ class Election:
         self.serve_until_s = now_s
 
     def holds(self, now_s: float) -> bool:
-        """Whether we may serve now."""
+        """Return True if we may serve now."""
         return self.epoch > 0 and now_s < self.serve_until_s
 
     def is_lapsed(self, now_s: float) -> bool:
-        """Whether there is a term that must be ended."""
+        """Return True if there is a term that must be ended."""
         return self.epoch > 0 and now_s >= self.serve_until_s
 
     def timeout_s(self, limit_s: float, now_s: float) -> float:
@@ -75,7 +75,7 @@ class Election:
         return max(0.0, min(limit_s, self.serve_until_s - now_s))
 
     def note_observed(self, holder: Holder | None, now_s: float) -> None:
-        """The backend has named the leader; None: there is none."""
+        """Note that the backend has named the leader; None: there is none."""
         self.leader = holder
         if holder is None:
             self._plan(Step.ACQUIRE, now_s)
@@ -83,7 +83,9 @@ class Election:
             self._plan(Step.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
 
     def note_acquired(self, holder: Holder, *, is_ours: bool, sent_s: float, now_s: float) -> None:
-        """The backend has named the leader after our claim, which was sent at ``sent_s``."""
+        """Note that the backend has named the leader after our claim, which was sent at
+        ``sent_s``.
+        """
         self.leader = holder
         if not is_ours:
             self._plan(Step.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
@@ -93,7 +95,7 @@ class Election:
         self._plan(Step.RENEW, sent_s + RENEW_SHARE * self.ttl_s)
 
     def note_renewed(self, *, is_alive: bool, sent_s: float, now_s: float) -> None:
-        """The backend has (not) prolonged our term, after we asked at ``sent_s``."""
+        """Note that the backend has (not) prolonged our term, after we asked at ``sent_s``."""
         if not is_alive:
             self.serve_until_s = min(self.serve_until_s, now_s)
         elif self.holds(now_s):
@@ -102,7 +104,9 @@ class Election:
             self._plan(Step.RENEW, sent_s + RENEW_SHARE * self.ttl_s)
 
     def note_failed(self, now_s: float) -> None:
-        """The step had no answer. Its effect is unknown, so nothing is concluded from it."""
+        """Note that the step had no answer. Its effect is unknown, so nothing is concluded from
+        it.
+        """
         if self.epoch == 0:
             self.leader = None
             self.next_step = Step.OBSERVE

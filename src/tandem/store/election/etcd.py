@@ -63,7 +63,7 @@ class EtcdBackend(EtcdGateway):
     def __init__(self, config: StoreElectionConfig, *, clock: Clock) -> None:
         super().__init__(config, clock=clock)
         self._lease = ""
-        """Of our leadership, or attempt at it; empty for none."""
+        """Lease of our leadership, or attempt at it; empty for none."""
         self._leader_key = self.key(LEADER_KEY)
         self._epoch_key = self.key("epoch")
 

@@ -262,7 +262,7 @@ def encode(text: str) -> str:
 
 
 def encode_bytes(data: bytes) -> str:
-    """The same, of bytes."""
+    """Do the same, of bytes."""
     return base64.b64encode(data).decode()
 
 

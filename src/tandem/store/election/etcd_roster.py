@@ -21,7 +21,7 @@ __all__ = ["EtcdRosterStore"]
 
 MEMBERS_KEY, TOMBSTONES_KEY = "members", "tombstones/"
 CHUNK_BYTES = 2**16
-"""Of tombstones under one key, or a single one; etcd takes 1.5 MB in a request."""
+"""Bytes of tombstones under one key, or a single one; etcd takes 1.5 MB in a request."""
 CHUNKS_AT_ONCE = 2
 """Read in one request: the gateway takes an answer of a MiB."""
 

@@ -35,7 +35,7 @@ PROBE_TIMEOUT_S = 1.0
 PAUSE_S = 0.1
 """Between an answer of a master and the next question to it."""
 TRANSIENT = (PeerLostError, DeadlineError, CapacityError, NotFoundError)
-"""What another round may cure; see ``rpc.client``."""
+"""Errors that another round may cure; see ``rpc.client``."""
 
 
 class LeaderClient:
@@ -75,7 +75,7 @@ class LeaderClient:
 
     @property
     def endpoint(self) -> str:
-        """Where the leader is; empty while there is none."""
+        """The address of the leader; empty while there is none."""
         return "" if self._client is None else self._client.endpoint
 
     def start(self) -> None:

@@ -41,7 +41,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     segment_id: str
     disk_id: str = ""
-    """Of its SSD tier; empty without one."""
+    """Id of its SSD tier; empty without one."""
     is_lost: bool = False
     """Its lease has ended: it is not waited for. What it holds counts again when it returns."""
 
@@ -90,7 +90,7 @@ Batch = tuple[int, Sequence[Tombstone]]
 
 
 class SavedRoster(NamedTuple):
-    """What a ``RosterStore`` has."""
+    """The content of a ``RosterStore``."""
 
     roster: Roster | None
     """None if there is none, or it cannot be read."""
@@ -157,7 +157,8 @@ class Tombstones:
         """Version, and the round of the newest tombstone."""
         self._prefixes: dict[str, tuple[int, int]] = {}
         self._lengths: list[int] = []
-        """Of the prefixes, each once: a lookup asks for each length, not for each prefix."""
+        """Lengths of the prefixes, each once: a lookup asks for each length, not for each
+        prefix."""
         self._oldest_number = 0
         self.newest_number = 0
         """The highest number of a round; 0 without any."""
@@ -236,7 +237,7 @@ class RosterWriter:
         self._roster = roster
         self._schedule = schedule
         self.number = 1
-        """Of the round to come."""
+        """Number of the round to come."""
         self._is_changed = False
         self._all = tombstones
         self._tombstones: list[Tombstone] = []

@@ -27,7 +27,7 @@ class Term(Protocol):
     """The time for which a master was elected; see ``Campaign``."""
 
     def holds(self) -> bool:
-        """Whether it goes on."""
+        """Return True if it goes on."""
         ...
 
     def resign(self, *, min_epoch: int) -> None:
@@ -36,7 +36,7 @@ class Term(Protocol):
 
 
 class SeatedMaster(Protocol):
-    """What a seat needs of a master; see ``StoreMaster``."""
+    """The interface of a master that a seat uses; see ``StoreMaster``."""
 
     @property
     def epoch(self) -> int:
@@ -56,7 +56,7 @@ class SeatedMaster(Protocol):
         ...
 
     def on_caller_lost(self, caller: Caller) -> None:
-        """A session has ended."""
+        """Note that a session has ended."""
         ...
 
 
@@ -106,7 +106,7 @@ class MasterSeat(Generic[M]):
 
     @property
     def is_leader(self) -> bool:
-        """Whether it may serve now."""
+        """True if it may serve now."""
         return self.master.epoch > 0 and (self.campaign is None or self.campaign.holds())
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:

@@ -1,4 +1,4 @@
-"""How bytes of a store lie in memory and on disks: arithmetic, headers, checksums, buckets.
+"""The layout of a store's bytes in memory and on disks: arithmetic, headers, checksums, buckets.
 
 The page is docs/design/store/store_formats.md.
 """

@@ -1,4 +1,4 @@
-"""How objects lie on a disk: the files of store_formats.md, as functions of bytes.
+"""The layout of objects on a disk: the files of store_formats.md, as functions of bytes.
 
 A record is an extent of a segment, header included, at a multiple of 4 KiB, so that table and value
 need no second checksum: the object's own covers them. Pure; knows no file.
@@ -37,10 +37,10 @@ __all__ = [
 ]
 
 ALIGNMENT = 4096
-"""Of records, for O_DIRECT."""
+"""Alignment of records, for O_DIRECT."""
 FOLDER_MAGIC = b"TANDSSD\0"
 ID_BYTES = 16
-"""Of a folder; these are all fields of its head."""
+"""Bytes of a folder; these are all fields of its head."""
 BUCKET_MAGIC = b"TANDBKT\0"
 BUCKET = struct.Struct("<IQQ16s")  # alignment, file bytes, number, folder id
 INDEX_MAGIC = b"TANDIDX\0"
@@ -49,7 +49,7 @@ POSITION = struct.Struct("<Q")
 
 
 class Record(NamedTuple):
-    """Where an object lies on the disk, and what its header says."""
+    """The place of an object on the disk, and the fields of its header."""
 
     bucket: int
     position: int

@@ -44,5 +44,5 @@ def checksum_table(table: bytes | bytearray) -> int:
 
 
 def check_value(parts: Sequence[Any], table: bytes, checksum: int) -> bool:
-    """Whether a whole value fits its table, and the table the object's checksum."""
+    """Return True if a whole value fits its table, and the table the object's checksum."""
     return checksum_table(table) == checksum and make_table(parts) == table

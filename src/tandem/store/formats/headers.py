@@ -36,7 +36,7 @@ __all__ = [
 
 FORMAT = 2
 HEAD_BYTES = 4096
-"""Of the head of a file, copies and padding included."""
+"""Bytes of the head of a file, copies and padding included."""
 COPIES_AT = (0, 2048)
 """A head is there twice: a process that dies while it writes one leaves the other."""
 HEAD = struct.Struct("<8sII")  # magic, format, bytes of the fields
@@ -45,7 +45,7 @@ TOMBSTONE_COPIES = 2
 LINE_COPIES = 2
 CRC = struct.Struct("<I")
 MAX_EPOCH = 2 ** (63 - VERSION_BITS) - 1
-"""What a version has room for."""
+"""The largest epoch that a version has room for."""
 
 
 def checksum_bytes(*parts: bytes) -> int:
@@ -61,7 +61,7 @@ def checksum_bytes(*parts: bytes) -> int:
 
 
 class Head(NamedTuple):
-    """What the head of a file says."""
+    """The fields of the head of a file."""
 
     copies: list[bytes]
     """The fields of each copy that holds together, one at least. They differ if a process died
@@ -124,7 +124,7 @@ def _parse_copy(data: bytes, at: int, magic: bytes, num_bytes: int, what: str) -
 
 
 class ExtentHeader(NamedTuple):
-    """What a header says of its object."""
+    """The fields of an object's header."""
 
     key: str
     size: int

@@ -1,4 +1,4 @@
-"""How an object lies in a segment: the geometry of store_formats.md, as arithmetic.
+"""The layout of an object in a segment: the geometry of store_formats.md, as arithmetic.
 
 An extent is ``header | key | table | value``. The header belongs to the host, everything behind the
 key is written by the client. The table holds the CRC-32C of each chunk of the value, so that a
@@ -29,7 +29,7 @@ CHUNK_BYTES = 64 * 1024
 HEADER_BYTES = 64
 ALIGNMENT = 64
 VERSION_BITS = 40
-"""Of an object's version, for counting within an epoch; the epoch stands above."""
+"""Bits of an object's version, for counting within an epoch; the epoch stands above."""
 MAX_VALUE_BYTES = 2**40
 
 
@@ -43,7 +43,7 @@ def count_chunks(value_bytes: int) -> int:
 
 
 def count_chunks_each(values_bytes: Sequence[int]) -> list[int]:
-    """As ``count_chunks``, for each; many are alike."""
+    """Do as ``count_chunks``, for each; many are alike."""
     counts = {size: count_chunks(size) for size in set(values_bytes)}
     return [counts[size] for size in values_bytes]
 

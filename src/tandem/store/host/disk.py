@@ -59,7 +59,7 @@ COUNTS = (
 
 
 class DiskTier:
-    """What a host has on its disk.
+    """The objects of a host on its disk.
 
     Args:
         port: the files; the caller closes it last.
@@ -90,12 +90,12 @@ class DiskTier:
         """Gone since the master was told."""
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.damage = DamageList() if damage is None else damage
-        """What of the files did not hold together since they were opened."""
+        """Damage of the files since they were opened."""
         self.write_latency = LatencyHistogram()
         self.load_latency = LatencyHistogram()
         self._bucket_bytes = choose_bucket_bytes(capacity_bytes)
         self._room_bytes = capacity_bytes
-        """What the file system had room for when it last refused a bucket."""
+        """Bytes that the file system had room for when it last refused a bucket."""
         self._room_known_s = 0.0
         self._io = DiskIo(port, self._fail)
         self._segment = segment
@@ -110,17 +110,18 @@ class DiskTier:
         self._going: dict[int, asyncio.Event] = {}
         """Buckets that are given up, whose files may still be there; set when that has ended."""
         self._leaving: dict[str, Record] = {}
-        """What is evicted with them: not found any more, but a start would find it."""
+        """Records that are evicted with them: not found any more, but a start would find them."""
         self._next_number = 1
         self._open: Bucket | None = None
         self._queue = WriteQueue(segment, clock)
         self._reader = RecordReader(self._io, segment)
         self._offsets: dict[str, int] = {}
-        """Where objects that are on the disk lie in memory as well."""
+        """Offsets in memory of objects that are on the disk as well."""
         self._flight: dict[str, Record] = {}
-        """Of the round under way: on their way to the disk, or there without being counted."""
+        """Records of the round under way: on their way to the disk, or there without being
+        counted."""
         self._doubtful: dict[str, Record] = {}
-        """Of rounds that failed: perhaps on the disk, and found by the next start."""
+        """Records of rounds that failed: perhaps on the disk, and found by the next start."""
         self._round_ended = asyncio.Event()
         self._round_ended.set()
         self._pause_s = 0.0
@@ -198,24 +199,24 @@ class DiskTier:
 
     @property
     def is_failed(self) -> bool:
-        """Whether the disk has been given up."""
+        """True if the disk has been given up."""
         return self.state is DiskState.FAILED
 
     # What the host tells.
 
     def on_sealed(self, offset: int, header: ExtentHeader) -> None:
-        """An object has become complete in memory: write it behind."""
+        """Write behind an object that has become complete in memory."""
         if not self.is_failed:
             self._queue.add(offset, header.version)
 
     def on_loaded(self, offset: int, header: ExtentHeader) -> None:
-        """An object of the disk has become complete in memory."""
+        """Note that an object of the disk has become complete in memory."""
         record = self.index.find(header.key)
         if record is not None and record.header.version == header.version:
             self._offsets[header.key] = offset
 
     def on_wiped(self, offset: int, key: str) -> None:
-        """An object is gone from memory, for whatever reason."""
+        """Note that an object is gone from memory, for whatever reason."""
         self._queue.versions.pop(offset, None)
         if self._offsets.get(key) == offset:
             del self._offsets[key]

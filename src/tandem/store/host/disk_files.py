@@ -67,7 +67,7 @@ class DiskFolder:
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._engine = engine
         self.damage = DamageList()
-        """What of the folder's own note did not hold together."""
+        """Damage of the folder's own note."""
         self._mark = mark
         self._opened: OrderedDict[int, _Opened] = OrderedDict()
         self._is_direct_told = False

@@ -1,4 +1,4 @@
-"""What lies on a host's disk: records by key, bytes by bucket, and which bucket goes. Pure."""
+"""The index of a host's disk: records by key, bytes by bucket, and the bucket to evict. Pure."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Bucket:
 
     number: int
     file_bytes: int
-    """What it takes of the disk."""
+    """Bytes that it takes of the disk."""
     used_bytes: int = HEAD_BYTES
     """Head and records, the dead ones included."""
     live_bytes: int = 0
@@ -47,7 +47,7 @@ class DiskIndex:
         self._records: dict[str, Record] = {}
         self._tick = 0
         self.file_bytes = 0
-        """Of all buckets."""
+        """Bytes of all buckets."""
         self.live_bytes = 0
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class DiskIndex:
         self.live_bytes -= record.length
 
     def is_live(self, record: Record) -> bool:
-        """Whether this is the record of its key."""
+        """Return True if this is the record of its key."""
         return self._records.get(record.header.key) is record
 
     def drop_bucket(self, number: int) -> list[Record]:

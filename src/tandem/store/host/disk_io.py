@@ -18,7 +18,7 @@ __all__ = ["PIECE_BYTES", "DiskBuffer", "DiskIo", "DiskPort", "RecordWriter", "c
 T = TypeVar("T")
 
 PIECE_BYTES = 4 * 2**20
-"""Of one read or write; large enough for the bandwidth of any disk at the depth below."""
+"""Bytes of one read or write; large enough for the bandwidth of any disk at the depth below."""
 NUM_PIECES = 12
 """Buffers of that size, made when they are needed."""
 HANG_S = 20.0
@@ -116,7 +116,7 @@ class DiskIo:
     def __init__(self, port: DiskPort, on_hang: Callable[[], None]) -> None:
         self.port = port
         self.tasks: set[asyncio.Task[Any]] = set()
-        """What the disk is doing."""
+        """The disk's running operations."""
         self._on_hang = on_hang
         self._free: list[DiskBuffer] = []
         self._buffers = asyncio.Semaphore(NUM_PIECES)
@@ -191,9 +191,9 @@ class RecordWriter:
         self._data = data
         self.bucket = bucket
         self.at = 0 if bucket is None else bucket.used_bytes
-        """Where the next record goes."""
+        """The offset of the next record."""
         self._begin = self.at
-        """Where the next piece goes."""
+        """The offset of the next piece."""
         self.num_bytes = 0
         self.placed: list[tuple[Record, int]] = []
         self.torn: list[Record] = []

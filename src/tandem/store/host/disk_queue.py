@@ -39,7 +39,7 @@ class WriteQueue:
         return len(self.versions)
 
     def add(self, offset: int, version: int) -> None:
-        """An object is to be written; if too many are, a scan will find it."""
+        """Queue an object to be written; if too many are, a scan will find it."""
         if len(self.versions) >= MAX_QUEUED:
             self.is_behind = True
             return
@@ -47,7 +47,7 @@ class WriteQueue:
         self.has_work.set()
 
     def put_back(self, offset: int, version: int) -> None:
-        """It was taken and not written."""
+        """Note that it was taken and not written."""
         self.versions.setdefault(offset, version)
 
     async def wait(self) -> None:

@@ -46,7 +46,7 @@ class RecordReader:
             self._io.give_buffer(buffer)
 
     async def check(self, offset: int, header: ExtentHeader) -> bool:
-        """Whether the object in the segment matches its header."""
+        """Return True if the object in the segment matches its header."""
         if header.size > OFF_LOOP_BYTES:
             return await asyncio.to_thread(self._segment.is_intact, offset, header)
         return self._segment.is_intact(offset, header)

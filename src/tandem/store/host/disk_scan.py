@@ -48,11 +48,11 @@ class _Window:
 
 
 class ReadBucket(NamedTuple):
-    """What was found in a bucket."""
+    """The records that were found in a bucket."""
 
     records: list[Record]
     end: int
-    """Of them."""
+    """End of them."""
     has_index: bool
     """Its index holds together, and need not be written."""
 

@@ -69,5 +69,5 @@ class TombstoneList:
         self._num_listed = len(self.entries)
 
     def forget_bucket(self, number: int) -> None:
-        """The bucket is gone."""
+        """Note that the bucket is gone."""
         self.entries = [entry for entry in self.entries if entry.bucket != number]

@@ -70,12 +70,12 @@ class HostPort(Protocol):
 
     @property
     def address(self) -> str:
-        """Where peers reach it."""
+        """The address at which peers reach it."""
         ...
 
     @property
     def read_base(self) -> int:
-        """Where the segment begins for readers."""
+        """The address at which the segment begins for readers."""
         ...
 
     def former_writers(self) -> set[int]:
@@ -156,13 +156,15 @@ class StoreHost:
         ]
 
     def on_master(self, master: Caller) -> None:
-        """A session with a master has begun: join it. Replaces a join that is under way."""
+        """Note that a session with a master has begun: join it. Replaces a join that is under
+        way.
+        """
         self.on_master_lost()
         self.master = master
         self._joining = asyncio.get_running_loop().create_task(self._join(master))
 
     def on_master_lost(self) -> None:
-        """The session has ended; nothing of it is obeyed any more."""
+        """Note that the session has ended; nothing of it is obeyed any more."""
         self._session = -1
         self.master = None
         self.is_joined.clear()

@@ -70,11 +70,11 @@ class Segment:
         self.usable_bytes = capacity_bytes
         """Bytes for extents that are backed by memory now."""
         self.final_bytes = capacity_bytes
-        """What will be usable, as far as is known."""
+        """Bytes that will be usable, as far as is known."""
         self.segment_id = segment_id.hex()
         self.path: Path | None = None
         self.damage = DamageList()
-        """What of the file did not hold together since it was opened."""
+        """Damage of the file since it was opened."""
         self._home = int.from_bytes(segment_id[:8], "little")
         self._epoch = 0
         self._descriptor = -1
@@ -256,16 +256,17 @@ class Segment:
 
     @property
     def descriptor(self) -> int:
-        """Of the file; -1 if there is none."""
+        """Descriptor of the file; -1 if there is none."""
         return self._descriptor
 
     @property
     def data_offset(self) -> int:
-        """Where ``data`` begins in the file, bytes."""
+        """The offset at which ``data`` begins in the file, bytes."""
         return self._data_at
 
     def has_no_writers(self) -> bool:
-        """Whether no other process can write to the file: those that map it hold a lock of it.
+        """Return True if no other process can write to the file: those that map it hold a lock of
+        it.
 
         True once it is proven, until the right to write is given again. A mapping for
         readers needs no proof.
@@ -342,7 +343,7 @@ class Segment:
             self.data[offset : offset + 4] = 0
 
     def has_object(self, offset: int) -> bool:
-        """Whether an object begins at ``offset``."""
+        """Return True if an object begins at ``offset``."""
         return bool(self._starts[offset // layout.GRANULE_BYTES])
 
     def read_header(self, offset: int) -> ExtentHeader:

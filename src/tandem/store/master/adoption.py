@@ -1,4 +1,6 @@
-"""What hosts bring to a master: fitted into the directory, or wiped where it is dead or stale."""
+"""Adoption of what hosts bring to a master: fitted into the directory, or wiped where it is dead or
+stale.
+"""
 
 from tandem._native import measure_extents
 from tandem.store.election import Tombstones

@@ -32,18 +32,18 @@ class PutBatch:
     client: str
     grant: int
     positions: Sequence[int]
-    """Of the objects, in the request."""
+    """Positions of the objects, in the request."""
     keys: list[str]
     sizes: list[int]
     lengths: Sequence[int]
-    """Of their extents."""
+    """Lengths of their extents."""
     request: StartPut
-    """What else was asked for."""
+    """The other fields of the request."""
     expires_ms: int
     places: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
     """By host, by object: the offset of its extent."""
     sessions: dict[int, int] = field(default_factory=dict[int, int])
-    """Of the hosts, when the space was taken: in a later one it means nothing."""
+    """Sessions of the hosts, when the space was taken: in a later one it means nothing."""
 
     def list_offsets(self, host: int) -> list[int]:
         """Return where the space on a host begins."""
@@ -225,7 +225,7 @@ class Allocation:
         return None
 
     def _is_possible(self, batch: PutBatch) -> bool:
-        """Whether the hosts that are active now could hold it, were they empty.
+        """Return True if the hosts that are active now could hold it, were they empty.
 
         Raises: CapacityError if not even those could that may be soon.
         """
@@ -279,7 +279,7 @@ class Allocation:
 
 
 def _can_hold(capacities: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Whether empty hosts could have room for extents; no means that they never will."""
+    """Return True if empty hosts could have room for extents; no means that they never will."""
     return max(lengths) <= max(capacities, default=0) and sum(lengths) <= sum(capacities)
 
 

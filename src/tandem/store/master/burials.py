@@ -18,7 +18,8 @@ __all__ = ["ALL_CONFIRMED", "Burials"]
 MAX_TOMBSTONES = 200_000
 """Beyond, removals wait: 100 bytes each here, and as many in the roster's store."""
 ALL_CONFIRMED = 2**63
-"""As ``HostSpace.unconfirmed_from``: it has nothing that a tombstone is for."""
+"""The value of ``HostSpace.unconfirmed_from`` of a host that has nothing that a tombstone is
+for."""
 NAMED_HOSTS = 5
 """Hosts that a refusal names."""
 LOOK_S = 0.05
@@ -42,18 +43,18 @@ class Burials:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the roster names every host that may have an object."""
+        """True if the roster names every host that may have an object."""
         return self.roster.is_complete
 
     @property
     def is_whole(self) -> bool:
-        """Whether all hosts are there and have told what they have."""
+        """True if all hosts are there and have told what they have."""
         hosts = self._state.hosts.values()
         return self.is_complete and all(host.is_settled or host.is_retired for host in hosts)
 
     @property
     def is_blind(self) -> bool:
-        """Whether a host may have copies of which this master has never heard."""
+        """True if a host may have copies of which this master has never heard."""
         if not self.is_complete or self._state.awaited.is_learning:
             return True
         hosts = self._state.hosts.values()
@@ -104,7 +105,7 @@ class Burials:
         host.dead_below = host.disk_dead_below = -1
 
     def note_lost(self, host: HostSpace) -> None:
-        """A host is away: it has what dies from now on."""
+        """Note that a host is away: it has what dies from now on."""
         self.num_lost += 1
         if host.unconfirmed_from == ALL_CONFIRMED:
             host.unconfirmed_from = self.writer.number

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Departures:
-    """What leaves one master's store."""
+    """The objects that leave one master's store."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
@@ -30,7 +30,7 @@ class Departures:
         self._replacing: dict[str, asyncio.Future[Any]] = {}
         """The same without copies that no client was ever shown; puts of the key wait for these."""
         self._leaving: dict[str, int] = {}
-        """Of these, the keys of what clients may still read, and how many headers there are."""
+        """Keys of those that clients may still read, and how many headers there are."""
 
     # Leaving the directory.
 
@@ -74,7 +74,7 @@ class Departures:
         return pending
 
     def drop_rows(self, rows: Sequence[int]) -> "list[asyncio.Future[Any]]":
-        """As ``drop_row`` of each. Those that nothing is known of but where they lie go at once.
+        """Do as ``drop_row`` of each. Those that nothing is known of but where they lie go at once.
 
         Returns: futures that are done when all headers are wiped.
         """
@@ -106,7 +106,7 @@ class Departures:
         return pending
 
     def _note_many_going(self, keys: Sequence[str], going: "Sequence[asyncio.Future[Any]]") -> None:
-        """As ``note_going``, of keys of which nothing is going."""
+        """Do as ``note_going``, of keys of which nothing is going."""
         gone: asyncio.Future[Any] = going[0] if len(going) == 1 else asyncio.gather(*going)
         waiting = dict.fromkeys(keys, gone)
         self._removing |= waiting
@@ -121,7 +121,7 @@ class Departures:
         gone.add_done_callback(forget)
 
     def _abandon_copy(self, key: str, version: int) -> "list[asyncio.Future[None]]":
-        """The object goes: end the copying of it, and wipe what may have come of that.
+        """Note that the object goes: end the copying of it, and wipe what may have come of that.
 
         Returns: if there is a copy, futures that are done when it is wiped.
         """
@@ -206,7 +206,7 @@ class Departures:
         return going
 
     def lose_disk(self, row: int, host: int) -> None:
-        """The copy on a disk is gone already, and the object if that was the last."""
+        """Note that the copy on a disk is gone already, and the object if that was the last."""
         directory = self._state.directory
         directory.drop_disk(row, host)
         if not directory.replicas(row) and not directory.disks(row):
@@ -242,7 +242,8 @@ class Departures:
     def note_going(
         self, key: str, going: "Sequence[asyncio.Future[None]]", *, was_shown: bool = True
     ) -> None:
-        """An object is gone when these are done, and a removal of its key is not over before.
+        """Note that an object is gone when these are done, and a removal of its key is not over
+        before.
 
         Args:
             key: of the object.
@@ -259,32 +260,38 @@ class Departures:
         return self._removing.get(key)
 
     def find_going_of(self, keys: Collection[str]) -> "list[asyncio.Future[Any]]":
-        """As ``find_going``, of several keys; each future once."""
+        """Do as ``find_going``, of several keys; each future once."""
         removing = self._removing
         if not removing or removing.keys().isdisjoint(keys):
             return []
         return list(dict.fromkeys(removing[key] for key in keys if key in removing))
 
     def find_going_below(self, prefix: str) -> "list[asyncio.Future[Any]]":
-        """As ``find_going``, of all keys with a prefix; each future once."""
+        """Do as ``find_going``, of all keys with a prefix; each future once."""
         found = (gone for key, gone in self._removing.items() if key.startswith(prefix))
         return list(dict.fromkeys(found))
 
     def find_replaced(self, key: str) -> "asyncio.Future[Any] | None":
-        """As ``find_going``, of objects that clients were shown: a put of the key waits for it."""
+        """Do as ``find_going``, of objects that clients were shown: a put of the key waits for
+        it.
+        """
         return self._replacing.get(key)
 
     def may_have_older(self, keys: Collection[str]) -> bool:
-        """Whether something of one of the keys is going, or may be with a host that is away."""
+        """Return True if something of one of the keys is going, or may be with a host that is
+        away.
+        """
         unlisted = self._state.unlisted
         return bool(self._replacing) or (bool(unlisted) and not unlisted.isdisjoint(keys))
 
     def note_unlisted(self, key: str) -> None:
-        """A host that is away may have a copy that the directory does not list (any more)."""
+        """Note that a host that is away may have a copy that the directory does not list (any
+        more).
+        """
         self._state.unlisted.add(key)
 
     def note_lost(self) -> None:
-        """A host is about to be lost: what is being wiped may stay there."""
+        """Note that a host is about to be lost: what is being wiped may stay there."""
         for key in self._removing:
             self.note_unlisted(key)
 

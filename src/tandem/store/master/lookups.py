@@ -67,7 +67,7 @@ class Lookups:
         return Located(columns, endpoints, lease_ms, versions, others, is_recovering)
 
     def _can_come(self, missing: Sequence[str]) -> bool:
-        """Whether keys, some of which are missing, may have an object all the same."""
+        """Return True if keys, some of which are missing, may have an object all the same."""
         leaving = self._departures.leaving
         return self._state.awaited.is_learning or any(key in leaving for key in missing if leaving)
 
@@ -110,7 +110,7 @@ class Lookups:
         return bytes(decided)
 
     async def stage(self, caller: Caller, request: LocateObjects) -> Located:
-        """As ``locate``, after waiting for objects that are read from disks, not for long."""
+        """Do as ``locate``, after waiting for objects that are read from disks, not for long."""
         check_present(caller)
         directory, clock = self._state.directory, self._state.clock
         # Objects loaded by then are leased again, and the reader has most of that lease.

@@ -124,7 +124,7 @@ class StoreMaster:
 
     @property
     def epoch(self) -> int:
-        """Of its term."""
+        """Epoch of its term."""
         return self.state.versions.epoch
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
@@ -167,7 +167,7 @@ class StoreMaster:
         await self.state.tasks.aclose()
 
     def on_caller_lost(self, caller: Caller) -> None:
-        """A session has ended: of a host, of a client, or of a process that is both."""
+        """Note that a session has ended: of a host, of a client, or of a process that is both."""
         for host in self.state.hosts.values():
             if host.caller is caller:
                 self.membership.lose_host(host)

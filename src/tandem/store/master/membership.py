@@ -202,7 +202,9 @@ class Membership:
         return Ack()
 
     async def leave(self, caller: Caller, request: LeaveStore) -> Ack:
-        """A host ends, and its data with it. Answered when no later master waits for it."""
+        """Note that a host ends, and its data with it. Answered when no later master waits for
+        it.
+        """
         host = self._joining(caller, request.session)
         self.lose_host(host)
         self._retire(host)
@@ -401,7 +403,9 @@ class Membership:
         return Ack()
 
     def _settle(self, host: HostSpace) -> None:
-        """The inventory is complete: objects it does not list are absent; the rest is free."""
+        """Note that the inventory is complete: objects it does not list are absent; the rest is
+        free.
+        """
         rows, offsets = self._state.directory.places_on_host(host.number)
         # By columns: a host may have a million objects, and others are to be answered.
         confirmed = map(host.confirmed.get, rows.tolist(), itertools.repeat(0))
@@ -427,7 +431,7 @@ class Membership:
         logger.info("event=host_joined host=%s objects=%d", host.name, len(offsets))
 
     def _forget_replica(self, row: int, host: int) -> None:
-        """The copy is not there; nothing to wipe."""
+        """Note that the copy is not there; nothing to wipe."""
         self._state.directory.drop_replica(row, host)
         if not self._state.directory.replicas(row) and not self._state.directory.disks(row):
             self._state.directory.remove(row)

@@ -10,7 +10,7 @@ __all__ = ["HostView", "Strategy", "count_bytes_to_evict", "order_hosts", "rank_
 
 
 class Strategy(StrEnum):
-    """How hosts are ordered when nothing else decides."""
+    """The order of hosts when nothing else decides."""
 
     RANDOM = "random"
     MOST_FREE = "most_free"
@@ -18,7 +18,7 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """What the policies see of a host."""
+    """The facts of a host that the policies use."""
 
     host: int
     name: str

@@ -47,7 +47,8 @@ class Puts:
         self._sealing = sealing
         self._results = results
         self.unfinished: OrderedDict[tuple[str, int], PutBatch] = OrderedDict()
-        """What clients may write now, by client and the first id of the request, oldest first."""
+        """The batches that clients may write now, by client and the first id of the request, oldest
+        first."""
 
     @property
     def num_unfinished(self) -> int:
@@ -258,7 +259,7 @@ class Puts:
     # Clients that fail.
 
     def forget_host(self, number: int) -> None:
-        """It is gone: no put has space there."""
+        """Note that it is gone: no put has space there."""
         for batch in self.unfinished.values():
             batch.places.pop(number, None)
 

@@ -113,7 +113,7 @@ class Removals:
     def _drop_piece(
         self, keys: Sequence[str], begin: int, marked_below: int
     ) -> tuple[bytes, list[int], list[asyncio.Future[Any]]]:
-        """As ``_drop_keys``, with futures that are done when all is wiped."""
+        """Do as ``_drop_keys``, with futures that are done when all is wiped."""
         directory, has_given = self._state.directory, self._state.versions.has_given
         rows, found = directory.find_versions(keys)
         is_gone = rows != NO_ROW

@@ -110,7 +110,7 @@ class Sealing:
         ]
 
     def _is_unsure(self, batch: PutBatch) -> bool:
-        """Whether a host that is waited for may have what the batch is not to replace."""
+        """Return True if a host that is waited for may have what the batch is not to replace."""
         if batch.request.upsert or not self._state.can_be_unsure:
             return False
         taken = self._state.directory.exists_many(batch.keys)
@@ -358,7 +358,7 @@ class Sealing:
 
 
 async def _gather(work: Sequence[Awaitable[Ack]]) -> "list[Ack | BaseException]":
-    """As ``asyncio.gather`` with exceptions as results; for one, without a task of its own."""
+    """Do as ``asyncio.gather`` with exceptions as results; for one, without a task of its own."""
     if len(work) != 1:
         return await asyncio.gather(*work, return_exceptions=True)
     try:
@@ -368,7 +368,7 @@ async def _gather(work: Sequence[Awaitable[Ack]]) -> "list[Ack | BaseException]"
 
 
 def _can_stage(batch: PutBatch, checksums: Sequence[int]) -> bool:
-    """Whether all objects are on one host. What no checksum is, no host seals."""
+    """Return True if all objects are on one host. What no checksum is, no host seals."""
     count = len(batch.keys)
     return (
         [len(places) for places in batch.places.values() if places] == [count]

@@ -25,7 +25,9 @@ __all__ = ["ClientService"]
 
 
 class ClientService:
-    """What a client process needs. An async context manager; inside it ``client`` is usable."""
+    """The services of a client process. An async context manager; inside it ``client`` is
+    usable.
+    """
 
     def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""How processes of a store reach each other: addresses, secrets, versions, sessions, engines."""
+"""Connections of a store's processes: addresses, secrets, versions, sessions, engines."""
 
 import asyncio
 import contextlib
@@ -45,11 +45,11 @@ __all__ = [
 ]
 
 STORE_VERSION = 1
-"""Of the messages. Versions one apart understand each other: a new one only adds."""
+"""Version of the messages. Versions one apart understand each other: a new one only adds."""
 MAX_RECONNECT_MS = 250
 """A master that is restarted should find its hosts again at once."""
 STATUS_EVERY_S = 2.0
-"""As often as the page of a server reads it."""
+"""The same as often as the page of a server reads it."""
 
 
 def default_folder() -> Path:

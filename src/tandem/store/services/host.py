@@ -73,7 +73,7 @@ class HostService:
 
     @property
     def urls(self) -> list[str]:
-        """Where masters are looked for."""
+        """Addresses at which masters are looked for."""
         return list(self._urls)
 
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:

@@ -106,7 +106,7 @@ class MasterService:
 
     @property
     def epoch(self) -> int:
-        """Of the term; 0 while another leads."""
+        """Epoch of the term; 0 while another leads."""
         return self.seat.master.epoch
 
     @property
@@ -179,7 +179,7 @@ class MasterService:
 
     @property
     def _address(self) -> str:
-        """Where others reach this master."""
+        """The address at which others reach this master."""
         return self._config.election.address or self.endpoint
 
     def _note_caller_lost(self, peer: Peer, _: TandemError) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["MetricsPage"]
 
 TIMEOUT_S = 5.0
-"""Of a reader, and of the loop that is asked for the figures."""
+"""Seconds of a reader, and of the loop that is asked for the figures."""
 MAX_READERS = 16
 """At a time; more are not listened to."""
 

@@ -1,4 +1,5 @@
-"""What one alternative of a schema asks of a value, type by type, and two of them together.
+"""The constraints of one alternative of a schema on a value, type by type, and two of them
+together.
 
 An alternative is a conjunction; those of a schema are joined by "or". Values are immutable and
 compare by content, so that equal alternatives are found.
@@ -178,7 +179,7 @@ def _join_factors(a: Fraction | None, b: Fraction | None) -> Fraction | None:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What a string is like."""
+    """The constraints on a string."""
 
     sizes: Sizes = Sizes()
     patterns: tuple[str, ...] = ()
@@ -194,7 +195,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayer:
-    """What one schema says of the items at each place."""
+    """The constraints of one schema on the items at each place."""
 
     first: tuple[Formula, ...] = ()
     rest: Formula = TRUE
@@ -206,7 +207,7 @@ class ArrayLayer:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """How many items satisfy a formula."""
+    """The number of items that satisfy a formula."""
 
     item: Formula
     sizes: Sizes
@@ -214,7 +215,7 @@ class Count:
 
 @dataclass(frozen=True)
 class ObjectLayer:
-    """What one schema says of the property of each name."""
+    """The constraints of one schema on the property of each name."""
 
     named: tuple[tuple[str, Formula], ...] = ()
     patterns: tuple[tuple[str, Formula], ...] = ()

@@ -1,4 +1,4 @@
-"""Which schema of a document a reference means: ``$id``, ``$anchor``, ``$dynamicRef``, pointers.
+"""The schema of a document that a reference means: ``$id``, ``$anchor``, ``$dynamicRef``, pointers.
 
 Nothing is fetched: a reference to another document is refused.
 """

@@ -1,4 +1,4 @@
-"""Whether a host answers as soon as it usually does. Pure: time is an argument."""
+"""True if a host answers as soon as it usually does. Pure: time is an argument."""
 
 from tandem.store.patience import UsualTime
 
@@ -25,15 +25,16 @@ class Answering:
         self._unanswered: dict[object, float] = {}
         """Quick orders under way: when each was sent, oldest first."""
         self._doubted_s: float | None = None
-        """When an order to it was last too late; None once it has answered an order sent since."""
+        """The moment at which an order to it was last too late; None once it has answered an order
+        sent since."""
 
     @property
     def is_doubted(self) -> bool:
-        """Whether an order was too late, and no order sent since has been answered."""
+        """True if an order was too late, and no order sent since has been answered."""
         return self._doubted_s is not None
 
     def is_silent(self, now_s: float) -> bool:
-        """Whether it keeps others waiting for much longer than usual: better ask another."""
+        """Return True if it keeps others waiting for much longer than usual: better ask another."""
         if self._doubted_s is not None:
             return True
         oldest_s = next(iter(self._unanswered.values()), None)
@@ -45,15 +46,15 @@ class Answering:
         return min(usual_s + num_objects * OBJECT_PATIENCE_S, self._most_s)
 
     def note_sent(self, order: object, now_s: float) -> None:
-        """An order is under way; it is known by its identity."""
+        """Note that an order is under way; it is known by its identity."""
         self._unanswered[order] = now_s
 
     def note_ended(self, order: object) -> None:
-        """It is under way no more."""
+        """Note that it is under way no more."""
         self._unanswered.pop(order, None)
 
     def note_answer(self, sent_s: float, now_s: float) -> bool:
-        """An order was answered; returns whether that ends a doubt."""
+        """Note that an order was answered; return True if that ends a doubt."""
         self._usual.note(now_s - sent_s)
         if self._doubted_s is None or sent_s < self._doubted_s:
             return False
@@ -61,7 +62,9 @@ class Answering:
         return True
 
     def doubt(self, now_s: float) -> bool:
-        """It did not answer, or bytes did not arrive there; returns whether that is news."""
+        """Note that it did not answer, or bytes did not arrive there; return True if that is
+        news.
+        """
         is_new = self._doubted_s is None
         self._doubted_s = now_s
         return is_new

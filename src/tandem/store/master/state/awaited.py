@@ -50,14 +50,14 @@ class Awaited:
 
     @property
     def is_window_open(self) -> bool:
-        """Whether hosts may come that no roster knows of."""
+        """True if hosts may come that no roster knows of."""
         if self._window_until_ms and self._now_ms() >= self._window_until_ms:
             self._window_until_ms = 0
         return self._window_until_ms > 0
 
     @property
     def is_learning(self) -> bool:
-        """Whether a host may have what this master has never heard of: not one that comes back.
+        """True if a host may have what this master has never heard of: not one that comes back.
 
         A miss may only mean that its host has not told yet.
         """
@@ -67,7 +67,7 @@ class Awaited:
 
     @property
     def is_adopting(self) -> bool:
-        """Whether objects are coming in that this master may not have heard of."""
+        """True if objects are coming in that this master may not have heard of."""
         return self.is_learning or any(
             host.stage is HostStage.JOINING for host in self._hosts.values()
         )
@@ -78,7 +78,7 @@ class Awaited:
             await asyncio.shield(self._begin())
 
     async def wait_learnt(self, timeout_s: float) -> None:
-        """As ``recover``, but no longer than so."""
+        """Do as ``recover``, but no longer than so."""
         if self.is_learning:
             await asyncio.wait([self._begin()], timeout=timeout_s)
 

@@ -30,7 +30,7 @@ LocatedRows = tuple[bytes, bytes, list[int], list[tuple[int, int, int]]]
 
 
 class Passes(NamedTuple):
-    """What passes over the columns, many rows at a time: native, while this module is pure."""
+    """Functions over the columns, many rows at a time: native, while this module is pure."""
 
     fill: Callable[[Sequence[int], Sequence[tuple[object, int | Sequence[int]]]], None]
     """See ``tandem._native.fill_rows``."""
@@ -43,7 +43,7 @@ Versions = npt.NDArray[np.int64]
 
 
 class Replica(NamedTuple):
-    """Where one copy of an object lies."""
+    """The place of one copy of an object."""
 
     host: int
     offset: int
@@ -55,7 +55,7 @@ class Staged(NamedTuple):
     keys: Sequence[str]
     rows: list[int]
     places: list[int]
-    """Of their replicas."""
+    """Places of their replicas."""
     total_bytes: int
 
 
@@ -101,7 +101,7 @@ class Directory:
         self._num_unreadable = 0
         self._tick = 0
         self.total_bytes = 0
-        """Of values, each object once."""
+        """Bytes of values, each object once."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -113,7 +113,7 @@ class Directory:
         return self._rows.get(key, NO_ROW)
 
     def has_any(self, keys: Sequence[str]) -> bool:
-        """Whether one of the keys has an object, readable or not."""
+        """Return True if one of the keys has an object, readable or not."""
         return not self._rows.keys().isdisjoint(keys)
 
     def exists_many(self, keys: Sequence[str]) -> bytes:
@@ -211,7 +211,7 @@ class Directory:
         return self._memory[row]
 
     def is_hard_pinned(self, row: int) -> bool:
-        """Whether it is never evicted."""
+        """Return True if it is never evicted."""
         return bool(self._flags[row] & _HARD)
 
     def soft_pinned_until_ms(self, row: int) -> int:
@@ -523,7 +523,7 @@ class Directory:
         return at >= 0
 
     def _is_on_other_tier(self, row: int, tag: int) -> bool:
-        """Whether the host of this copy has one on its other tier as well."""
+        """Return True if the host of this copy has one on its other tier as well."""
         return (tag >= _DISK or self._num_disks[row] > 0) and self._has(row, tag ^ _DISK)
 
     def drop_replica(self, row: int, host: int) -> Replica | None:

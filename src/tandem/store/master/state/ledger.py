@@ -1,4 +1,4 @@
-"""What each range of a host's segment is used for. Pure: time is an argument.
+"""The ledger of the use of each range of a host's segment. Pure: time is an argument.
 
 Only the allocator tells free from taken; the ledger knows the use of each range, and hands a range
 back when the last reason to keep it has gone. The table below is all that may happen to a range.
@@ -14,7 +14,7 @@ from tandem.core.errors import InternalError
 __all__ = ["TRANSITIONS", "Allocator", "Event", "Extent", "Space", "SpaceLedger"]
 
 GUARD_MS = 100
-"""How soon a guarded range is looked at again."""
+"""Milliseconds until a guarded range is looked at again."""
 
 
 class Extent(NamedTuple):
@@ -25,13 +25,13 @@ class Extent(NamedTuple):
 
 
 class Space(Enum):
-    """What a range is."""
+    """The use of a range."""
 
     FREE = auto()
     HELD = auto()
     """Taken for an object that is being written, or copied."""
     SEALED = auto()
-    """Of an object that the directory shows. These are the directory's: not listed here."""
+    """A range of an object that the directory shows. These are the directory's: not listed here."""
     WIPING = auto()
     """An object was there, or may have been; its header must go first."""
     LEASED = auto()
@@ -126,7 +126,9 @@ class SpaceLedger:
         return [Extent(*item) for space in spaces for item in self._extents[space].items()]
 
     def is_in(self, offset: int, *spaces: Space) -> bool:
-        """Whether the range that begins there is in one of the states, SEALED not being one."""
+        """Return True if the range that begins there is in one of the states, SEALED not being
+        one.
+        """
         return any(offset in self._extents[space] for space in spaces)
 
     def open(self, allocator: Allocator, carried: Iterable[Extent]) -> None:
@@ -174,7 +176,7 @@ class SpaceLedger:
             self._enter(target, offsets, lengths)
 
     def drop(self, extent: Extent) -> None:
-        """An object is shown no more, or never will be: its header is to be wiped.
+        """Note that an object is shown no more, or never will be: its header is to be wiped.
 
         Raises: InternalError if one was dropped there already.
         """
@@ -187,7 +189,7 @@ class SpaceLedger:
             self._enter(TRANSITIONS[Space.SEALED, Event.DROP], [offset], [length])
 
     def drop_many(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """As ``drop``, of sealed objects alone.
+        """Do as ``drop``, of sealed objects alone.
 
         Raises: InternalError if one of them is listed; none has changed then.
         """
@@ -196,7 +198,9 @@ class SpaceLedger:
         self._enter(TRANSITIONS[Space.SEALED, Event.DROP], offsets, lengths)
 
     def wipe(self, offset: int, *, until_ms: int, now_ms: int, is_guarded: bool) -> bool:
-        """A header is gone; returns whether the range is free now, or else it is leased."""
+        """Note that a header is gone; return True if the range is free now, False if it is
+        leased.
+        """
         if until_ms <= now_ms and not is_guarded:
             self.move(Event.WIPE, [offset])
             return True
@@ -224,7 +228,7 @@ class SpaceLedger:
             self.allocator.grow(capacity_bytes)
 
     def close(self) -> None:
-        """The session is over: only the leases of readers outlive it."""
+        """Note that the session is over: only the leases of readers outlive it."""
         self.allocator = None
         for space in (Space.HELD, Space.WIPING, Space.QUARANTINED):
             self._extents[space].clear()

@@ -29,7 +29,7 @@ class OrderLine:
         self._is_over = False
 
     def end(self) -> None:
-        """The session is over: nothing is sent any more."""
+        """Note that the session is over: nothing is sent any more."""
         self._is_over = True
 
     def send(

@@ -41,7 +41,7 @@ class _Client:
 
 
 class Results:
-    """What the numbered requests of a master's clients were answered, or will be.
+    """The answers to the numbered requests of a master's clients.
 
     Args:
         tasks: of the master.
@@ -52,14 +52,14 @@ class Results:
         self._clients: OrderedDict[str, _Client] = OrderedDict()
 
     def has(self, client: str, number: int) -> bool:
-        """Whether a client's request of this number has come and may still be asked for."""
+        """Return True if a client's request of this number has come and may still be asked for."""
         known = self._clients.get(client)
         return known is not None and number in known.work
 
     async def change(
         self, caller: Caller, request: Change, begin: Callable[[], Coroutine[Any, Any, T]]
     ) -> T:
-        """As ``run``, with the numbers that the request bears."""
+        """Do as ``run``, with the numbers that the request bears."""
         return await self.run(caller, request.number, request.settled_below, begin)
 
     async def run(

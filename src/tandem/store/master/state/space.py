@@ -128,14 +128,14 @@ class HostSpace:
         self.attempt = -1
         self.num_pages = 0
         self.disk: DiskStatus | None = None
-        """Of its SSD tier, as it told last; None without one."""
+        """Disk of its SSD tier, as it told last; None without one."""
         self.disk_id: str = ""
         self.disk_number = -1
-        """Of its last report in this session."""
+        """Number of its last report in this session."""
         self.damaged: list[str] = []
-        """Of its segment, as it told when it joined."""
+        """Damage of its segment, as it told when it joined."""
         self.is_disk_known = False
-        """As ``is_known``, of its disk."""
+        """The same as ``is_known``, of its disk."""
         self.confirmed_disk: dict[int, int] = {}
         """Versions by row: objects on the disk according to the current inventory."""
         self.confirmed: dict[int, int] = {}
@@ -151,7 +151,7 @@ class HostSpace:
         self._read_until_ms = 0
         """While it is away: when the last lease on its objects ends."""
         self._unwiped: list[tuple[int, _Going]] = []
-        """What could not be wiped, and when it is as good as wiped."""
+        """Ranges that could not be wiped, and the moment at which they are as good as wiped."""
         self._drops: dict[int, _Drop] = {}
         """By offset: dropped objects whose space is not free yet."""
         self._to_wipe: list[_Drop] = []
@@ -167,17 +167,17 @@ class HostSpace:
 
     @property
     def is_writable(self) -> bool:
-        """Whether new objects may go there."""
+        """True if new objects may go there."""
         return self.stage is HostStage.ACTIVE and self.ledger.allocator is not None
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is there and has sent its inventory."""
+        """True if it is there and has sent its inventory."""
         return self.caller is not None and self.stage is not HostStage.JOINING
 
     @property
     def is_all_known(self) -> bool:
-        """Whether what it has, and this master does not know of, is stale on each of its tiers."""
+        """True if what it has, and this master does not know of, is stale on each of its tiers."""
         return self.is_known and (self.disk is None or self.is_disk_known)
 
     @property
@@ -188,7 +188,7 @@ class HostSpace:
 
     @property
     def held_bytes(self) -> int:
-        """Of these, bytes being written or copied."""
+        """Those of them that are being written or copied."""
         return self.ledger.count_bytes(Space.HELD)
 
     @property
@@ -198,7 +198,7 @@ class HostSpace:
 
     @property
     def leased_bytes(self) -> int:
-        """Of these, wiped bytes that wait for readers' leases."""
+        """Those of them that are wiped and wait for readers' leases."""
         return self.ledger.count_bytes(Space.LEASED)
 
     @property
@@ -237,7 +237,7 @@ class HostSpace:
     # Sessions.
 
     def begin_session(self, caller: Caller, session: int, join: JoinHost) -> None:
-        """The host has come; its inventory follows."""
+        """Note that the host has come; its inventory follows."""
         self.caller, self.session = caller, session
         self.line = OrderLine(caller, session, self._epoch)
         self.attempt = join.attempt
@@ -255,7 +255,9 @@ class HostSpace:
         self.confirmed_disk.clear()
 
     def end_session(self) -> None:
-        """The host is gone, or has gone and come back: its operations in progress are over."""
+        """Note that the host is gone, or has gone and come back: its operations in progress are
+        over.
+        """
         self.caller, self.session = None, -1
         self._read_until_ms = self._now_ms() + self._lease_ms
         if self.line is not None:
@@ -335,7 +337,7 @@ class HostSpace:
         timeout_s: float = ORDER_TIMEOUT_S,
         **fields: Any,
     ) -> Awaitable[T]:
-        """As ``order``, but the host has been told when this returns."""
+        """Do as ``order``, but the host has been told when this returns."""
         if self.line is None:
             raise PeerLostError("store.order", f"host {self.name} is not connected")
         sent_s = self._clock.now_s()
@@ -363,7 +365,7 @@ class HostSpace:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it keeps others waiting for much longer than usual: better ask another."""
+        """True if it keeps others waiting for much longer than usual: better ask another."""
         return self._answering.is_silent(self._clock.now_s())
 
     def patience_s(self, num_objects: int = 0) -> float:
@@ -371,7 +373,9 @@ class HostSpace:
         return self._answering.patience_s(num_objects)
 
     def doubt(self) -> None:
-        """It did not answer, or bytes did not arrive there: it is silent until it answers anew."""
+        """Note that it did not answer, or bytes did not arrive there: it is silent until it answers
+        anew.
+        """
         if self.caller is None:
             return
         if self._answering.doubt(self._clock.now_s()):
@@ -408,7 +412,7 @@ class HostSpace:
         return self.ledger.take(lengths) if self.stage is HostStage.ACTIVE else None
 
     def seal(self, offsets: Sequence[int]) -> None:
-        """The objects written to ranges are in the directory from now on."""
+        """Note that the objects written to ranges are in the directory from now on."""
         self.ledger.move(Event.SEAL, offsets)
 
     def release(self, offsets: Sequence[int]) -> None:
@@ -446,7 +450,7 @@ class HostSpace:
     def drop_many(
         self, offsets: Sequence[int], lengths: Sequence[int], free_at_ms: int
     ) -> asyncio.Future[None]:
-        """As ``drop``, of sealed objects, with one future for all. REQUIRES: it is connected."""
+        """Do as ``drop``, of sealed objects, with one future for all. REQUIRES: it is connected."""
         going = _Going(len(offsets))
         self.ledger.drop_many(offsets, lengths)
         extents = map(Extent._make, zip(offsets, lengths, strict=True))
@@ -508,11 +512,11 @@ class HostSpace:
 
     @property
     def has_dropped(self) -> bool:
-        """Whether the space of any dropped object is not free yet."""
+        """True if the space of any dropped object is not free yet."""
         return bool(self._drops)
 
     def is_dropping(self, offset: int) -> bool:
-        """Whether the object there has been dropped, and its space is not free yet."""
+        """Return True if the object there has been dropped, and its space is not free yet."""
         return offset in self._drops
 
     def watch_wipe(self, offset: int) -> "asyncio.Future[None] | None":
@@ -588,7 +592,9 @@ class HostSpace:
         return rest
 
     def _finish_unwiped(self, dropped: _Drop) -> None:
-        """The host is away: a client that reaches it all the same may still find the header."""
+        """Note that the host is away: a client that reaches it all the same may still find the
+        header.
+        """
         until_ms = min(dropped.free_at_ms, self._read_until_ms)
         if dropped.going is None or until_ms <= self._now_ms():
             self._finish(dropped)

@@ -133,7 +133,7 @@ class StoreState:
         return records
 
     def is_version(self, row: int, key: str, version: int) -> bool:
-        """Whether a row still means the object that it meant, and not a newer one."""
+        """Return True if a row still means the object that it meant, and not a newer one."""
         return self.directory.find(key) == row and self.directory.version(row) == version
 
     def find_copy(self, row: int, host: int) -> int:
@@ -142,11 +142,13 @@ class StoreState:
 
     @property
     def can_be_unsure(self) -> bool:
-        """Whether ``is_unsure`` is so of any keys; nearly always not."""
+        """True if ``is_unsure`` is so of any keys; nearly always not."""
         return self.directory.num_unreadable > 0 or self.awaited.is_learning
 
     def is_unsure(self, keys: Sequence[str]) -> bool:
-        """Whether one of the keys, none of which can be read, may have an object all the same."""
+        """Return True if one of the keys, none of which can be read, may have an object all the
+        same.
+        """
         if self.awaited.is_learning:
             return True
         directory = self.directory

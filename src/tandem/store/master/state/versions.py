@@ -46,7 +46,7 @@ class Versions:
         return self.epoch << layout.VERSION_BITS | self._counter
 
     def has_given(self, version: int, *, since: int) -> bool:
-        """Whether this master gave a version after ``newest`` was ``since``."""
+        """Return True if this master gave a version after ``newest`` was ``since``."""
         in_epoch = version > self.epoch << layout.VERSION_BITS
         return version > since and (in_epoch or any(a < version <= b for a, b in self._outbid))
 
@@ -57,7 +57,7 @@ class Versions:
         return self.epoch
 
     def outbid(self, epoch: int) -> None:
-        """A host has obeyed a master of ``epoch``: go above it.
+        """Note that a host has obeyed a master of ``epoch``: go above it.
 
         Raises: ConflictError if it is too far above ours to be that of a master;
             PeerLostError if that takes another election; epochs are not ours to choose then.

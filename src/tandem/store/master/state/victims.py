@@ -1,4 +1,4 @@
-"""Which objects are evicted first: found by passes over the columns of a directory. Pure."""
+"""The choice of objects to evict: found by passes over the columns of a directory. Pure."""
 
 from array import array
 from collections import deque
@@ -24,7 +24,7 @@ class VictimColumns(NamedTuple):
     used_tick: "array[int]"
     lease_until_ms: "array[int]"
     soft_until_ms: Mapping[int, int]
-    """Of those rows that have a soft pin."""
+    """End of each soft pin, by row."""
 
 
 class Victims:

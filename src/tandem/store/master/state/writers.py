@@ -56,7 +56,7 @@ class Writers:
         return client in self._writers
 
     def end(self) -> None:
-        """The session is over: the next inventory begins with closing all writers."""
+        """Note that the session is over: the next inventory begins with closing all writers."""
         for writer in self._writers.values():
             writer.base.cancel()
         self._writers.clear()
@@ -88,7 +88,7 @@ class Writers:
         self._writer(client).held[grant] = offsets
 
     def unhold(self, client: str, grant: int) -> bool:
-        """The client says that it writes there no more. False: it was shut out before."""
+        """Note that the client says that it writes there no more. False: it was shut out before."""
         writer = self._writers.get(client)
         return writer is not None and writer.held.pop(grant, None) is not None
 
