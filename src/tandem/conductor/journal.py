@@ -40,7 +40,7 @@ _CALLS: dict[str, Any] = {
     "set_sources": tuple[str, list[str]],
     "set_load": tuple[str, Load],
     "note_steps": tuple[str, list[StepRecord]],
-    "note_transfer": tuple[str, int, float],
+    "set_load_speed": tuple[str, float],
     "note_blocks": tuple[str, _Keys, _Keys],
     "note_flushed": tuple[str],
     "note_in_store": tuple[_Keys, _Keys],
@@ -180,10 +180,10 @@ class JournalingConductor(Conductor):
         self._put("note_steps", name, kept)
         super().note_steps(name, kept)
 
-    def note_transfer(self, name: str, num_tokens: int, seconds: float) -> None:
+    def set_load_speed(self, name: str, tokens_per_s: float) -> None:
         """See ``Conductor``."""
-        self._put("note_transfer", name, num_tokens, seconds)
-        super().note_transfer(name, num_tokens, seconds)
+        self._put("set_load_speed", name, tokens_per_s)
+        super().set_load_speed(name, tokens_per_s)
 
     def note_blocks(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()

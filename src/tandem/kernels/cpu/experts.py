@@ -64,7 +64,7 @@ def count_bytes(
 
 def _list_fields(
     weight_format: WeightFormat | None,
-) -> tuple[int, int, bool, bool, int, bool] | None:
+) -> tuple[int, int, bool, bool, int, int, bool] | None:
     return None if weight_format is None else weight_format.field_tuple
 
 
