@@ -3,6 +3,7 @@
 import contextlib
 import sys
 
+import pytest
 from transformers.utils.logging import disable_progress_bar
 
 from tandem.bench.harness import run_cases
@@ -15,6 +16,7 @@ CALLS_PER_LAYER = 60
 """Calls of Python and C functions that one layer of a decode step may cost; 44 when it was set."""
 
 
+@pytest.mark.slow
 def test_quick_case_checks_and_compares():
     """The command around it is that of the model benchmark, which is tested as a process."""
     with contextlib.closing(engine_bench.make_cases(quick=True)) as cases:

@@ -11,6 +11,7 @@ from tandem.bench.serving.load import make_cases
 from tandem.core.errors import UnsupportedError
 
 
+@pytest.mark.slow
 def test_the_child_loads_and_tells(tmp_path):
     """As the benchmark starts it, without the rival, which takes ten minutes to install."""
     module = "tandem.bench.serving.load_child"

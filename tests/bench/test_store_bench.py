@@ -33,8 +33,8 @@ def test_objects_over_both_paths(monkeypatch):
     monkeypatch.setattr(bench, "_make_directory_cases", lambda quick: iter(()))
     cases = bench.make_cases(quick=True)
     records = list(run_cases("store", cases, budget_s=0.1, rounds=1))
-    num_near = 8 if len(os.sched_getaffinity(0)) > 1 else 0
-    assert [record.check for record in records] == ["ok"] * (27 + num_near)
+    num_near = 4 if len(os.sched_getaffinity(0)) > 1 else 0
+    assert [record.check for record in records] == ["ok"] * (15 + num_near)
     assert sum(" cores=near" in record.case for record in records) == num_near
     assert {record.case.split()[0] for record in records} == {
         "path=samehost", "path=tcp", "op=exists", "op=find", "op=first_put",

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from types import SimpleNamespace
 
 from tandem.cli.commands import store
@@ -25,6 +26,10 @@ class Host:
         pass
 
 
+def tell():
+    sys.stdout.write("h is up\n")
+
+
 def test_a_host_is_up_with_its_master(monkeypatch, capsys):
     monkeypatch.setattr(store, "JOIN_NOTICE_S", 0.0)
 
@@ -37,7 +42,7 @@ def test_a_host_is_up_with_its_master(monkeypatch, capsys):
 
     async def work():
         host = Host()
-        serving = asyncio.create_task(store._serve(host, lambda: "h is up", store._join))
+        serving = asyncio.create_task(store._serve(host, tell, store._join))
         assert await read("err") == "store host h waits for a master at tcp://127.0.0.1:9\n"
         host.host.is_joined.set()
         assert await read("out") == "h is up\n"
@@ -49,7 +54,7 @@ def test_a_host_is_up_with_its_master(monkeypatch, capsys):
 
 def test_a_host_without_a_master_ends_when_told_to(monkeypatch, capsys):
     async def work():
-        serving = asyncio.create_task(store._serve(Host(), lambda: "h is up", store._join))
+        serving = asyncio.create_task(store._serve(Host(), tell, store._join))
         await asyncio.sleep(0)  # Its signal handlers are in place.
         os.kill(os.getpid(), signal.SIGTERM)
         await serving

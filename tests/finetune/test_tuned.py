@@ -81,6 +81,7 @@ def _folders(merged):
     return DEMO_FOLDER, merged
 
 
+@pytest.mark.slow
 def test_chat_command(adapter):
     """``tandem chat --adapter`` answers in this process."""
     words = ["chat", "demo", "--adapter", str(adapter), "--prompt", "Hi", "--max-tokens", "3"]

@@ -429,7 +429,7 @@ def simulate(seed: int, *, num_ops: int = 40) -> Run:
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n >= 40)) for n in range(0, 100, 20)],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n >= 20)) for n in range(0, 100, 20)],
 )
 def test_seeds(first):
     num_known = 0

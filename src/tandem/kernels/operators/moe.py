@@ -81,8 +81,11 @@ class MoeBlock(Operator):
         for name in (spec.gate_name, "experts", spec.shared_name, spec.shared_gate_name):
             if name:
                 self.add_module(name, parts[name])
-        # Where no module has to search for them.
-        self._parts = (parts[spec.gate_name], parts["experts"])
+        # Where no module has to search for them, and looked at once: a step asks in every layer.
+        gate, experts = self._parts = (parts[spec.gate_name], parts["experts"])
+        self._operators: tuple[Router, RoutedExperts] | None = None
+        if isinstance(gate, Router) and isinstance(experts, RoutedExperts):
+            self._operators = (gate, experts)
         self._shared = parts[spec.shared_name] if spec.shared_name else None
         self._shared_gate = parts[spec.shared_gate_name] if spec.shared_gate_name else None
 
@@ -106,10 +109,8 @@ class MoeBlock(Operator):
     @property
     def operators(self) -> tuple[Router, RoutedExperts]:
         """The parts of a block that is all operators."""
-        gate, experts = self._parts
-        assert isinstance(gate, Router), gate
-        assert isinstance(experts, RoutedExperts), experts
-        return gate, experts
+        assert self._operators is not None, f"parts of transformers: {self._parts}"
+        return self._operators
 
     @property
     def shared(self) -> Mlp | None:
