@@ -63,7 +63,7 @@ void check_matrix(const Array& array, const char* where, const char* name, bool 
 
 inline bool is_float(const nb::dlpack::dtype& dtype) { return dtype == nb::dtype<float>(); }
 
-// Of the fields that Python has; raises UnsupportedError for a table that is not known.
+// Make a format of the fields that Python has; raises UnsupportedError for a table that is not known.
 WeightFormat make_format(int bits, int group_size, bool has_minimum, bool is_float, int scale_bits,
                          int table, bool has_zeros);
 

@@ -286,7 +286,7 @@ class GroupScales {
 
   const uint16_t* halves_ = nullptr;
   const uint8_t* levels_ = nullptr;
-  const uint8_t* codes_ = nullptr;  // Of the superblock.
+  const uint8_t* codes_ = nullptr;  // The superblock's first code.
   size_t group_ = 0;
   static constexpr bool kIsUnpacked = Format::kLevels != 0 && Format::kScaleBits != 8;
   alignas(64) uint8_t unpacked_[kIsUnpacked ? Format::kLevels * kPanelColumns : 1];

@@ -66,7 +66,7 @@ inline constexpr size_t kSuperblockSize = 256;
 // Bytes of scales before a panel of e4m3 with one scale a row.
 inline constexpr size_t kRowHeaderBytes = kPanelColumns * 4;
 
-// What codes are looked up in, by the type of GGUF that has it; from kIq2Xxs on codebooks.
+// The table that codes are looked up in, named by its type of GGUF; from kIq2Xxs on codebooks.
 enum class CodeTable : uint8_t { kNone, kIq4Nl, kIq2Xxs, kIq2Xs, kIq2S, kIq3Xxs, kIq3S };
 
 // No member functions: sources compiled for a wide ISA share this header with all others.

@@ -230,7 +230,7 @@ constexpr uint16_t kIq3SEntries[512] = {
     0xf0b, 0xf10, 0xf28, 0xf52, 0xf62, 0xf82, 0xf99, 0xfc0,
 };
 
-// What the fields of an entry stand for, plus 128.
+// Values of the fields of an entry, plus 128.
 constexpr uint8_t kIq2Values[4] = {128 + 8, 128 + 25, 128 + 43, 0};
 constexpr uint8_t kIq3XxsValues[8] = {128 + 4,  128 + 12, 128 + 20, 128 + 28,
                                       128 + 36, 128 + 44, 128 + 52, 128 + 62};
