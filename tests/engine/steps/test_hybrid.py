@@ -25,6 +25,7 @@ from tandem.kernels.cpu.hosted_experts import HostedExperts  # noqa: E402
 from tandem.kernels.devices import open_device as open_named  # noqa: E402
 from tandem.kernels.fake.device import FakeDevice  # noqa: E402
 from tandem.kernels.hybrid import HybridDecoder  # noqa: E402
+from tandem.kernels.lanes.loads import PackedLoads  # noqa: E402
 from tandem.models.config import ModelConfig  # noqa: E402
 from tandem.models.loading import loader  # noqa: E402
 
@@ -127,7 +128,7 @@ def test_tokens_are_those_of_the_cpu(folder, open_device, model, is_captured, de
     hybrid = built.model.enable_hybrid(open_device(hold_back(1)), is_captured=is_captured)
     launched = []
     queue = HybridDecoder._queue
-    hybrid._queue = lambda batch: (launched.append(batch.size), queue(hybrid, batch))
+    hybrid._queue = lambda batch, n: (launched.append(batch.size), queue(hybrid, batch, n))
     for _ in range(2):
         assert generate(built.engine)[0] == expected
     # Three live tokens use the graph of four; each size is captured once.
@@ -212,6 +213,57 @@ def test_what_a_worker_raises_is_its_requests_error(folder, open_device, monkeyp
     assert tokens[1] == expected[1][: len(tokens[1])]
     monkeypatch.setattr(NativeExperts, "run", run)
     assert generate(built.engine)[0] == expected
+    hybrid.close()
+
+
+class Turns:
+    """A split that goes through all numbers of uploads, whatever the times."""
+
+    def __init__(self):
+        self.num_chosen, self.noted = 0, []
+
+    def choose(self, num_missed):
+        self.num_chosen += 1
+        return num_missed * (self.num_chosen % 5) // 4
+
+    def note(self, *times):
+        self.noted.append(times)
+
+
+@pytest.mark.parametrize("deferred", [0, 2])
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_no_bit_depends_on_which_experts_are_uploaded(folder, open_device, is_captured, deferred):
+    expected, _ = generate(build(folder, deferred=deferred).engine)
+    built, turns = build(folder, deferred=deferred), Turns()
+    hybrid = built.model.enable_hybrid(
+        open_device(hold_back(3)), is_captured=is_captured, split=turns
+    )
+    for _ in range(2):
+        assert generate(built.engine)[0] == expected
+    counts = {(num_host == 0, num_uploaded == 0) for num_host, _, num_uploaded, _ in turns.noted}
+    assert {(False, True), (False, False)} <= counts
+    assert all(t >= 0 for _, host_s, _, upload_s in turns.noted for t in (host_s, upload_s))
+    hybrid.close()
+
+
+def test_an_expert_that_cannot_be_staged_is_an_error_and_the_next_step_runs(
+    folder, open_device, monkeypatch
+):
+    built = build(folder)
+    expected, _ = generate(build(folder).engine)
+    hybrid = built.model.enable_hybrid(open_device(), split=Turns())
+    stage, num_staged = PackedLoads.stage, []
+
+    def fail(self, expert_id, place):
+        num_staged.append(1)
+        if len(num_staged) == 5:
+            raise ValueError("no staging")
+        stage(self, expert_id, place)
+
+    monkeypatch.setattr(PackedLoads, "stage", fail)
+    # A step that fails is repeated in halves, which go well.
+    assert generate(built.engine)[0] == expected
+    assert len(num_staged) > 5
     hybrid.close()
 
 
