@@ -7,9 +7,15 @@ to step. What the split was told before is wrong by up to two. No clock.
 
 import random
 
+import msgspec
 import pytest
 
+from tandem.placement.catalog import find_hardware, find_model
+from tandem.placement.costs import Placement, chunk_time
 from tandem.placement.experts.lanes import LaneSplit
+from tandem.placement.experts.streaming import find_stream_tokens
+from tandem.placement.fitting import read_efficiencies
+from tandem.placement.shape import read_shape
 
 STEPS = 32
 FRACTIONS = [i / 32 for i in range(33)]
@@ -106,3 +112,21 @@ def test_a_lane_that_is_not_used_is_found_again_when_it_becomes_fast(faster):
         split.note(num_host, num_host * host_s, counts[-1], counts[-1] * upload_s)
     assert counts[0] == (64 if faster == "host" else 0)
     assert counts[-1] == 32
+
+
+def test_a_prompt_streams_from_where_the_cost_model_says_that_it_is_faster():
+    spec, eff = find_hardware("xeon6430-4090"), read_efficiencies()
+    shape = read_shape(find_model("qwen3-30b-a3b").config)
+    place = Placement(expert_format="int4", dense_format="bf16", accelerators=1)
+
+    def predict(kind, tokens):
+        placed = msgspec.structs.replace(place, prefill=kind)
+        return chunk_time(spec, shape, placed, eff, tokens=tokens, context=tokens / 2).seconds
+
+    least = find_stream_tokens(spec, shape, place, eff)
+    assert 1 < least < 1 << 17
+    assert predict("streamed", least) < predict("cpu", least)
+    assert predict("streamed", least - 1) >= predict("cpu", least - 1)
+    slow = msgspec.structs.replace(spec.accelerator, host_link_gbps=0.01)
+    spec = msgspec.structs.replace(spec, accelerator=slow)
+    assert find_stream_tokens(spec, shape, place, eff) == 0

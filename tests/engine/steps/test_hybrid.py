@@ -26,6 +26,7 @@ from tandem.kernels.devices import open_device as open_named  # noqa: E402
 from tandem.kernels.fake.device import FakeDevice  # noqa: E402
 from tandem.kernels.hybrid import HybridDecoder  # noqa: E402
 from tandem.kernels.lanes.loads import PackedLoads  # noqa: E402
+from tandem.kernels.lanes.streams import ExpertStream  # noqa: E402
 from tandem.models.config import ModelConfig  # noqa: E402
 from tandem.models.loading import loader  # noqa: E402
 
@@ -349,3 +350,44 @@ def test_a_device_that_is_not_here_is_named():
         pytest.skip("CUDA is here")
     with pytest.raises(UnsupportedError, match="libcuda"):
         open_named("cuda:0")
+
+
+def test_a_prompt_whose_experts_are_streamed_gives_the_same_bits(far, folder):
+    """Ranges of one, two and all experts of a layer; prompts of 20, 9 and 33 tokens from 16 on."""
+    expected, _ = generate(build_far(folder, stream_tokens=0).engine)
+    for num_experts in (1, 2, 100):
+        built = build_far(folder, stream_tokens=0)
+        size = built.model.hosted[0].native.view_packed().shape[1]
+        stream = built.model.enable_stream(16, range_bytes=num_experts * size)
+        sizes, run = [], ExpertStream.run
+
+        def note(layer, x, ids, weights, sizes=sizes, stream=stream):
+            sizes.append((layer, len(x)))
+            return run(stream, layer, x, ids, weights)
+
+        stream.run = note
+        for _ in range(2):
+            assert generate(built.engine)[0] == expected
+        assert sizes
+        assert {layer for layer, _ in sizes} == {0, 1}
+        assert min(rows for _, rows in sizes) >= 16
+        stream.close()
+
+
+def test_a_range_that_cannot_be_staged_is_an_error_and_the_next_step_runs(
+    far, folder, monkeypatch
+):
+    built = build_far(folder, stream_tokens=16)
+    expected, _ = generate(build_far(folder, stream_tokens=0).engine)
+    stage, num_staged = PackedLoads.stage, []
+
+    def fail(self, expert_id, place):
+        num_staged.append(1)
+        if len(num_staged) == 12:
+            raise ValueError("no staging")
+        stage(self, expert_id, place)
+
+    monkeypatch.setattr(PackedLoads, "stage", fail)
+    # A step that fails is repeated in halves, which go well.
+    assert generate(built.engine)[0] == expected
+    assert len(num_staged) > 12

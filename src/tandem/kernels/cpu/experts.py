@@ -538,6 +538,11 @@ class NativeExperts(RoutedExperts):
             for expert_id, biases in enumerate(zip(*self.biases, strict=True)):
                 experts.set_bias(expert_id, *biases)
 
+    @property
+    def is_in_one_piece(self) -> bool:
+        """True if ``view_packed`` gives the weights: they are in memory, and in one part."""
+        return self._experts.num_parts == 1
+
     def view_packed(self) -> NDArray[np.uint8]:
         """Return the packed bytes, [E, expert_bytes], no copy.
 

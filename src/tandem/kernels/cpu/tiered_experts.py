@@ -206,6 +206,11 @@ class DiskExperts(NativeExperts):
         self._load_biases(reader, name)
         self.packed_bytes = share.num_slots * share.tier.slot_bytes
 
+    @property
+    def is_in_one_piece(self) -> bool:
+        """See ``NativeExperts``: they are on disk."""
+        return False
+
     def follow(self, before: "DiskExperts", router: Router) -> None:
         """Guess these experts while the layer before computes, by their router on its input.
 

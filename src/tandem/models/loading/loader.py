@@ -34,6 +34,7 @@ from tandem.kernels.devices import DeviceContext, open_device
 from tandem.kernels.hybrid import HybridDecoder
 from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.lanes.loads import make_loads
+from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
 from tandem.kernels.lanes.uploads import Split, UploadLane
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
@@ -176,6 +177,32 @@ class CausalModel:
             lane=lane,
         )
         return self._hybrid
+
+    @property
+    def hosted(self) -> list[HostedExperts]:
+        """Routed experts on the host beside a device, in the order of their layers."""
+        return [m for m in self.skeleton.modules() if isinstance(m, HostedExperts)]
+
+    def enable_stream(
+        self, min_tokens: int, *, range_bytes: int = RANGE_BYTES
+    ) -> ExpertStream | None:
+        """Stream routed experts to the model's device in steps of many tokens; return what does.
+
+        Args:
+            min_tokens: of a step, from which it streams.
+            range_bytes: of experts that come together.
+
+        Returns: None where no experts lie in one piece of the host's memory.
+        """
+        hosted = self.hosted
+        if not hosted or not all(experts.native.is_in_one_piece for experts in hosted):
+            return None
+        device, pool = self.context.device, self.context.pool
+        loads = [make_loads(experts.native, pool, device) for experts in hosted]
+        stream = ExpertStream(device, loads, range_bytes=range_bytes)
+        for layer, experts in enumerate(hosted):
+            experts.enable_stream(stream, layer, min_tokens)
+        return stream
 
     def enable_adapters(self, max_adapters: int) -> ModelAdapters:
         """Make the model take LoRA adapters, once, before its first step; return their table.
