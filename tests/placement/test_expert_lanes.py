@@ -116,7 +116,7 @@ def test_a_lane_that_is_not_used_is_found_again_when_it_becomes_fast(faster):
 
 def test_a_prompt_streams_from_where_the_cost_model_says_that_it_is_faster():
     spec, eff = find_hardware("xeon6430-4090"), read_efficiencies()
-    shape = read_shape(find_model("qwen3-30b-a3b").config)
+    shape = read_shape(find_model("qwen3-30b-a3b").config, "qwen3-30b-a3b")
     place = Placement(expert_format="int4", dense_format="bf16", accelerators=1)
 
     def predict(kind, tokens):

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from tandem.core.errors import UnsupportedError
 from tandem.kernels.device import Device, Graph, Stream
-from tandem.kernels.lanes.uploads import UploadLane
 from tandem.kernels.lanes.pairs import sum_pairs
 from tandem.kernels.lanes.places import Pairs, Places, Staging
+from tandem.kernels.lanes.uploads import UploadLane
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.experts import MAX_RUN_S
 from tandem.kernels.operators.moe import ExpertChoice
@@ -273,9 +273,7 @@ class HybridDecoder:
         assert batch.step is not None and batch.hidden is not None, "no step"
         batch.step.leave_sum_(Buffer(batch.on_device.sum_BD[: len(batch.hidden)]))
 
-    def _run_uploaded(
-        self, batch: _Batch, layer_idx: int, landing: tuple[Tensor, Tensor]
-    ) -> None:
+    def _run_uploaded(self, batch: _Batch, layer_idx: int, landing: tuple[Tensor, Tensor]) -> None:
         assert self._lane is not None, "no lane"
         assert batch.pairs is not None, "no lane"
         assert batch.hidden is not None, "no step"

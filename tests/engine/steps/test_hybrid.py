@@ -359,11 +359,11 @@ def test_a_prompt_whose_experts_are_streamed_gives_the_same_bits(far, folder):
         built = build_far(folder, stream_tokens=0)
         size = built.model.hosted[0].native.view_packed().shape[1]
         stream = built.model.enable_stream(16, range_bytes=num_experts * size)
-        sizes, run = [], ExpertStream.run
+        sizes = []
 
         def note(layer, x, ids, weights, sizes=sizes, stream=stream):
             sizes.append((layer, len(x)))
-            return run(stream, layer, x, ids, weights)
+            return ExpertStream.run(stream, layer, x, ids, weights)
 
         stream.run = note
         for _ in range(2):
@@ -374,9 +374,7 @@ def test_a_prompt_whose_experts_are_streamed_gives_the_same_bits(far, folder):
         stream.close()
 
 
-def test_a_range_that_cannot_be_staged_is_an_error_and_the_next_step_runs(
-    far, folder, monkeypatch
-):
+def test_a_range_that_cannot_be_staged_is_an_error_and_the_next_step_runs(far, folder, monkeypatch):
     built = build_far(folder, stream_tokens=16)
     expected, _ = generate(build_far(folder, stream_tokens=0).engine)
     stage, num_staged = PackedLoads.stage, []

@@ -499,7 +499,7 @@ class NativeExperts(RoutedExperts):
         self._cache = cache
         self.num_parts = num_parts
         self.biases: tuple[Tensor, Tensor, Tensor] | None = None
-        """Of gate [E, F], up [E, F] and down [E, D], once they are loaded; None: there are none."""
+        """Biases of gate [E, F], up [E, F] and down [E, D], once loaded; None: there are none."""
 
     @property
     def size_bytes(self) -> int:

@@ -1,1 +1,1 @@
-"""How routed experts of the host come to a device, and what host and device compute of a layer."""
+"""Routed experts of the host on their way to a device, and the parts that both compute."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from tandem._native import ThreadPool
-from tandem.core.errors import UnsupportedError
 from tandem.kernels.activation import activate
 from tandem.kernels.cpu.experts import NativeExperts, PackedExperts
 from tandem.kernels.cpu.linear import PANEL_COLUMNS, PackedLinear, count_bytes

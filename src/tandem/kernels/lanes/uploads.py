@@ -62,7 +62,7 @@ class UploadLane:
         self._split = split
         self._read_clock = read_clock
         self._num_missed = 0
-        """Of the step before, over all layers."""
+        """Experts of the step before, over all layers."""
         self._begin_s = 0.0
         self.begin_step()
 
