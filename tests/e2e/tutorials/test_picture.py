@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PICTURE = ROOT / "docs" / "images" / "page.png"
-TOOL = ROOT / "tools" / "page_picture.py"
+TOOL = ROOT / "tools" / "page" / "picture.py"
 BLOCK = 40
 """Pixels of a side; both sides of the picture are multiples but for a rest."""
 NEAR = 14.0
@@ -49,5 +49,5 @@ def test_the_picture_is_of_the_page_as_it_is(tmp_path):
     assert kept.shape == seen.shape
     # The measure tells pictures apart: upside down it is another one.
     assert share_of_near_blocks(kept, kept[::-1]) < LEAST_SHARE
-    remedy = f"python tools/page_picture.py {PICTURE.relative_to(ROOT)}"
+    remedy = f"python tools/page/picture.py {PICTURE.relative_to(ROOT)}"
     assert share_of_near_blocks(kept, seen) >= LEAST_SHARE, f"make it again: {remedy}"

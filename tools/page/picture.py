@@ -1,6 +1,6 @@
 """Take the picture of the page that the README shows: a real server's live view, in Chromium.
 
-    python tools/page_picture.py docs/images/page.png
+    python tools/page/picture.py docs/images/page.png
 
 A prefill and a decode instance of the demo model share a store; eight clients ask meanwhile, so
 that the charts have something to show. Needs Debian's chromium and playwright.
