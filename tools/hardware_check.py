@@ -133,6 +133,10 @@ class _Step:
         self._idx = 0
         self._hidden: Tensor | None = None
 
+    def begin_(self) -> None:
+        """Begin with the first layer."""
+        self._idx = 0
+
     def choose_experts_(self, layer: nn.Module, x: Tensor) -> _Choice:
         """Multiply, and give the experts what came out."""
         del layer

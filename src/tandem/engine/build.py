@@ -207,10 +207,7 @@ def _enable_lanes(model: CausalModel, lanes: LanePlan | None) -> None:
         if lanes.stream_tokens:
             model.enable_stream(lanes.stream_tokens)
     max_uploads = lanes.max_uploads if lanes is not None and split is not None else 1
-    # Memory of a step is not at fixed places yet, so nothing is captured.
-    model.enable_hybrid(
-        model.context.device, is_captured=False, split=split, max_uploads=max_uploads
-    )
+    model.enable_hybrid(model.context.device, split=split, max_uploads=max_uploads)
 
 
 def _make_pool(

@@ -39,14 +39,23 @@ from tandem.kernels.operators.experts import MAX_RUN_S
 from tandem.kernels.operators.moe import ExpertChoice
 from tandem.kernels.routing import StepRouting
 
-__all__ = ["BATCH_SIZES", "HostExperts", "HybridDecoder", "LayeredStep"]
+__all__ = ["BATCH_SIZES", "HostExperts", "HybridDecoder", "LayeredStep", "find_size"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Tokens of graphs: a batch is at most doubled on the device, and there are few graphs to make."""
 
 
+def find_size(num_tokens: int) -> int:
+    """Return the tokens of the graph that a batch launches."""
+    return next((size for size in BATCH_SIZES if size >= num_tokens), num_tokens)
+
+
 class LayeredStep(Protocol):
     """A step whose layers stop where experts are computed."""
+
+    def begin_(self) -> None:
+        """Compute what all layers take from the batch, in a step that is captured."""
+        ...
 
     def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> ExpertChoice | None:
         """Run a layer up to its router's choice; None: it has no experts, and has run."""
@@ -142,25 +151,43 @@ class HybridDecoder:
             raise UnsupportedError("kernels.hybrid", what)
         self._stream: Stream = device.make_stream()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tandem-hybrid")
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[tuple[int, int], _Batch] = {}
 
     def close(self) -> None:
         """End the thread of the experts."""
         self._worker.shutdown()
 
-    def run(self, step: LayeredStep, routing: StepRouting | None, hidden_TD: Tensor) -> None:
+    def run(
+        self,
+        step: LayeredStep,
+        routing: StepRouting | None,
+        hidden_TD: Tensor,
+        *,
+        num_live: int | None = None,
+        is_captured: bool | None = None,
+        key: int = 0,
+    ) -> None:
         """Run all layers on the residual stream, in place.
 
         A GPU captures operators once, with the memory that they had: its steps of a size must have
         theirs, ``hidden_TD`` included, at the same places. The fake device calls the step anew.
 
+        Args:
+            step: runs the layers.
+            routing: defers experts; None: none are.
+            hidden_TD: of all the step's tokens.
+            num_live: tokens whose experts are computed; None: all.
+            is_captured: whether this step is a graph; None: as the decoder's steps are.
+            key: tells graphs of as many tokens apart, whose memory is not the same.
+
         Raises: what experts or the device raise; the step may then be run again.
         """
-        num_live = len(hidden_TD)
-        size = next((size for size in BATCH_SIZES if size >= num_live), num_live)
-        batch = self._batches.get(size)
+        num_live = len(hidden_TD) if num_live is None else num_live
+        is_captured = self._is_captured if is_captured is None else is_captured
+        size = find_size(len(hidden_TD))
+        batch = self._batches.get((size, key))
         if batch is None:
-            batch = self._batches[size] = self._make_batch(size)
+            batch = self._batches[size, key] = self._make_batch(size)
         batch.step, batch.routing, batch.hidden = step, routing, hidden_TD
         batch.num_live, batch.failure, batch.jobs = num_live, None, []
         lane, count = self._lane, 0
@@ -168,7 +195,7 @@ class HybridDecoder:
             count = lane.choose_count()
             lane.begin_step()
         self._device.follow(self._stream)
-        if not self._is_captured:
+        if not is_captured:
             self._queue(batch, count)
         else:
             if count not in batch.graphs:
@@ -202,6 +229,7 @@ class HybridDecoder:
         Nothing here looks at its values.
         """
         device, stream, here = self._device, self._stream, batch.on_device
+        device.run(stream, partial(self._begin, batch), "begin")
         for layer_idx, layer in enumerate(self._layers):
             device.run(stream, partial(self._choose, batch, layer), f"layer {layer_idx}")
             if self._experts[layer_idx] is None:
@@ -246,6 +274,10 @@ class HybridDecoder:
         device.call_host(stream, lane.note_uploaded, f"uploaded {layer_idx}")
 
     # What the device does.
+
+    def _begin(self, batch: _Batch) -> None:
+        assert batch.step is not None, "no step"
+        batch.step.begin_()
 
     def _choose(self, batch: _Batch, layer: nn.Module) -> None:
         step, here = batch.step, batch.on_device
@@ -345,8 +377,9 @@ class HybridDecoder:
         pairs, num_live, top_k = batch.pairs[1], batch.num_live, self._shape[1]
         ids_TK = there.ids_BK[:num_live]
         is_uploaded = torch.from_numpy(np.isin(ids_TK.numpy(), chosen))
-        pairs.uploaded_BK.fill_(-1)
         pairs.uploaded_BK[:num_live] = ids_TK.masked_fill(~is_uploaded, -1)
+        # Rows of the graph that do not live repeat the first one.
+        pairs.uploaded_BK[num_live:] = pairs.uploaded_BK[:1]
         host_P1 = ids_TK.masked_fill(is_uploaded, -1).view(-1, 1)
         x_PD = there.x_BD[:num_live].repeat_interleave(top_k, 0)
         ones_P1 = torch.ones(len(host_P1), 1)
@@ -375,6 +408,22 @@ class HybridDecoder:
                 there.sum_BD[:num_live] = before.carried_BD[:num_live]
             else:
                 there.sum_BD[:num_live].add_(before.carried_BD[:num_live])
+        self._fill_up(batch, there, count)
+
+    def _fill_up(self, batch: _Batch, there: Staging, count: int) -> None:
+        """Give the rows of a graph that do not live what the first row has.
+
+        They repeat its token, and write its KV once more: it must be the same.
+        """
+        assert batch.hidden is not None, "no step"
+        num_live, num_rows = batch.num_live, len(batch.hidden)
+        if num_rows == num_live:
+            return
+        there.sum_BD[num_live:num_rows] = there.sum_BD[:1]
+        if count:
+            assert batch.pairs is not None, "no lane"
+            host_BKD = batch.pairs[1].host_BKD
+            host_BKD[num_live:num_rows] = host_BKD[:1]
 
     def _is_carried(self, layer_idx: int) -> bool:
         """Return True if the layer before deferred experts."""

@@ -70,6 +70,17 @@ class StepRouting:
         self.defers = self._output_T is not None
         """True if any token of the step defers experts."""
 
+    def restart(self) -> None:
+        """Go back to before the first layer, for a step in the same memory."""
+        self.layer_idx = -1
+        self._late = None
+
+    def set_outputs(self, rows_T: Tensor) -> None:
+        """Say which tokens defer experts, in the same memory; those that are left over do."""
+        assert self._output_T is not None, "a step that defers nothing"
+        self._output_T.fill_(True)
+        self._output_T[: len(rows_T)] = rows_T
+
     def enter_layer(self) -> None:
         """Go on to the next layer of the model, whatever its kind."""
         self.layer_idx += 1

@@ -79,6 +79,9 @@ class CpuStep:
         """The sum that the next norm adds to the residual; keeps its contents until then."""
         self._buffers = cache.step_buffers(self._num_tokens, dtype)
 
+    def begin_(self) -> None:
+        """See ``kernels.hybrid.LayeredStep``: planned when it was made."""
+
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """See ``Step``."""
         choice = self.choose_experts_(layer, x_TD)

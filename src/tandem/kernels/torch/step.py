@@ -3,7 +3,7 @@
 Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,10 @@ from tandem.kernels.torch.attention import (
 from tandem.kernels.torch.gated_delta import run_gated_delta
 from tandem.kernels.torch.latents import project_latents
 
-__all__ = ["TorchStep"]
+__all__ = ["Group", "TorchStep", "compute_angles"]
 
 
-def _compute_angles(rope: Angles, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def compute_angles(rope: Angles, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (cos, sin as ``apply_rope_`` takes it), each [T, 1, r]."""
     cos, sin = rope.compute(positions, dtype)
     half = sin.shape[-1] // 2
@@ -83,19 +83,39 @@ class TorchStep:
         states: StateCache | None = None,
         routing: StepRouting | None = None,
     ) -> None:
-        self._places = cache.places
-        self._groups = [_Group(cache, batch)]
+        groups = [_plan_group(cache, batch)]
         if cache.windows is not None:
             assert batch.windows is not None, "no blocks for the layers with a window"
-            self._groups.append(_Group(cache.windows, batch.windows))
+            groups.append(_plan_group(cache.windows, batch.windows))
+        self._init_parts(
+            cache, groups, batch.positions, on_layer=on_layer, states=states, routing=routing
+        )
+        self._state_rows = (batch.query_start, list(batch.state_slots))
+        self._angles = [compute_angles(rope, batch.positions, dtype) for rope in ropes]
+
+    def _init_parts(
+        self,
+        cache: PagedKvCache,
+        groups: "list[Group]",
+        positions: Tensor,
+        *,
+        on_layer: Callable[[int], None] | None = None,
+        states: StateCache | None = None,
+        routing: StepRouting | None = None,
+    ) -> None:
+        self._places = cache.places
+        self._groups = groups
         self._on_layer = on_layer
         self._states = states
-        self._state_rows = (batch.query_start, list(batch.state_slots))
+        self._state_rows: tuple[Sequence[int], list[int]] = ((), [])
         self._routing = routing
         self._residual: Tensor | None = None
         """The residual stream of the layer that has chosen experts."""
-        self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
-        self._positions = batch.positions
+        self._angles: list[tuple[Tensor, Tensor]] = []
+        self._positions = positions
+
+    def begin_(self) -> None:
+        """See ``kernels.hybrid.LayeredStep``: planned when it was made."""
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """See ``Step``."""
@@ -218,26 +238,32 @@ class TorchStep:
         return self._groups[place.group].attend(place.layer_idx, q_THd, kv_T2Kd, scale, rule)
 
 
-class _Group:
+class Group:
     """The blocks of layers that keep the same tokens, and what a step does with them.
 
     Args:
         cache: their pool.
-        batch: the tokens, placed in it; borrowed.
+        slots: block and offset of each token.
+        runs: the same slots as runs of rows within a block, where copying them is cheaper.
+        decodes: sequences with one query each.
+        prefills: the others.
     """
 
-    def __init__(self, cache: PagedKvCache, batch: PagedBatch) -> None:
-        self._cache = cache
-        self._slots = (batch.slot_blocks, batch.slot_offsets)
-        self._runs = batch.slot_runs
-        self._decodes: list[DecodeGroup] = []
-        self._prefills: list[Prefill] = []
-        if cache.layout.num_layers:
-            self._decodes, self._prefills = plan_attention(batch, cache)
+    def __init__(
+        self,
+        cache: PagedKvCache,
+        slots: tuple[Tensor, Tensor],
+        runs: tuple[tuple[int, int, int, int], ...] | None,
+        decodes: list[DecodeGroup],
+        prefills: list[Prefill],
+    ) -> None:
+        self.cache = cache
+        self._slots, self._runs = slots, runs
+        self.decodes, self._prefills = decodes, prefills
 
     def write(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """Write the tokens' KV of one of these layers."""
-        cache = self._cache
+        cache = self.cache
         if kv_T2Kd.dtype != cache.dtype:
             kv_T2Kd = kv_T2Kd.to(cache.dtype)
         slots = cache.slots[layer_idx]
@@ -251,13 +277,13 @@ class _Group:
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
         """Attend in one of these layers; see ``Step.attend``."""
-        cache = self._cache
+        cache = self.cache
         num_tokens, num_heads, _ = q_THd.shape
         value_dim = cache.layout.value_size
-        if len(self._decodes) == 1 and self._decodes[0].rows is None:
-            return attend_decodes(cache, self._decodes[0], layer_idx, q_THd, scale, rule)
+        if len(self.decodes) == 1 and self.decodes[0].rows is None:
+            return attend_decodes(cache, self.decodes[0], layer_idx, q_THd, scale, rule)
         out = q_THd.new_empty(num_tokens, num_heads, value_dim)
-        for group in self._decodes:
+        for group in self.decodes:
             mixed = attend_decodes(cache, group, layer_idx, q_THd[group.rows], scale, rule)
             out[group.rows] = mixed.view(-1, num_heads, value_dim)
         for prefill in self._prefills:
@@ -265,3 +291,9 @@ class _Group:
             q, kv = q_THd[rows], kv_T2Kd[rows]
             attend_prefill(cache, prefill, layer_idx, q, kv, scale, rule, out[rows])
         return out.view(num_tokens, -1)
+
+
+def _plan_group(cache: PagedKvCache, batch: PagedBatch) -> Group:
+    decodes, prefills = plan_attention(batch, cache) if cache.layout.num_layers else ([], [])
+    slots = (batch.slot_blocks, batch.slot_offsets)
+    return Group(cache, slots, batch.slot_runs, decodes, prefills)

@@ -31,7 +31,7 @@ from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
 from tandem.kernels.cpu.step import CpuStep
 from tandem.kernels.device import Device
 from tandem.kernels.devices import DeviceContext, open_device
-from tandem.kernels.hybrid import HybridDecoder
+from tandem.kernels.hybrid import HybridDecoder, find_size
 from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.lanes.loads import make_loads
 from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
@@ -44,6 +44,7 @@ from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
+from tandem.kernels.torch.fixed import FixedDecode, count_width
 from tandem.kernels.torch.step import TorchStep
 from tandem.models.adapters import ModelAdapters
 from tandem.models.families import Checkpoint, open_checkpoint
@@ -125,6 +126,8 @@ class CausalModel:
         overwrites. None where layers are not fused or have no experts."""
         self.adapters: ModelAdapters | None = None
         self._hybrid: HybridDecoder | None = None
+        self._fixed: dict[tuple[int, int], FixedDecode] | None = None
+        """Memory of captured decodes, by tokens and blocks of each; None: steps bring their own."""
         self.packed_writer: PackedWriter | None = None
         """Writes packed weights behind; None where there is nothing to write."""
 
@@ -176,6 +179,8 @@ class CausalModel:
             is_captured=is_captured,
             lane=lane,
         )
+        if is_captured and not self._execution.is_native:
+            self._fixed = {}
         return self._hybrid
 
     @property
@@ -407,6 +412,9 @@ class CausalModel:
         if self.moe is not None:
             routing = StepRouting(self.moe, batch, kv_cache, self.dtype)
             self.choices = routing.choices
+        fixed = None if on_layer or states else self._find_fixed(batch, kv_cache)
+        if fixed is not None:
+            return self._run_fixed(fixed, batch)
         step = self._execution.begin_step(
             batch, kv_cache, self.ropes, self.dtype, on_layer, states, routing
         )
@@ -422,7 +430,9 @@ class CausalModel:
             hidden = self._embed(batch.token_ids)
             if self._hybrid is not None and len(batch.query_start) - 1 == batch.num_tokens:
                 assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
-                self._hybrid.run(step, routing, hidden)
+                # A step with memory of its own is captured where its operators look it up anew.
+                is_captured = None if self._fixed is None else False
+                self._hybrid.run(step, routing, hidden, is_captured=is_captured)
             else:
                 for layer in self._fused:
                     step.run_layer_(layer, hidden)
@@ -431,6 +441,43 @@ class CausalModel:
                 hidden = hidden.index_select(0, batch.logit_rows)
             hidden = self._norm(hidden)
         return hidden
+
+
+    def _find_fixed(self, batch: PagedBatch, kv_cache: PagedKvCache) -> FixedDecode | None:
+        """Return the memory that a graph of this step has; None: it is queued anew."""
+        is_decode = batch.num_sequences == batch.num_tokens > 0
+        if self._fixed is None or not is_decode or batch.adapter_rows:
+            return None
+        size = find_size(batch.num_tokens)
+        width = count_width(batch, kv_cache, size)
+        if width == 0:
+            return None
+        found = self._fixed.get((size, width))
+        if found is None:
+            found = self._fixed[size, width] = FixedDecode(
+                size,
+                width,
+                kv_cache,
+                hidden_size=self.spec.hidden_size,
+                ropes=self.ropes,
+                dtype=self.dtype,
+                moe=self.moe,
+            )
+        return found
+
+    def _run_fixed(self, fixed: FixedDecode, batch: PagedBatch) -> Tensor:
+        assert self._hybrid is not None, "fixed memory without a device"
+        num_live, width = batch.num_tokens, fixed.width
+        fixed.fill_(batch, self._embed(batch.token_ids))
+        self._hybrid.run(
+            fixed.step, fixed.routing, fixed.hidden, num_live=num_live, key=width
+        )
+        if fixed.routing is not None:
+            self.choices = fixed.routing.choices[:, :num_live]
+        hidden = fixed.hidden[:num_live]
+        if len(batch.logit_rows) != num_live:
+            hidden = hidden.index_select(0, batch.logit_rows)
+        return self._norm(hidden)
 
 
 def load_model(

@@ -1,0 +1,118 @@
+"""A device that is none, whose graphs hold operators as a GPU's do: for what may be captured.
+
+Memory is the host's, operators are torch's. While a stream is captured, each operator is noted with
+its tensors, and nothing else of what the work does; a launch repeats the operators on the same
+memory. So Python that a graph would not repeat is not repeated here either, memory that moved is
+read where it was, and a look at a value raises.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tandem.core.errors import InternalError
+from tandem.kernels.cpu.device import CpuDevice, CpuGraph, CpuStream
+from tandem.kernels.device import Stream
+
+__all__ = ["TapeDevice"]
+
+
+class Tape(TorchDispatchMode):
+    """Notes operators, so that they can be repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Callable[[], None]] = []
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        """By address, memory that operators write to, and what was there."""
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Undo what the operators did, as a capture does nothing yet."""
+        for memory, before in self._before.values():
+            memory.copy_(before)
+
+    def _keep(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._before:
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self._before[storage.data_ptr()] = (memory, memory.clone())
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator, and note it."""
+        if torch.Tag.data_dependent_output in func.tags:
+            raise InternalError("kernels.capture", f"{func} looks at a value in a graph")
+        given = dict(kwargs or {})
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and isinstance(value, Tensor):
+                self._keep(value)
+        for value in tree_leaves([given[name] for name in ("out",) if name in given]):
+            self._keep(value)
+        out = func(*args, **given)
+        made = _list_tensors(out)
+        known = {one.untyped_storage().data_ptr() for one in _list_tensors((args, given))}
+        is_view = all(one.untyped_storage().data_ptr() in known for one in made)
+        if not is_view or any(argument.is_write for argument in func._schema.arguments):
+            self.operators.append(partial(_repeat, func, args, given, made))
+        return out
+
+
+def _list_tensors(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
+def _repeat(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Tensor]
+) -> None:
+    """Run an operator again; what it makes goes where it went first."""
+    for new, kept in zip(_list_tensors(func(*args, **kwargs)), made, strict=True):
+        if new.data_ptr() != kept.data_ptr():
+            kept.copy_(new)
+
+
+class TapeDevice(CpuDevice):
+    """See ``Device``; a stream does an operation before the call that queues it returns."""
+
+    is_host = False
+    has_native_kernels = False
+
+    def __init__(self) -> None:
+        self._tapes: list[Tape] = []
+
+    def capture(self, stream: Stream, work: Callable[[], None]) -> CpuGraph:
+        """See ``Device``."""
+        try:
+            return super().capture(stream, work)
+        finally:
+            # Later ones first: what was there before is what the first one found.
+            for tape in reversed(self._tapes):
+                tape.restore()
+            self._tapes.clear()
+
+    def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
+        """See ``Device``: captured, it runs once."""
+        assert isinstance(stream, CpuStream), "a stream of another device"
+        if stream.captured is None:
+            super().run(stream, work, name)
+            return
+        with Tape() as tape, torch.inference_mode():
+            work()
+        self._tapes.append(tape)
+        stream.captured.append(partial(_run_all, tape.operators))
+
+
+def _run_all(operators: list[Callable[[], None]]) -> None:
+    with torch.inference_mode():
+        for operator in operators:
+            operator()

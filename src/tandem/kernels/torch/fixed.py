@@ -1,0 +1,176 @@
+"""Decode steps in torch whose memory stays where it is, so that a graph of them can be launched.
+
+A ``FixedDecode`` has the tensors of a step of so many tokens and blocks. ``fill_`` copies a batch
+into them, before each launch; everything else is computed from them by operators of the step, and
+no value or length is looked at. A batch of fewer tokens repeats its first one, which computes and
+writes the same again; attention sees all blocks of the step, and masks what a token does not see.
+
+Shapes: B tokens of the step, T of the batch, W blocks of each.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tandem.kernels.interfaces import Angles
+from tandem.kernels.paged import PagedBatch, PagedKvCache
+from tandem.kernels.routing import MoeLayers, StepRouting
+from tandem.kernels.torch.attention import MAX_GATHER_BYTES, DecodeGroup
+from tandem.kernels.torch.step import Group, TorchStep, compute_angles
+
+__all__ = ["FixedDecode", "count_width"]
+
+
+def count_width(batch: PagedBatch, cache: PagedKvCache, size: int) -> int:
+    """Return the blocks of each token that a step has, a power of two.
+
+    0: what its attention gathers of a layer is more than is gathered at once.
+
+    Args:
+        batch: of decodes.
+        cache: of its blocks.
+        size: tokens of the step.
+    """
+    blocks = -(-max(batch.context_lens) // batch.block_size)
+    width = 1 << (blocks - 1).bit_length()
+    return width if size * width * cache.layout.bytes_per_layer <= MAX_GATHER_BYTES else 0
+
+
+class FixedDecode:
+    """The memory of decode steps of one size.
+
+    Args:
+        size: B.
+        width: W.
+        cache: the block pool.
+        hidden_size: of the residual stream.
+        ropes: give the angles.
+        dtype: the model's.
+        moe: the layers that choose experts; None: none do.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        width: int,
+        cache: PagedKvCache,
+        *,
+        hidden_size: int,
+        ropes: tuple[Angles, ...],
+        dtype: torch.dtype,
+        moe: MoeLayers | None,
+    ) -> None:
+        device = cache.tensor.device
+        self.size, self.width = size, width
+        self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.token_ids)
+        self.hidden = torch.zeros(size, hidden_size, dtype=dtype, device=device)
+        """[B, D], the residual stream."""
+        caches = [cache] if cache.windows is None else [cache, cache.windows]
+        self.groups = [_FixedGroup(held, size, width, device) for held in caches]
+        self.routing: StepRouting | None = None
+        if moe is not None:
+            self.routing = StepRouting(moe, self._make_batch(cache), cache, dtype)
+        self.step = FixedStep(self, cache, ropes, dtype)
+
+    def _make_batch(self, cache: PagedKvCache) -> PagedBatch:
+        """Return a batch of these tensors, all of whose tokens are of answers."""
+        group = self.groups[0]
+        return PagedBatch(
+            token_ids=self.token_ids,
+            positions=self.positions,
+            slot_blocks=group.slot_blocks,
+            slot_offsets=group.slot_offsets,
+            block_table=group.table,
+            logit_rows=self.token_ids,
+            query_start=tuple(range(self.size + 1)),
+            context_lens=(1,) * self.size,
+            fresh_blocks=(),
+            adapter_rows={},
+            slot_runs=None,
+            block_size=cache.layout.block_size,
+            state_slots=(),
+            fresh_slots=(),
+            prompt_lens=(0,) * self.size,
+        )
+
+    def fill_(self, batch: PagedBatch, hidden_TD: Tensor) -> None:
+        """Copy a batch and its embedded tokens into the memory; not part of a graph."""
+        _put(self.token_ids, batch.token_ids)
+        _put(self.positions, batch.positions)
+        _put(self.hidden, hidden_TD)
+        batches = [batch] if batch.windows is None else [batch, batch.windows]
+        for group, own in zip(self.groups, batches, strict=True):
+            group.fill_(own)
+        if self.routing is not None and self.routing.defers:
+            rows_T = torch.from_numpy(batch.find_output_rows())
+            self.routing.set_outputs(rows_T.to(self.positions.device))
+
+
+def _put(target: Tensor, source: Tensor) -> None:
+    """Copy rows; those that are left over repeat the first."""
+    target[: len(source)] = source
+    target[len(source) :] = source[:1]
+
+
+class _FixedGroup(Group):
+    """The blocks of layers that keep the same tokens; see ``Group``."""
+
+    def __init__(self, cache: PagedKvCache, size: int, width: int, device: torch.device) -> None:
+        self.slot_blocks = torch.zeros(size, dtype=torch.int64, device=device)
+        self.slot_offsets = torch.zeros_like(self.slot_blocks)
+        self.table = torch.zeros(size, width, dtype=torch.int64, device=device)
+        super().__init__(cache, (self.slot_blocks, self.slot_offsets), None, [], [])
+        self._num_keys = width * cache.layout.block_size
+        num_rows = len(cache.gather_index(self.table)) if cache.layout.num_layers else 0
+        # Not the cache's scratch memory, which moves when it grows.
+        self._gathered = cache.tensor.new_empty(
+            num_rows, cache.layout.block_size * cache.layout.row_size
+        )
+
+    def fill_(self, batch: PagedBatch) -> None:
+        """Copy the places of a batch's tokens."""
+        _put(self.slot_blocks, batch.slot_blocks)
+        _put(self.slot_offsets, batch.slot_offsets)
+        width = min(batch.block_table.shape[1], self.table.shape[1])
+        known = batch.block_table[:, :width]
+        _put(self.table[:, :width], known)
+        _put(self.table[:, width:], known[:, :1].expand(-1, self.table.shape[1] - width))
+
+    def begin_(self, positions: Tensor) -> None:
+        """Plan the attention, by operators of the step."""
+        cache = self.cache
+        if not cache.layout.num_layers:
+            return
+        lens = (positions + 1).repeat_interleave(cache.layout.num_kv_heads)
+        index = cache.gather_index(self.table)
+        self.decodes = [
+            DecodeGroup(None, index, self._gathered, self._num_keys, lens, is_even=False, masks={})
+        ]
+
+
+class FixedStep(TorchStep):
+    """A step over a ``FixedDecode``; ``begin_`` comes first."""
+
+    def __init__(
+        self,
+        memory: FixedDecode,
+        cache: PagedKvCache,
+        ropes: tuple[Angles, ...],
+        dtype: torch.dtype,
+    ) -> None:
+        self._memory, self._ropes, self._dtype = memory, ropes, dtype
+        self._init_parts(
+            cache, cast("list[Group]", memory.groups), memory.positions, routing=memory.routing
+        )
+
+    def begin_(self) -> None:
+        """See ``kernels.hybrid.LayeredStep``."""
+        if self._memory.routing is not None:
+            self._memory.routing.restart()
+        self._angles = [
+            compute_angles(rope, self._positions, self._dtype) for rope in self._ropes
+        ]
+        for group in self._memory.groups:
+            group.begin_(self._positions)

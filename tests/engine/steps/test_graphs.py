@@ -1,0 +1,148 @@
+"""Goal: a decode on a device that runs torch's operators is one graph, which equals the same queued.
+
+Method: a device whose capture keeps what a GPU's does: each operator with its tensors, at their
+places, and nothing of Python. A launch repeats the operators on those places. So a step that looks
+at a value, or whose memory moves, gives other tokens. No GPU; all memory is the host's.
+"""
+
+from functools import partial
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="models need the `serve` extra")
+pytest.importorskip("transformers", reason="models need the `serve` extra")
+
+
+from tandem.core.clock import MonotonicClock  # noqa: E402 - after the skip
+from tandem.core.wire import AddRequest, SamplingParams  # noqa: E402
+from tandem.engine import planning  # noqa: E402
+from tandem.engine.build import build_engine  # noqa: E402
+from tandem.engine.config import EngineConfig  # noqa: E402
+from tandem.kernels.cpu.device import CpuDevice  # noqa: E402
+from tandem.kernels.fake.tape import TapeDevice  # noqa: E402
+from tandem.models.config import ModelConfig  # noqa: E402
+from tandem.models.loading import loader  # noqa: E402
+
+PROMPTS = [[(7 * i * i + 3) % 120 + 3 for i in range(n)] for n in (20, 9, 33)]
+LENGTHS = (20, 5, 12)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = TapeDevice()
+    for module in (planning, loader):
+        monkeypatch.setattr(module, "open_device", lambda _name: made)
+    return made
+
+
+class Turns:
+    """A split that goes through all numbers of uploads, whatever the times."""
+
+    def __init__(self):
+        self.num_chosen = 0
+
+    def choose(self, num_missed):
+        self.num_chosen += 1
+        return num_missed * (self.num_chosen % 3) // 2
+
+    def note(self, *times):
+        pass
+
+
+def build(*, is_captured, deferred=0, is_uploading=False):
+    config = EngineConfig(kv_cache_gib=0.004, block_size=16, max_batch_tokens=64)
+    model = ModelConfig(
+        path="demo",
+        device="cuda",
+        dtype="float32",
+        packed_cache="off",
+        deferred_experts=deferred,
+    )
+    built = build_engine(model, config, MonotonicClock())
+    built.model._hybrid.close()
+    built.model.enable_hybrid(
+        built.model.context.device,
+        is_captured=is_captured,
+        split=Turns() if is_uploading else None,
+    )
+    # Queued anew, the same step in the same memory.
+    built.model._fixed = {}
+    return built
+
+
+def generate(built):
+    """Tokens of each prompt; batches shrink as requests end."""
+    engine = built.engine
+    for i, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+        sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, logprobs=2)
+        engine.add(AddRequest(request_id=str(i), prompt_ids=prompt, sampling=sampling))
+    found = [[] for _ in PROMPTS]
+    for _ in range(500):
+        if not engine.has_requests:
+            break
+        for output in engine.step():
+            assert output.error_text is None, output.error_text
+            found[int(output.request_id)] += zip(
+                output.token_ids, output.logprobs or (), strict=False
+            )
+    return found
+
+
+def tell_tokens(found):
+    return [[token for token, _ in sequence] for sequence in found]
+
+
+@pytest.mark.parametrize(
+    ("deferred", "is_uploading"),
+    [
+        (0, False),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(1, True, marks=pytest.mark.slow),
+    ],
+)
+def test_captured_equals_queued(device, deferred, is_uploading):
+    launched = []
+    launch = CpuDevice.launch
+
+    def note(self, graph, stream):
+        launched.append(graph)
+        launch(self, graph, stream)
+
+    device.launch = partial(note, device)
+    # Steps that bring memory of their own: other sums, the same tokens.
+    built = build(is_captured=False, deferred=deferred)
+    built.model._fixed = None
+    plain = generate(built)
+    kind = {"deferred": deferred, "is_uploading": is_uploading}
+    queued, captured = (build(is_captured=flag, **kind) for flag in (False, True))
+    for _ in range(2):
+        # The second time with the prefixes that the first has left.
+        wanted = generate(queued)
+        assert generate(captured) == wanted
+        assert tell_tokens(wanted) == tell_tokens(plain)
+    # A graph for each number of tokens, of blocks and of uploads, launched at most of the steps.
+    fixed = captured.model._fixed
+    assert {size for size, _ in fixed} == {1, 2, 4}
+    num_graphs = len(set(map(id, launched)))
+    assert num_graphs > len(fixed) if is_uploading else num_graphs == len(fixed) > 3
+    assert len(launched) > 2 * (max(LENGTHS) - 2)
+
+
+def test_a_value_that_is_looked_at_ends_the_capture(device):
+    stream, there = device.make_stream(), device.allocate(64)
+    with pytest.raises(Exception, match="looks at a value"):
+        device.capture(stream, lambda: device.run(stream, lambda: there[0].item()))
+
+
+def test_what_python_does_is_not_repeated(device):
+    """Not vacuous: a step that counts in Python gives what it counted when it was captured."""
+    stream, there, counted = device.make_stream(), device.allocate(8), []
+
+    def work():
+        counted.append(1)
+        there.copy_(torch.full_like(there, len(counted)) + there)
+
+    graph = device.capture(stream, lambda: device.run(stream, work))
+    for _ in range(2):
+        device.launch(graph, stream)
+    assert (len(counted), there.tolist()) == (1, [2] * 8)
