@@ -1,4 +1,4 @@
-"""Goal: the benchmark of hybrid steps runs every case over the fake device, and refuses wrong sums."""
+"""Goal: the benchmark of hybrid steps runs every case over a fake device; wrong sums fail."""
 
 import pytest
 

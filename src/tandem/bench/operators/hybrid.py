@@ -1,4 +1,4 @@
-"""`tandem bench hybrid`: experts in the host's memory beside a device, against other places of them.
+"""`tandem bench hybrid`: experts of the host beside a device, against other places of them.
 
 Layers of Qwen3-30B-A3B's and Qwen3.6-35B-A3B's shapes with random weights: products as large as
 their attention, a router, shared experts where there are such, all in bfloat16 on the device, and
@@ -44,7 +44,7 @@ PACKED_EXPERTS = 8
 MAX_UPLOADS = 4
 DEVICE_CALLS = ("run", "copy", "call_host", "launch")
 MAX_ERROR = 0.03
-"""Of a result, beside its norm: bfloat16 on one side, other formats' activations on the other."""
+"""Error of a result beside its norm: bfloat16 on one side, coded activations on the other."""
 
 
 class Shape(NamedTuple):
@@ -131,9 +131,7 @@ class Layers:
             packed.pack_expert(
                 expert_id, both[: shape.inner], both[shape.inner :], down[expert_id % few]
             )
-        spec = ExpertsSpec(
-            num_experts=sizes[0], hidden_size=sizes[1], intermediate_size=sizes[2]
-        )
+        spec = ExpertsSpec(num_experts=sizes[0], hidden_size=sizes[1], intermediate_size=sizes[2])
         native = NativeExperts(spec, weight_format=weight_format, pool=self.pool)
         native.take(packed)
         return native
@@ -150,19 +148,19 @@ class Layers:
         for expert_id in range(loads.num_experts):
             loads.stage(expert_id, memory[expert_id * size : (expert_id + 1) * size])
 
-    def choose(self, number: int, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def choose(self, number: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run what comes before the experts; return their input, ids and weights."""
         first, second = self.mixers[number]
-        x_TD.add_((x_TD @ first) @ second, alpha=0.3)
-        h_TD = torch.rms_norm(x_TD, x_TD.shape[-1:])
-        logits = (h_TD @ self.routers[number]).float()
+        x.add_((x @ first) @ second, alpha=0.3)
+        h = torch.rms_norm(x, x.shape[-1:])
+        logits = (h @ self.routers[number]).float()
         weights, ids = torch.topk(torch.softmax(logits, -1), self.shape.top_k, dim=-1)
-        return h_TD, ids, weights / weights.sum(-1, keepdim=True)
+        return h, ids, weights / weights.sum(-1, keepdim=True)
 
-    def add_shared(self, number: int, x_TD: Tensor, h_TD: Tensor) -> None:
+    def add_shared(self, number: int, x: Tensor, h: Tensor) -> None:
         """Add the experts that every token uses."""
         first, second = self.shared[number]
-        x_TD.add_(torch.relu(h_TD @ first) @ second)
+        x.add_(torch.relu(h @ first) @ second)
 
 
 class _Step:
@@ -174,11 +172,14 @@ class _Step:
         self._x: Tensor | None = None
         self._h: Tensor | None = None
 
-    def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> _Choice:
+    def begin_(self) -> None:
+        """See ``LayeredStep``."""
+
+    def choose_experts_(self, layer: nn.Module, x: Tensor) -> _Choice:
         """See ``LayeredStep``."""
         assert isinstance(layer, _Layer), layer
-        self._number, self._x = layer.number, x_TD
-        self._h, ids, weights = self._layers.choose(layer.number, x_TD)
+        self._number, self._x = layer.number, x
+        self._h, ids, weights = self._layers.choose(layer.number, x)
         return _Choice(Buffer(self._h), Buffer(ids), Buffer(weights))
 
     def run_shared_(self, choice: object) -> None:
@@ -188,28 +189,28 @@ class _Step:
         assert self._h is not None
         self._layers.add_shared(self._number, self._x, self._h)
 
-    def leave_sum_(self, out_TD: Buffer) -> None:
+    def leave_sum_(self, out: Buffer) -> None:
         """See ``LayeredStep``."""
         assert self._x is not None
-        self._x.add_(out_TD.tensor)
+        self._x.add_(out.tensor)
 
-    def complete_(self, x_TD: Tensor) -> None:
+    def complete_(self, x: Tensor) -> None:
         """See ``LayeredStep``."""
 
-    def split(self, ids_TK: Tensor, w_TK: Tensor) -> tuple[Tensor, Tensor | None]:
+    def split(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """Divide choices as ``StepRouting`` does, all tokens being of answers."""
         if self._number == self._layers.shape.num_layers - 1:
-            return ids_TK, None
-        rows = torch.ones(len(ids_TK), dtype=torch.bool, device=ids_TK.device)
-        return split_deferred(ids_TK, w_TK, self._num_deferred, rows)
+            return ids, None
+        rows = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        return split_deferred(ids, weights, self._num_deferred, rows)
 
 
-def compute_plainly(layers: Layers, x_TD: Tensor, num_deferred: int = 0) -> Tensor:
+def compute_plainly(layers: Layers, x: Tensor, num_deferred: int = 0) -> Tensor:
     """Return the layers' output, one part after the other, experts on the host; [T, D]."""
-    x_TD = x_TD.to(layers.place).clone()
+    x = x.to(layers.place).clone()
     step, late = _Step(layers, num_deferred), None
     for module, experts in zip(layers.modules, layers.experts, strict=True):
-        choice = step.choose_experts_(module, x_TD)
+        choice = step.choose_experts_(module, x)
         h, ids, weights = (part.tensor.cpu() for part in choice)
         now, later = step.split(ids, weights) if num_deferred else (ids, None)
         total = experts.forward(h, now, weights).float()
@@ -218,7 +219,7 @@ def compute_plainly(layers: Layers, x_TD: Tensor, num_deferred: int = 0) -> Tens
         if layers.shape.shared:
             step.run_shared_(choice)
         step.leave_sum_(Buffer(total.to(layers.place)))
-    return x_TD.cpu()
+    return x.cpu()
 
 
 def measure_error(found: Tensor, wanted: Tensor) -> float:
@@ -292,9 +293,9 @@ class Decode:
 class Everything:
     """All experts on the device, in bfloat16; captured as a graph."""
 
-    def __init__(self, layers: Layers, x_TD: Tensor) -> None:
-        self._layers, self._x = layers, x_TD
-        self._hidden = x_TD.to(layers.place).clone()
+    def __init__(self, layers: Layers, x: Tensor) -> None:
+        self._layers, self._x = layers, x
+        self._hidden = x.to(layers.place).clone()
         device, size = layers.device, layers.unpacked[0].expert_bytes
         self._memory: list[Tensor] = []
         for number in range(layers.shape.num_layers):
@@ -324,26 +325,26 @@ class Everything:
 
 
 def _multiply_gathered(
-    shape: Shape, memory: Tensor, h_TD: Tensor, ids_TK: Tensor, w_TK: Tensor
+    shape: Shape, memory: Tensor, h: Tensor, ids: Tensor, shares: Tensor
 ) -> Tensor:
     """Return the experts' sum; their weights are copied together, and no value is looked at."""
     half = 2 * shape.inner * shape.hidden
-    weights = memory.view(DTYPE).view(-1, 3 * shape.inner * shape.hidden)
-    chosen = weights.index_select(0, ids_TK.flatten())
+    numbers = memory.view(DTYPE).view(-1, 3 * shape.inner * shape.hidden)
+    chosen = numbers.index_select(0, ids.flatten())
     gate_up = chosen[:, :half].view(-1, 2 * shape.inner, shape.hidden)
     down = chosen[:, half:].view(-1, shape.hidden, shape.inner)
-    x = h_TD.repeat_interleave(shape.top_k, 0)[:, :, None]
+    x = h.repeat_interleave(shape.top_k, 0)[:, :, None]
     gate, up = torch.bmm(gate_up, x).chunk(2, 1)
     out = torch.bmm(down, torch.nn.functional.silu(gate) * up)[..., 0]
-    return (out.view(*ids_TK.shape, -1) * w_TK[..., None]).sum(1).to(h_TD.dtype)
+    return (out.view(*ids.shape, -1) * shares[..., None]).sum(1).to(h.dtype)
 
 
 class Offload:
     """All experts in bfloat16 in the host's memory; a layer's chosen ones are copied before it."""
 
-    def __init__(self, layers: Layers, x_TD: Tensor) -> None:
-        self._layers, self._x = layers, x_TD
-        self._hidden = x_TD.to(layers.place).clone()
+    def __init__(self, layers: Layers, x: Tensor) -> None:
+        self._layers, self._x = layers, x
+        self._hidden = x.to(layers.place).clone()
         device, shape = layers.device, layers.shape
         size = layers.unpacked[0].expert_bytes
         self._memory: list[Tensor] = []
@@ -351,7 +352,7 @@ class Offload:
             staged = device.allocate_staging(shape.num_experts * size)
             layers.stage_all(number, staged)
             self._memory.append(staged.view(shape.num_experts, size))
-        most = min(shape.num_experts, len(x_TD) * shape.top_k)
+        most = min(shape.num_experts, len(x) * shape.top_k)
         self._there = torch.empty(most, size, dtype=torch.uint8, device=layers.place)
 
     def run(self) -> Tensor:
@@ -445,7 +446,7 @@ def describe_step(decode: Decode) -> str:
     calls = count_calls(layers.device, decode.run)
     for experts in layers.experts:
         # A module takes a function as an attribute of its own.
-        experts.run = partial(time_host, experts)
+        experts.run = partial(time_host, experts)  # type: ignore[method-assign] - removed below
     try:
         step_s = time_call(decode.run)
     finally:
