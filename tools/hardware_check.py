@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from tandem._native import DirectReader, ThreadPool, kernel_isas, read_topology
+from tandem.bench.harness import run_cases
+from tandem.bench.operators import hybrid
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import TandemError, UnsupportedError
 from tandem.core.wire import AddRequest, SamplingParams
@@ -272,6 +274,30 @@ def check_model(stand_in: bool) -> str:
     return ", ".join(found)
 
 
+def check_bench(stand_in: bool) -> str:
+    """Run ``tandem bench hybrid``, few rounds of each case; tell launches and the host's share."""
+    device = open_gpu(stand_in=stand_in)
+    found: list[str] = []
+    try:
+        cases = hybrid.make_cases(quick=stand_in, device=device)
+        for record in run_cases("hybrid", cases, budget_s=5.0, rounds=3):
+            if record.check != "ok":
+                raise AssertionError(f"{record.case}: {record.check}")
+            assert record.ours is not None, record.case
+            beside = "" if record.ratio is None else f" ({record.ratio:.2f}x)"
+            found.append(f"{record.case} {1e3 * record.ours:.2f} ms{beside}")
+        shape = hybrid.TINY if stand_in else hybrid.SHAPES[0]
+        layers = hybrid.Layers(device, shape, "int4g32")
+        for is_captured in (True, False):
+            decode = hybrid.Decode(layers, 1, is_captured=is_captured)
+            kind = "graph" if is_captured else "no graph"
+            found.append(f"{kind}: {hybrid.describe_step(decode)}")
+            decode.close()
+    finally:
+        close(device)
+    return "; ".join(found)
+
+
 def find_amx() -> str:
     """Return why there is no AMX."""
     return "" if "amx" in kernel_isas() else "the CPU has no AMX, or this build no kernels for it"
@@ -356,6 +382,7 @@ ROWS = (
     Row("GPU: streams, graphs, host functions", find_gpu, check_graph),
     Row("GPU: decode with experts on the CPU", find_gpu, check_hybrid),
     Row("GPU: the demo model", find_gpu, check_model),
+    Row("GPU: tandem bench hybrid", find_gpu, check_bench),
     Row("AMX", find_amx, check_amx),
     Row("two sockets", find_sockets, check_sockets),
     Row("RDMA", find_rdma, check_rdma),

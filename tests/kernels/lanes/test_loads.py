@@ -33,7 +33,7 @@ def make(name, inner=INNER):
         num_experts=EXPERTS, hidden_size=HIDDEN, intermediate_size=inner, activation=SILU
     )
     native = NativeExperts(spec, weight_format=weight_format, pool=POOL)
-    native._experts = PackedExperts.pack(weight_format, gate_up, down, pool=POOL)
+    native.take(PackedExperts.pack(weight_format, gate_up, down, pool=POOL))
     return native, gate_up, down
 
 

@@ -1,14 +1,17 @@
 """Goal: a model on a GPU has all its tensors there, and a step waits for no value of it.
 
 Method: torch's fake tensors on ``cuda``. An operator whose tensors lie on two devices raises, and
-so does a look at a value (``.item()``, ``.tolist()``, a shape that depends on values).
+so does a look at a value (``.item()``, ``.tolist()``, a shape that depends on values). The layers
+of a decode run once more where each operator is looked at (``captured.py``).
 """
 
 import numpy as np
 import pytest
 import torch
+from captured import Captured, find_waits
 from fake_cuda import load_fake, register_guard, run_without_inference
 from odd_configs import MODEL_TYPES, make_odd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -78,6 +81,8 @@ def check_steps(folder, monkeypatch, **wishes):
             assert logits.device == CUDA
             assert logits.shape == (len(chunks), model.spec.num_logits)
             assert not copies.found
+        if model.is_fused:
+            assert find_waits(model, BLOCK_SIZE) == []
     return plan
 
 
@@ -95,9 +100,10 @@ def test_a_step_stays_on_the_device(name, tmp_path, monkeypatch):
     [n if n in ("int4g32", "bf16") else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS],
 )
 def test_experts_of_the_host_are_one_operator(name, tmp_path, checkpoint, monkeypatch):
-    """In every format that values are coded into."""
+    """In every format that values are coded into; two experts of a token come a layer late."""
     folder = checkpoint("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
-    plan = check_steps(folder, monkeypatch, expert_format=name, dtype="bfloat16")
+    wishes = {"expert_format": name, "dtype": "bfloat16", "deferred_experts": 2}
+    plan = check_steps(folder, monkeypatch, **wishes)
     assert {m.device for m in plan.matrices if m.role == "experts"} == {"cpu"}
     assert {m.device for m in plan.matrices if m.role != "experts"} == {"cuda"}
     assert plan.experts.weight_format == name
@@ -116,3 +122,19 @@ def test_two_places_are_found(tmp_path, monkeypatch):
         cache.slots = [layer.cpu() for layer in cache.slots]
         with pytest.raises(RuntimeError, match="device"):
             run_without_inference(model.compute_hidden, batch, cache, None, None)
+
+
+def test_what_a_graph_cannot_hold_is_found():
+    """Not vacuous."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        there = torch.zeros(4, device=CUDA)
+        for work, what in (
+            (lambda: torch.tensor([1, 2]).to(CUDA), "the host"),
+            (there.cpu, "on the host"),
+            (lambda: there + torch.zeros(()), "of the host's"),
+        ):
+            with Captured() as captured:
+                work()
+            assert any(what in line for line in captured.found), captured.found
+        with Captured(), pytest.raises(Exception, match="local_scalar_dense"):
+            there[0].item()

@@ -27,6 +27,7 @@ BENCHES = {
     "finetune": "tandem.bench.finetune",
     "finetune-memory": "tandem.bench.finetune_memory",
     "gated-delta": "tandem.bench.operators.gated_delta",
+    "hybrid": "tandem.bench.operators.hybrid",
     "linear": "tandem.bench.operators.linear",
     "load": "tandem.bench.serving.load",
     "model": "tandem.bench.serving.model",

@@ -533,6 +533,11 @@ class NativeExperts(RoutedExperts):
             self.biases = (gate, up, down)
             self._set_biases(self._experts)
 
+    def take(self, experts: PackedExperts) -> None:
+        """Take weights that are packed already, instead of ``load``; without biases."""
+        self._experts = experts
+        self.packed_bytes = self.num_experts * experts.expert_bytes
+
     def _set_biases(self, experts: PackedExperts) -> None:
         if self.biases is not None:
             for expert_id, biases in enumerate(zip(*self.biases, strict=True)):
