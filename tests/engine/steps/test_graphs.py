@@ -1,4 +1,4 @@
-"""Goal: a decode on a device that runs torch's operators is one graph, which equals the same queued.
+"""Goal: a decode of torch's operators on a device is one graph, which equals the same queued.
 
 Method: a device whose capture keeps what a GPU's does: each operator with its tensors, at their
 places, and nothing of Python. A launch repeats the operators on those places. So a step that looks

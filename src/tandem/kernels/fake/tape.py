@@ -72,9 +72,7 @@ def _list_tensors(values: Any) -> list[Tensor]:
     return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
 
 
-def _repeat(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Tensor]
-) -> None:
+def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Tensor]) -> None:
     """Run an operator again; what it makes goes where it went first."""
     for new, kept in zip(_list_tensors(func(*args, **kwargs)), made, strict=True):
         if new.data_ptr() != kept.data_ptr():

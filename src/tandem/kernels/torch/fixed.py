@@ -169,8 +169,6 @@ class FixedStep(TorchStep):
         """See ``kernels.hybrid.LayeredStep``."""
         if self._memory.routing is not None:
             self._memory.routing.restart()
-        self._angles = [
-            compute_angles(rope, self._positions, self._dtype) for rope in self._ropes
-        ]
+        self._angles = [compute_angles(rope, self._positions, self._dtype) for rope in self._ropes]
         for group in self._memory.groups:
             group.begin_(self._positions)

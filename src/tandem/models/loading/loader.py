@@ -442,7 +442,6 @@ class CausalModel:
             hidden = self._norm(hidden)
         return hidden
 
-
     def _find_fixed(self, batch: PagedBatch, kv_cache: PagedKvCache) -> FixedDecode | None:
         """Return the memory that a graph of this step has; None: it is queued anew."""
         is_decode = batch.num_sequences == batch.num_tokens > 0
@@ -469,9 +468,7 @@ class CausalModel:
         assert self._hybrid is not None, "fixed memory without a device"
         num_live, width = batch.num_tokens, fixed.width
         fixed.fill_(batch, self._embed(batch.token_ids))
-        self._hybrid.run(
-            fixed.step, fixed.routing, fixed.hidden, num_live=num_live, key=width
-        )
+        self._hybrid.run(fixed.step, fixed.routing, fixed.hidden, num_live=num_live, key=width)
         if fixed.routing is not None:
             self.choices = fixed.routing.choices[:, :num_live]
         hidden = fixed.hidden[:num_live]
