@@ -9,6 +9,7 @@ of a cache and after it was computed anew.
 
 import inspect
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,16 +19,14 @@ from tandem.core.errors import ShapeError, UnsupportedError
 
 __all__ = ["CacheSlots", "SequenceCache"]
 
-CACHE_NAMES = ("past_key_values", "cache_params", "cache", "state", "mems")
-"""Names under which classes return their cache object and take it."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems")
+"""Names under which classes take their cache object and return it; 5.24 renamed several."""
 
 
 class SequenceCache:
     """The cache object that a model makes for one sequence, and the tokens that wait to be fed."""
 
     def __init__(self) -> None:
-        self.name = ""
-        """The argument by which the model takes ``past``."""
         self.past: Any = None
         """None before the first piece."""
         self.num_fed = 0
@@ -41,7 +40,7 @@ class SequenceCache:
     def copy(self) -> "SequenceCache":
         """Return another one that shares no memory with this one."""
         other = SequenceCache()
-        other.name, other.num_fed, other.pending = self.name, self.num_fed, [*self.pending]
+        other.num_fed, other.pending = self.num_fed, [*self.pending]
         other.past = deepcopy(self.past)
         return other
 
@@ -72,7 +71,7 @@ class SequenceCache:
             # Logits within a piece that goes on are of a copy: what it is fed stays a piece.
             cache = self if is_whole else self.copy()
             wanted = cache.num_fed + min(size, len(cache.pending)) - max(cache.num_fed, first_row)
-            logits = cache._feed(model, min(size, len(cache.pending)), max(wanted, 0))  # noqa: SLF001
+            logits = cache._feed(model, min(size, len(cache.pending)), max(wanted, 0))
             if wanted > 0:
                 rows.append(logits)
             if not is_whole:
@@ -87,23 +86,27 @@ class SequenceCache:
 
     def _feed(self, model: Any, size: int, num_rows: int) -> Tensor:
         ids, self.pending = self.pending[:size], self.pending[size:]
-        given: dict[str, Any] = {} if self.past is None else {self.name: self.past}
-        if keeps_rows(type(model)):
+        taken = _list_arguments(type(model))
+        name = next((n for n in CACHE_NAMES if n in taken), "")
+        given: dict[str, Any] = {} if self.past is None else {name: self.past}
+        if "logits_to_keep" in taken:
             given["logits_to_keep"] = max(num_rows, 1)
         output = model(input_ids=torch.tensor([ids]), use_cache=True, **given)
-        self.name = next((n for n in CACHE_NAMES if getattr(output, n, None) is not None), "")
-        if not self.name:
+        held = next((n for n in CACHE_NAMES if output.get(n) is not None), "")
+        if not (name and held):
             what = f"{type(model).__name__} returns no cache object to go on from"
             raise UnsupportedError("models.feed_cache", what)
-        self.past = getattr(output, self.name)
+        self.past = output[held]
         self.num_fed += size
         logits = output.logits[0]
         return logits[len(logits) - num_rows :]
 
 
-def keeps_rows(kind: type) -> bool:
-    """Return whether a class computes the logits of the last rows alone when it is asked to."""
-    return "logits_to_keep" in inspect.signature(kind.forward).parameters  # type: ignore[attr-defined]
+@cache
+def _list_arguments(kind: type) -> frozenset[str]:
+    """Return the names of the arguments that a class's ``forward`` takes."""
+    forward: Any = getattr(kind, "forward")  # noqa: B009 - not known of a type
+    return frozenset(inspect.signature(forward).parameters)
 
 
 class CacheSlots:
@@ -122,11 +125,11 @@ class CacheSlots:
 
         Raises: ShapeError (there is none).
         """
-        cache = self._caches.get(slot)
-        if cache is None:
+        held = self._caches.get(slot)
+        if held is None:
             what = f"slot {slot} of {self.num_slots} holds no sequence: begin it at token 0"
             raise ShapeError("models.find_cache", what)
-        return cache
+        return held
 
     def clear(self, slot: int) -> None:
         """Make a slot that of a sequence before its first token."""

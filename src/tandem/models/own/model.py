@@ -1,6 +1,5 @@
 """A model whose steps transformers' own modules compute, one sequence at a time."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,30 +87,20 @@ class OwnModel:
 
     def forward(self, batch: PagedBatch, states: CacheSlots) -> Tensor:
         """Run one step; return the wanted logits, float32 [R, V]. See ``compute_hidden``."""
-        return self.project(self.compute_hidden(batch, states=states))
+        return self.project(self.compute_hidden(batch, states))
 
     @torch.inference_mode()
-    def compute_hidden(
-        self,
-        batch: PagedBatch,
-        kv_cache: object = None,
-        on_layer: Callable[[int], None] | None = None,
-        states: CacheSlots | None = None,
-    ) -> Tensor:
+    def compute_hidden(self, batch: PagedBatch, states: CacheSlots) -> Tensor:
         """Run one step, a sequence after the other, and return the wanted logits.
 
         Args:
             batch: the tokens; its blocks hold nothing.
-            kv_cache: not used, as blocks have no memory.
-            on_layer: not called.
             states: with the cache objects of the batch's sequences.
 
         Returns: [R, V] in the model's dtype; row r belongs to ``batch.logit_rows[r]``.
 
         Raises: ShapeError (a sequence does not begin at token 0).
         """
-        del kv_cache, on_layer
-        assert states is not None, "no slots of cache objects"
         for slot in batch.fresh_slots:
             states.clear(slot)
         ids, wanted = batch.token_ids.tolist(), batch.logit_rows.tolist()

@@ -25,7 +25,7 @@ from tandem.models.planning.planner import plan_model
 from tandem.models.planning.precision import choose_dtype, set_auto_dtype
 from tandem.models.proof.require import ProofPolicy, require_proof
 
-__all__ = ["plan_own", "plan_served"]
+__all__ = ["open_served", "plan_own", "plan_served"]
 
 CHOICE = FormatChoice(weight_format=NO_FORMAT, reason="transformers' own modules hold tensors")
 PIECE = 256
@@ -34,7 +34,9 @@ MEASURED = (32, 96)
 """Tokens after which the bytes of a cache object are counted."""
 
 
-def plan_served(path_or_id: str | Path, *, proof: ProofPolicy = "auto", **settings: Any) -> ModelPlan:
+def plan_served(
+    path_or_id: str | Path, *, proof: ProofPolicy = "auto", **settings: Any
+) -> ModelPlan:
     """Plan a model by our operators, or, where these cannot run it, by transformers' own modules.
 
     Args:
@@ -46,25 +48,40 @@ def plan_served(path_or_id: str | Path, *, proof: ProofPolicy = "auto", **settin
         either.
     """
     try:
-        _check_operators(path_or_id)
+        _open_for_operators(path_or_id)
         plan = plan_model(path_or_id, **settings)
         require_proof(path_or_id, proof)
     except UnsupportedError as refusal:
         try:
-            return plan_own(path_or_id, refusal, proof=proof, dtype=settings.get("dtype", "auto"))
+            wishes = {name: settings[name] for name in ("dtype", "device") if name in settings}
+            return plan_own(path_or_id, refusal, proof=proof, **wishes)
         except UnsupportedError as error:
             what = f"{refusal.what}; nor by transformers' own modules: {error.what}"
             raise UnsupportedError(refusal.where, what, field=refusal.field) from error
     return plan
 
 
-def _check_operators(path_or_id: str | Path) -> None:
-    """Open a checkpoint for operators; what transformers accepts all the same is only unsupported.
+def open_served(path_or_id: str | Path) -> Checkpoint:
+    """Open a checkpoint for the one way or the other; nothing is proved.
 
     Raises: as ``open_checkpoint``.
     """
     try:
-        open_checkpoint(path_or_id)
+        return _open_for_operators(path_or_id)
+    except UnsupportedError as refusal:
+        try:
+            return open_own(path_or_id)
+        except UnsupportedError:
+            raise refusal from None
+
+
+def _open_for_operators(path_or_id: str | Path) -> Checkpoint:
+    """Open a checkpoint; what transformers accepts all the same is only unsupported.
+
+    Raises: as ``open_checkpoint``.
+    """
+    try:
+        return open_checkpoint(path_or_id)
     except ConfigError as refusal:
         try:
             open_own(path_or_id)
@@ -79,6 +96,7 @@ def plan_own(
     *,
     proof: ProofPolicy = "auto",
     dtype: str = "auto",
+    device: str = "cpu",
 ) -> ModelPlan:
     """Plan a checkpoint by transformers' own modules.
 
@@ -87,10 +105,14 @@ def plan_own(
         refusal: why operators do not run it.
         proof: ``off`` takes the class as it is.
         dtype: as of ``plan_model``.
+        device: the host's alone.
 
     Raises: as ``open_own``; UnsupportedError (its own cache computes something else when it is
         continued, or transformers fails).
     """
+    if device != "cpu":
+        what = f"transformers' own modules run on the CPU here, not on {device}"
+        raise UnsupportedError("models.plan_own", what, field="model.device")
     checkpoint = open_own(path_or_id)
     piece = PIECE if proof == "off" else require_own_proof(checkpoint, PIECE).piece
     skeleton = build_own_skeleton(checkpoint.config)
@@ -98,7 +120,7 @@ def plan_own(
     spec = choose_dtype(set_auto_dtype(spec, is_coded=False), dtype)
     token_bytes, fixed_bytes = _count_cache_bytes(skeleton, spec)
     parameters = dict(skeleton.named_parameters())
-    vectors = sum(p.numel() for p in parameters.values() if p.dim() < 2)  # noqa: PLR2004
+    vectors = sum(p.numel() for p in parameters.values() if p.dim() < 2)
     return ModelPlan(
         folder=str(checkpoint.folder),
         spec=spec,
@@ -118,7 +140,7 @@ def plan_own(
                 reason=CHOICE.reason,
             )
             for name, parameter in parameters.items()
-            if parameter.dim() >= 2  # noqa: PLR2004
+            if parameter.dim() >= 2
         ),
         vector_bytes=vectors * DTYPE_BYTES[spec.dtype],
         experts=CHOICE,

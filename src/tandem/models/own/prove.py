@@ -76,9 +76,7 @@ class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problem
 
 
-def require_own_proof(
-    checkpoint: Checkpoint, piece: int, root: Path = DEFAULT_ROOT
-) -> OwnModules:
+def require_own_proof(checkpoint: Checkpoint, piece: int, root: Path = DEFAULT_ROOT) -> OwnModules:
     """Return how a checkpoint's sequences are fed, with ``piece`` where any piece is proved.
 
     Args:
@@ -298,7 +296,7 @@ def _feed_reused(runner: _Runner, tokens: list[int]) -> Tensor:
     """Go on from a copy, after the sequence that it was copied of has gone on."""
     first = runner.run((0, tokens[:BRANCH], 0))
     runner.slots.copy(0, 1)
-    runner.run((0, [*reversed(tokens[:PROMPT_LEN - BRANCH])], BRANCH))
+    runner.run((0, [*reversed(tokens[: PROMPT_LEN - BRANCH])], BRANCH))
     rest = runner.run((1, tokens[BRANCH:PROMPT_LEN], BRANCH))
     return torch.cat([first, rest, *runner.decode(tokens, 1)])
 
@@ -307,8 +305,10 @@ def _feed_beside(runner: _Runner, tokens: list[int]) -> Tensor:
     other = [*reversed(tokens)]
     both = runner.run((2, other[:PROMPT_LEN], 0), (0, tokens[:PROMPT_LEN], 0))
     rows = [both[PROMPT_LEN:]]
-    for i in range(PROMPT_LEN, len(tokens)):
-        rows.append(runner.run((2, [other[i]], i), (0, [tokens[i]], i))[1:])
+    rows += [
+        runner.run((2, [other[i]], i), (0, [tokens[i]], i))[1:]
+        for i in range(PROMPT_LEN, len(tokens))
+    ]
     return torch.cat(rows)
 
 
