@@ -114,7 +114,7 @@ def plan_own(
         what = f"transformers' own modules run on the CPU here, not on {device}"
         raise UnsupportedError("models.plan_own", what, field="model.device")
     checkpoint = open_own(path_or_id)
-    piece = PIECE if proof == "off" else require_own_proof(checkpoint, PIECE).piece
+    piece = PIECE if proof == "off" else require_own_proof(checkpoint, PIECE)
     skeleton = build_own_skeleton(checkpoint.config)
     spec = _complete_spec(checkpoint, skeleton)
     spec = choose_dtype(set_auto_dtype(spec, is_coded=False), dtype)

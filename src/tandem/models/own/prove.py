@@ -35,7 +35,7 @@ from tandem.models.proof.result import Check
 from tandem.models.proof.shrink import NUM_TOKENS
 from tandem.models.proof.tiny import build_eager, save_tiny
 
-__all__ = ["OwnProof", "prove_own", "require_own_proof"]
+__all__ = ["OwnProof", "find_own_proof", "prove_own", "require_own_proof"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,27 +76,38 @@ class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problem
 
 
-def require_own_proof(checkpoint: Checkpoint, piece: int, root: Path = DEFAULT_ROOT) -> OwnModules:
-    """Return how a checkpoint's sequences are fed, with ``piece`` where any piece is proved.
+def require_own_proof(checkpoint: Checkpoint, piece: int, root: Path = DEFAULT_ROOT) -> int:
+    """Return the tokens of a checkpoint's pieces: ``piece`` where any piece is proved.
 
     Args:
         checkpoint: as of ``open_own``.
-        piece: tokens of a piece.
+        piece: tokens that are wanted.
         root: where proofs are kept.
 
     Raises: UnsupportedError (not proved, with why).
     """
-    proof = _find_kept(checkpoint, root.expanduser())
-    if proof is None:
-        model_type = checkpoint.spec.model_type
-        logger.info("event=own_proof_begins model_type=%s", model_type)
-        proof = prove_own(checkpoint.config)
-        logger.info("event=own_proof_ended problem=%r piece=%d", proof.problem, proof.piece)
-        if proof.key:
-            _write(root.expanduser() / f"own-{proof.key}.json", proof)
+    proof = find_own_proof(checkpoint, root)
     if not proof.is_proved:
         raise UnsupportedError("models.prove_own", proof.problem, field="model_type")
-    return OwnModules(reason="", piece=proof.piece or piece, token_bytes=0, fixed_bytes=0)
+    return proof.piece or piece
+
+
+def find_own_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> OwnProof:
+    """Return the proof of a checkpoint's class, from the cache or made now.
+
+    Args:
+        checkpoint: as of ``open_own``.
+        root: where proofs are kept; None makes it anew and keeps nothing.
+    """
+    kept = None if root is None else _find_kept(checkpoint, root.expanduser())
+    if kept is not None:
+        return kept
+    logger.info("event=own_proof_begins model_type=%s", checkpoint.spec.model_type)
+    proof = prove_own(checkpoint.config)
+    logger.info("event=own_proof_ended problem=%r piece=%d", proof.problem, proof.piece)
+    if root is not None and proof.key:
+        _write(root.expanduser() / f"own-{proof.key}.json", proof)
+    return proof
 
 
 def prove_own(config: Any) -> OwnProof:
