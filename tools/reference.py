@@ -122,7 +122,7 @@ def render_models() -> str:
         f"those of this table with transformers {PROVED_WITH}. Any other decoder that transformers",
         "knows is proved at its first use, in seconds; where operators do not run it, it runs by",
         "transformers' own modules, one sequence at a time, slower, if its own cache object,",
-        "continued, gives the same logits (`docs/design/models/own_modules.md`); else it is refused.",
+        "continued, gives the same logits (`docs/design/models/own_modules.md`), or is refused.",
         "`tandem verify MODEL` prints both proofs, `tandem plan MODEL` which way is taken and why.",
         "What is below the table holds for all that operators run.",
         "",

@@ -148,7 +148,8 @@ def build_engine(
     )
     policy, states, slots = None, None, None
     if isinstance(model, OwnModel):
-        policy = make_own_policy(plan)
+        assert plan.model.own is not None, "a plan of operators"
+        policy = make_own_policy(plan.model.own, plan.config)
         slots = CacheSlots(policy.num_slots)
     elif plan.states is not None:
         policy = StatePolicy(

@@ -1,17 +1,14 @@
 """The engine plan of a model that transformers' own modules run: memory by tokens, and its rows."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from tandem.core.kv_layout import GqaLayout
-from tandem.core.model.plan import ModelPlan
+from tandem.core.model.plan import ModelPlan, OwnModules
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.memory import DEFAULT_FRACTION, KvPlan, StatePlan, plan_kv_cache, plan_states
-
-if TYPE_CHECKING:
-    from tandem.engine.planning import EnginePlan
 
 __all__ = ["OwnMemory", "list_own_rows", "make_own_policy", "plan_own_memory"]
 
@@ -73,24 +70,30 @@ def plan_own_memory(
     )
 
 
-def make_own_policy(plan: "EnginePlan") -> StatePolicy:
-    """Return how copies of cache objects are kept: at ends of pieces, within a budget of tokens."""
-    own, states = plan.model.own, plan.states
-    assert own is not None, "a plan of operators"
-    assert states is not None, "no slots"
+def make_own_policy(own: OwnModules, config: EngineConfig) -> StatePolicy:
+    """Return how copies of cache objects are kept: at ends of pieces, within a budget of tokens.
+
+    Args:
+        own: of the model's plan.
+        config: as planned.
+    """
     return StatePolicy(
-        states.num_slots,
-        plan.config.state_every,
+        config.num_state_slots,
+        config.state_every,
         grid=own.piece if own.is_cut else 1,
-        max_tokens=plan.kv.num_blocks * plan.config.block_size,
+        max_tokens=config.num_kv_blocks * config.block_size,
     )
 
 
-def list_own_rows(plan: "EnginePlan") -> list[tuple[str, str, str]]:
-    """Return (what, value, why) of what differs from a model of operators."""
-    own, kv, states = plan.model.own, plan.kv, plan.states
-    assert own is not None, "a plan of operators"
-    tokens = kv.num_blocks * plan.config.block_size
+def list_own_rows(own: OwnModules, kv: KvPlan, config: EngineConfig) -> list[tuple[str, str, str]]:
+    """Return (what, value, why) of what differs from a model of operators.
+
+    Args:
+        own: of the model's plan.
+        kv: the tokens of running requests.
+        config: as planned.
+    """
+    tokens = kv.num_blocks * config.block_size
     kept = f"of at most {tokens} tokens together" if own.is_cut else "none"
     why = "the last full pieces of prompts; a prefix is taken up at the end of a piece"
     return [
@@ -103,7 +106,7 @@ def list_own_rows(plan: "EnginePlan") -> list[tuple[str, str, str]]:
         ),
         (
             "copies of them",
-            f"{0 if states is None or not own.is_cut else states.num_slots} slots, {kept}",
+            f"{config.num_state_slots if own.is_cut else 0} slots, {kept}",
             why if own.is_cut else "a prompt is not cut, so no part of one is taken up",
         ),
         (

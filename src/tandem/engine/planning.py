@@ -141,7 +141,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             self._tell_speed(),
         ]
         if model.own is not None:
-            return [*begin, *list_own_rows(self), context, threads, *end]
+            return [*begin, *list_own_rows(model.own, kv, self.config), context, threads, *end]
         return [
             *begin,
             ("experts", model.experts.weight_format, model.experts.reason),

@@ -45,8 +45,8 @@ def open_own(path_or_id: str | Path) -> Checkpoint:
         raise UnsupportedError(WHERE, what)
     raw = read_json(folder / "config.json")
     model_type = raw.get("model_type")
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if model_type else None
-    if known is None:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
+    if known is None or not isinstance(model_type, str):
         what = f"transformers has no class that generates text for model_type {model_type!r}"
         raise UnsupportedError(WHERE, what, field="model_type")
     names = [known] if isinstance(known, str) else list(known)
