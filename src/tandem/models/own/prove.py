@@ -156,6 +156,7 @@ def _find_key(config: Any) -> str:
 def _prove_any(proof: OwnProof, config: Any) -> OwnProof:
     """Try tiny configurations until one runs."""
     found = _refuse(proof, "no tiny configuration of its class can be made")
+    first = None
     for tiny in list_tiny(config):
         for seed in SEEDS:
             try:
@@ -169,8 +170,10 @@ def _prove_any(proof: OwnProof, config: Any) -> OwnProof:
             if found.is_proved:
                 return found
         if found.checks:
-            break
-    return found
+            return found
+        first = found if first is None else first
+    # The smallest one's failure says most: of others it may be that they are large.
+    return found if first is None else first
 
 
 def _prove_once(proof: OwnProof, tiny: Any, seed: int) -> OwnProof:
@@ -214,12 +217,15 @@ def _prove_once(proof: OwnProof, tiny: Any, seed: int) -> OwnProof:
 
 @contextmanager
 def _float64() -> Iterator[None]:
-    """Make float64 what torch takes where code names no dtype."""
-    before = torch.get_default_dtype()
+    """Make float64 what torch takes where code names no dtype, or float32 by ``Tensor.float``."""
+    before, to_float = torch.get_default_dtype(), Tensor.float
     torch.set_default_dtype(torch.float64)
+    # Code that goes up to float32 for a part would go down to it.
+    Tensor.float = Tensor.double
     try:
         yield
     finally:
+        Tensor.float = to_float
         torch.set_default_dtype(before)
 
 

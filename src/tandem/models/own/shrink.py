@@ -19,6 +19,9 @@ WINDOW, CHUNK, NUM_LAYERS, NUM_EXPERTS, TOP_K = 11, 16, 3, 8, 3
 CHOSEN_TOKENS = 16
 """In place of the tokens that attention with an index chooses."""
 MIN_WIDTH = 8
+INDEX_HEADS = 16
+"""Of an index that chooses tokens: with few, scores behind a ReLU tie at 0, and any may be chosen.
+"""
 
 HEAD_NAMES = (
     "num_attention_heads",
@@ -48,6 +51,8 @@ CHOSEN = re.compile(r"(experts_per_tok(en)?|top_k|moe_topk)$")
 CHUNKS = re.compile(r"chunk_size$|^block_size$|index_block_size|chunk_length$")
 WINDOWS = ("sliding_window", "attention_window_size", "local_attention", "attention_chunk_size")
 PERIODS = re.compile(r"layer_period$|window_pattern$|attention_interval$|layer_group_size$")
+INDICES = re.compile(r"(_indices|_layers|_layer_ids)$")
+"""Lists of numbers of layers."""
 GROUPS = re.compile(r"^(n_groups|mamba_n_?groups|n_group|num_expert_group)$")
 DROPPED = ("architectures", "transformers_version", "dtype", "_name_or_path")
 
@@ -126,8 +131,15 @@ def _shrink_fields(
         elif _is_count(value):
             made = _shrink_count(name, value, num_layers)
             if made == value and is_narrow:
-                made = _narrow(name, value, ratio, small, heads)
+                made = (
+                    value if name == "index_n_heads" else _narrow(name, value, ratio, small, heads)
+                )
             values[name] = made
+        elif value and isinstance(value, list) and INDICES.search(name) and num_layers:
+            # Of names, which such lists may hold too, there is nothing to keep.
+            kept = {v for v in value if isinstance(v, int) and v < num_layers}
+            is_numbers = all(isinstance(v, int) for v in value)
+            values[name] = sorted(kept or {num_layers - 1}) if is_numbers else value
 
 
 def _shrink_count(name: str, value: int, num_layers: int) -> int:
@@ -149,6 +161,8 @@ def _shrink_count(name: str, value: int, num_layers: int) -> int:
             return min(value, most)
     if name in WINDOWS:
         return min(value, WINDOW)
+    if name == "index_n_heads":
+        return min(value, INDEX_HEADS)
     if name.endswith(("layer_offset", "topk_group")):
         return 1
     if name.startswith("index_topk"):
