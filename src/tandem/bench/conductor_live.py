@@ -52,7 +52,7 @@ SHAPE = {
     "vocab_size": 4096,
 }
 """Large enough that prefill is most of the time to the first token, small enough for two cores."""
-QUICK_SHAPE = SHAPE | {"hidden_size": 128, "num_hidden_layers": 1, "moe_intermediate_size": 64}
+QUICK_SHAPE = SHAPE | {"hidden_size": 128, "num_hidden_layers": 1, "moe_intermediate_size": 128}
 MAX_LEN = 16_384
 DIVISOR = 16
 NUM_SLICES, QUICK_NUM_SLICES = 60, 800
@@ -60,7 +60,7 @@ NUM_SLICES, QUICK_NUM_SLICES = 60, 800
 NUM_INSTANCES = 4
 BLOCK = 32
 NUM_BLOCKS = 1500
-"""Of each instance: about half of what the slice has, so that no instance keeps all of it."""
+"""Blocks of each instance: about half of what the slice has, so that no instance keeps all of it."""
 OURS, ROUND_ROBIN = "mooncake", "round_robin"
 RIVALS = (ROUND_ROBIN, "random", "load", "prefix", "sglang", "dynamo")
 QUICK_RIVALS = (ROUND_ROBIN,)

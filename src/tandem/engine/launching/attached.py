@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 TAG_BYTES = 4
 Connect = Callable[[str, InstanceSpec], SessionClient]
-"""Makes the control channel to the instance at an endpoint; not connected yet."""
+"""Function that makes the control channel to the instance at an endpoint; not connected yet."""
 
 
 class RosterSource(Protocol):

@@ -44,7 +44,7 @@ class OwnedLauncher(Launcher, Protocol):
     """A launcher of one instance that says where the instance is to be reached."""
 
     endpoint: str
-    """Of the process that was started last; empty before the first."""
+    """Endpoint of the process that was started last; empty before the first."""
     num_started: int
 
 
