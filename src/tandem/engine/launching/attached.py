@@ -32,7 +32,7 @@ Connect = Callable[[str, InstanceSpec], SessionClient]
 
 
 class RosterSource(Protocol):
-    """What a server knows of launchers; ``Rosters`` says what each part does."""
+    """The launchers as a server knows them; ``Rosters`` says what each part does."""
 
     on_change: Callable[[], None] | None
 
