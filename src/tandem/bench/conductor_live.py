@@ -60,7 +60,7 @@ NUM_SLICES, QUICK_NUM_SLICES = 60, 800
 NUM_INSTANCES = 4
 BLOCK = 32
 NUM_BLOCKS = 1500
-"""Blocks of each instance: about half of what the slice has, so that no instance keeps all of it."""
+"""Blocks of each instance: about half of what the slice has, so that none keeps all of it."""
 OURS, ROUND_ROBIN = "mooncake", "round_robin"
 RIVALS = (ROUND_ROBIN, "random", "load", "prefix", "sglang", "dynamo")
 QUICK_RIVALS = (ROUND_ROBIN,)
@@ -87,13 +87,21 @@ def slice_conversations(rows: Iterable[TraceRow], num_slices: int) -> list[Trace
 
 
 class _Process:
-    """A ``tandem`` command that runs until it is closed, and says as JSON that it is up."""
+    """A ``tandem`` command that runs until it is closed, and says as JSON that it is up.
 
-    def __init__(self, *words: str) -> None:
-        self._process = start_child(
-            [sys.executable, "-m", "tandem", *words, "--json", "--log-level", "error"],
-            stdout=subprocess.PIPE,
-        )
+    Args:
+        log: file for what it says else.
+        words: of the command.
+    """
+
+    def __init__(self, log: Path, *words: str) -> None:
+        self._log = log
+        with log.open("wb") as file:
+            self._process = start_child(
+                [sys.executable, "-m", "tandem", *words, "--json"],
+                stdout=subprocess.PIPE,
+                stderr=file,
+            )
         self.said = self._read(words[0])
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -109,7 +117,8 @@ class _Process:
         finally:
             timer.cancel()
         self.close()
-        raise DeadlineError("bench.conductor", f"`tandem {name}` did not start: {text[-500:]}")
+        said = self._log.read_text(errors="replace")[-500:]
+        raise DeadlineError("bench.conductor", f"`tandem {name}` did not start: {said}")
 
     def close(self) -> None:
         self._process.terminate()
@@ -144,6 +153,7 @@ class _Server:
     def __init__(self, live: "_Live", policy: str, *flags: str) -> None:
         self._live = live
         self._process = _Process(
+            live.scratch / "server.log",
             *("serve", str(live.model), "--port", "0", "--cluster.launchers", live.endpoint),
             *("--cluster.policy", policy, "--server.admin-api-key", KEY, *flags),
         )
@@ -242,6 +252,7 @@ class _Live:
     @cached_property
     def launcher(self) -> _Process:
         launcher = _Process(
+            self.scratch / "launcher.log",
             *("cluster", "launch", str(self.model), "--launcher.listen", self.endpoint),
             *("--unified", str(NUM_INSTANCES), "--engine.block-size", str(BLOCK)),
             *("--engine.num-kv-blocks", str(NUM_BLOCKS), "--model.expert-format", "int8"),

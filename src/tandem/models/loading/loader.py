@@ -121,6 +121,8 @@ class CausalModel:
         self._hybrid: HybridDecoder | None = None
         self.packed_writer: PackedWriter | None = None
         """Writes packed weights behind; None where there is nothing to write."""
+        self.packed_folders: list[Path] = []
+        """Folders that packed weights are mapped from, now or when they have been written."""
 
     def enable_hybrid(self, device: Device, *, is_captured: bool = True) -> HybridDecoder:
         """Run decode steps on a device with routed experts on the host; return what does.
@@ -433,6 +435,7 @@ def load_model(
         ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.
         weights_digest = hasher.result()
+        folders = [] if caches is None else caches.folders
         unwritten = [] if caches is None else caches.take_unwritten()
     require_no_meta(model)
     if any(isinstance(m, Operator) and m.is_misplaced for m in model.modules()):
@@ -444,6 +447,7 @@ def load_model(
         follow_experts(model)
     loaded = CausalModel(model, plan, context, weights_digest, ignored)
     loaded.packed_writer = PackedWriter(unwritten) if unwritten else None
+    loaded.packed_folders = folders
     return loaded
 
 
