@@ -455,6 +455,36 @@ MUTANTS = {
         wrap(_native, "gate", skip_sigmoid),
         "self_attn (Attention)",
     ),
+    "a layer that shares KV reads another layer's": (
+        "gemma4_text",
+        forget(Attention, "layer_idx", lambda a: a.layer_idx - (2 if a.layer_idx > 2 else 0)),
+        "self_attn (Attention)",
+    ),
+    "values not normed": (
+        "gemma4_text",
+        spoil(Attention, lambda a: setattr(a, "held_v", None)),
+        "self_attn (Attention)",
+    ),
+    "all pairs of a head rotated": (
+        "gemma4_unified_text",
+        forget(Rope, "inv_freq", lambda rope: rope.inv_freq.clamp(min=1e-3)),
+        "operator Rope cannot take model.rotary_emb",
+    ),
+    "factor of a layer left out": (
+        "gemma4_unified_text",
+        spoil(DecoderLayer, lambda layer: setattr(layer, "scale", 1.0)),
+        "(DecoderLayer)",
+    ),
+    "factors of experts left out": (
+        "gemma4_text-of-26b-a4b",
+        respec(Router, has_expert_scale=False),
+        "per_expert_scale' in model.safetensors belongs to no module",
+    ),
+    "scores of the input that is not normed": (
+        "gemma4_text-of-26b-a4b",
+        wrap(Router, "prepare", lambda original, router, x: x),
+        "whole",
+    ),
     "angles of another base": (
         "llama",
         forget(Rope, "inv_freq", lambda rope: rope.inv_freq * 1.01),
@@ -474,7 +504,16 @@ def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
     assert "NOT proved" in render_proof(proof)
 
 
-RULED = ["gemma2", "gemma3_text", "gpt_oss", "mistral", "minimax_m2", "deepseek_v3", "qwen3_next"]
+RULED = [
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "gpt_oss",
+    "mistral",
+    "minimax_m2",
+    "deepseek_v3",
+    "qwen3_next",
+]
 
 
 @pytest.mark.parametrize("name", RULED)

@@ -103,9 +103,9 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     head_dim: Annotated[int, Meta(ge=2)]
     """Items of a head that are rotated."""
-    rope_type: Literal[
-        "default", "linear", "dynamic", "yarn", "llama3", "proportional", "none"
-    ] = "default"
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "none"] = (
+        "default"
+    )
     """``none`` rotates nothing: all angles are 0. ``proportional`` has frequencies as if all of a
     head were rotated, of which the slow ones are 0."""
     rope_theta: Annotated[float, Meta(gt=0)] = 10000.0

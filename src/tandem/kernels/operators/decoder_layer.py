@@ -45,9 +45,7 @@ class DecoderLayer(Operator):
         scale_name: what it calls the factor on the result; empty is none.
     """
 
-    def __init__(
-        self, parts: LayerParts, names: dict[str, Operator], scale_name: str = ""
-    ) -> None:
+    def __init__(self, parts: LayerParts, names: dict[str, Operator], scale_name: str = "") -> None:
         super().__init__()
         self.scale = 1.0
         self._scale_name = scale_name

@@ -316,7 +316,8 @@ class _AnyStates(dict[str, tuple[Tensor, Tensor]]):
     """Keys and values that layers share, before any layer has computed them."""
 
     def __missing__(self, name: str) -> tuple[Tensor, Tensor]:
-        return (torch.empty(1, 1, 1, 1, device="meta"),) * 2
+        state = torch.empty(1, 1, 1, 1, device="meta")
+        return state, state
 
 
 def takes_positions(module: Any) -> bool:

@@ -27,7 +27,7 @@ MAX_LAYERS = 8
 HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
 HEAD_DIM = 16
 UNEVEN_HEAD_DIMS = (16, 24)
-"""Of layers with a window, and of the others, where they differ."""
+"""Head sizes of layers with a window, and of the others, where they differ."""
 PER_LAYER_INPUT = 12
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LATENT_SIZES = {
