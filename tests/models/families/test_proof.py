@@ -42,7 +42,21 @@ from tandem.models.proof.prove import find_key, prove_config
 from tandem.models.proof.shrink import shrink_config
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *FIRST_USE])
+LONG = {
+    "gemma4_text-of-26b-a4b",
+    "a layer that shares KV reads another layer's",
+    "all pairs of a head rotated",
+    "factor of a layer left out",
+    "scores of the input that is not normed",
+}
+"""Cases of these tests that others stand for in a run of minutes."""
+
+
+def mark_slow(names):
+    return [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in names]
+
+
+@pytest.mark.parametrize("name", mark_slow([*PUBLISHED, *FIRST_USE]))
 def test_families_are_proved(name):
     """Each family of the page runs right, and the tiny model tells each of its switches."""
     # Fields of a second model of a family are those of the first, but where it is said.
@@ -493,7 +507,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", mark_slow(MUTANTS))
 def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
     """A proof that accepts a mutant is worth nothing."""
     name, mutate, where = MUTANTS[mutant]
@@ -507,7 +521,7 @@ def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
 RULED = [
     "gemma2",
     "gemma3_text",
-    "gemma4_text",
+    "gemma4_unified_text",
     "gpt_oss",
     "mistral",
     "minimax_m2",
@@ -516,7 +530,7 @@ RULED = [
 ]
 
 
-@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize("name", mark_slow(RULED))
 def test_torch_attention_is_proved_too(name, monkeypatch):
     """Windows, caps, sinks and latents, where there is no native attention: not on the CPU."""
     monkeypatch.setattr(paged, "is_native", lambda tensor: False)
