@@ -203,6 +203,7 @@ def build_engine(
         plan=plan.rows(),
         rejected=plan.rejected_rows(),
         placement=list_placed_layers(plan.model),
+        packed_folders=[str(folder) for folder in model.packed_folders],
         load_seconds=0.0,
     )
     return BuiltEngine(

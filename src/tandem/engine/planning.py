@@ -12,7 +12,7 @@ import msgspec
 
 from tandem import _native
 from tandem.core.errors import ConfigError
-from tandem.core.kv_layout import WindowLayout, split_layout
+from tandem.core.kv_layout import WindowLayout
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KVLayout, ModelSpec
 from tandem.engine.config import EngineConfig
@@ -360,9 +360,10 @@ def _split_windows(
     spec: ModelSpec, layout: KVLayout, context: int
 ) -> tuple[KVLayout, WindowLayout | None]:
     """Return the layouts of the two groups of blocks; one where windows are part of the others."""
-    if spec.state_layout is not None or spec.sliding_window >= context:
+    is_even = spec.window_sizes is None
+    if is_even and (spec.state_layout is not None or spec.sliding_window >= context):
         return layout, None
-    return split_layout(layout, spec.window_layers, spec.sliding_window)
+    return spec.split_windows(layout)
 
 
 def _check_device_weights(model: ModelPlan, free_bytes: int, left_bytes: int) -> None:
