@@ -172,7 +172,7 @@ class PutBatch:
                         await self._seal(started, await self._write(started))
             finally:
                 self._calls.ids.settle(self._first_id)
-            self._left = [i for i in self._left if self._results[i] is None]
+            self._left = [i for i, result in enumerate(self._results) if result is None]
             self._attempt += 1
         lost = f"no host took the bytes in {MAX_ATTEMPTS} attempts: see its log"
         return [r if r is not None else PeerLostError("store.put", lost) for r in self._results]
