@@ -25,8 +25,8 @@ from tandem.store.config import StoreConfig
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.host import StoreHost
 from tandem.store.master.put_batch import PutBatch
+from tandem.store.master.state.drops import Drops
 from tandem.store.master.state.ledger import Event
-from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.writers import Writers
 
 CAPACITY = 2**18
@@ -599,7 +599,7 @@ async def bury_nothing(tier: DiskTier, records) -> None:
     return None
 
 
-def forget_nothing(space: HostSpace, key: str, version: int, *, after=None) -> asyncio.Future:
+def forget_nothing(drops: Drops, key: str, version: int, *, after=None) -> asyncio.Future:
     done = asyncio.get_running_loop().create_future()
     done.set_result(None)
     return done
@@ -607,7 +607,7 @@ def forget_nothing(space: HostSpace, key: str, version: int, *, after=None) -> a
 
 MUTANTS = {
     "what is removed stays on the disk": [(DiskTier, "_bury", bury_nothing)],
-    "hosts are not told to forget what is on the disk": [(HostSpace, "forget", forget_nothing)],
+    "hosts are not told to forget what is on the disk": [(Drops, "forget", forget_nothing)],
     "space is free before its writer is proven gone": [(Writers, "fence", free_without_proof)],
     "hosts obey late, doubled and stale orders": [(StoreHost, "_obey", lambda host, order: None)],
     "puts are acknowledged unsealed": [(PutBatch, "_seal_on", seal_nowhere)],

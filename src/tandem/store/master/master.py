@@ -184,7 +184,7 @@ class StoreMaster:
         self.membership.step(now_ms)
         self.puts.expire(now_ms)
         for host in state.hosts.values():
-            host.free_leased(now_ms)
+            host.drops.free_leased(now_ms)
         self.eviction.evict_over_watermark(now_ms)
         if self.allocation.num_waiting:
             state.space_freed.set()  # A lease or a pin may have ended: they try again.
