@@ -1,4 +1,4 @@
-"""What both sides of the control channel are made of: a name, methods, limits, and callbacks."""
+"""The part that both sides of the control channel share: a name, methods, limits, callbacks."""
 
 import logging
 from collections.abc import Callable
