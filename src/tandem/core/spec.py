@@ -96,7 +96,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_moe_layers: Annotated[int, Meta(ge=0)] = 0
     tie_word_embeddings: bool = False
     state_heads: Annotated[int, Meta(ge=0)] = 0
-    """Value heads of layers with a state; 0 where there is no such layer."""
+    """Heads that have a matrix in layers with a state; 0 where there is no such layer, or those
+    keep the inputs of a convolution alone."""
     state_key_dim: Annotated[int, Meta(ge=0)] = 0
     state_value_dim: Annotated[int, Meta(ge=0)] = 0
     conv_channels: Annotated[int, Meta(ge=0)] = 0

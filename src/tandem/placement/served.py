@@ -5,7 +5,7 @@ from math import prod
 
 import msgspec
 
-from tandem.core.model.layers import GatedDeltaSpec, MlaSpec
+from tandem.core.model.layers import MlaSpec, StateMixerSpec
 from tandem.core.model.plan import NO_FORMAT, LayerSpec, MatrixPlan, ModelPlan, MoeSpec
 from tandem.core.spec import DTYPE_BYTES
 from tandem.placement.costs import Placement
@@ -56,7 +56,7 @@ def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
         num_experts=mlp.num_experts if isinstance(mlp, MoeSpec) else 0,
         top_k=mlp.top_k if isinstance(mlp, MoeSpec) else 0,
     )
-    if isinstance(mixer, GatedDeltaSpec):
+    if isinstance(mixer, StateMixerSpec):
         layout = plan.spec.state_layout
         size = 0 if layout is None else layout.bytes_per_state // plan.spec.num_state_layers
         return msgspec.structs.replace(read, state_bytes=size)

@@ -39,7 +39,7 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 """Beyond these a configuration is broken, not large; they bound what we allocate for it."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""

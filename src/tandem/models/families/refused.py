@@ -7,7 +7,7 @@ model does not run until its state is kept with its blocks.
 import re
 from typing import Any
 
-__all__ = ["GATED_DELTA", "UNEVEN", "find_refusal"]
+__all__ = ["UNEVEN", "WITH_STATES", "find_refusal"]
 
 STATE_LAYERS = re.compile(r"linear|mamba|conv|recurrent|state|rwkv|delta|lightning")
 """Words in ``layer_types`` of layers that are no attention over all earlier tokens."""
@@ -21,8 +21,6 @@ STATEFUL = {
     "bamba": "state-space layers",
     "falcon_mamba": "state-space layers",
     "jamba": "state-space layers",
-    "lfm2": "convolutions",
-    "lfm2_moe": "convolutions",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
     "minimax": "linear attention",
@@ -34,6 +32,13 @@ STATEFUL = {
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose layers with a state are gated delta rules, which run here."""
+SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
+"""Families whose layers with a state are short convolutions, which run here."""
+WITH_STATES = {
+    **dict.fromkeys(GATED_DELTA, "linear_attention"),
+    **dict.fromkeys(SHORT_CONVOLUTIONS, "conv"),
+}
+"""The ``layer_types`` of layers with a state that runs here, by family."""
 UNEVEN = "its configuration changes from layer to layer (per_layer_config)"
 """Sizes and switches of one layer alone, which no proof of a few layers would see."""
 BESIDE_KV = "keeps a state beside KV, which no prefix cache here holds"
@@ -53,8 +58,8 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
         return "per_layer_config", f"{model_type}: {UNEVEN}"
     listed = raw.get("layer_types")
     kinds = [kind for kind in listed if isinstance(kind, str)] if isinstance(listed, list) else []
-    has_states = model_type in GATED_DELTA
-    kinds = [kind for kind in kinds if not (has_states and kind == "linear_attention")]
+    has_states = model_type in WITH_STATES
+    kinds = [kind for kind in kinds if kind != WITH_STATES.get(str(model_type))]
     kind = next((kind for kind in kinds if STATE_LAYERS.search(kind)), None)
     if kind is not None:
         return "layer_types", f"{model_type} has layers of {kind}: it {BESIDE_KV}"

@@ -11,7 +11,6 @@ from torch import nn
 from tandem.core.errors import UnsupportedError
 from tandem.core.model.layers import (
     ExpertsSpec,
-    GatedDeltaSpec,
     GqaSpec,
     MixerSpec,
     MlaSpec,
@@ -20,6 +19,7 @@ from tandem.core.model.layers import (
     RopeSpec,
     RotarySpec,
     RouterSpec,
+    StateMixerSpec,
 )
 from tandem.core.model.plan import AdapterPlace, LayerSpec, MatrixPlan, MoeSpec
 from tandem.core.spec import ModelSpec
@@ -30,22 +30,25 @@ from tandem.models.planning.describe import (
     describe_experts,
     describe_gated_delta,
     describe_kept_attention,
+    describe_mamba2,
     describe_mla_attention,
     describe_mlp,
     describe_rotary,
     describe_router,
+    describe_short_conv,
 )
 from tandem.models.planning.probes import UnfitModuleError
 from tandem.models.planning.roles import (
     RawMatrix,
     count_experts,
+    find_base_part,
     find_down,
     find_gate_up,
     find_projections,
     is_experts,
     is_gated,
 )
-from tandem.models.planning.state_mixers import has_gated_delta
+from tandem.models.planning.state_mixers import is_mamba2, is_state_mixer
 
 __all__ = ["complete_spec", "list_layers", "place_matrices"]
 
@@ -65,8 +68,8 @@ def list_layers(describer: Describer) -> tuple[LayerSpec, ...]:
     found: list[LayerSpec] = []
     for index, layer in enumerate(layers):
         mixer = _read_mixer(layer, index, describer)
-        has_state = isinstance(mixer, GatedDeltaSpec)
-        rope = None if has_state or not ropes else ropes[mixer.rope_idx]
+        has_kv = isinstance(mixer, GqaSpec | MlaSpec)
+        rope = ropes[mixer.rope_idx] if has_kv and ropes else None
         mlp = _read_mlp(layer, index, describer)
         found.append(LayerSpec(index=index, mixer=mixer, rope=rope, mlp=mlp))
     return tuple(found)
@@ -105,7 +108,8 @@ def _find_index(module: str) -> int | None:
 
 def _list_ropes(describer: Describer) -> list[RopeSpec]:
     try:
-        found = describer.describe("model.rotary_emb", describe_rotary)
+        path = find_base_part(describer.model, "rotary")[0]
+        found = describer.describe(path, describe_rotary)
     except (UnfitModuleError, AttributeError):
         return []
     assert isinstance(found, RotarySpec), found
@@ -118,8 +122,8 @@ def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec
             describe = describe_mla_attention
         elif find_projections(module):
             describe = describe_attention
-        elif has_gated_delta(module):
-            describe = describe_gated_delta
+        elif is_state_mixer(module):
+            describe = _choose_state_mixer(module)
         else:
             continue
         path = f"model.layers.{index}.{name}"
@@ -137,6 +141,12 @@ def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec
     raise UnsupportedError(
         "models.read_layers", f"layer {index}, {type(layer).__name__}, has no attention we know"
     )
+
+
+def _choose_state_mixer(module: Any) -> Describe:
+    if is_mamba2(module):
+        return describe_mamba2
+    return describe_gated_delta if hasattr(module, "A_log") else describe_short_conv
 
 
 def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | MoeSpec:
@@ -211,7 +221,9 @@ def complete_spec(
     moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
     first = moe[0] if moe else None
     total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
-    mixer = next((x.mixer for x in layers if not isinstance(x.mixer, GatedDeltaSpec)), None)
+    mixers = [layer.mixer for layer in layers]
+    with_kv = [mixer for mixer in mixers if isinstance(mixer, GqaSpec | MlaSpec)]
+    mixer = next(iter(with_kv), None)
     if mixer is None:
         what = "no layer has attention over all earlier tokens: give it one, as its KV is counted"
         raise UnsupportedError("models.read_layers", what)
@@ -223,8 +235,7 @@ def complete_spec(
             kv_lora_rank=mixer.rank,
             rope_dim=mixer.rope,
         )
-    spec = _add_states(spec, [x.mixer for x in layers if isinstance(x.mixer, GatedDeltaSpec)])
-    with_kv = [x.mixer for x in layers if not isinstance(x.mixer, GatedDeltaSpec)]
+    spec = _add_states(spec, [mixer for mixer in mixers if isinstance(mixer, StateMixerSpec)])
     grouped = [mixer for mixer in with_kv if isinstance(mixer, GqaSpec)]
     return msgspec.structs.replace(
         spec,
@@ -243,22 +254,22 @@ def complete_spec(
     )
 
 
-def _add_states(spec: ModelSpec, mixers: list[GatedDeltaSpec]) -> ModelSpec:
+def _add_states(spec: ModelSpec, mixers: list[StateMixerSpec]) -> ModelSpec:
     """Return ``spec`` with the state of its layers.
 
     Raises: UnsupportedError (states of several sizes).
     """
     if not mixers:
         return spec
-    first = mixers[0]
-    sizes = {(m.num_v_heads, m.key_dim, m.value_dim, m.num_channels, m.conv_width) for m in mixers}
+    first = mixers[0].state_sizes
+    sizes = {mixer.state_sizes for mixer in mixers}
     if len(sizes) > 1:
         what = f"layers have states of {len(sizes)} sizes: all must have one"
         raise UnsupportedError("models.read_layers", what)
     return msgspec.structs.replace(
         spec,
         num_state_layers=len(mixers),
-        state_heads=first.num_v_heads,
+        state_heads=first.num_heads,
         state_key_dim=first.key_dim,
         state_value_dim=first.value_dim,
         conv_channels=first.num_channels,

@@ -23,12 +23,14 @@ from tandem.models.planning.describe import (
     describe_layer_norm,
     describe_linear,
     describe_lm_head,
+    describe_mamba2,
     describe_mla_attention,
     describe_mlp,
     describe_moe_block,
     describe_norm,
     describe_rotary,
     describe_router,
+    describe_short_conv,
 )
 from tandem.models.planning.probes import UnfitModuleError
 from tandem.placement.rules import DEFAULT, Rule
@@ -168,6 +170,8 @@ for _entry in (
     ),
     OperatorEntry("MlaAttention", describe_mla_attention, absorbs=True, takes_format=True),
     OperatorEntry("GatedDelta", describe_gated_delta, absorbs=True, takes_format=True),
+    OperatorEntry("ShortConv", describe_short_conv, absorbs=True, takes_format=True),
+    OperatorEntry("Mamba2", describe_mamba2, absorbs=True, takes_format=True),
     OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True, is_optional=True),
     OperatorEntry("Router", describe_router, is_optional=True),
     OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True, is_optional=True),

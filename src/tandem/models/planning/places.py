@@ -10,7 +10,13 @@ __all__ = ["list_placed_layers"]
 
 DISK = "disk"
 """The place of routed experts that memory holds only some of."""
-_MIXERS = {"gqa": "attention", "mla": "latent attention", "gated_delta": "gated delta rule"}
+_MIXERS = {
+    "gqa": "attention",
+    "mla": "latent attention",
+    "gated_delta": "gated delta rule",
+    "short_conv": "short convolution",
+    "mamba2": "state space",
+}
 
 
 def list_placed_layers(plan: ModelPlan) -> list[PlacedLayers]:

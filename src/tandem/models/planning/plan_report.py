@@ -3,7 +3,13 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from tandem.core.model.layers import GatedDeltaSpec, MixerSpec, MlaSpec
+from tandem.core.model.layers import (
+    GatedDeltaSpec,
+    Mamba2Spec,
+    MixerSpec,
+    MlaSpec,
+    ShortConvSpec,
+)
 from tandem.core.model.plan import LayerSpec, MatrixPlan, ModelPlan, MoeSpec
 from tandem.placement.rules import DEFAULT
 
@@ -53,6 +59,11 @@ def _tell_mixer(spec: MixerSpec) -> str:
     if isinstance(spec, GatedDeltaSpec):
         heads = f"{spec.num_v_heads}/{spec.num_k_heads} heads of {spec.key_dim} x {spec.value_dim}"
         return f"gated delta {heads}, convolution {spec.conv_width}"
+    if isinstance(spec, ShortConvSpec):
+        return f"convolution {spec.conv_width} of {spec.hidden_size} channels"
+    if isinstance(spec, Mamba2Spec):
+        heads = f"{spec.num_heads}/{spec.num_groups} heads of {spec.state_dim} x {spec.head_dim}"
+        return f"mamba2 {heads}, convolution {spec.conv_width}"
     words = [f"gqa {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
     words += [f"window {spec.window}"] if spec.window else []
     words += ["sinks"] if spec.has_sinks else []

@@ -13,6 +13,7 @@ from torch import nn
 
 from tandem.core.model.plan import AdapterPlace, MatrixRole
 from tandem.models.planning.probes import (
+    ROTARY_NAMES,
     AttentionCall,
     UnfitModuleError,
     key_module,
@@ -21,14 +22,18 @@ from tandem.models.planning.probes import (
 
 __all__ = [
     "LAYER_NORMS",
+    "FEED_FORWARD_NAMES",
     "MIXER_NAMES",
     "RawMatrix",
     "Vectors",
     "count_experts",
     "count_kv_heads",
+    "find_base_part",
     "find_down",
     "find_gate_up",
+    "find_output",
     "find_projections",
+    "find_qk_norms",
     "has_layered_rope",
     "is_experts",
     "is_gated",
@@ -52,12 +57,28 @@ LAYER_NORMS: tuple[tuple[str, str, str, str], ...] = (
         "post_mlp_layernorm",
     ),
     ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ("operator_norm", "", "ffn_norm", ""),
+    ("input_layernorm", "", "pre_ff_layernorm", ""),
 )
 """Norms of a decoder layer: before and after its attention, before and after its MLP; empty is
 none. Which names a layer has says which of these it is."""
 
-MIXER_NAMES = ("self_attn", "linear_attn")
+MIXER_NAMES = ("self_attn", "linear_attn", "conv", "mamba")
 """A decoder layer's part that mixes tokens."""
+
+FEED_FORWARD_NAMES = ("mlp", "feed_forward")
+"""A decoder layer's MLP or block of experts."""
+
+OUTPUT_NAMES = ("o_proj", "out_proj")
+STEP_PARTS = ("in_proj", "A_log", "dt_bias", "D", "num_heads")
+"""Parts of a state space whose first projection gives time steps too."""
+QK_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+BASE_NAMES = {
+    "embedding": ("embed_tokens", "embeddings"),
+    "norm": ("norm", "embedding_norm", "final_layernorm", "norm_f"),
+    "rotary": ROTARY_NAMES,
+}
+"""Names of what a decoder has beside its layers."""
 
 ROLES: dict[str, MatrixRole] = {
     "qkv_proj": "qkv",
@@ -78,11 +99,17 @@ ROLES: dict[str, MatrixRole] = {
     "in_proj_a": "gates",
     "b_proj": "gates",
     "a_proj": "gates",
+    "in_proj": "qkv",
     "out_proj": "attention_out",
     "gate_up_proj": "gate_up",
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
     "down_proj": "down",
+    "w1": "gate_up",
+    "w3": "gate_up",
+    "w2": "down",
+    "input_linear": "gate_up",
+    "output_linear": "down",
     "c_fc": "gate_up",
     "c_proj": "down",
     "lm_head": "head",
@@ -130,6 +157,7 @@ def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatr
     vectors = Vectors()
     seen: set[int] = set()
     heads_of: dict[str, Any] = {}
+    steps_of: dict[str, int] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if is_experts(module):
@@ -141,6 +169,10 @@ def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatr
         if name in heads_of:
             matrices += _list_head_matrices(name, heads_of[name])
             own.clear()
+        if is_absorbed and all(hasattr(module, part) for part in STEP_PARTS):
+            steps_of[f"{name}.in_proj"] = module.num_heads
+        if name in steps_of:
+            matrices += _list_step_matrices(name, own.pop("weight"), steps_of[name])
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set:
                 vectors.num_buffered += buffer.numel()
@@ -178,6 +210,15 @@ def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
     ]
 
 
+def _list_step_matrices(name: str, weight: Any, num_heads: int) -> list[RawMatrix]:
+    """Return what a state space makes of its first projection: time steps have their own matrix."""
+    rows, size = weight.shape
+    return [
+        RawMatrix(name, "qkv", (rows - num_heads, size)),
+        RawMatrix(name, "gates", (num_heads, size)),
+    ]
+
+
 def is_experts(module: Any) -> bool:
     """Return True if a module holds the weights of all its experts in two parameters."""
     tensors = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
@@ -210,9 +251,34 @@ def has_layered_rope(config: Any) -> bool:
 def find_projections(module: Any) -> tuple[str, ...]:
     """Return the names of an attention's projections to q, k and v; empty: it is no attention."""
     for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
-        if all(hasattr(module, name) for name in (*names, "o_proj", "head_dim")):
+        if find_output(module) and all(hasattr(module, name) for name in (*names, "head_dim")):
             return names
     return ()
+
+
+def find_output(module: Any) -> str:
+    """Return the name of an attention's output projection; empty if there is none."""
+    return next((name for name in OUTPUT_NAMES if hasattr(module, name)), "")
+
+
+def find_qk_norms(module: Any) -> tuple[str, str]:
+    """Return the names of the norms of queries and keys, whether they are there or not."""
+    found = (pair for pair in QK_NORM_NAMES if any(hasattr(module, name) for name in pair))
+    return next(found, QK_NORM_NAMES[0])
+
+
+def find_base_part(model: Any, part: str) -> tuple[str, Any]:
+    """Return (path, module) of what a decoder has beside its layers.
+
+    Args:
+        model: the skeleton.
+        part: a key of ``BASE_NAMES``.
+
+    Returns: the first name that it has; the first of all and None where it has none.
+    """
+    names = BASE_NAMES[part]
+    name = next((name for name in names if getattr(model.model, name, None) is not None), names[0])
+    return f"model.{name}", getattr(model.model, name, None)
 
 
 def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
@@ -239,7 +305,7 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
 
 def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
     """Return the KV heads of an attention with these projections."""
-    heads = attention.o_proj.in_features // attention.head_dim
+    heads = getattr(attention, find_output(attention)).in_features // attention.head_dim
     if len(projections) == 1:
         rows = getattr(attention, projections[0]).out_features // attention.head_dim
         return (rows - heads) // 2
@@ -251,8 +317,12 @@ MLP_NAMES = (
     (("gate_up_proj",), "down_proj"),
     (("up_proj",), "down_proj"),
     (("c_fc",), "c_proj"),
+    (("w1", "w3"), "w2"),
+    (("input_linear",), "output_linear"),
 )
-"""Names of a dense MLP's matrices: gate and up, then down. The last two have no gate."""
+"""Names of a dense MLP's matrices: gate and up, then down."""
+UNGATED = (("up_proj",), ("c_fc",))
+"""The first of these where there is no gate."""
 
 
 def find_gate_up(module: Any) -> tuple[str, ...]:
@@ -271,4 +341,4 @@ def find_down(module: Any) -> str:
 
 def is_gated(names: tuple[str, ...]) -> bool:
     """Return True if matrices of these names, of ``find_gate_up``, hold a gate."""
-    return any("gate" in name for name in names)
+    return names not in UNGATED

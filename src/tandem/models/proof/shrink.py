@@ -138,8 +138,9 @@ def _shrink_layers(values: Values, count: int) -> None:
     for name in lists:
         values[name] = [values[name][i] for i in chosen]
     values["num_hidden_layers"] = count
-    if (values.get("first_k_dense_replace") or 0) > 1:
-        values["first_k_dense_replace"] = 1
+    for name in ("first_k_dense_replace", "num_dense_layers"):
+        if (values.get(name) or 0) > 1:
+            values[name] = 1
     if values.get("mlp_only_layers"):
         values["mlp_only_layers"] = [i for i in values["mlp_only_layers"] if i < count] or [0]
     if isinstance(values.get("max_window_layers"), int):
