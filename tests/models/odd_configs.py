@@ -26,6 +26,7 @@ OWNED = {
     "max_position_embeddings": "moved; matters to a dynamic RoPE",
     "topk_method": "moved with groups",
     "sliding_window_pattern": "summed up in layer_types",
+    "full_attn_idxs": "summed up in layer_types",
     "linear_a_log_max": "of training",
     "linear_a_log_min": "of training",
     "linear_dt_init_floor": "of training",
@@ -36,6 +37,20 @@ OWNED = {
 WINDOWS = ("sliding_attention", "full_attention")
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {"lfm2_moe": {"layer_types": ["conv"] * 32}}
+"""Fields without which a class makes no model."""
+SWITCHES = (
+    "attention_bias",
+    "mlp_bias",
+    "qkv_bias",
+    "norm_topk_prob",
+    "use_qk_norm",
+    "conv_bias",
+    "use_expert_bias",
+    "block_auto_adjust_ff_dim",
+)
+
+
 def make_odd(model_type: str, seed: int) -> Any:
     """Return a tiny configuration of a family.
 
@@ -43,22 +58,23 @@ def make_odd(model_type: str, seed: int) -> Any:
     others draw values at random.
     """
     draw = random.Random(f"{model_type}-{seed}")
-    kind = type(CONFIG_MAPPING[model_type]())
-    default = kind().to_dict()
+    kind = type(CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {})))
+    default = kind(**DEFAULTS.get(model_type, {})).to_dict()
     values: dict[str, Any] = {"vocab_size": draw.choice((97, 131))}
     values |= {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
     _put_sizes(values, default, draw)
-    for name in ("attention_bias", "mlp_bias", "qkv_bias", "norm_topk_prob", "use_qk_norm"):
+    for name in SWITCHES:
         if name in default and not (model_type == "deepseek_v2" and name == "norm_topk_prob"):
             values[name] = not default[name] if seed == 0 else draw.random() < 0.5
     for name in ("tie_word_embeddings", "rope_interleave"):
         if name in default or (name == "rope_interleave" and model_type == "deepseek_v3"):
             values[name] = not default.get(name, True) if seed == 0 else draw.random() < 0.5
     act = "hidden_activation" if "hidden_activation" in default else "hidden_act"
-    acts = [a for a in ("silu", "gelu", "gelu_pytorch_tanh") if a != default[act]]
-    if model_type != "gpt_oss" and not _has_states(default):
+    acts = [a for a in ("silu", "gelu", "gelu_pytorch_tanh") if a != default.get(act)]
+    if act in default and model_type != "gpt_oss" and not _has_states(default):
         values[act] = draw.choice(acts if seed == 0 else [default[act], *acts])
-    values["rms_norm_eps"] = draw.choice((1e-3, 1e-2, 0.05))
+    eps = "norm_eps" if "norm_eps" in default else "rms_norm_eps"
+    values[eps] = draw.choice((1e-3, 1e-2, 0.05))
     if "query_pre_attn_scalar" in default:
         values["query_pre_attn_scalar"] = draw.choice((7, 33))
         values["attn_logit_softcapping"] = draw.choice((3.0, 5.0, None))
@@ -121,6 +137,8 @@ def _put_experts(
         values["n_shared_experts"] = draw.choice((1, 2))
     if "first_k_dense_replace" in default:
         values["first_k_dense_replace"] = draw.choice((0, 1, 2))
+    if "num_dense_layers" in default:
+        values["num_dense_layers"] = draw.choice((0, 1, 2))
     if "decoder_sparse_step" in default:
         values["decoder_sparse_step"] = draw.choice((1, 2))
         values["mlp_only_layers"] = draw.choice(([], [0], [1]))
@@ -154,6 +172,15 @@ def _has_states(default: dict[str, Any]) -> bool:
 
 
 def _put_states(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
+    count = values["num_hidden_layers"]
+    if "conv_L_cache" in default:
+        values["conv_L_cache"] = draw.choice((2, 4, 5))
+        kinds = ("conv", "full_attention")
+        drawn = [draw.choice(kinds) for _ in range(count - 2)]
+        values["layer_types"] = draw.sample([*drawn, *kinds], count)
+        if "block_multiple_of" in default:
+            values["block_multiple_of"] = draw.choice((8, 24))
+            values["block_ffn_dim_multiplier"] = draw.choice((0.75, 1.5))
     if not _has_states(default):
         return
     keys = draw.choice((1, 2, 3))
@@ -164,7 +191,6 @@ def _put_states(values: dict[str, Any], default: dict[str, Any], draw: random.Ra
     if "linear_allow_neg_eigval" in default:
         values["linear_allow_neg_eigval"] = draw.choice((True, False))
     kinds = ("linear_attention", "full_attention")
-    count = values["num_hidden_layers"]
     drawn = [draw.choice(kinds) for _ in range(count - 2)]
     values["layer_types"] = draw.sample([*drawn, *kinds], count)
 
@@ -205,7 +231,7 @@ def _make_rope(draw: random.Random, model_type: str, seed: int) -> dict[str, Any
 def list_untouched(model_type: str) -> list[str]:
     """Return the fields that transformers reads and that are at their defaults in all of 20 odd
     configurations of a family."""
-    default = CONFIG_MAPPING[model_type]()
+    default = CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {}))
     made = [make_odd(model_type, seed) for seed in range(20)]
     return [
         name

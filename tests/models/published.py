@@ -117,6 +117,22 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
     "olmo_hybrid-rotated": ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+    "lfm2": (
+        "lfm2",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "block_ffn_dim_multiplier": 1.0,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
+        },
+    ),
     "deepseek_v2": ("deepseek_v2", {"num_experts_per_tok": 6}),
     "deepseek_v2-of-236b": (
         "deepseek_v2",

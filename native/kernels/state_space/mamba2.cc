@@ -13,13 +13,13 @@ namespace tandem {
 namespace {
 
 // Floats of state that all tokens pass over, below which waking a thread costs more than it saves.
-constexpr size_t kMinSharedFloats = 128 << 10;
+constexpr size_t kMinScanFloats = 128 << 10;
 // Items a thread should find at least, so that none waits long for the last.
-constexpr size_t kItemsPerThread = 2;
+constexpr size_t kScanItemsPerThread = 2;
 // Heads of a group that share one convolution of B and C, at most: a group may have all heads.
-constexpr size_t kMostSharedHeads = 8;
+constexpr size_t kMostScanHeads = 8;
 // Groups of rows of the norm, of which a thread takes so many at a time.
-constexpr size_t kNormsAtOnce = 8;
+constexpr size_t kScanNormsAtOnce = 8;
 
 size_t num_tokens_of(const Mamba2Task& task, size_t sequence) {
   return static_cast<size_t>(task.query_start[sequence + 1] - task.query_start[sequence]);
@@ -34,8 +34,8 @@ std::vector<Mamba2Item> plan_items(const Mamba2Task& task, size_t num_threads) {
     return num_tokens_of(task, one) > num_tokens_of(task, other);
   });
   const size_t heads = task.shape.num_heads, group = heads / task.shape.num_groups;
-  size_t step = std::min(group, kMostSharedHeads);
-  while (step > 1 && sequences.size() * (heads / step) < kItemsPerThread * num_threads) step /= 2;
+  size_t step = std::min(group, kMostScanHeads);
+  while (step > 1 && sequences.size() * (heads / step) < kScanItemsPerThread * num_threads) step /= 2;
   std::vector<Mamba2Item> items;
   for (const size_t sequence : sequences)
     for (size_t first = 0; first < heads; first += group)
@@ -52,7 +52,7 @@ Status run_mamba2(const StateSpaceKernels& kernels, ThreadPool* pool, const Mamb
   const size_t num_rows =
       task.num_sequences == 0 ? 0 : static_cast<size_t>(task.query_start[task.num_sequences]);
   if (num_rows == 0) return {};
-  if (num_rows * state_size_of(task.shape) < kMinSharedFloats) pool = nullptr;
+  if (num_rows * state_size_of(task.shape) < kMinScanFloats) pool = nullptr;
   const size_t num_threads = pool == nullptr ? 1 : static_cast<size_t>(pool->num_threads());
   const size_t scratch_size = (mamba2_scratch(task.shape) + 15) / 16 * 16;
   const std::unique_ptr<float[]> scratch(new (std::nothrow) float[num_threads * scratch_size + 16]);
@@ -74,7 +74,7 @@ Status run_mamba2(const StateSpaceKernels& kernels, ThreadPool* pool, const Mamb
     norm(0, num_rows * groups, 0);
   } else {
     Status status = pool->parallel_for(items.size(), 1, run);
-    if (status.is_ok()) status = pool->parallel_for(num_rows * groups, kNormsAtOnce, norm);
+    if (status.is_ok()) status = pool->parallel_for(num_rows * groups, kScanNormsAtOnce, norm);
     if (!status.is_ok()) return status;
   }
   carry_inputs({task.type, task.x, task.x_stride, task.carried, task.carried_stride,

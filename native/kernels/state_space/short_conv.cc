@@ -7,7 +7,7 @@ namespace tandem {
 namespace {
 
 // Products of weights and inputs below which waking a thread costs more than it saves.
-constexpr size_t kMinSharedProducts = 256 << 10;
+constexpr size_t kMinConvProducts = 256 << 10;
 
 }  // namespace
 
@@ -24,7 +24,7 @@ Status run_short_conv(const StateSpaceKernels& kernels, ThreadPool* pool,
   const auto run = [&](size_t begin, size_t end, int) {
     for (size_t i = begin; i < end; ++i) kernels.short_conv(task, items[i]);
   };
-  if (pool == nullptr || num_rows * task.num_channels * task.conv_width < kMinSharedProducts) {
+  if (pool == nullptr || num_rows * task.num_channels * task.conv_width < kMinConvProducts) {
     run(0, items.size(), 0);
     return {};
   }
