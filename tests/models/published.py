@@ -133,6 +133,31 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
         },
     ),
+    "bamba": ("bamba", {"attn_layer_indices": [9, 18, 27]}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "num_hidden_layers": 10,
+            "layer_types": ["mamba"] * 5 + ["attention"] + ["mamba"] * 4,
+            "num_key_value_heads": 8,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0078125,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 4,
+            "logits_scaling": 6.0,
+        },
+    ),
     "deepseek_v2": ("deepseek_v2", {"num_experts_per_tok": 6}),
     "deepseek_v2-of-236b": (
         "deepseek_v2",

@@ -72,6 +72,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_layers: PositiveInt
     num_state_layers: Annotated[int, Meta(ge=0)] = 0
     """Layers that keep a state instead of KV."""
+    num_plain_layers: Annotated[int, Meta(ge=0)] = 0
+    """Layers that keep nothing: an MLP, or experts, alone."""
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
@@ -142,7 +144,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def num_kv_layers(self) -> int:
         """Layers that keep KV."""
-        return self.num_layers - self.num_state_layers
+        return self.num_layers - self.num_state_layers - self.num_plain_layers
 
     @property
     def state_layout(self) -> StateLayout | None:

@@ -30,7 +30,10 @@ SHAPES = {"odd": (3, 7, 1, 5, 4), "narrow": (4, 40, 2, 16, 2), "family": (8, 64,
 def make_rule(draw, shape, **options):
     heads, size, groups, state, width = SHAPES[shape]
     channels = heads * size + 2 * groups * state
-    options = {"dt_limits": (0.05, 0.9), "conv_bias_C": draw(channels, dtype=torch.float32)} | options
+    options = {
+        "dt_limits": (0.05, 0.9),
+        "conv_bias_C": draw(channels, dtype=torch.float32),
+    } | options
     return Mamba2Rule(
         draw(width, channels, dtype=torch.float32, scale=0.5),
         draw(heads, dtype=torch.float32).exp(),
@@ -104,7 +107,9 @@ def count_all_outside(weights, rule, parts, rows, out, slots, wide, count_outsid
 @every_isa
 @both_dtypes
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"conv_bias_C": None, "dt_limits": (0, math.inf)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"conv_bias_C": None, "dt_limits": (0, math.inf)}], ids=str
+)
 def test_native(isa, dtype, shape, options, draw, wide, count_outside):
     rule = make_rule(draw, shape, **options)
     parts, rows = make_rows(draw, rule, [40, 5], dtype)
@@ -132,9 +137,7 @@ def test_torch(dtype, draw, wide, count_outside):
 @pytest.mark.slow
 def test_the_oracle_is_the_familys(draw, wide):
     """transformers' own scan, in float32; importing the family takes seconds."""
-    modeling = pytest.importorskip(
-        "transformers.models.granitemoehybrid.modeling_granitemoehybrid"
-    )
+    modeling = pytest.importorskip("transformers.models.granitemoehybrid.modeling_granitemoehybrid")
     rule = make_rule(draw, "narrow")
     (x, z, dt), _ = make_rows(draw, rule, [30], torch.float32)
     expected, _ = oracle.mamba2(*map(wide, (x, z, dt)), to_oracle(rule, wide))

@@ -6,6 +6,7 @@ write out of bounds is refused.
 """
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def run(rule, x, rows, slots=None, *, isa="", pool=None):
 def count_all_outside(rule, x, rows, out, wide, count_outside):
     conv, bias = wide(rule.conv_WC), None if rule.bias_C is None else wide(rule.bias_C)
     outside = 0
-    for begin, end in zip(rows.query_start, rows.query_start[1:], strict=False):
+    for begin, end in pairwise(rows.query_start):
         part = wide(x[begin:end])
         bound = oracle.short_conv_bound(part, conv, x.dtype, bias)
         outside += count_outside(out[begin:end], oracle.short_conv(part, conv, bias), bound)
@@ -128,7 +129,7 @@ def test_chunks_batches_threads_and_isas_change_no_bit(shape, dtype, draw):
     for i, slot in enumerate(rows.slot_ids):
         begin, end = rows.query_start[i : i + 2]
         cuts = [begin, min(begin + 1, end), min(begin + 34, end), end]
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in pairwise(cuts):
             part, _ = run(rule, x[a:b], StateRows([0, b - a], [slot]), again)
             assert torch.equal(part, want[a:b])
     assert torch.equal(again.carried.tensor, slots.carried.tensor)

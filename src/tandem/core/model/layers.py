@@ -288,7 +288,6 @@ class GatedDeltaSpec(
         """Channels of the convolution: all queries, keys and values."""
         return 2 * self.all_keys + self.all_values
 
-
     @property
     def state_sizes(self) -> StateSizes:
         """The sizes of the state."""

@@ -126,7 +126,10 @@ class ShortConv(StateSpace):
                 size,
                 has_bias=spec.has_bias,
             )
-            for prefix, part, rows in (("in_", spec.in_name, 3 * size), ("out_", spec.out_name, size))
+            for prefix, part, rows in (
+                ("in_", spec.in_name, 3 * size),
+                ("out_", spec.out_name, size),
+            )
         )
         conv = f"{name}.{spec.conv_name}"
         weight = self._read_vector(reader, f"{conv}.weight", size, 1, spec.conv_width)

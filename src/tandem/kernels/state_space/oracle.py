@@ -33,7 +33,9 @@ def short_conv_bound(
     """Bound the error of ``short_conv``: products are rounded to the dtype, then summed."""
     b, c, x = np.split(x_T3C, 3, axis=-1)
     terms = len(conv_WC) + 2
-    magnitude = _convolve(np.abs(b * x), np.abs(conv_WC), None if bias_C is None else np.abs(bias_C))
+    magnitude = _convolve(
+        np.abs(b * x), np.abs(conv_WC), None if bias_C is None else np.abs(bias_C)
+    )
     relative = UNIT_ROUNDOFF[dtype] + terms * ACCUMULATE_EPS
     y = np.abs(c * _convolve(b * x, conv_WC, bias_C))
     return np.abs(c) * magnitude * relative + UNIT_ROUNDOFF[dtype] * y + SMALLEST

@@ -39,7 +39,14 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 """Beyond these a configuration is broken, not large; they bound what we allocate for it."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv")
+LAYER_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    "linear_attention",
+    "conv",
+    "mlp",
+    "moe",
+)
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""
@@ -276,7 +283,7 @@ def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
 
 
 def _check_rope(config: Any) -> None:
-    ropes: dict[str, Any] = config.rope_parameters
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     is_layered = any(isinstance(value, dict) for value in ropes.values())
     for name, rope in ropes.items() if is_layered else [("", ropes)]:
         where = f"rope_parameters.{name}." if name else "rope_parameters."
@@ -374,7 +381,7 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         num_labels=config.num_labels if classifies(config) else 0,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        rope_type=_name_rope(config.rope_parameters),
+        rope_type=_name_rope(getattr(config, "rope_parameters", None) or {}),
         checkpoint_dtype=stored,
         eos_token_ids=tuple(eos),
         bos_token_id=config.bos_token_id,

@@ -18,7 +18,6 @@ STATE_FIELDS = re.compile(
 INPUT_FIELDS = re.compile(r"^(vision|image|audio|speech|video)_\w*config$|^vision_tower$")
 INDEXED_FIELDS = ("index_topk", "index_n_heads")
 STATEFUL = {
-    "bamba": "state-space layers",
     "falcon_mamba": "state-space layers",
     "jamba": "state-space layers",
     "mamba": "state-space layers",
@@ -34,9 +33,12 @@ GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose layers with a state are gated delta rules, which run here."""
 SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 """Families whose layers with a state are short convolutions, which run here."""
+STATE_SPACES = ("granitemoehybrid", "bamba")
+"""Families whose layers with a state are Mamba2's, which run here."""
 WITH_STATES = {
-    **dict.fromkeys(GATED_DELTA, "linear_attention"),
-    **dict.fromkeys(SHORT_CONVOLUTIONS, "conv"),
+    **dict.fromkeys(GATED_DELTA, ("linear_attention",)),
+    **dict.fromkeys(SHORT_CONVOLUTIONS, ("conv",)),
+    **dict.fromkeys(STATE_SPACES, ("linear_attention", "mamba")),
 }
 """The ``layer_types`` of layers with a state that runs here, by family."""
 UNEVEN = "its configuration changes from layer to layer (per_layer_config)"
@@ -59,7 +61,8 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
     listed = raw.get("layer_types")
     kinds = [kind for kind in listed if isinstance(kind, str)] if isinstance(listed, list) else []
     has_states = model_type in WITH_STATES
-    kinds = [kind for kind in kinds if kind != WITH_STATES.get(str(model_type))]
+    served = WITH_STATES.get(str(model_type), ())
+    kinds = [kind for kind in kinds if kind not in served]
     kind = next((kind for kind in kinds if STATE_LAYERS.search(kind)), None)
     if kind is not None:
         return "layer_types", f"{model_type} has layers of {kind}: it {BESIDE_KV}"

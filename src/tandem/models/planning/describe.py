@@ -405,7 +405,7 @@ def describe_kept_attention(module: Any, view: ModuleView) -> GqaSpec:
 
 def _find_position_scale(module: Any, config: Any) -> PositionScale | None:
     """Return the factor of attentions that are told positions, by the fields that they read."""
-    rope = config.rope_parameters
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     beta, length = (
         rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
     )

@@ -71,6 +71,11 @@ def list_layers(describer: Describer) -> tuple[LayerSpec, ...]:
         has_kv = isinstance(mixer, GqaSpec | MlaSpec)
         rope = ropes[mixer.rope_idx] if has_kv and ropes else None
         mlp = _read_mlp(layer, index, describer)
+        if mixer is None and mlp is None:
+            what = (
+                f"layer {index}, {type(layer).__name__}, has no attention, MLP or experts we know"
+            )
+            raise UnsupportedError("models.read_layers", what)
         found.append(LayerSpec(index=index, mixer=mixer, rope=rope, mlp=mlp))
     return tuple(found)
 
@@ -116,7 +121,7 @@ def _list_ropes(describer: Describer) -> list[RopeSpec]:
     return list(found.ropes.values())
 
 
-def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec:
+def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec | None:
     for name, module in layer.named_children():
         if hasattr(module, "kv_b_proj"):
             describe = describe_mla_attention
@@ -138,9 +143,16 @@ def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec
             found = kept
         assert isinstance(found, MixerSpec), found
         return found
+    if len(_list_parts(layer)) == 1:
+        return None
     raise UnsupportedError(
         "models.read_layers", f"layer {index}, {type(layer).__name__}, has no attention we know"
     )
+
+
+def _list_parts(layer: nn.Module) -> list[nn.Module]:
+    """Return the parts of a layer that hold matrices: a mixer and an MLP, or one of both."""
+    return [m for m in layer.children() if any(p.dim() > 1 for p in m.parameters())]
 
 
 def _choose_state_mixer(module: Any) -> Describe:
@@ -149,7 +161,7 @@ def _choose_state_mixer(module: Any) -> Describe:
     return describe_gated_delta if hasattr(module, "A_log") else describe_short_conv
 
 
-def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | MoeSpec:
+def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | MoeSpec | None:
     for name, module in layer.named_children():
         part: Any = module
         path = f"model.layers.{index}.{name}"
@@ -171,6 +183,8 @@ def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | M
         experts = getattr(part, "experts", None)
         if experts is not None and is_experts(experts):
             return _read_experts(part, path, describer)
+    if len(_list_parts(layer)) == 1:
+        return None
     raise UnsupportedError(
         "models.read_layers",
         f"layer {index}, {type(layer).__name__}, has no MLP or experts we know",
@@ -235,6 +249,7 @@ def complete_spec(
             kv_lora_rank=mixer.rank,
             rope_dim=mixer.rope,
         )
+    spec = msgspec.structs.replace(spec, num_plain_layers=mixers.count(None))
     spec = _add_states(spec, [mixer for mixer in mixers if isinstance(mixer, StateMixerSpec)])
     grouped = [mixer for mixer in with_kv if isinstance(mixer, GqaSpec)]
     return msgspec.structs.replace(

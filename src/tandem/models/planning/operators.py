@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from tandem.core.errors import ConfigError, NotFoundError
 from tandem.core.model.plan import NO_FORMAT
 from tandem.core.registry import Registry
@@ -33,6 +35,8 @@ from tandem.models.planning.describe import (
     describe_short_conv,
 )
 from tandem.models.planning.probes import UnfitModuleError
+from tandem.models.planning.roles import find_projections
+from tandem.models.planning.state_mixers import is_mamba2
 from tandem.placement.rules import DEFAULT, Rule
 
 __all__ = ["DEVICE_KWARGS", "FORMAT_KWARG", "OPERATORS", "OperatorEntry", "resolve_operator"]
@@ -82,6 +86,18 @@ def _choose_attention(module: Any) -> str:
 
 def _choose_feed_forward(module: Any) -> str:
     return "MoeBlock" if hasattr(module, "experts") else "Mlp"
+
+
+def _choose_mixer(module: Any) -> str:
+    """Return the operator of a layer's only part: attention, a state space, an MLP or experts."""
+    if is_mamba2(module):
+        return "Mamba2"
+    return "Attention" if find_projections(module) else _choose_feed_forward(module)
+
+
+def _choose_latent(module: Any) -> str:
+    """Return the operator of a projection to experts' latents, which may be the identity."""
+    return "Linear" if isinstance(module, nn.Linear) else DEFAULT
 
 
 def _choose_norm(module: Any) -> str:
@@ -189,6 +205,8 @@ for _entry in (
     OperatorEntry("MoeBlock", describe_moe_block, is_optional=True),
     OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),
     OperatorEntry("SelfAttention", None, choose=_choose_attention),
+    OperatorEntry("Mixer", None, choose=_choose_mixer),
+    OperatorEntry("LatentLinear", None, choose=_choose_latent),
     OperatorEntry("FeedForward", None, choose=_choose_feed_forward),
     OperatorEntry(DEFAULT, None),
 ):

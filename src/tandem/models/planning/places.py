@@ -42,9 +42,14 @@ def list_placed_layers(plan: ModelPlan) -> list[PlacedLayers]:
 
 
 def _name(layer: LayerSpec) -> str:
-    mixer = layer.mixer.__struct_config__.tag
-    after = f"{layer.mlp.num_experts} experts" if isinstance(layer.mlp, MoeSpec) else "MLP"
-    return f"{_MIXERS.get(str(mixer), str(mixer))}, {after}"
+    words: list[str] = []
+    if layer.mixer is not None:
+        mixer = str(layer.mixer.__struct_config__.tag)
+        words.append(_MIXERS.get(mixer, mixer))
+    if layer.mlp is not None:
+        is_moe = isinstance(layer.mlp, MoeSpec)
+        words.append(f"{layer.mlp.num_experts} experts" if is_moe else "MLP")
+    return ", ".join(words)
 
 
 def _sum_up(matrices: Iterable[MatrixPlan], *, is_on_disk: bool) -> list[PlacedPart]:

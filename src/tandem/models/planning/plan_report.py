@@ -53,7 +53,9 @@ def _list_layers(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
         yield (which, *key)
 
 
-def _tell_mixer(spec: MixerSpec) -> str:
+def _tell_mixer(spec: MixerSpec | None) -> str:
+    if spec is None:
+        return "-"
     if isinstance(spec, MlaSpec):
         return f"mla {spec.num_heads}/1 heads of {spec.head}"
     if isinstance(spec, GatedDeltaSpec):
@@ -74,6 +76,8 @@ def _tell_mixer(spec: MixerSpec) -> str:
 
 def _tell_mlp(layer: LayerSpec) -> str:
     mlp = layer.mlp
+    if mlp is None:
+        return "-"
     if not isinstance(mlp, MoeSpec):
         return f"mlp {mlp.intermediate_size}"
     shared = f", shared {mlp.shared_intermediate_size}" if mlp.shared_intermediate_size else ""

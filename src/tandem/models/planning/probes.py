@@ -322,11 +322,7 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
     """
     recorder = _Recorder()
     rotary = next(
-        (
-            part
-            for name in ROTARY_NAMES
-            if (part := getattr(model.model, name, None)) is not None
-        ),
+        (part for name in ROTARY_NAMES if (part := getattr(model.model, name, None)) is not None),
         None,
     )
     x = torch.empty(1, 1, model.config.hidden_size, device="meta")

@@ -21,8 +21,8 @@ from tandem.models.planning.probes import (
 )
 
 __all__ = [
-    "LAYER_NORMS",
     "FEED_FORWARD_NAMES",
+    "LAYER_NORMS",
     "MIXER_NAMES",
     "RawMatrix",
     "Vectors",
@@ -63,7 +63,7 @@ LAYER_NORMS: tuple[tuple[str, str, str, str], ...] = (
 """Norms of a decoder layer: before and after its attention, before and after its MLP; empty is
 none. Which names a layer has says which of these it is."""
 
-MIXER_NAMES = ("self_attn", "linear_attn", "conv", "mamba")
+MIXER_NAMES = ("self_attn", "linear_attn", "conv", "mamba", "mixer")
 """A decoder layer's part that mixes tokens."""
 
 FEED_FORWARD_NAMES = ("mlp", "feed_forward")
@@ -245,7 +245,8 @@ def _is_tied_head(model: Any, module: nn.Module) -> bool:
 
 def has_layered_rope(config: Any) -> bool:
     """Return True if the RoPE depends on the type of the layer."""
-    return any(isinstance(value, dict) for value in config.rope_parameters.values())
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return any(isinstance(value, dict) for value in ropes.values())
 
 
 def find_projections(module: Any) -> tuple[str, ...]:

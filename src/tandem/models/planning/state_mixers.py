@@ -94,9 +94,7 @@ def _find_short_conv(module: Any) -> ShortConvSpec:
     biases = [m.bias is not None for m in (conv, module.in_proj, module.out_proj)]
     if len(set(biases)) > 1 or conv.kernel_size[0] < 2:
         raise UnfitModuleError(f"{kind} has biases of some parts alone, or keeps no inputs")
-    spec = ShortConvSpec(
-        hidden_size=size, conv_width=conv.kernel_size[0], has_bias=biases[0]
-    )
+    spec = ShortConvSpec(hidden_size=size, conv_width=conv.kernel_size[0], has_bias=biases[0])
 
     def run(made: Any, x_TD: Tensor) -> Tensor:
         rule = ShortConvRule(made.conv.weight[:, 0].T, made.conv.bias)
