@@ -399,6 +399,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     has_bias: bool = False
     is_transposed: bool = False
     """True if the checkpoint holds inputs first: gate_up [E, D, 2 F], down [E, F, D]."""
+    is_gated: bool = True
+    """False if an expert is ``down(f(up(x)))``."""
 
 
 class MoeBlockSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe_block"):

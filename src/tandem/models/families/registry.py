@@ -91,6 +91,7 @@ FAMILIES = {
         Family(model_type="lfm2_moe", is_moe=True),
         Family(model_type="bamba"),
         Family(model_type="granitemoehybrid", is_moe=True),
+        Family(model_type="nemotron_h", is_moe=True),
         Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
     )
 }

@@ -31,6 +31,7 @@ from tandem.kernels.cpu.delta_scan import NativeScan
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
 from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
+from tandem.kernels.mixtures.ungated import UngatedExperts
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer, LayerParts
 from tandem.kernels.operators.experts import RoutedExperts
@@ -178,6 +179,8 @@ def _make_settings(planned: ModulePlan, pool: ThreadPool) -> MatrixSettings:
 
 
 def _build_experts(spec: ExpertsSpec, planned: ModulePlan, resources: Resources) -> RoutedExperts:
+    if not spec.is_gated:
+        return UngatedExperts(spec, _make_settings(planned, resources.pool))
     if planned.weight_format == NO_FORMAT:
         return Experts(spec)
     weight_format, caches = find_format(planned.weight_format), resources.caches

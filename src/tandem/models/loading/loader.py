@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ConflictError, ShapeError, UnsupportedError
-from tandem.core.model.layers import GqaSpec, MlaSpec
+from tandem.core.model.layers import ExpertsSpec, GqaSpec, MlaSpec
 from tandem.core.model.plan import NO_FORMAT, MatrixPlan, ModelPlan
 from tandem.core.spec import (
     DTYPE_BYTES,
@@ -510,7 +510,10 @@ def count_mapped_bytes(plan: ModelPlan) -> int:
 
 
 def _list_packed(plan: ModelPlan) -> list[MatrixPlan]:
-    return [m for m in plan.matrices if m.role == "experts" and m.weight_format != NO_FORMAT]
+    # Experts without a gate have matrices of their own, which no cache keeps.
+    gated = {m.module for m in plan.modules if isinstance(m.spec, ExpertsSpec) and m.spec.is_gated}
+    held = (m for m in plan.matrices if m.role == "experts" and m.weight_format != NO_FORMAT)
+    return [matrix for matrix in held if matrix.module in gated]
 
 
 def _choose_packed_root(plan: ModelPlan) -> Path | None:

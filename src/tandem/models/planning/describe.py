@@ -47,6 +47,7 @@ from tandem.models.families.registry import classifies
 from tandem.models.planning.probes import (
     AttentionCall,
     UnfitModuleError,
+    find_activation,
     find_expert_activation,
     find_layer_norm,
     find_layer_type,
@@ -68,7 +69,9 @@ from tandem.models.planning.roles import (
     find_projections,
     find_qk_norms,
     has_layered_rope,
+    is_experts,
     is_gated,
+    is_gated_experts,
     observe_attentions,
 )
 from tandem.models.planning.state_mixers import observe_state_mixers
@@ -526,6 +529,8 @@ def describe_router(module: Any, view: ModuleView) -> RouterSpec:
 def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
     """Describe routed experts whose weights are one parameter for all of a layer."""
     del view
+    if is_experts(module) and not is_gated_experts(module):
+        return _describe_ungated_experts(module)
     _require(module, "gate_up_proj", "down_proj")
     count, hidden, inner = module.down_proj.shape
     is_transposed = bool(getattr(module, "is_transposed", False))
@@ -540,6 +545,19 @@ def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
         activation=find_expert_activation(module),
         has_bias=hasattr(module, "down_proj_bias"),
         is_transposed=is_transposed,
+    )
+
+
+def _describe_ungated_experts(module: Any) -> ExpertsSpec:
+    count, inner, hidden = module.up_proj.shape
+    if tuple(module.down_proj.shape) != (count, hidden, inner) or hasattr(module, "up_proj_bias"):
+        raise UnfitModuleError(f"{type(module).__name__} has experts of another shape")
+    return ExpertsSpec(
+        num_experts=count,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        activation=find_activation(module),
+        is_gated=False,
     )
 
 

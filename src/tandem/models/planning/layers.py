@@ -297,8 +297,17 @@ def _count_idle(moe: list[MoeSpec], hidden_size: int) -> int:
     return sum(
         (layer.num_experts - layer.top_k)
         * (
-            3 * layer.intermediate_size * hidden_size
+            _count_matrices(layer) * layer.intermediate_size * _find_width(layer, hidden_size)
             + (2 * layer.intermediate_size + hidden_size) * layer.has_bias
         )
         for layer in moe
     )
+
+
+def _count_matrices(layer: MoeSpec) -> int:
+    return 2 if layer.experts is not None and not layer.experts.is_gated else 3
+
+
+def _find_width(layer: MoeSpec, hidden_size: int) -> int:
+    """Return the inputs of an expert, which may be a latent."""
+    return hidden_size if layer.experts is None else layer.experts.hidden_size

@@ -37,6 +37,7 @@ __all__ = [
     "has_layered_rope",
     "is_experts",
     "is_gated",
+    "is_gated_experts",
     "list_adapter_places",
     "list_matrices",
     "observe_attentions",
@@ -70,6 +71,8 @@ FEED_FORWARD_NAMES = ("mlp", "feed_forward")
 """A decoder layer's MLP or block of experts."""
 
 OUTPUT_NAMES = ("o_proj", "out_proj")
+EXPERT_PARTS = ("gate_up_proj", "up_proj")
+"""The first parameter of experts: gate and up, or up alone."""
 STEP_PARTS = ("in_proj", "A_log", "dt_bias", "D", "num_heads")
 """Parts of a state space whose first projection gives time steps too."""
 QK_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
@@ -162,8 +165,10 @@ def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatr
         own = dict(module.named_parameters(recurse=False))
         if is_experts(module):
             count, hidden, inner = count_experts(module, model.config.hidden_size)
-            matrices.append(RawMatrix(name, "experts", (count, 3 * inner, hidden)))
-            own = {key: p for key, p in own.items() if key not in ("gate_up_proj", "down_proj")}
+            rows = (3 if is_gated_experts(module) else 2) * inner
+            matrices.append(RawMatrix(name, "experts", (count, rows, hidden)))
+            parts = (*EXPERT_PARTS, "down_proj")
+            own = {key: p for key, p in own.items() if key not in parts}
         if is_absorbed and hasattr(module, "kv_b_proj"):
             heads_of[f"{name}.kv_b_proj"] = module
         if name in heads_of:
@@ -221,13 +226,24 @@ def _list_step_matrices(name: str, weight: Any, num_heads: int) -> list[RawMatri
 
 def is_experts(module: Any) -> bool:
     """Return True if a module holds the weights of all its experts in two parameters."""
-    tensors = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    first = next((n for n in EXPERT_PARTS if hasattr(module, n)), EXPERT_PARTS[0])
+    if hasattr(module, "gate_proj"):
+        return False
+    tensors = [getattr(module, name, None) for name in (first, "down_proj")]
     return all(isinstance(t, nn.Parameter) and t.dim() == 3 for t in tensors)
+
+
+def is_gated_experts(module: Any) -> bool:
+    """Return True if experts of ``is_experts`` have a gate beside what they raise."""
+    return hasattr(module, EXPERT_PARTS[0])
 
 
 def count_experts(experts: Any, hidden_size: int) -> tuple[int, int, int]:
     """Return (E, D, F); families store either order of the last two dimensions."""
     count, *sizes = experts.down_proj.shape
+    if not is_gated_experts(experts):
+        # Their inputs may be latents, narrower than the model.
+        return count, sizes[0], sizes[1]
     return count, hidden_size, prod(sizes) // hidden_size
 
 

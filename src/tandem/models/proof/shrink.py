@@ -26,6 +26,7 @@ MAX_LAYERS = 8
 
 HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
 HEAD_DIM = 16
+LATENT = 24
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LATENT_SIZES = {
     "q_lora_rank": 24,
@@ -222,6 +223,11 @@ def _shrink_state_space(values: Values, *, is_true_head: bool) -> None:
         values[size] = whole // tiny_heads
     elif not is_true_head:
         values[size] = min(values[size], 40)
+    if isinstance(values.get("moe_latent_size"), int):
+        values["moe_latent_size"] = LATENT
+    if isinstance(values.get("time_step_min"), float):
+        # A floor that the tiny model's steps reach.
+        values["time_step_min"] = 0.5
     values[heads], values[groups] = tiny_heads, tiny_groups
     for name in ("mamba_chunk_size", "chunk_size"):
         if isinstance(values.get(name), int):
