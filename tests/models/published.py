@@ -158,6 +158,30 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 6.0,
         },
     ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "hidden_size": 2688,
+            "mamba_num_heads": 64,
+            "layers_block_type": ["linear_attention", "moe", "linear_attention", "moe"]
+            + ["full_attention", "moe", "linear_attention", "mlp"],
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "routed_scaling_factor": 2.5,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "nemotron_h-latents": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_latent_size": 1024,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "deepseek_v2": ("deepseek_v2", {"num_experts_per_tok": 6}),
     "deepseek_v2-of-236b": (
         "deepseek_v2",
