@@ -288,6 +288,7 @@ def test_refusals(draw):
         run(rule, parts, rows, StateSlots.allocate(make_rule(draw, "narrow"), 2, torch.float32))
     with pytest.raises(ConfigError, match="isa"):
         run(rule, parts, rows, isa="nonsense")
-    rule.num_groups = 2
+    unequal = make_rule(draw, "odd")
+    unequal.num_groups = 2
     with pytest.raises(ShapeError, match="groups"):
-        _ = rule.native
+        _ = unequal.native
