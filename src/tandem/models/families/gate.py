@@ -103,7 +103,8 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     config = path / "config.json"
     if path.is_dir() and config.is_file():
         generation = path / "generation_config.json"
-        return path, read_json(config), read_json(generation) if generation.exists() else {}
+        raw: dict[str, Any] = _restore_floats(read_json(config))
+        return path, raw, read_json(generation) if generation.exists() else {}
     from tandem.models.gguf.config import read_gguf_config
     from tandem.models.sources.gguf_files import find_gguf
 
@@ -111,6 +112,21 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     if file is None:
         return path, read_json(config), {}
     return file, *read_gguf_config(file)
+
+
+FLOAT_KEY = "__float__"
+"""The only key of the object that transformers writes for a number that JSON does not have."""
+
+
+def _restore_floats(value: Any) -> Any:
+    """Return a JSON value in which such objects are the numbers they stand for."""
+    if isinstance(value, list):
+        return [_restore_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {FLOAT_KEY} and value[FLOAT_KEY] in ("Infinity", "-Infinity", "NaN"):
+        return float(value[FLOAT_KEY])
+    return {key: _restore_floats(item) for key, item in value.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -343,7 +359,7 @@ def _check_bounds(config: Any) -> None:
             field="num_key_value_heads",
         )
     num_experts, top_k = _count_experts(config), getattr(config, "num_experts_per_tok", 1)
-    if num_experts is not None and top_k > num_experts:
+    if num_experts and top_k > num_experts:
         raise ConfigError(
             "models.check_config",
             f"{top_k} of {num_experts} experts per token",

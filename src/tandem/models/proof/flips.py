@@ -29,6 +29,7 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "head_dim": lambda values: "kv_lora_rank" in values,
     "mamba_chunk_size": lambda values: True,
     "chunk_size": lambda values: True,
+    "use_mamba_kernels": lambda values: True,
     "rope_parameters.truncate": lambda values: True,
     "topk_group": lambda values: values.get("topk_group") == values.get("n_group"),
     "n_group": lambda values: values.get("topk_group") == values.get("n_group"),
