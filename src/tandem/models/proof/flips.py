@@ -30,6 +30,7 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "mamba_chunk_size": lambda values: True,
     "chunk_size": lambda values: True,
     "use_mamba_kernels": lambda values: True,
+    "num_experts_per_tok": lambda values: values.get("num_local_experts") == 0,
     "rope_parameters.truncate": lambda values: True,
     "topk_group": lambda values: values.get("topk_group") == values.get("n_group"),
     "n_group": lambda values: values.get("topk_group") == values.get("n_group"),
@@ -42,7 +43,7 @@ in ``layer_types``, which a saved configuration has; MLA has other sizes of head
 one; ``truncate`` may round to the same dimensions; chunks are an order of the same sums.
 """
 
-OF_TRAINING = ("dropout", "pdrop", "jitter", "aux_loss", "initializer", "layerdrop")
+OF_TRAINING = ("dropout", "pdrop", "jitter", "aux_loss", "z_loss", "initializer", "layerdrop")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 KEPT = {
     "architectures": "names the class",

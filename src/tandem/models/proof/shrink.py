@@ -26,6 +26,8 @@ MAX_LAYERS = 8
 
 HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
 HEAD_DIM = 16
+WIDTH_STEP = 8
+"""Widths of MLPs that are rounded up are multiples of it."""
 LATENT = 24
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LATENT_SIZES = {
@@ -187,6 +189,8 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
     if scalar is not None:
         scaled = scalar * head_dim / true_head
         values["query_pre_attn_scalar"] = round(scaled) if isinstance(scalar, int) else scaled
+    if isinstance(values.get("block_multiple_of"), int):
+        values["block_multiple_of"] = min(values["block_multiple_of"], WIDTH_STEP)
     for name, size in (
         ("intermediate_size", INTERMEDIATE),
         ("moe_intermediate_size", EXPERT_INTERMEDIATE),
