@@ -475,7 +475,7 @@ MUTANTS = {
     "experts of another activation": (
         "nemotron_h-latents",
         forget(UngatedExperts, "activation", Activation("silu")),
-        "experts (UngatedExperts)",
+        "a module that the skeleton computes",
     ),
     "output of attention not gated": (
         "qwen3_next",
