@@ -140,9 +140,9 @@ def render_models() -> str:
             "- Parts that no operator here is made for (an MLP with an activation of its own, a",
             "  router with a choice of its own, attention with further weights) stay modules of",
             "  transformers, in torch: `tandem plan MODEL` names them.",
-            "- Layers with a state: gated delta rules, Mamba2, short convolutions. Refused by name:",
-            "  other state beside KV (Mamba1, lightning attention), encoders, images and sound,",
-            "  attention that chooses tokens by an index.",
+            "- Layers with a state: gated delta rules, Mamba2, short convolutions. Refused by",
+            "  name: other state beside KV (Mamba1, lightning attention), encoders, images and",
+            "  sound, attention that chooses tokens by an index.",
             "- Of a model that also takes images the decoder runs, and takes text: "
             + ", ".join(f"`{f.composite}`" for f in FAMILIES.values() if f.composite)
             + ".",

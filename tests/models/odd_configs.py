@@ -219,9 +219,7 @@ def _put_states(values: dict[str, Any], default: dict[str, Any], draw: random.Ra
     values["layer_types"] = draw.sample([*drawn, *kinds], count)
 
 
-def _put_state_spaces(
-    values: dict[str, Any], default: dict[str, Any], draw: random.Random
-) -> None:
+def _put_state_spaces(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
     groups, count = draw.choice((1, 2)), values["num_hidden_layers"]
     heads, state = groups * draw.choice((1, 2)), draw.choice((5, 8, 12))
     kinds = ("linear_attention", "full_attention")
@@ -243,7 +241,10 @@ def _put_state_spaces(
     elif "mamba_num_heads" in default:
         values |= {"mamba_num_heads": heads, "n_groups": groups, "ssm_state_size": state}
         values["mamba_head_dim"], values["conv_kernel"] = draw.choice((7, 36)), draw.choice((2, 3))
-        values["time_step_min"], values["chunk_size"] = draw.choice((0.3, 0.6)), draw.choice((8, 64))
+        values["time_step_min"], values["chunk_size"] = (
+            draw.choice((0.3, 0.6)),
+            draw.choice((8, 64)),
+        )
         values["layers_block_type"] = draw.sample([*kinds, "moe", "mlp", "linear_attention"], 5)
         values.pop("num_hidden_layers")
 

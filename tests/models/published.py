@@ -163,8 +163,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "hidden_size": 2688,
             "mamba_num_heads": 64,
-            "layers_block_type": ["linear_attention", "moe", "linear_attention", "moe"]
-            + ["full_attention", "moe", "linear_attention", "mlp"],
+            "hybrid_override_pattern": "MEME*EM-",
             "n_routed_experts": 128,
             "num_experts_per_tok": 6,
             "routed_scaling_factor": 2.5,

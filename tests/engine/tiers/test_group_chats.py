@@ -31,8 +31,10 @@ MODELS = {
     "short convolutions": save_short_convolutions,
     "state spaces": save_state_spaces,
 }
-ROOM = dict.fromkeys(MODELS, {"num_state_slots": 100}) | {"windowed": {"num_window_blocks": 150}}
-FEW = dict.fromkeys(MODELS, {"num_state_slots": 18}) | {"windowed": {"num_window_blocks": 40}}
+ROOM = {kind: {"num_state_slots": 100} for kind in MODELS}
+ROOM["windowed"] = {"num_window_blocks": 150}
+FEW = {kind: {"num_state_slots": 18} for kind in MODELS}
+FEW["windowed"] = {"num_window_blocks": 40}
 FIRST = [
     [*make_prompt((90, 61, 40, 33)[i % 4]), *make_prompt(7 + i % 13, i)] for i in range(NUM_CHATS)
 ]

@@ -19,6 +19,7 @@ from tandem.conductor.conductor import Conductor
 from tandem.conductor.journal import JournalingConductor
 from tandem.conductor.policies.policy import Policy
 from tandem.conductor.policies.table import make_policy
+from tandem.conductor.role_balance import ROLE_LOOK_S
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import (
     ConfigError,
@@ -192,6 +193,10 @@ class ClusterClient:
         )
         self._dispatcher.on_end = self._adapters.note_end
         self._starting: asyncio.Task[None] | None = None
+        self._is_balanced = config.roles == "load"
+        self._balancing: asyncio.Task[None] | None = None
+        self.num_role_switches = 0
+        """Changes of a role that the conductor asked for."""
         self._entered: list[ClusterMember] = []
         self._was_ready = False
         self._last_info: InstanceInfo | None = None
@@ -220,9 +225,14 @@ class ClusterClient:
 
     async def __aenter__(self) -> Self:
         self._starting = asyncio.create_task(self._start())
+        if self._is_balanced:
+            self._balancing = asyncio.create_task(self._keep_balanced())
         return self
 
     async def __aexit__(self, *details: object) -> None:
+        if self._balancing is not None:
+            self._balancing.cancel()
+            await asyncio.gather(self._balancing, return_exceptions=True)
         await self._adapters.close()
         await self._dispatcher.close()
         if self._starting is not None:
@@ -491,6 +501,21 @@ class ClusterClient:
         for other in self._members:
             # Both ways: it may read others now, or be read by them.
             self._note_change(other)
+
+    async def _keep_balanced(self) -> None:
+        """Change roles as the conductor says; one that cannot be changed now is tried later."""
+        while True:
+            await asyncio.sleep(ROLE_LOOK_S)
+            now_s = asyncio.get_running_loop().time()
+            change = self._dispatcher.conductor.find_role_change(now_s)
+            if change is None:
+                continue
+            logger.info("event=role_due instance=%s reason=%s", change.instance, change.reason)
+            try:
+                await self.set_role(change.instance, change.role)
+                self.num_role_switches += 1
+            except TandemError as error:
+                logger.warning("event=role_kept instance=%s reason=%s", change.instance, error.what)
 
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
         """Send an instance no new requests, or send it some again; returns at once.

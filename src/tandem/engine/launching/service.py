@@ -56,6 +56,8 @@ class _OwnedCluster(ClusterClient):
         self._endpoint = endpoint
         self._on_roster = on_change
         self._launchers: dict[str, ProcessLauncher] = {}
+        # Servers see the load, and decide on roles.
+        config = msgspec.structs.replace(config, roles="fixed")
         super().__init__(specs, config, is_staggered=is_staggered, prefix=prefix)
 
     def _make_member(self, spec: InstanceSpec) -> ClusterMember:
