@@ -1,7 +1,7 @@
 """48 chats with edits and branches get the bits of a fresh run, log-probabilities too.
 
-Goal: on a model with windows and on hybrids of each kind of state, whatever was reused, given up, sent, loaded or begun
-elsewhere changes no token and no log-probability.
+Goal: on a model with windows and on hybrids of each kind of state, whatever was reused, given up,
+sent, loaded or begun elsewhere changes no token and no log-probability.
 Method: tiny random models in bfloat16. Each chat has two turns; the second continues the first,
 edits it, or branches off within its answer. Every way of serving them is compared with an engine
 that reuses nothing, one prompt at a time. Half of the chats are greedy, half seeded.
