@@ -1,4 +1,4 @@
-"""What state spaces compute between their projections: weights in float32, and the native rules.
+"""The computations of state spaces between their projections: weights in float32, native rules.
 
 A sequence's state is a function of its tokens alone, and does not grow with them.
 
