@@ -28,7 +28,7 @@ from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import scale_positions
 from tandem.kernels.paged import LayerPlace, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
-from tandem.kernels.state_space.mixers import NativeRows, StateSpace
+from tandem.kernels.state_space.mixers import Mamba2, NativeRows, ShortConv, StateSpace
 from tandem.kernels.state_space.rules import StateRows
 from tandem.kernels.states import StateCache
 
@@ -145,8 +145,9 @@ class CpuStep:
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
         """See ``Step``."""
-        kinds = Attention | MlaAttention | GatedDelta | StateSpace
-        assert isinstance(attention, kinds), "a mixer not ours"
+        assert isinstance(attention, Attention | MlaAttention | GatedDelta | ShortConv | Mamba2), (
+            "a mixer not ours"
+        )
         return self._mix(attention, Buffer(h_TD)).tensor
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
@@ -198,7 +199,7 @@ class CpuStep:
         self._pending = branch_TD
 
     def _mix(
-        self, attention: Attention | MlaAttention | GatedDelta | StateSpace, h_TD: Buffer
+        self, attention: Attention | MlaAttention | GatedDelta | ShortConv | Mamba2, h_TD: Buffer
     ) -> Buffer:
         """Do as ``mix``, in buffers of the step."""
         if isinstance(attention, MlaAttention):

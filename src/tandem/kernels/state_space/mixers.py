@@ -225,7 +225,7 @@ class Mamba2(StateSpace):
         )
         heads, channels = spec.num_heads, spec.num_channels
         conv = self._read_vector(reader, f"{name}.conv1d.weight", channels, 1, spec.conv_width)
-        vectors = [
+        a_log, dt_bias, skip, norm = (
             self._read_vector(reader, f"{name}.{part}", size)
             for part, size in (
                 ("A_log", heads),
@@ -233,11 +233,11 @@ class Mamba2(StateSpace):
                 ("D", heads),
                 ("norm.weight", spec.num_values),
             )
-        ]
+        )
         bias = None
         if spec.has_conv_bias:
             bias = self._read_vector(reader, f"{name}.conv1d.bias", channels)
-        self.rule = make_mamba2_rule(spec, conv, *vectors, bias)
+        self.rule = make_mamba2_rule(spec, conv, a_log, dt_bias, skip, norm, bias)
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
         """See ``Operator``."""

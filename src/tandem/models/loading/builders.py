@@ -217,7 +217,9 @@ def _build_layer(spec: DecoderLayerSpec, module: nn.Module) -> DecoderLayer:
     norms = [operators[name] if name else None for name in spec.norms]
     first, attention_out, second, mlp_out = norms
     attention, mlp = operators[spec.mixer_name], operators[spec.mlp_name]
-    assert isinstance(attention, Attention | MlaAttention | GatedDelta | StateSpace), attention
+    assert isinstance(attention, Attention | MlaAttention | GatedDelta | ShortConv | Mamba2), (
+        attention
+    )
     assert isinstance(mlp, Mlp | MoeBlock), mlp
     for norm in norms:
         assert norm is None or isinstance(norm, RmsNorm), norm

@@ -47,8 +47,8 @@ def _name(layer: LayerSpec) -> str:
         mixer = str(layer.mixer.__struct_config__.tag)
         words.append(_MIXERS.get(mixer, mixer))
     if layer.mlp is not None:
-        is_moe = isinstance(layer.mlp, MoeSpec)
-        words.append(f"{layer.mlp.num_experts} experts" if is_moe else "MLP")
+        mlp = layer.mlp
+        words.append(f"{mlp.num_experts} experts" if isinstance(mlp, MoeSpec) else "MLP")
     return ", ".join(words)
 
 
