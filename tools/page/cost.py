@@ -25,7 +25,7 @@ from picture import serve
 NUM_STREAMS = 16
 EVERY_S = 2.0
 NUM_READINGS = 50
-MODEL = "serve demo --port 0 --log-level warning"
+MODEL = "serve demo --port 0 --server.access-log false"
 PAUSE_S = 0.2
 
 

@@ -23,7 +23,7 @@ from playwright.sync_api import sync_playwright
 
 SERVER = (
     "serve demo --port 0 --prefill 1 --decode 1 --store.memory 64MiB --engine.block-size 16 "
-    "--log-level warning"
+    "--server.access-log false"
 )
 WIDTH, HEIGHT = 1360, 860
 NUM_CLIENTS = 8
