@@ -16,7 +16,7 @@ from chat_engine import ChatEngine, make_prompt
 from hybrid import save_hybrid
 from test_disaggregation import TIMEOUT_S, Node
 from test_store_tier import LiveStore, Served
-from windowed import save_windowed
+from windowed import save_sharing, save_windowed
 
 from tandem.core.wire import AddRequest, Continuation, PrefillKv, SamplingParams
 from tandem.models.config import ModelConfig
@@ -25,9 +25,17 @@ pytestmark = pytest.mark.slow
 
 NUM_CHATS, NUM_TOKENS = 48, 24
 SIZES = {"block_size": 16, "max_batch_tokens": 64, "max_running": 16}
-MODELS = {"windowed": save_windowed, "hybrid": save_hybrid}
-ROOM = {"windowed": {"num_window_blocks": 150}, "hybrid": {"num_state_slots": 100}}
-FEW = {"windowed": {"num_window_blocks": 40}, "hybrid": {"num_state_slots": 18}}
+MODELS = {"windowed": save_windowed, "sharing": save_sharing, "hybrid": save_hybrid}
+ROOM = {
+    "windowed": {"num_window_blocks": 150},
+    "sharing": {"num_window_blocks": 150},
+    "hybrid": {"num_state_slots": 100},
+}
+FEW = {
+    "windowed": {"num_window_blocks": 40},
+    "sharing": {"num_window_blocks": 40},
+    "hybrid": {"num_state_slots": 18},
+}
 FIRST = [
     [*make_prompt((90, 61, 40, 33)[i % 4]), *make_prompt(7 + i % 13, i)] for i in range(NUM_CHATS)
 ]

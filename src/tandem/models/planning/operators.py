@@ -169,7 +169,7 @@ for _entry in (
     OperatorEntry("MlaAttention", describe_mla_attention, absorbs=True, takes_format=True),
     OperatorEntry("GatedDelta", describe_gated_delta, absorbs=True, takes_format=True),
     OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True, is_optional=True),
-    OperatorEntry("Router", describe_router, is_optional=True),
+    OperatorEntry("Router", describe_router, absorbs=True, is_optional=True),
     OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True, is_optional=True),
     OperatorEntry("FrozenGatedDelta", describe_frozen_gated_delta, is_optional=True),
     OperatorEntry(

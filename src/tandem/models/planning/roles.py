@@ -28,6 +28,7 @@ __all__ = [
     "count_kv_heads",
     "find_down",
     "find_gate_up",
+    "find_kv_source",
     "find_projections",
     "has_layered_rope",
     "is_experts",
@@ -83,6 +84,8 @@ ROLES: dict[str, MatrixRole] = {
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
     "down_proj": "down",
+    "per_layer_input_gate": "other",
+    "per_layer_projection": "other",
     "c_fc": "gate_up",
     "c_proj": "down",
     "lm_head": "head",
@@ -90,7 +93,7 @@ ROLES: dict[str, MatrixRole] = {
 """Role of a linear module, by the last word of its path."""
 
 
-ROUTER_NAMES = re.compile(r"\.(gate|router)$")
+ROUTER_NAMES = re.compile(r"\.(gate|router|router\.proj)$")
 """Paths of linear modules that score experts."""
 
 
@@ -193,7 +196,7 @@ def count_experts(experts: Any, hidden_size: int) -> tuple[int, int, int]:
 def _find_role(name: str, module: nn.Module) -> MatrixRole:
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if isinstance(getattr(module, "top_k", None), int):
+    if isinstance(getattr(module, "top_k", None), int) or name.endswith(".router.proj"):
         return "router"
     return ROLES.get(name.rpartition(".")[2], "other")
 
@@ -208,11 +211,32 @@ def has_layered_rope(config: Any) -> bool:
 
 
 def find_projections(module: Any) -> tuple[str, ...]:
-    """Return the names of an attention's projections to q, k and v; empty: it is no attention."""
-    for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
-        if all(hasattr(module, name) for name in (*names, "o_proj", "head_dim")):
+    """Return the names of an attention's projections to q, k and v; empty: it is no attention.
+
+    Without the last, keys are values; with the first alone, it shares those of another layer.
+    """
+    if getattr(module, "is_kv_shared_layer", False):
+        kinds: tuple[tuple[str, ...], ...] = (("q_proj",),)
+    else:
+        kinds = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("q_proj", "k_proj"))
+    for names in kinds:
+        parts = (*names, "o_proj", "head_dim")
+        if all(getattr(module, name, None) is not None for name in parts):
             return names
     return ()
+
+
+def find_kv_source(model: Any, module: Any) -> int:
+    """Return the number of the layer whose KV an attention reads in place of its own; -1: none."""
+    if not getattr(module, "is_kv_shared_layer", False):
+        return -1
+    earlier = [layer.self_attn for layer in list(model.model.layers)[: module.layer_idx]]
+    sources = [
+        other.layer_idx
+        for other in earlier
+        if not other.is_kv_shared_layer and other.layer_type == module.layer_type
+    ]
+    return sources[-1] if sources else -1
 
 
 def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
@@ -240,7 +264,7 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
 def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
     """Return the KV heads of an attention with these projections."""
     heads = attention.o_proj.in_features // attention.head_dim
-    if len(projections) == 1:
+    if projections == ("qkv_proj",):
         rows = getattr(attention, projections[0]).out_features // attention.head_dim
         return (rows - heads) // 2
     return attention.k_proj.out_features // attention.head_dim

@@ -27,6 +27,7 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "layer_types": lambda values: not _slides(values),
     "sliding_window_pattern": lambda values: True,
     "head_dim": lambda values: "kv_lora_rank" in values,
+    "use_double_wide_mlp": lambda values: not values.get("num_kv_shared_layers"),
     "rope_parameters.truncate": lambda values: True,
     "topk_group": lambda values: values.get("topk_group") == values.get("n_group"),
     "n_group": lambda values: values.get("topk_group") == values.get("n_group"),
