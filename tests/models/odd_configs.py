@@ -6,6 +6,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem.models.families import FAMILIES
+from tandem.models.families.gate import take_layer
 from tandem.models.proof.flips import OF_TRAINING, list_read_fields
 from tandem.models.proof.shrink import NUM_TOKENS
 
@@ -121,6 +122,8 @@ def make_odd(model_type: str, seed: int) -> Any:
     if any(rope["rope_type"] == "dynamic" for rope in ropes) and values.get("sliding_window") == 1:
         # Eager runs token by token then, and its cache keeps all of a window of one.
         values["sliding_window"] = 2
+    if "num_kv_shared_layers" in default:
+        _put_sharing(values, default, draw)
     values["max_position_embeddings"] = draw.choice((NUM_TOKENS // 2, 4 * NUM_TOKENS))
     if "original_max_position_embeddings" in default:
         values["original_max_position_embeddings"] = 24
@@ -249,6 +252,36 @@ def _put_state_spaces(values: dict[str, Any], default: dict[str, Any], draw: ran
         values.pop("num_hidden_layers")
 
 
+def _put_sharing(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
+    """Gemma 4: sizes that differ by type of layer, layers that share KV, inputs of each layer."""
+    num_shared = draw.choice((0, 1, 2))
+    own = draw.sample(WINDOWS, 2)
+    kinds = [*own, *(draw.choice(WINDOWS) for _ in range(num_shared - 1)), "full_attention"]
+    values |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    values |= {
+        "num_kv_shared_layers": num_shared,
+        "final_logit_softcapping": draw.choice((2.0, 4.0)),
+    }
+    values["use_double_wide_mlp"] = draw.choice((True, False))
+    values |= {
+        "attention_k_eq_v": draw.choice((True, False)),
+        "global_head_dim": draw.choice((20, 32)),
+    }
+    values["num_global_key_value_heads"] = draw.choice((None, 1))
+    values["rope_parameters"]["full_attention"] = {
+        "rope_type": "proportional",
+        "rope_theta": draw.choice((50.0, 3e3)),
+        "partial_rotary_factor": draw.choice((0.25, 0.5)),
+    }
+    if "hidden_size_per_layer_input" in default:
+        values["hidden_size_per_layer_input"] = draw.choice((0, 7, 12))
+        values["vocab_size_per_layer_input"] = values["vocab_size"]
+    if "enable_moe_block" in default:
+        values["enable_moe_block"] = draw.choice((True, False))
+        values |= {"num_experts": 6, "top_k_experts": draw.choice((1, 2, 4))}
+        values["moe_intermediate_size"] = draw.choice((24, 40))
+
+
 PARTIAL = (
     "phi3",
     "glm4",
@@ -286,7 +319,8 @@ def list_untouched(model_type: str) -> list[str]:
     """Return the fields that transformers reads and that are at their defaults in all of 20 odd
     configurations of a family."""
     default = CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {}))
-    made = [make_odd(model_type, seed) for seed in range(20)]
+    made = [take_layer(make_odd(model_type, seed)) for seed in range(20)]
+    plain = take_layer(default)
     return [
         name
         for name in sorted(list_read_fields(default) & default.to_dict().keys())
@@ -294,5 +328,5 @@ def list_untouched(model_type: str) -> list[str]:
         if not (name == "tie_word_embeddings" and model_type == "nemotron_h")
         if not (name == "hidden_act" and _has_states(default.to_dict()))
         if not any(word in name for word in OF_TRAINING)
-        if all(getattr(config, name) == getattr(default, name) for config in made)
+        if all(getattr(config, name) == getattr(plain, name) for config in made)
     ]

@@ -62,6 +62,48 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 8, "head_dim": 128}),
     "gemma2": ("gemma2", {}),
     "gemma3_text": ("gemma3_text", {"num_hidden_layers": 26, "sliding_window": 512}),
+    # E2B: keys and values of 20 layers are those of two others.
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 30.0,
+            "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        },
+    ),
+    "gemma4_text-of-26b-a4b": (
+        "gemma4_text",
+        {
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 1024,
+            "final_logit_softcapping": 30.0,
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "moe_intermediate_size": 704,
+        },
+    ),
+    "gemma4_unified_text": (
+        "gemma4_unified_text",
+        {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": 2047}),
     "phi-4-mini": (
         "phi3",

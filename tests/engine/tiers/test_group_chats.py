@@ -16,7 +16,7 @@ from chat_engine import ChatEngine, make_prompt
 from hybrid import save_hybrid, save_short_convolutions, save_state_spaces
 from test_disaggregation import TIMEOUT_S, Node
 from test_store_tier import LiveStore, Served
-from windowed import save_windowed
+from windowed import save_sharing, save_windowed
 
 from tandem.core.wire import AddRequest, Continuation, PrefillKv, SamplingParams
 from tandem.models.config import ModelConfig
@@ -27,14 +27,15 @@ NUM_CHATS, NUM_TOKENS = 48, 24
 SIZES = {"block_size": 16, "max_batch_tokens": 64, "max_running": 16}
 MODELS = {
     "windowed": save_windowed,
+    "sharing": save_sharing,
     "hybrid": save_hybrid,
     "short convolutions": save_short_convolutions,
     "state spaces": save_state_spaces,
 }
 ROOM = {kind: {"num_state_slots": 100} for kind in MODELS}
-ROOM["windowed"] = {"num_window_blocks": 150}
 FEW = {kind: {"num_state_slots": 18} for kind in MODELS}
-FEW["windowed"] = {"num_window_blocks": 40}
+for _kind in ("windowed", "sharing"):
+    ROOM[_kind], FEW[_kind] = {"num_window_blocks": 150}, {"num_window_blocks": 40}
 FIRST = [
     [*make_prompt((90, 61, 40, 33)[i % 4]), *make_prompt(7 + i % 13, i)] for i in range(NUM_CHATS)
 ]

@@ -15,7 +15,7 @@ from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
 from tandem.kernels.gated_delta import StateSlots
 from tandem.kernels.native import view_tensor
-from tandem.kernels.state_space import oracle
+from tandem.kernels.oracles import state_spaces as oracle
 from tandem.kernels.state_space.rules import ShortConvRule, StateRows
 from tandem.kernels.state_space.torch_form import run_short_conv
 

@@ -43,8 +43,21 @@ from tandem.models.proof.flips import HARMLESS, list_changes
 from tandem.models.proof.prove import find_key, prove_config
 from tandem.models.proof.shrink import shrink_config
 
+LONG = {
+    "gemma4_text-of-26b-a4b",
+    "a layer that shares KV reads another layer's",
+    "all pairs of a head rotated",
+    "factor of a layer left out",
+    "scores of the input that is not normed",
+}
+"""Cases of these tests that others stand for in a run of minutes."""
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *FIRST_USE])
+
+def mark_slow(names):
+    return [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in names]
+
+
+@pytest.mark.parametrize("name", mark_slow([*PUBLISHED, *FIRST_USE]))
 def test_families_are_proved(name):
     """Each family of the page runs right, and the tiny model tells each of its switches."""
     # Fields of a second model of a family are those of the first, but where it is said.
@@ -482,6 +495,36 @@ MUTANTS = {
         wrap(_native, "gate", skip_sigmoid),
         "self_attn (Attention)",
     ),
+    "a layer that shares KV reads another layer's": (
+        "gemma4_text",
+        forget(Attention, "layer_idx", lambda a: a.layer_idx - (2 if a.layer_idx > 2 else 0)),
+        "self_attn (Attention)",
+    ),
+    "values not normed": (
+        "gemma4_text",
+        spoil(Attention, lambda a: setattr(a, "held_v", None)),
+        "self_attn (Attention)",
+    ),
+    "all pairs of a head rotated": (
+        "gemma4_unified_text",
+        forget(Rope, "inv_freq", lambda rope: rope.inv_freq.clamp(min=1e-3)),
+        "operator Rope cannot take model.rotary_emb",
+    ),
+    "factor of a layer left out": (
+        "gemma4_unified_text",
+        spoil(DecoderLayer, lambda layer: setattr(layer, "scale", 1.0)),
+        "(DecoderLayer)",
+    ),
+    "factors of experts left out": (
+        "gemma4_text-of-26b-a4b",
+        respec(Router, has_expert_scale=False),
+        "per_expert_scale' in model.safetensors belongs to no module",
+    ),
+    "scores of the input that is not normed": (
+        "gemma4_text-of-26b-a4b",
+        wrap(Router, "prepare", lambda original, router, x: x),
+        "whole",
+    ),
     "angles of another base": (
         "llama",
         forget(Rope, "inv_freq", lambda rope: rope.inv_freq * 1.01),
@@ -490,7 +533,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", mark_slow(MUTANTS))
 def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
     """A proof that accepts a mutant is worth nothing."""
     name, mutate, where = MUTANTS[mutant]
@@ -501,10 +544,19 @@ def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
     assert "NOT proved" in render_proof(proof)
 
 
-RULED = ["gemma2", "gemma3_text", "gpt_oss", "mistral", "minimax_m2", "deepseek_v3", "qwen3_next"]
+RULED = [
+    "gemma2",
+    "gemma3_text",
+    "gemma4_unified_text",
+    "gpt_oss",
+    "mistral",
+    "minimax_m2",
+    "deepseek_v3",
+    "qwen3_next",
+]
 
 
-@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize("name", mark_slow(RULED))
 def test_torch_attention_is_proved_too(name, monkeypatch):
     """Windows, caps, sinks and latents, where there is no native attention: not on the CPU."""
     monkeypatch.setattr(paged, "is_native", lambda tensor: False)

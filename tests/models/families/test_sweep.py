@@ -36,6 +36,8 @@ SERVED = [
     "gemma",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "glm",
     "glm4",
     "glm4_moe_lite",

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
-from tandem.models.families.refused import UNEVEN, find_refusal
+from tandem.models.families.refused import UNEVEN, UNEVEN_BY_TYPE, find_refusal
 from tandem.models.families.registry import (
     FAMILIES,
     Family,
@@ -38,7 +38,7 @@ MAX_JSON_BYTES = 16 << 20
 MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 """Beyond these a configuration is broken, not large; they bound what we allocate for it."""
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
@@ -255,7 +255,8 @@ REQUIRED = (
 def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
     # A file may hold fields that its class does not have: those say nothing about its modules.
     known = {*type(config).__dataclass_fields__, *type(config).attribute_map}
-    missing = [name for name in REQUIRED if name not in known or getattr(config, name) is None]
+    one = take_layer(config)
+    missing = [name for name in REQUIRED if name not in known or getattr(one, name) is None]
     if "intermediate_size" in missing and getattr(config, "moe_intermediate_size", None):
         missing.remove("intermediate_size")  # All its layers have experts.
     if missing and family.model_type not in FAMILIES:
@@ -269,7 +270,7 @@ def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
 
 
 def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
-    if getattr(config, "is_heterogeneous", False):
+    if not _is_even(config):
         # Some classes make it of fields of their own. Reading one of those raises.
         raise _refuse(f"{family.model_type}: {UNEVEN}", "per_layer_config")
     _require_decoder(config, family, raw)
@@ -296,6 +297,27 @@ def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
             field="sliding_window",
         )
     _check_rope(config)
+
+
+def take_layer(config: Any) -> Any:
+    """Return a configuration whose fields can be read: itself, or that of its last layer."""
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    return config.per_layer_config[config.num_hidden_layers - 1]
+
+
+def _is_even(config: Any) -> bool:
+    """Return True if layers of a type have the same fields."""
+    if not getattr(config, "is_heterogeneous", False):
+        return True
+    if not config.per_layer_attributes <= set(UNEVEN_BY_TYPE.get(config.model_type, ())):
+        return False
+    try:
+        for kind in set(config.layer_types):
+            config.per_layer_config[kind]
+    except ValueError:
+        return False
+    return True
 
 
 def _check_rope(config: Any) -> None:
@@ -327,6 +349,12 @@ def _count_experts(config: Any) -> int | None:
 
 
 def _check_bounds(config: Any) -> None:
+    layers = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else []
+    for one in layers or [config]:
+        _check_layer_bounds(one)
+
+
+def _check_layer_bounds(config: Any) -> None:
     bounds = {
         "num_hidden_layers": MAX_LAYERS,
         "num_attention_heads": MAX_EXPERTS,
@@ -389,8 +417,8 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         architecture=family.classifier if classifies(config) else family.architecture,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim_of(config),
+        num_kv_heads=take_layer(config).num_key_value_heads,
+        head_dim=head_dim_of(take_layer(config)),
         hidden_size=config.hidden_size,
         intermediate_size=_find_intermediate(config),
         vocab_size=config.vocab_size,

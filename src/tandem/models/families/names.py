@@ -26,8 +26,16 @@ from tandem.models.sources.source import TensorEntry
 __all__ = ["IMAGE_PARTS", "RenamedReader", "rename_reader"]
 
 DECODER = "model.language_model."
-IMAGE_PARTS = ("model.visual.", "visual.")
-"""Prefixes of tensors of what sees images beside a decoder."""
+IMAGE_PARTS = (
+    "model.visual.",
+    "visual.",
+    "model.vision_tower.",
+    "model.vision_embedder.",
+    "model.embed_vision.",
+    "model.audio_tower.",
+    "model.embed_audio.",
+)
+"""Prefixes of tensors of what sees images, or hears, beside a decoder."""
 HYBRID_NORMS = {
     ".input_layernorm.": ".attention_layer_norm.",
     ".post_attention_layernorm.": ".feedforward_layer_norm.",

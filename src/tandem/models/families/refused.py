@@ -7,7 +7,7 @@ model does not run until its state is kept with its blocks.
 import re
 from typing import Any
 
-__all__ = ["UNEVEN", "WITH_STATES", "find_refusal"]
+__all__ = ["UNEVEN", "UNEVEN_BY_TYPE", "WITH_STATES", "find_refusal"]
 
 STATE_LAYERS = re.compile(r"linear|mamba|conv|recurrent|state|rwkv|delta|lightning")
 """Words in ``layer_types`` of layers that are no attention over all earlier tokens."""
@@ -41,6 +41,11 @@ WITH_STATES = {
     **dict.fromkeys(STATE_SPACES, ("linear_attention", "mamba")),
 }
 """The ``layer_types`` of layers with a state that runs here, by family."""
+UNEVEN_BY_TYPE = {
+    "gemma4_text": ("head_dim", "num_key_value_heads"),
+    "gemma4_unified_text": ("head_dim", "num_key_value_heads"),
+}
+"""Families whose types of layers differ in these fields, and no layer within a type."""
 UNEVEN = "its configuration changes from layer to layer (per_layer_config)"
 """Sizes and switches of one layer alone, which no proof of a few layers would see."""
 BESIDE_KV = "keeps a state beside KV, which no prefix cache here holds"
@@ -56,7 +61,7 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
         return inputs, f"{model_type} takes images or sound ({inputs}): only text runs here"
     if model_type in STATEFUL:
         return "model_type", f"{model_type} has {STATEFUL[model_type]}: it {BESIDE_KV}"
-    if raw.get("per_layer_config"):
+    if raw.get("per_layer_config") and model_type not in UNEVEN_BY_TYPE:
         return "per_layer_config", f"{model_type}: {UNEVEN}"
     listed = raw.get("layer_types")
     kinds = [kind for kind in listed if isinstance(kind, str)] if isinstance(listed, list) else []

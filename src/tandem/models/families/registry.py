@@ -67,6 +67,8 @@ FAMILIES = {
         Family(model_type="qwen3"),
         Family(model_type="gemma2"),
         Family(model_type="gemma3_text"),
+        Family(model_type="gemma4_text", composite="gemma4"),
+        Family(model_type="gemma4_unified_text", composite="gemma4_unified"),
         Family(model_type="phi3"),
         Family(model_type="glm4"),
         Family(model_type="mixtral", is_moe=True),

@@ -85,7 +85,9 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
     settings = _make_settings(planned, resources.pool)
     match spec:
         case GqaSpec():
-            layer_idx = _count_before(model, name, has_state=False)
+            # A layer that shares KV reads the slice of the layer that has it.
+            owner = name if spec.shares_kv_of < 0 else f"model.layers.{spec.shares_kv_of}.self_attn"
+            layer_idx = _count_before(model, owner, has_state=False)
             return Attention(spec, layer_idx=layer_idx, settings=settings)
         case MlaSpec():
             layer_idx = _count_before(model, name, has_state=False)
@@ -162,9 +164,17 @@ def _keeps_state(module: Any) -> bool:
 
 
 def _keeps_kv(module: Any) -> bool:
+    if _shares_kv(module):
+        return False
     if isinstance(module, Attention | MlaAttention) or hasattr(module, "kv_b_proj"):
         return True
     return not _keeps_state(module) and bool(find_projections(module))
+
+
+def _shares_kv(module: Any) -> bool:
+    if isinstance(module, Attention):
+        return module.spec.shares_kv_of >= 0
+    return bool(getattr(module, "is_kv_shared_layer", False))
 
 
 def _make_gate_settings(planned: ModulePlan, pool: ThreadPool) -> MatrixSettings:
@@ -224,4 +234,4 @@ def _build_layer(spec: DecoderLayerSpec, module: nn.Module) -> DecoderLayer:
     for norm in norms:
         assert norm is None or isinstance(norm, RmsNorm), norm
     parts = LayerParts(first, attention, attention_out, second, mlp, mlp_out)  # type: ignore[arg-type]
-    return DecoderLayer(parts, operators)
+    return DecoderLayer(parts, operators, spec.scale_name)

@@ -37,6 +37,7 @@ from tandem.core.model.layers import (
     RopeSpec,
     RotarySpec,
     RouterSpec,
+    RoutingRule,
     ShortConvSpec,
     StateMixerSpec,
 )
@@ -65,6 +66,7 @@ from tandem.models.planning.roles import (
     count_kv_heads,
     find_down,
     find_gate_up,
+    find_kv_source,
     find_output,
     find_projections,
     find_qk_norms,
@@ -107,6 +109,8 @@ ANGLE_TOLERANCE = 1e-5
 NO_ROPE: Literal["none"] = "none"
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 """The checkpoints' names of a bias of the choice alone; the router has it, or its block."""
+LAYER_SCALE = "layer_scalar"
+"""The checkpoints' name of a factor on what a decoder layer returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +312,8 @@ def _describe_rope(module: Any, config: Any, name: str) -> RopeSpec:
     known = {key: value for key, value in raw.items() if key in fields and value is not None}
     known["head_dim"] = 2 * len(inv_freq)
     known["max_position_embeddings"] = config.max_position_embeddings
+    if raw.get("rope_type") == "proportional":
+        known["num_angles"] = int(inv_freq.count_nonzero())
     try:
         spec = msgspec.convert(known, RopeSpec, strict=False)
     except msgspec.ValidationError as error:
@@ -340,9 +346,10 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         raise UnfitModuleError(f"{type(module).__name__} clips q, k and v")
     if not getattr(module, "is_causal", True):
         raise UnfitModuleError(f"{type(module).__name__} sees later tokens")
+    source = find_kv_source(view.model, module)
     norm_names = find_qk_norms(module)
     q_norm, k_norm = (getattr(module, name, None) for name in norm_names)
-    if (q_norm is None) != (k_norm is None):
+    if (q_norm is None) != (k_norm is None) and source < 0:
         raise UnfitModuleError(f"{type(module).__name__} norms only one of q and k")
     others = {n for n, m in module.named_children() if list(m.parameters())}
     others |= {name for name, _ in module.named_parameters(recurse=False)}
@@ -351,22 +358,32 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
     if isinstance(call, str):
         raise UnfitModuleError(call)
     first, output = getattr(module, names[0]), getattr(module, out_name)
+    owner, kept = module, names
+    if source >= 0:
+        owner = view.model.model.layers[source].self_attn
+        kept = find_projections(owner)
     d, heads = module.head_dim, output.in_features // module.head_dim
     has_out_gate = len(names) > 1 and first.out_features == 2 * heads * d
     if has_out_gate and call.interleaved_size:
         raise UnfitModuleError(f"{type(module).__name__} rotates neighbours and gates its output")
     norm = None if q_norm is None else describe_norm(q_norm)
+    value_norm = getattr(module, "v_norm", None)
+    if value_norm is not None and (norm is None or value_norm.eps != norm.eps):
+        raise UnfitModuleError(f"{type(module).__name__} norms values as it norms nothing else")
     if norm is not None and norm.size not in (d, heads * d):
         raise UnfitModuleError(f"{type(module).__name__} norms {norm.size} items of q")
     return GqaSpec(
         hidden_size=first.in_features,
         num_heads=heads,
-        num_kv_heads=count_kv_heads(module, names),
+        num_kv_heads=count_kv_heads(owner, kept),
         head_dim=d,
         scale=call.scale,
         has_qkv_bias=_has_bias(first),
         has_o_bias=_has_bias(output),
         qk_norm=norm,
+        has_value_norm=value_norm is not None,
+        keys_are_values=names == ("q_proj", "k_proj"),
+        shares_kv_of=source,
         qkv_names=names,
         out_name=out_name,
         norm_names=norm_names,
@@ -508,6 +525,8 @@ def _refuse_others(module: Any, others: set[str]) -> None:
 
 def describe_router(module: Any, view: ModuleView) -> RouterSpec:
     """Describe a router."""
+    if hasattr(module, "per_expert_scale"):
+        return _describe_scaling_router(module)
     _require(module, "weight", "top_k")
     above, _, own = view.name.rpartition(".")
     block = view.model.get_submodule(above)
@@ -523,6 +542,20 @@ def describe_router(module: Any, view: ModuleView) -> RouterSpec:
         rule=find_routing(module, bias),
         has_bias=_has_bias(module),
         choice_bias=choice_bias,
+    )
+
+
+def _describe_scaling_router(module: Any) -> RouterSpec:
+    """Describe a router that norms its input and has a factor for each expert, as Gemma 4's."""
+    _require(module, "proj", "scale", "norm", "per_expert_scale")
+    return RouterSpec(
+        hidden_size=module.proj.in_features,
+        num_experts=module.proj.out_features,
+        top_k=module.config.top_k_experts,
+        rule=RoutingRule("softmax", is_normalised=True),
+        has_bias=_has_bias(module.proj),
+        norm_eps=module.norm.eps,
+        has_expert_scale=True,
     )
 
 
@@ -614,7 +647,12 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
             raise UnfitModuleError(f"{name} is not a norm of ours")
     if isinstance(mlp, MoeBlockSpec) and (not norms[2] or norms[3]):
         raise UnfitModuleError("experts need one norm, before them")
-    return DecoderLayerSpec(norms=norms, mixer_name=mixer, mlp_name=mlp_name)
+    buffers = {name for name, _ in module.named_buffers(recurse=False)}
+    _refuse_others(module, buffers - {LAYER_SCALE})
+    scale = LAYER_SCALE if LAYER_SCALE in buffers else ""
+    if scale and isinstance(mlp, MoeBlockSpec):
+        raise UnfitModuleError("a layer with experts has a factor on its result")
+    return DecoderLayerSpec(norms=norms, mixer_name=mixer, mlp_name=mlp_name, scale_name=scale)
 
 
 def _is_fusable(block: MoeBlockSpec, name: str, view: ModuleView) -> bool:

@@ -162,6 +162,10 @@ def _choose_state_mixer(module: Any) -> Describe:
 
 
 def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | MoeSpec | None:
+    own: Any = getattr(layer, "experts", None)
+    if own is not None and is_experts(own):
+        # Beside an MLP that every token uses.
+        return _read_experts(layer, f"model.layers.{index}", describer)
     for name, module in layer.named_children():
         part: Any = module
         path = f"model.layers.{index}.{name}"
@@ -223,6 +227,9 @@ def _find_top_k(block: nn.Module) -> int:
         top_k = getattr(part, "top_k", None)
         if isinstance(top_k, int):
             return top_k
+        stated = getattr(getattr(part, "config", None), "top_k_experts", None)
+        if isinstance(stated, int):
+            return stated
     raise UnsupportedError(
         "models.read_layers", f"{type(block).__name__} does not say how many experts a token uses"
     )
@@ -251,7 +258,10 @@ def complete_spec(
         )
     spec = msgspec.structs.replace(spec, num_plain_layers=mixers.count(None))
     spec = _add_states(spec, [mixer for mixer in mixers if isinstance(mixer, StateMixerSpec)])
-    grouped = [mixer for mixer in with_kv if isinstance(mixer, GqaSpec)]
+    attentions = [mixer for mixer in mixers if isinstance(mixer, GqaSpec | MlaSpec)]
+    grouped = [mixer for mixer in attentions if isinstance(mixer, GqaSpec)]
+    with_kv = [m for m in attentions if not isinstance(m, GqaSpec) or m.shares_kv_of < 0]
+    spec = _add_sizes(spec, grouped)
     return msgspec.structs.replace(
         spec,
         num_experts=first.num_experts if first else 0,
@@ -264,8 +274,34 @@ def complete_spec(
         window_layers=tuple(
             i for i, mixer in enumerate(with_kv) if isinstance(mixer, GqaSpec) and mixer.window
         ),
+        num_shared_kv_layers=len(attentions) - len(with_kv),
         num_parameters=total,
         num_active_parameters=total - _count_idle(moe, spec.hidden_size),
+    )
+
+
+def _add_sizes(spec: ModelSpec, mixers: list[GqaSpec]) -> ModelSpec:
+    """Return ``spec`` with the sizes of KV of layers with and without a window.
+
+    Raises: UnsupportedError (layers that see the same tokens have KV of several sizes).
+    """
+    if not mixers:
+        return spec
+    kinds: list[set[tuple[int, int]]] = [set(), set()]
+    for mixer in mixers:
+        kinds[bool(mixer.window)].add((mixer.num_kv_heads, mixer.head_dim))
+    for sizes in kinds:
+        if len(sizes) > 1:
+            what = f"layers that see the same tokens have KV of {len(sizes)} sizes: all need one"
+            raise UnsupportedError("models.read_layers", what)
+    whole, windows = (next(iter(sizes), None) for sizes in kinds)
+    heads, head_dim = whole or windows or (spec.num_kv_heads, spec.head_dim)
+    is_uneven = whole is not None and windows is not None and whole != windows
+    return msgspec.structs.replace(
+        spec,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        window_sizes=windows if is_uneven else None,
     )
 
 

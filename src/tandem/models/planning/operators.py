@@ -189,7 +189,7 @@ for _entry in (
     OperatorEntry("ShortConv", describe_short_conv, absorbs=True, takes_format=True),
     OperatorEntry("Mamba2", describe_mamba2, absorbs=True, takes_format=True),
     OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True, is_optional=True),
-    OperatorEntry("Router", describe_router, is_optional=True),
+    OperatorEntry("Router", describe_router, absorbs=True, is_optional=True),
     OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True, is_optional=True),
     OperatorEntry("FrozenGatedDelta", describe_frozen_gated_delta, is_optional=True),
     OperatorEntry(

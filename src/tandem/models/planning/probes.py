@@ -347,8 +347,18 @@ def _run_attention(module: Any, x: Tensor, angles: Any, recorder: _Recorder) -> 
     stated: dict[str, Any] = {}
     if takes_positions(module):
         stated["position_ids"] = torch.empty(1, 1, device="meta")
+    if "shared_kv_states" in inspect.signature(type(module).forward).parameters:
+        stated["shared_kv_states"] = _AnyStates()
     with running(recorder):
         module(hidden_states=x, position_embeddings=angles, attention_mask=None, **stated)
+
+
+class _AnyStates(dict[str, tuple[Tensor, Tensor]]):
+    """Keys and values that layers share, before any layer has computed them."""
+
+    def __missing__(self, name: str) -> tuple[Tensor, Tensor]:
+        state = torch.empty(1, 1, 1, 1, device="meta")
+        return state, state
 
 
 def takes_positions(module: Any) -> bool:
@@ -435,7 +445,8 @@ def _has_interleaved_rope(module: nn.Module, width: int) -> bool:
         raise UnfitModuleError(f"{type(module).__name__} rotates in another way")
     x = torch.arange(1.0, width + 1).view(1, 1, 1, width)
     zeros, ones = torch.zeros(1, 1, width), torch.ones(1, 1, width)
-    turned = rotate(x, x, zeros, ones)[0].flatten()
+    is_single = "k" not in inspect.signature(rotate).parameters
+    turned = (rotate(x, zeros, ones) if is_single else rotate(x, x, zeros, ones)[0]).flatten()
     if _is_close(turned[: width // 2], -x.flatten()[width // 2 :]):
         return False
     if _is_close(turned[0::2], -x.flatten()[1::2]):

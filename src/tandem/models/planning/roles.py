@@ -31,6 +31,7 @@ __all__ = [
     "find_base_part",
     "find_down",
     "find_gate_up",
+    "find_kv_source",
     "find_output",
     "find_projections",
     "find_qk_norms",
@@ -113,6 +114,8 @@ ROLES: dict[str, MatrixRole] = {
     "w2": "down",
     "input_linear": "gate_up",
     "output_linear": "down",
+    "per_layer_input_gate": "other",
+    "per_layer_projection": "other",
     "c_fc": "gate_up",
     "c_proj": "down",
     "lm_head": "head",
@@ -120,7 +123,7 @@ ROLES: dict[str, MatrixRole] = {
 """Role of a linear module, by the last word of its path."""
 
 
-ROUTER_NAMES = re.compile(r"\.(gate|router)$")
+ROUTER_NAMES = re.compile(r"\.(gate|router|router\.proj)$")
 """Paths of linear modules that score experts."""
 
 
@@ -250,7 +253,7 @@ def count_experts(experts: Any, hidden_size: int) -> tuple[int, int, int]:
 def _find_role(name: str, module: nn.Module) -> MatrixRole:
     if isinstance(module, nn.Embedding):
         return "embedding"
-    if isinstance(getattr(module, "top_k", None), int):
+    if isinstance(getattr(module, "top_k", None), int) or name.endswith(".router.proj"):
         return "router"
     return ROLES.get(name.rpartition(".")[2], "other")
 
@@ -266,9 +269,17 @@ def has_layered_rope(config: Any) -> bool:
 
 
 def find_projections(module: Any) -> tuple[str, ...]:
-    """Return the names of an attention's projections to q, k and v; empty: it is no attention."""
-    for names in (("q_proj", "k_proj", "v_proj"), ("qkv_proj",)):
-        if find_output(module) and all(hasattr(module, name) for name in (*names, "head_dim")):
+    """Return the names of an attention's projections to q, k and v; empty: it is no attention.
+
+    Without the last, keys are values; with the first alone, it shares those of another layer.
+    """
+    if getattr(module, "is_kv_shared_layer", False):
+        kinds: tuple[tuple[str, ...], ...] = (("q_proj",),)
+    else:
+        kinds = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("q_proj", "k_proj"))
+    for names in kinds:
+        parts = (*names, "head_dim")
+        if find_output(module) and all(getattr(module, n, None) is not None for n in parts):
             return names
     return ()
 
@@ -298,6 +309,19 @@ def find_base_part(model: Any, part: str) -> tuple[str, Any]:
     return f"model.{name}", getattr(model.model, name, None)
 
 
+def find_kv_source(model: Any, module: Any) -> int:
+    """Return the number of the layer whose KV an attention reads in place of its own; -1: none."""
+    if not getattr(module, "is_kv_shared_layer", False):
+        return -1
+    earlier = [layer.self_attn for layer in list(model.model.layers)[: module.layer_idx]]
+    sources = [
+        other.layer_idx
+        for other in earlier
+        if not other.is_kv_shared_layer and other.layer_type == module.layer_type
+    ]
+    return sources[-1] if sources else -1
+
+
 def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
     """Return what each attention of a skeleton does, by its path; why not, where it cannot be run.
 
@@ -323,7 +347,7 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
 def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
     """Return the KV heads of an attention with these projections."""
     heads = getattr(attention, find_output(attention)).in_features // attention.head_dim
-    if len(projections) == 1:
+    if projections == ("qkv_proj",):
         rows = getattr(attention, projections[0]).out_features // attention.head_dim
         return (rows - heads) // 2
     return attention.k_proj.out_features // attention.head_dim

@@ -31,6 +31,7 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "chunk_size": lambda values: True,
     "use_mamba_kernels": lambda values: True,
     "num_experts_per_tok": lambda values: values.get("num_local_experts") == 0,
+    "use_double_wide_mlp": lambda values: not values.get("num_kv_shared_layers"),
     "rope_parameters.truncate": lambda values: True,
     "topk_group": lambda values: values.get("topk_group") == values.get("n_group"),
     "n_group": lambda values: values.get("topk_group") == values.get("n_group"),

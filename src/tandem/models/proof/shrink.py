@@ -29,6 +29,9 @@ HEAD_DIM = 16
 WIDTH_STEP = 8
 """Widths of MLPs that are rounded up are multiples of it."""
 LATENT = 24
+UNEVEN_HEAD_DIMS = (16, 24)
+"""Head sizes of layers with a window, and of the others, where they differ."""
+PER_LAYER_INPUT = 12
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LATENT_SIZES = {
     "q_lora_rank": 24,
@@ -113,11 +116,18 @@ def _shrink_to(config: Any, num_layers: int, *, is_true_head: bool) -> Any:
         values.pop(name, None)
     values.pop("quantization_config", None)
     _shrink_layers(values, num_layers)
+    if hasattr(config, "kv_sharing_modes"):
+        _choose_sharing_layers(values, num_layers)
     _shrink_heads(values, is_true_head=is_true_head)
+    if getattr(config, "is_heterogeneous", False):
+        _shrink_uneven(values, config, is_true_head=is_true_head)
     _shrink_experts(values)
     _shrink_rope(values)
     _shrink_scales(values)
     values["vocab_size"] = 131
+    if values.get("hidden_size_per_layer_input"):
+        values["hidden_size_per_layer_input"] = PER_LAYER_INPUT
+        values["vocab_size_per_layer_input"] = 131
     values["max_position_embeddings"] = 4 * NUM_TOKENS
     if _has_rope_type(values, "dynamic"):
         values["max_position_embeddings"] = TRAINED_CONTEXT
@@ -151,6 +161,26 @@ def _shrink_layers(values: Values, count: int) -> None:
         values["mlp_only_layers"] = [i for i in values["mlp_only_layers"] if i < count] or [0]
     if isinstance(values.get("max_window_layers"), int):
         values["max_window_layers"] = min(values["max_window_layers"], 1)
+
+
+def _choose_sharing_layers(values: Values, count: int) -> None:
+    """Let two types of layers take turns, so that of each some store, keep and share KV."""
+    kinds = ("full_attention", "sliding_attention")
+    values["layer_types"] = [kinds[(count - 1 - i) % 2] for i in range(count)]
+    values["num_kv_shared_layers"] = min(values["num_kv_shared_layers"], 2)
+
+
+def _shrink_uneven(values: Values, config: Any, *, is_true_head: bool) -> None:
+    """Give types of layers tiny sizes of their own, where the model's have such."""
+    values["per_layer_config"] = {}
+    for index, kind in enumerate(values["layer_types"]):
+        whole = config.per_layer_config[config.layer_types.index(kind)]
+        own = {n: getattr(whole, n) for n in config.per_layer_attributes}
+        if not is_true_head:
+            own["head_dim"] = UNEVEN_HEAD_DIMS[kind == "full_attention"]
+        if "num_key_value_heads" in own:
+            own["num_key_value_heads"] = 1 if kind == "full_attention" else 2
+        values["per_layer_config"][index] = own
 
 
 def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
@@ -242,7 +272,8 @@ def _shrink_experts(values: Values) -> None:
     count_name = next((n for n in EXPERT_COUNTS if isinstance(values.get(n), int)), None)
     if count_name is None or not values[count_name]:
         return
-    count, top_k = values[count_name], values.get("num_experts_per_tok") or 1
+    top_name = "top_k_experts" if "top_k_experts" in values else "num_experts_per_tok"
+    count, top_k = values[count_name], values.get(top_name) or 1
     groups = values.get("n_group") or 1
     tiny_groups = min(groups, 4)
     tiny_count = min(count, 8) if groups == 1 else 2 * tiny_groups
@@ -252,7 +283,7 @@ def _shrink_experts(values: Values) -> None:
     for name in EXPERT_COUNTS:
         if isinstance(values.get(name), int):
             values[name] = tiny_count
-    values["num_experts_per_tok"] = tiny_count if top_k >= count else min(top_k, 3, most)
+    values[top_name] = tiny_count if top_k >= count else min(top_k, 3, most)
     if values.get("n_group") is not None:
         values["n_group"], values["topk_group"] = tiny_groups, tiny_kept
     if isinstance(values.get("n_shared_experts"), int):

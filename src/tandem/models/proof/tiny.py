@@ -87,7 +87,8 @@ def make_tiny(config: Any, seed: int) -> Any:
             for key, buffer in module._buffers.items():
                 is_stored = key not in module._non_persistent_buffers_set
                 if is_stored and buffer is not None and buffer.is_floating_point():
-                    buffer.copy_(VECTOR_SPREAD * torch.randn(buffer.shape, generator=generator))
+                    noise = torch.randn(buffer.shape, generator=generator)
+                    buffer.copy_(float(buffer.mean()) + VECTOR_SPREAD * noise)
     return model
 
 
