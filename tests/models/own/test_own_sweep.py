@@ -1,8 +1,8 @@
 """Goal: of all decoder classes of transformers, at least 88 % are served, and none is served wrong.
 
 Method: the list of ``test_sweep``. Those that operators do not run are proved by transformers' own
-modules with a tiny model of the class's default configuration: served with the cut that is listed, or
-refused with a reason. Eager in float64 is the oracle.
+modules with a tiny model of the class's default configuration, and refused with a reason if that
+fails. Eager in float64 is the oracle.
 """
 
 import sys
