@@ -586,7 +586,9 @@ def describe_frozen_experts(module: Any, view: ModuleView) -> ExpertsSpec:
     """Describe routed experts that are packed while adapters are trained."""
     spec = describe_experts(module, view)
     if not spec.is_gated:
-        raise UnfitModuleError("experts without a gate have no gradient here, so that it is served and not trained")
+        raise UnfitModuleError(
+            "experts without a gate have no gradient here, so that it is served and not trained"
+        )
     return spec
 
 
