@@ -142,9 +142,9 @@ def render_models() -> str:
             "- Parts that no operator here is made for (an MLP with an activation of its own, a",
             "  router with a choice of its own, attention with further weights) stay modules of",
             "  transformers, in torch: `tandem plan MODEL` names them.",
-            "- Left to transformers' own modules: state beside KV that is no gated delta rule's",
-            "  (state space, lightning attention, convolutions alone), attention that chooses",
-            "  tokens by an index. Refused: encoders, images and sound.",
+            "- Layers with a state: gated delta rules, Mamba2, short convolutions. Left to",
+            "  transformers' own modules: other state beside KV (Mamba1, lightning attention),",
+            "  attention that chooses tokens by an index. Refused: encoders, images and sound.",
             "- Of a model that also takes images the decoder runs, and takes text: "
             + ", ".join(f"`{f.composite}`" for f in FAMILIES.values() if f.composite)
             + ".",

@@ -110,10 +110,12 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder layer: its parts, how their matrices are stored, and where adapters go."""
 
     index: NonNegativeInt
-    mixer: MixerSpec
+    mixer: MixerSpec | None
+    """None where a layer is an MLP, or experts, alone."""
     rope: RopeSpec | None
     """None where no operator of ours has the model's angles."""
-    mlp: MlpSpec | MoeSpec
+    mlp: MlpSpec | MoeSpec | None
+    """None where a layer mixes tokens alone."""
     matrices: tuple[MatrixPlan, ...] = ()
     """Every matrix of the layer; empty where only the layer's kind was asked for."""
     adapters: tuple[AdapterPlace, ...] = ()
