@@ -86,6 +86,7 @@ __all__ = [
     "describe_decoder_layer",
     "describe_embedding",
     "describe_experts",
+    "describe_frozen_experts",
     "describe_frozen_gated_delta",
     "describe_frozen_linear",
     "describe_gated_delta",
@@ -579,6 +580,16 @@ def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
         has_bias=hasattr(module, "down_proj_bias"),
         is_transposed=is_transposed,
     )
+
+
+def describe_frozen_experts(module: Any, view: ModuleView) -> ExpertsSpec:
+    """Describe routed experts that are packed while adapters are trained."""
+    spec = describe_experts(module, view)
+    if not spec.is_gated:
+        raise UnfitModuleError(
+            "experts without a gate have no gradient here, so that it is served and not trained"
+        )
+    return spec
 
 
 def _describe_ungated_experts(module: Any) -> ExpertsSpec:
