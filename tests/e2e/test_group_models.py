@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from transformers import GptOssConfig, Qwen3NextConfig
+from transformers import Gemma4TextConfig, GptOssConfig, Qwen3NextConfig
 
 from tandem.models.proof.tiny import make_tiny, save_tiny
 
@@ -26,6 +26,9 @@ import windowed
 VOCABULARY = 4096
 MODELS = {
     "windowed": lambda: GptOssConfig(**windowed.SIZES | {"vocab_size": VOCABULARY}),
+    "sharing": lambda: Gemma4TextConfig(
+        **windowed.SHARING | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
+    ),
     "hybrid": lambda: Qwen3NextConfig(**hybrid.SIZES | {"vocab_size": VOCABULARY}),
 }
 NUM_CHATS, NUM_TOKENS, WAIT_S = 16, 60, 120.0

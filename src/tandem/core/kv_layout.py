@@ -209,7 +209,7 @@ class WindowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def split_layout(
-    whole: KVLayout, layers: Sequence[int], window: int
+    whole: KVLayout, layers: Sequence[int], window: int, sizes: tuple[int, int] | None = None
 ) -> tuple[KVLayout, WindowLayout | None]:
     """Return the layout of the layers that see all tokens, and that of the others.
 
@@ -217,9 +217,12 @@ def split_layout(
         whole: of all layers with KV.
         layers: those with a window.
         window: tokens that such a layer sees.
+        sizes: (KV heads, items of a head) of those with a window; None: as of the others.
     """
     if not layers:
         return whole, None
     own = msgspec.structs.replace(whole, num_layers=len(layers))
+    if sizes is not None:
+        own = msgspec.structs.replace(own, num_kv_heads=sizes[0], head_dim=sizes[1])
     rest = msgspec.structs.replace(whole, num_layers=whole.num_layers - len(layers))
     return rest, WindowLayout(layout=own, window=window, layers=tuple(layers))

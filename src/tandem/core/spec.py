@@ -72,6 +72,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_layers: PositiveInt
     num_state_layers: Annotated[int, Meta(ge=0)] = 0
     """Layers that keep a state instead of KV."""
+    num_plain_layers: Annotated[int, Meta(ge=0)] = 0
+    """Layers that keep nothing: an MLP, or experts, alone."""
+    num_shared_kv_layers: Annotated[int, Meta(ge=0)] = 0
+    """Layers that read the KV of another one and keep none."""
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
@@ -96,7 +100,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_moe_layers: Annotated[int, Meta(ge=0)] = 0
     tie_word_embeddings: bool = False
     state_heads: Annotated[int, Meta(ge=0)] = 0
-    """Value heads of layers with a state; 0 where there is no such layer."""
+    """Heads that have a matrix in layers with a state; 0 where there is no such layer, or those
+    keep the inputs of a convolution alone."""
     state_key_dim: Annotated[int, Meta(ge=0)] = 0
     state_value_dim: Annotated[int, Meta(ge=0)] = 0
     conv_channels: Annotated[int, Meta(ge=0)] = 0
@@ -108,6 +113,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Tokens that a token sees in layers with a window, itself included; 0 is no such layer."""
     window_layers: tuple[int, ...] = ()
     """Numbers of those layers among the layers with KV."""
+    window_sizes: tuple[int, int] | None = None
+    """KV heads and items of a key of those layers, where they differ from those of the others."""
     has_sinks: bool = False
     """Heads have a logit that takes weight and adds nothing."""
     rope_type: str = "default"
@@ -141,7 +148,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def num_kv_layers(self) -> int:
         """Layers that keep KV."""
-        return self.num_layers - self.num_state_layers
+        without = self.num_state_layers + self.num_plain_layers + self.num_shared_kv_layers
+        return self.num_layers - without
+
+    def split_windows(self, layout: KVLayout) -> tuple[KVLayout, WindowLayout | None]:
+        """Return the layouts of the layers that see all tokens, and of those with a window.
+
+        Args:
+            layout: of blocks of all layers with KV.
+        """
+        return split_layout(layout, self.window_layers, self.sliding_window, self.window_sizes)
 
     @property
     def state_layout(self) -> StateLayout | None:

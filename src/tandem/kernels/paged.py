@@ -341,6 +341,9 @@ class PagedKvCache:
         self.num_blocks = num_blocks
         self.tensor = tensor
         self.windows = windows
+        self.is_paired = False
+        """True if blocks of ``windows`` have the numbers of the blocks of the same tokens here, so
+        that one table names both."""
         self.window_layers = tuple(window_layers)
         self.places = _place_layers(layout, windows, self.window_layers)
         """By number among the layers with KV."""
@@ -387,6 +390,10 @@ class PagedKvCache:
             )
         return self.tensor.view(-1).view(torch.uint8).numpy()
 
+    def place_windows(self, batch: PagedBatch) -> PagedBatch | None:
+        """Return a batch's tokens in the blocks of ``windows``; None where there are none."""
+        return batch if self.is_paired else batch.windows
+
     def scratch_for(self, num_rows: int) -> Tensor:
         """Return room for ``num_rows`` rows of ``chunks``; the next call may return the same.
 
@@ -421,6 +428,8 @@ class PagedKvCache:
         for part in self._by_token:
             part[target, ..., :num_tokens, :] = part[source, ..., :num_tokens, :]
             part[target, ..., num_tokens:, :] = 0
+        if self.is_paired and self.windows is not None:
+            self.windows.copy_block(source, target, num_tokens)
 
     def gather_index(self, block_ids: Tensor) -> Tensor:
         """Rows of ``chunks[layer]`` that hold the given blocks of several sequences.

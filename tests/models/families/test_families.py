@@ -6,8 +6,10 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 from loading import load_checkpoint
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import GqaLayout
@@ -259,3 +261,45 @@ def test_a_refusal_names_the_nearest_family_and_the_page_of_all(raw, nearest, tm
     assert all(
         f"| `{name}` | `{family.architecture}` |" in content for name, family in FAMILIES.items()
     )
+
+
+def test_a_gemma_4_that_sees_images_runs_as_its_decoder(tmp_path, open_session):
+    """Towers are left unread, and so are keys and values of layers that share others'."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    text = {
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 131,
+        "sliding_window": 9,
+        "model_type": "gemma4_text",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    config = Gemma4Config(
+        text_config=text,
+        vision_config={**vision, "num_attention_heads": 2, "num_key_value_heads": 2},
+        audio_config=None,
+    )
+    torch.manual_seed(0)
+    theirs = Gemma4ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    unused = "model.language_model.layers.3.self_attn.k_proj.weight"
+    save_file({**load_file(file), unused: torch.ones(48, 48)}, file, {"format": "pt"})
+    model = load_checkpoint(tmp_path, dtype="float32")
+    assert (model.spec.model_type, model.spec.num_kv_layers) == ("gemma4_text", 2)
+    assert "shares the keys and values" in model.ignored_weights[unused]
+    assert any(name.startswith("model.vision_tower.") for name in model.ignored_weights)
+    tokens = list(range(20, 60))
+    with torch.inference_mode():
+        want = theirs(torch.tensor([tokens]), use_cache=False).logits[0]
+    session = open_session(model)
+    got = torch.cat([session.run(tokens[:30]), session.run(tokens[30:])])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

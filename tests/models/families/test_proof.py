@@ -22,6 +22,7 @@ from tandem.kernels import paged
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.interfaces import AttentionRule
+from tandem.kernels.mixtures.ungated import UngatedExperts
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.gated_delta import GatedDelta
@@ -32,6 +33,7 @@ from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import LayerNorm, RmsNorm
 from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedKvCache
+from tandem.kernels.state_space.mixers import Mamba2, ShortConv
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch import attention as torch_attention
 from tandem.models.families import FAMILIES, open_checkpoint
@@ -41,8 +43,21 @@ from tandem.models.proof.flips import HARMLESS, list_changes
 from tandem.models.proof.prove import find_key, prove_config
 from tandem.models.proof.shrink import shrink_config
 
+LONG = {
+    "gemma4_text-of-26b-a4b",
+    "a layer that shares KV reads another layer's",
+    "all pairs of a head rotated",
+    "factor of a layer left out",
+    "scores of the input that is not normed",
+}
+"""Cases of these tests that others stand for in a run of minutes."""
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *FIRST_USE])
+
+def mark_slow(names):
+    return [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in names]
+
+
+@pytest.mark.parametrize("name", mark_slow([*PUBLISHED, *FIRST_USE]))
 def test_families_are_proved(name):
     """Each family of the page runs right, and the tiny model tells each of its switches."""
     # Fields of a second model of a family are those of the first, but where it is said.
@@ -181,8 +196,8 @@ def take_keys_of_another_head(attention):
     matrix.pack_rows(0, weight)
 
 
-def change_rule(**changes):
-    """Return a mutation: the rule of every gated delta is made with other values."""
+def change_rule(kind=GatedDelta, **changes):
+    """Return a mutation: the rule of every mixer with a state is made with other values."""
 
     def change(layer):
         rule = copy.copy(layer.rule)
@@ -191,7 +206,7 @@ def change_rule(**changes):
             setattr(rule, name, value(rule))
         layer.rule = rule
 
-    return spoil(GatedDelta, change)
+    return spoil(kind, change)
 
 
 def skip_sigmoid(original, gate, out, activation, *others, **options):
@@ -450,10 +465,65 @@ MUTANTS = {
         respec(GatedDelta, ba_names=lambda g: g.spec.ba_names[::-1]),
         "layers.0.linear_attn (GatedDelta)",
     ),
+    "products of the future": (
+        "lfm2",
+        change_rule(ShortConv, conv_WC=lambda rule: rule.conv_WC.flip(0)),
+        "layers.0.conv (ShortConv)",
+    ),
+    "no skip past the state": (
+        "bamba",
+        change_rule(Mamba2, skip_H=lambda rule: rule.skip_H * 0),
+        "layers.0.mamba (Mamba2)",
+    ),
+    "steps as short as they come": (
+        "nemotron_h",
+        change_rule(Mamba2, dt_limits=lambda rule: (0.0, rule.dt_limits[1])),
+        "layers.0.mixer (Mamba2)",
+    ),
+    "one norm for all groups": (
+        "granitemoehybrid-dense",
+        change_rule(Mamba2, norm_HP=lambda rule: rule.norm_HP.roll(rule.num_values // 2)),
+        "layers.0.mamba (Mamba2)",
+    ),
+    "experts of another activation": (
+        "nemotron_h-latents",
+        forget(UngatedExperts, "activation", Activation("silu")),
+        "a module that the skeleton computes",
+    ),
     "output of attention not gated": (
         "qwen3_next",
         wrap(_native, "gate", skip_sigmoid),
         "self_attn (Attention)",
+    ),
+    "a layer that shares KV reads another layer's": (
+        "gemma4_text",
+        forget(Attention, "layer_idx", lambda a: a.layer_idx - (2 if a.layer_idx > 2 else 0)),
+        "self_attn (Attention)",
+    ),
+    "values not normed": (
+        "gemma4_text",
+        spoil(Attention, lambda a: setattr(a, "held_v", None)),
+        "self_attn (Attention)",
+    ),
+    "all pairs of a head rotated": (
+        "gemma4_unified_text",
+        forget(Rope, "inv_freq", lambda rope: rope.inv_freq.clamp(min=1e-3)),
+        "operator Rope cannot take model.rotary_emb",
+    ),
+    "factor of a layer left out": (
+        "gemma4_unified_text",
+        spoil(DecoderLayer, lambda layer: setattr(layer, "scale", 1.0)),
+        "(DecoderLayer)",
+    ),
+    "factors of experts left out": (
+        "gemma4_text-of-26b-a4b",
+        respec(Router, has_expert_scale=False),
+        "per_expert_scale' in model.safetensors belongs to no module",
+    ),
+    "scores of the input that is not normed": (
+        "gemma4_text-of-26b-a4b",
+        wrap(Router, "prepare", lambda original, router, x: x),
+        "whole",
     ),
     "angles of another base": (
         "llama",
@@ -463,7 +533,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", mark_slow(MUTANTS))
 def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
     """A proof that accepts a mutant is worth nothing."""
     name, mutate, where = MUTANTS[mutant]
@@ -474,10 +544,19 @@ def test_a_wrong_operator_is_refused_by_name(mutant, monkeypatch):
     assert "NOT proved" in render_proof(proof)
 
 
-RULED = ["gemma2", "gemma3_text", "gpt_oss", "mistral", "minimax_m2", "deepseek_v3", "qwen3_next"]
+RULED = [
+    "gemma2",
+    "gemma3_text",
+    "gemma4_unified_text",
+    "gpt_oss",
+    "mistral",
+    "minimax_m2",
+    "deepseek_v3",
+    "qwen3_next",
+]
 
 
-@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize("name", mark_slow(RULED))
 def test_torch_attention_is_proved_too(name, monkeypatch):
     """Windows, caps, sinks and latents, where there is no native attention: not on the CPU."""
     monkeypatch.setattr(paged, "is_native", lambda tensor: False)

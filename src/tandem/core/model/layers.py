@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.core.model.mixers import Mamba2Spec, ShortConvSpec, StateSizes
+
 __all__ = [
     "SILU",
     "SOFTMAX",
@@ -27,6 +29,7 @@ __all__ = [
     "HeadSpec",
     "LayerNormSpec",
     "LinearSpec",
+    "Mamba2Spec",
     "MixerSpec",
     "MlaSpec",
     "MlpSpec",
@@ -40,6 +43,8 @@ __all__ = [
     "RotarySpec",
     "RouterSpec",
     "RoutingRule",
+    "ShortConvSpec",
+    "StateMixerSpec",
 ]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -103,8 +108,11 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     head_dim: Annotated[int, Meta(ge=2)]
     """Items of a head that are rotated."""
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "none"] = "default"
-    """``none`` rotates nothing: all angles are 0."""
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "none"] = (
+        "default"
+    )
+    """``none`` rotates nothing: all angles are 0. ``proportional`` has frequencies as if all of a
+    head were rotated, of which the slow ones are 0."""
     rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
     max_position_embeddings: PositiveInt = 2048
     factor: Annotated[float, Meta(gt=0)] = 1.0
@@ -117,6 +125,8 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     truncate: bool = True
     low_freq_factor: Annotated[float, Meta(gt=0)] = 1.0
     high_freq_factor: Annotated[float, Meta(gt=0)] = 4.0
+    num_angles: NonNegativeInt = 0
+    """Frequencies of ``proportional`` that are not 0."""
 
 
 class RotarySpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="rotary"):
@@ -171,6 +181,8 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """The norm of queries and keys, over each head, or over all together (its size is H d then)."""
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """The checkpoint's projections: one for each of q, k and v, or one that holds them."""
+    out_name: str = "o_proj"
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
     rope_idx: NonNegativeInt = 0
     """The RoPE of the layer, among those of the model."""
     interleaved_size: NonNegativeInt = 0
@@ -186,6 +198,21 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     has_out_gate: bool = False
     """True if the projection of a head's queries gives as many more items, whose sigmoid multiplies
     the head's output."""
+    has_value_norm: bool = False
+    """True if each head's values are normed with the epsilon of ``qk_norm``, without a weight."""
+    keys_are_values: bool = False
+    """True if the values are the keys as they are projected, before norm and rotation."""
+    shares_kv_of: Annotated[int, Meta(ge=-1)] = -1
+    """Number of the layer whose keys and values it reads in place of its own; -1: it has own ones.
+    Such a layer projects queries alone."""
+
+    @property
+    def num_projected(self) -> int:
+        """Heads that the projections give: queries, gates of outputs, keys and values."""
+        queries = self.num_heads * (2 if self.has_out_gate else 1)
+        if self.shares_kv_of >= 0:
+            return queries
+        return queries + (1 if self.keys_are_values else 2) * self.num_kv_heads
 
     @property
     def is_full_norm(self) -> bool:
@@ -281,11 +308,21 @@ class GatedDeltaSpec(
         """Channels of the convolution: all queries, keys and values."""
         return 2 * self.all_keys + self.all_values
 
+    @property
+    def state_sizes(self) -> StateSizes:
+        """The sizes of the state."""
+        return StateSizes(
+            self.num_v_heads, self.key_dim, self.value_dim, self.num_channels, self.conv_width
+        )
+
 
 AttentionSpec = GqaSpec | MlaSpec
 """A mixer that keeps KV."""
 
-MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec
+StateMixerSpec = GatedDeltaSpec | ShortConvSpec | Mamba2Spec
+"""A mixer that keeps a state in place of KV."""
+
+MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec | ShortConvSpec | Mamba2Spec
 """The part of a layer that mixes tokens."""
 
 
@@ -366,6 +403,11 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     rule: RoutingRule = SOFTMAX
     has_bias: bool = False
     """True if the score has a bias, which counts for choice and weights."""
+    norm_eps: float | None = None
+    """Epsilon of an RMSNorm of the router's own input, whose weight is called ``scale``; None is no
+    norm. The scores are of ``proj`` then, and are divided by the root of the hidden size."""
+    has_expert_scale: bool = False
+    """True if each expert has a factor on its weights, called ``per_expert_scale``."""
     choice_bias: str = ""
     """The checkpoint's name, below the router's parent, of a bias that counts for the choice alone;
     empty is none."""
@@ -382,6 +424,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     has_bias: bool = False
     is_transposed: bool = False
     """True if the checkpoint holds inputs first: gate_up [E, D, 2 F], down [E, F, D]."""
+    is_gated: bool = True
+    """False if an expert is ``down(f(up(x)))``."""
 
 
 class MoeBlockSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe_block"):
@@ -405,6 +449,9 @@ class DecoderLayerSpec(
     """Names of the norms before and after attention, before and after the MLP; empty is none."""
     mixer_name: str = "self_attn"
     """The part that mixes tokens."""
+    mlp_name: str = "mlp"
+    scale_name: str = ""
+    """The name of a factor on what the layer returns, one number; empty is none."""
 
 
 OperatorSpec = (
@@ -414,6 +461,8 @@ OperatorSpec = (
     | GqaSpec
     | MlaSpec
     | GatedDeltaSpec
+    | ShortConvSpec
+    | Mamba2Spec
     | LinearSpec
     | FrozenLinearSpec
     | FrozenGatedDeltaSpec

@@ -156,6 +156,7 @@ class ClusterClient:
         make_launcher: of what starts an instance, one for each.
         prefix: of the names of instances that are added.
         is_asleep: no instance is started before ``wake``.
+        tag: as of ``Dispatcher``.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class ClusterClient:
         make_launcher: Callable[[], Launcher] = ProcessLauncher,
         prefix: str = "",
         is_asleep: bool = False,
+        tag: str = "",
     ) -> None:
         self._begins_asleep = is_asleep
         self.gate: Callable[[], AbstractAsyncContextManager[None]] | None = None
@@ -186,6 +188,7 @@ class ClusterClient:
             self._make_conductor(config, policy),
             Limits(config.lease_s, config.recovery_s, config.max_attempts),
             max_history=specs[0].engine.timelines,
+            tag=tag,
         )
         self._sources = specs[0].adapters
         self._adapters = ClusterAdapters(
@@ -198,6 +201,8 @@ class ClusterClient:
         self.num_role_switches = 0
         """Changes of a role that the conductor asked for."""
         self._entered: list[ClusterMember] = []
+        self._dropping: dict[ClusterMember, asyncio.Task[None]] = {}
+        """Instances that are leaving."""
         self._was_ready = False
         self._last_info: InstanceInfo | None = None
 
@@ -233,6 +238,10 @@ class ClusterClient:
         if self._balancing is not None:
             self._balancing.cancel()
             await asyncio.gather(self._balancing, return_exceptions=True)
+        dropping = list(self._dropping.values())
+        for task in dropping:
+            task.cancel()
+        await asyncio.gather(*dropping, return_exceptions=True)
         await self._adapters.close()
         await self._dispatcher.close()
         if self._starting is not None:
@@ -587,6 +596,14 @@ class ClusterClient:
         await self._drop(member)
 
     async def _drop(self, member: ClusterMember) -> None:
+        """Let an instance leave; to its end, even if whoever asked for it is gone meanwhile."""
+        task = self._dropping.get(member)
+        if task is None:
+            task = self._dropping[member] = asyncio.create_task(self._drop_wholly(member))
+            task.add_done_callback(lambda _: self._dropping.pop(member))
+        await asyncio.shield(task)
+
+    async def _drop_wholly(self, member: ClusterMember) -> None:
         await member.__aexit__(None, None, None)
         self._entered.remove(member)
         # Its requests have been told that it is gone, and go on elsewhere.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tandem import _native
 from tandem._native import ThreadPool
+from tandem.core.model.layers import GqaSpec
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.latents import LatentBuffers
 from tandem.kernels.interfaces import Angles, AttentionRule
@@ -25,9 +26,11 @@ from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import ExpertChoice, MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
-from tandem.kernels.operators.rope import scale_positions
+from tandem.kernels.operators.rope import Unrotated, scale_positions
 from tandem.kernels.paged import LayerPlace, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
+from tandem.kernels.state_space.mixers import Mamba2, NativeRows, ShortConv, StateSpace
+from tandem.kernels.state_space.rules import StateRows
 from tandem.kernels.states import StateCache
 
 __all__ = ["CpuStep"]
@@ -64,11 +67,13 @@ class CpuStep:
         self._places = cache.places
         self._groups: list[_native.PlannedAttention | None] = [_plan_attention(cache, batch, pool)]
         if cache.windows is not None:
-            assert batch.windows is not None, "no blocks for the layers with a window"
-            self._groups.append(_plan_attention(cache.windows, batch.windows, pool))
+            own = cache.place_windows(batch)
+            assert own is not None, "no blocks for the layers with a window"
+            self._groups.append(_plan_attention(cache.windows, own, pool))
         angles = [rope.compute(batch.positions, dtype) for rope in ropes]
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
         self._positions = batch.positions
+        self._no_angles: tuple[_native.TensorView, _native.TensorView] | None = None
         self._dtype = dtype
         self._on_layer = on_layer
         self._states = states
@@ -124,6 +129,9 @@ class CpuStep:
             if late is not None:
                 x.tensor.add_(late)
             self._run_mlp(mlp, x, h, mlp_out_norm)
+            if layer.scale != 1.0:
+                self.complete_(x_TD)
+                x_TD *= layer.scale
             return None
         return self._choose(mlp, x, h)
 
@@ -146,7 +154,9 @@ class CpuStep:
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
         """See ``Step``."""
-        assert isinstance(attention, Attention | MlaAttention | GatedDelta), "a mixer not ours"
+        assert isinstance(attention, Attention | MlaAttention | GatedDelta | ShortConv | Mamba2), (
+            "a mixer not ours"
+        )
         return self._mix(attention, Buffer(h_TD)).tensor
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
@@ -197,20 +207,31 @@ class CpuStep:
         )
         self._pending = branch_TD
 
-    def _mix(self, attention: Attention | MlaAttention | GatedDelta, h_TD: Buffer) -> Buffer:
+    def _mix(
+        self, attention: Attention | MlaAttention | GatedDelta | ShortConv | Mamba2, h_TD: Buffer
+    ) -> Buffer:
         """Do as ``mix``, in buffers of the step."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
         if isinstance(attention, GatedDelta):
             return self._mix_states(attention, h_TD)
+        if isinstance(attention, StateSpace):
+            assert self._states is not None, "a layer with a state without slots"
+            slots = self._states.layers[attention.state_idx]
+            rows = StateRows(*self._state_rows)
+            native = NativeRows(rows, self._pool, self._buffer, self._part)
+            return attention.mix_native(h_TD, native, slots)
         spec, layer_idx = attention.spec, attention.layer_idx
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         gates = heads if spec.has_out_gate else 0
-        qkv = product = self._head_buffer("qkv", gates + heads + 2 * kv_heads, d)
+        qkv = product = self._head_buffer("qkv", spec.num_projected, d)
         mixed = self._head_buffer("mixed", heads, d)
         attention.qkv_matrix.run(h_TD, product)
         if gates:
             qkv = self._part(product, gates * d, product.tensor.shape[1], d)
+        if spec.keys_are_values:
+            qkv = self._double_keys(spec, product)
+        shares = spec.shares_kv_of >= 0
         by_head = qkv.view
         q, k = attention.held_q, attention.held_k
         if spec.is_full_norm:
@@ -220,7 +241,7 @@ class CpuStep:
             by_head,
             *self._angles[spec.rope_idx],
             heads,
-            kv_heads,
+            0 if shares else kv_heads,
             None if q is None else q.view,
             None if k is None else k.view,
             0.0 if spec.qk_norm is None else spec.qk_norm.eps,
@@ -230,12 +251,43 @@ class CpuStep:
         if spec.position_scale is not None:
             queries = self._part(qkv, 0, heads * d).tensor
             queries *= scale_positions(spec.position_scale, self._positions, self._dtype)[:, None]
-        self._store(layer_idx, by_head, heads)
+        if attention.held_v is not None and not shares:
+            self._norm_values(attention, qkv)
+        if not shares:
+            self._store(layer_idx, by_head, heads)
         self._attend(layer_idx, by_head, mixed.view, spec.scale, attention.rule)
         if gates:
             gate, rows = self._part(product, 0, gates * d), self._part(mixed, 0, gates * d)
             _native.gate(gate.view, rows.view, "sigmoid", None, self._pool, up=rows.view)
         return mixed
+
+    def _double_keys(self, spec: GqaSpec, product: Buffer) -> Buffer:
+        """Return queries, keys and, again, keys, which become the values."""
+        heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        qkv, end = self._head_buffer("qkkv", heads + 2 * kv_heads, d), (heads + kv_heads) * d
+        qkv.tensor[:, :end].copy_(product.tensor)
+        qkv.tensor[:, end:].copy_(product.tensor[:, heads * d :])
+        return qkv
+
+    def _norm_values(self, attention: Attention, qkv: Buffer) -> None:
+        """Norm each head's values, in place: as keys whose rotation by no angle changes no bit."""
+        spec, held = attention.spec, attention.held_v
+        assert held is not None and spec.qk_norm is not None, "a norm without weights"
+        d, first = spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        values = self._part(qkv, first, qkv.tensor.shape[1], d)
+        if self._no_angles is None:
+            cos, sin = Unrotated().compute(self._positions, self._dtype)
+            self._no_angles = (view_tensor(cos), view_tensor(sin))
+        _native.rotate_heads(
+            values.view,
+            *self._no_angles,
+            0,
+            spec.num_kv_heads,
+            None,
+            held.view,
+            spec.qk_norm.eps,
+            self._pool,
+        )
 
     def _mix_states(self, layer: GatedDelta, h_TD: Buffer) -> Buffer:
         assert self._states is not None, "a layer with a state without slots"

@@ -29,6 +29,8 @@ __all__ = ["Attention"]
 class Attention(Operator):
     """Grouped-query attention over paged KV, with optional RMSNorm of q and k.
 
+    A layer that shares KV has queries alone, and ``layer_idx`` is that of the layer that has it.
+
     Args:
         spec: its sizes, options and names. Rows of interleaved items are loaded in the order that
             rotates halves, which changes no product.
@@ -46,12 +48,12 @@ class Attention(Operator):
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the projections and, where there are such, ``{q,k}_norm`` and ``sinks``."""
+        """Read the projections and, where there are such, norms of q and k, and ``sinks``."""
         spec, settings = self.spec, self.settings
         d, heads = spec.head_dim, spec.num_heads
         sizes = self._list_sizes()
         qkv = [(f"{name}.{part}", n) for part, n in zip(spec.qkv_names, sizes, strict=True)]
-        output = [(f"{name}.o_proj", spec.hidden_size)]
+        output = [(f"{name}.{spec.out_name}", spec.hidden_size)]
         self.qkv_matrix: Matrix = read_matrix(
             self,
             "qkv_",
@@ -72,13 +74,21 @@ class Attention(Operator):
             self.rule = replace(self.rule, sinks=Buffer(sinks))
         self.held_q: Buffer | None = None
         self.held_k: Buffer | None = None
+        self.held_v: Buffer | None = None
         if spec.qk_norm is None:
             return
+        if spec.has_value_norm:
+            self.held_v = Buffer(torch.ones(d, dtype=reader.dtype, device=reader.device))
         q_size, k_size = (heads * d, spec.num_kv_heads * d) if spec.is_full_norm else (d, d)
-        names = [(f"{name}.q_norm.weight", q_size), (f"{name}.k_norm.weight", k_size)]
+        q_name, k_name = spec.norm_names
+        names = [(f"{name}.{q_name}.weight", q_size), (f"{name}.{k_name}.weight", k_size)]
+        if spec.shares_kv_of >= 0:
+            names.pop()
         self.qk_weight = freeze(read_rows(reader, names))
-        q_weight, k_weight = self.qk_weight.split((q_size, k_size))
-        self.held_q, self.held_k = Buffer(q_weight), Buffer(k_weight)
+        weights = self.qk_weight.split([size for _, size in names])
+        self.held_q = Buffer(weights[0])
+        if len(weights) > 1:
+            self.held_k = Buffer(weights[1])
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
         """See ``Operator``."""
@@ -92,14 +102,16 @@ class Attention(Operator):
             parts[f"{name}.{part}"] = AdaptedRows(qkv, spec.hidden_size, size, first, own)
             first += size
         o_size = spec.num_heads * spec.head_dim
-        return {**parts, f"{name}.o_proj": AdaptedRows(output, o_size, spec.hidden_size)}
+        return {**parts, f"{name}.{spec.out_name}": AdaptedRows(output, o_size, spec.hidden_size)}
 
     def _list_sizes(self) -> tuple[int, ...]:
         """Return the outputs of each of ``qkv_names``."""
         d, heads, kv_heads = self.spec.head_dim, self.spec.num_heads, self.spec.num_kv_heads
         queries = heads * d * (2 if self.spec.has_out_gate else 1)
         sizes = (queries, kv_heads * d, kv_heads * d)
-        return (sum(sizes),) if len(self.spec.qkv_names) == 1 else sizes
+        if len(self.spec.qkv_names) == 1:
+            return (self.spec.num_projected * d,)
+        return sizes[: len(self.spec.qkv_names)]
 
     def _order_rows(self) -> Tensor | None:
         """Return the checkpoint's row of q, k and v for each place; None: in their order.

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tandem.kernels.interfaces import WeightReader
@@ -12,6 +13,7 @@ from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.operator import Operator, current_step
+from tandem.kernels.state_space.mixers import Mamba2, ShortConv
 
 __all__ = ["DecoderLayer", "LayerParts"]
 
@@ -24,7 +26,7 @@ class LayerParts(NamedTuple):
     """
 
     attention_norm: RmsNorm | None
-    attention: Attention | MlaAttention | GatedDelta
+    attention: Attention | MlaAttention | GatedDelta | ShortConv | Mamba2
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm | None
     mlp: Mlp | MoeBlock
@@ -41,17 +43,26 @@ class DecoderLayer(Operator):
     Args:
         parts: the operators; which norms there are depends on the family.
         names: what the checkpoint calls each of them.
+        scale_name: what it calls the factor on the result; empty is none.
     """
 
-    def __init__(self, parts: LayerParts, names: dict[str, Operator]) -> None:
+    def __init__(self, parts: LayerParts, names: dict[str, Operator], scale_name: str = "") -> None:
         super().__init__()
+        self.scale = 1.0
+        self._scale_name = scale_name
         for name, module in names.items():
             self.add_module(name, module)
         # Where no module has to search for them: that takes longer than some of the calls.
         self.parts = parts
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Do nothing: the parts, being modules of their own, are loaded by name."""
+        """Read the factor, if there is one: the parts, being modules of their own, are loaded by
+        name.
+        """
+        if self._scale_name:
+            held = torch.empty(1, dtype=reader.dtype, device=reader.device)
+            reader.read_into(f"{name}.{self._scale_name}", held)
+            self.scale = held.item()
 
     def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
         """Run as transformers' decoder layers do: [1, T, D] in, [1, T, D] out, new."""

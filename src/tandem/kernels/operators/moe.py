@@ -14,7 +14,7 @@ from tandem.kernels.native import Buffer
 from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.linear import Linear
 from tandem.kernels.operators.mlp import Mlp
-from tandem.kernels.operators.operator import Operator, freeze
+from tandem.kernels.operators.operator import Operator, freeze, read_rows
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, read_matrix
 
 __all__ = ["ExpertChoice", "MoeBlock", "Router"]
@@ -40,7 +40,8 @@ class Router(Operator):
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight`` [E, D] and, if there are such, the biases [E]."""
-        parts, size = [(name, self.num_experts)], self.hidden_size
+        own = name if self.spec.norm_eps is None else f"{name}.proj"
+        parts, size = [(own, self.num_experts)], self.hidden_size
         self._execution = reader.execution
         self.matrix = read_matrix(
             self, "", reader, self.settings, parts, size, has_bias=self.spec.has_bias
@@ -51,11 +52,35 @@ class Router(Operator):
             reader.read_into(f"{name.rpartition('.')[0]}.{self.spec.choice_bias}", bias)
             self.e_score_correction_bias = freeze(bias)
             self.choice_bias = Buffer(bias)
+        if self.spec.norm_eps is not None:
+            self.scale = freeze(read_rows(reader, [(f"{name}.scale", size)]))
+            self.held_scale = Buffer(self.scale)
+        if self.spec.has_expert_scale:
+            scales = torch.empty(self.num_experts, dtype=torch.float32, device=reader.device)
+            reader.read_into(f"{name}.per_expert_scale", scales)
+            self.per_expert_scale = freeze(scales)
+
+    def prepare(self, x_TD: Tensor) -> Tensor:
+        """Return what the scores are of: the input, or its norm."""
+        eps = self.spec.norm_eps
+        return x_TD if eps is None else self._execution.norm(x_TD, self.held_scale, eps)
+
+    def scale_logits_(self, logits_TE: Tensor) -> None:
+        """Give logits the size that the rule is of, in place."""
+        if self.spec.norm_eps is not None:
+            logits_TE *= self.hidden_size**-0.5
+
+    def scale_weights_(self, weights_TK: Tensor, ids_TK: Tensor) -> None:
+        """Multiply weights by the factors of their experts, in place, where there are such."""
+        if self.spec.has_expert_scale:
+            weights_TK *= self.per_expert_scale[ids_TK]
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logits [T, E], weights [T, K] of the dtype of ``x_TD``, expert ids [T, K])."""
-        logits = self.matrix.forward(x_TD, dtype=x_TD.dtype)
+        logits = self.matrix.forward(self.prepare(x_TD), dtype=x_TD.dtype)
+        self.scale_logits_(logits)
         weights, ids = self._execution.route(logits, self.top_k, self.rule, self.choice_bias)
+        self.scale_weights_(weights, ids)
         return logits, weights, ids
 
     def forward(self, hidden_states: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

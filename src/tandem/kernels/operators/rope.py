@@ -74,6 +74,10 @@ def compute_frequencies(p: RopeSpec) -> tuple[Tensor, float]:
             return _yarn_frequencies(p, inv_freq, context), _yarn_attention_factor(p)
         case "llama3":
             return _llama3_frequencies(p, inv_freq, context), 1.0
+        case "proportional":
+            # A pair whose frequency is 0 is not rotated.
+            inv_freq[p.num_angles :] = 0.0
+            return inv_freq / p.factor, 1.0
         case "none":
             # The cosine of 0 is 1 and the sine 0: the rotation changes no bit.
             return torch.zeros_like(inv_freq), 1.0

@@ -63,6 +63,7 @@ class FixedDecode:
     ) -> None:
         device = cache.tensor.device
         self.size, self.width = size, width
+        self._cache = cache
         self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.token_ids)
         self.hidden = torch.zeros(size, hidden_size, dtype=dtype, device=device)
@@ -100,9 +101,11 @@ class FixedDecode:
         _put(self.token_ids, batch.token_ids)
         _put(self.positions, batch.positions)
         _put(self.hidden, hidden_TD)
-        batches = [batch] if batch.windows is None else [batch, batch.windows]
-        for group, own in zip(self.groups, batches, strict=True):
-            group.fill_(own)
+        self.groups[0].fill_(batch)
+        if len(self.groups) > 1:
+            own = self._cache.place_windows(batch)
+            assert own is not None, "no blocks for the layers with a window"
+            self.groups[1].fill_(own)
         if self.routing is not None and self.routing.defers:
             rows_T = torch.from_numpy(batch.find_output_rows())
             self.routing.set_outputs(rows_T.to(self.positions.device))
@@ -167,6 +170,7 @@ class FixedStep(TorchStep):
 
     def begin_(self) -> None:
         """See ``kernels.hybrid.LayeredStep``."""
+        self._written = {}
         if self._memory.routing is not None:
             self._memory.routing.restart()
         self._angles = [compute_angles(rope, self._positions, self._dtype) for rope in self._ropes]

@@ -19,6 +19,8 @@ from tandem.kernels.operators.moe import ExpertChoice, MoeBlock
 from tandem.kernels.operators.rope import apply_rope_, scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
+from tandem.kernels.state_space.mixers import StateSpace
+from tandem.kernels.state_space.rules import StateRows
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch.attention import (
     DecodeGroup,
@@ -44,7 +46,7 @@ def compute_angles(rope: Angles, positions: Tensor, dtype: torch.dtype) -> tuple
 def _norm_heads(attention: Attention, qk_THd: Tensor) -> Tensor:
     """Return queries and keys after their norm, new; themselves where there is none."""
     spec, norm = attention.spec, attention.spec.qk_norm
-    if norm is None or attention.held_q is None or attention.held_k is None:
+    if norm is None:
         return qk_THd
     heads, offset = spec.num_heads, norm.offset
     parts: list[Tensor] = []
@@ -52,11 +54,20 @@ def _norm_heads(attention: Attention, qk_THd: Tensor) -> Tensor:
         (qk_THd[:, :heads], attention.held_q),
         (qk_THd[:, heads:], attention.held_k),
     ):
+        if held is None:
+            continue
         weight = held.tensor.float() + offset if offset else held.tensor
         rows = part.flatten(1) if spec.is_full_norm else part
         normed = torch.rms_norm(rows, (rows.shape[-1],), None, norm.eps)
         parts.append((normed * weight).to(part.dtype).view(part.shape))
     return torch.cat(parts, 1)
+
+
+def _norm_values(attention: Attention, v_TKd: Tensor) -> None:
+    """Norm values in place, where the layer does."""
+    spec = attention.spec
+    if spec.has_value_norm and spec.qk_norm is not None:
+        v_TKd.copy_(torch.rms_norm(v_TKd, (spec.head_dim,), None, spec.qk_norm.eps))
 
 
 class TorchStep:
@@ -85,8 +96,9 @@ class TorchStep:
     ) -> None:
         groups = [_plan_group(cache, batch)]
         if cache.windows is not None:
-            assert batch.windows is not None, "no blocks for the layers with a window"
-            groups.append(_plan_group(cache.windows, batch.windows))
+            own = cache.place_windows(batch)
+            assert own is not None, "no blocks for the layers with a window"
+            groups.append(_plan_group(cache.windows, own))
         self._init_parts(
             cache, groups, batch.positions, on_layer=on_layer, states=states, routing=routing
         )
@@ -109,6 +121,8 @@ class TorchStep:
         self._states = states
         self._state_rows: tuple[Sequence[int], list[int]] = ((), [])
         self._routing = routing
+        self._written: dict[int, Tensor] = {}
+        """Keys and values of the step, by layer with KV, for layers that share them."""
         self._residual: Tensor | None = None
         """The residual stream of the layer that has chosen experts."""
         self._angles: list[tuple[Tensor, Tensor]] = []
@@ -153,6 +167,8 @@ class TorchStep:
             mlp.add_into_(x_TD, h)
         else:
             x_TD += mlp_out_norm(mlp(h))
+        if layer.scale != 1.0:
+            x_TD *= layer.scale
         return None
 
     def _choose(self, block: MoeBlock, x_TD: Tensor, h_TD: Tensor) -> ExpertChoice:
@@ -185,12 +201,18 @@ class TorchStep:
             return self._mix_latents(attention, h_TD)
         if isinstance(attention, GatedDelta):
             return self._mix_states(attention, h_TD)
+        if isinstance(attention, StateSpace):
+            assert self._states is not None, "a layer with a state without slots"
+            slots = self._states.layers[attention.state_idx]
+            return attention.mix_torch(h_TD, StateRows(*self._state_rows), slots)
         assert isinstance(attention, Attention), "attention that is not ours"
         spec = attention.spec
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
         gate = qkv[:, :heads] if spec.has_out_gate else None
         qkv = qkv if gate is None else qkv[:, heads:]
+        if spec.keys_are_values:
+            qkv = torch.cat((qkv, qkv[:, heads:]), 1)
         qk = qkv[:, : heads + kv_heads]
         normed = _norm_heads(attention, qk)
         cos, signed_sin = self._angles[spec.rope_idx]
@@ -198,8 +220,12 @@ class TorchStep:
         if normed is not qk:
             qk[..., size:] = normed[..., size:]
         apply_rope_(qk[..., :size], normed[..., :size], cos, signed_sin)
-        kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
-        self.write_kv(attention.layer_idx, kv)
+        if spec.shares_kv_of >= 0:
+            kv = self._written[attention.layer_idx]
+        else:
+            _norm_values(attention, qkv[:, heads + kv_heads :])
+            kv = qkv[:, heads:].unflatten(1, (2, kv_heads))
+            self.write_kv(attention.layer_idx, kv)
         q = qkv[:, :heads]
         if spec.position_scale is not None:
             q = q * scale_positions(spec.position_scale, self._positions, q.dtype)[:, None, None]
@@ -227,6 +253,7 @@ class TorchStep:
         """See ``Step``."""
         place = self._places[layer_idx]
         self._groups[place.group].write(place.layer_idx, kv_T2Kd)
+        self._written[layer_idx] = kv_T2Kd
         if self._on_layer is not None and place.group == 0:
             self._on_layer(place.layer_idx)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
-from tandem.models.families.refused import UNEVEN, find_refusal
+from tandem.models.families.refused import UNEVEN, UNEVEN_BY_TYPE, find_refusal
 from tandem.models.families.registry import (
     FAMILIES,
     Family,
@@ -38,8 +38,15 @@ MAX_JSON_BYTES = 16 << 20
 MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 """Beyond these a configuration is broken, not large; they bound what we allocate for it."""
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
+LAYER_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    "linear_attention",
+    "conv",
+    "mlp",
+    "moe",
+)
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""
@@ -96,7 +103,8 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     config = path / "config.json"
     if path.is_dir() and config.is_file():
         generation = path / "generation_config.json"
-        return path, read_json(config), read_json(generation) if generation.exists() else {}
+        raw: dict[str, Any] = _restore_floats(read_json(config))
+        return path, raw, read_json(generation) if generation.exists() else {}
     from tandem.models.gguf.config import read_gguf_config
     from tandem.models.sources.gguf_files import find_gguf
 
@@ -104,6 +112,21 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     if file is None:
         return path, read_json(config), {}
     return file, *read_gguf_config(file)
+
+
+FLOAT_KEY = "__float__"
+"""The only key of the object that transformers writes for a number that JSON does not have."""
+
+
+def _restore_floats(value: Any) -> Any:
+    """Return a JSON value in which such objects are the numbers they stand for."""
+    if isinstance(value, list):
+        return [_restore_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {FLOAT_KEY} and value[FLOAT_KEY] in ("Infinity", "-Infinity", "NaN"):
+        return float(value[FLOAT_KEY])
+    return {key: _restore_floats(item) for key, item in value.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -232,7 +255,8 @@ REQUIRED = (
 def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
     # A file may hold fields that its class does not have: those say nothing about its modules.
     known = {*type(config).__dataclass_fields__, *type(config).attribute_map}
-    missing = [name for name in REQUIRED if name not in known or getattr(config, name) is None]
+    one = take_layer(config)
+    missing = [name for name in REQUIRED if name not in known or getattr(one, name) is None]
     if "intermediate_size" in missing and getattr(config, "moe_intermediate_size", None):
         missing.remove("intermediate_size")  # All its layers have experts.
     if missing and family.model_type not in FAMILIES:
@@ -246,7 +270,7 @@ def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
 
 
 def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
-    if getattr(config, "is_heterogeneous", False):
+    if not _is_even(config):
         # Some classes make it of fields of their own. Reading one of those raises.
         raise _refuse(f"{family.model_type}: {UNEVEN}", "per_layer_config")
     _require_decoder(config, family, raw)
@@ -275,8 +299,29 @@ def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
     _check_rope(config)
 
 
+def take_layer(config: Any) -> Any:
+    """Return a configuration whose fields can be read: itself, or that of its last layer."""
+    if not getattr(config, "is_heterogeneous", False):
+        return config
+    return config.per_layer_config[config.num_hidden_layers - 1]
+
+
+def _is_even(config: Any) -> bool:
+    """Return True if layers of a type have the same fields."""
+    if not getattr(config, "is_heterogeneous", False):
+        return True
+    if not config.per_layer_attributes <= set(UNEVEN_BY_TYPE.get(config.model_type, ())):
+        return False
+    try:
+        for kind in set(config.layer_types):
+            config.per_layer_config[kind]
+    except ValueError:
+        return False
+    return True
+
+
 def _check_rope(config: Any) -> None:
-    ropes: dict[str, Any] = config.rope_parameters
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     is_layered = any(isinstance(value, dict) for value in ropes.values())
     for name, rope in ropes.items() if is_layered else [("", ropes)]:
         where = f"rope_parameters.{name}." if name else "rope_parameters."
@@ -304,6 +349,12 @@ def _count_experts(config: Any) -> int | None:
 
 
 def _check_bounds(config: Any) -> None:
+    layers = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else []
+    for one in layers or [config]:
+        _check_layer_bounds(one)
+
+
+def _check_layer_bounds(config: Any) -> None:
     bounds = {
         "num_hidden_layers": MAX_LAYERS,
         "num_attention_heads": MAX_EXPERTS,
@@ -336,7 +387,7 @@ def _check_bounds(config: Any) -> None:
             field="num_key_value_heads",
         )
     num_experts, top_k = _count_experts(config), getattr(config, "num_experts_per_tok", 1)
-    if num_experts is not None and top_k > num_experts:
+    if num_experts and top_k > num_experts:
         raise ConfigError(
             "models.check_config",
             f"{top_k} of {num_experts} experts per token",
@@ -366,15 +417,15 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         architecture=family.classifier if classifies(config) else family.architecture,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim_of(config),
+        num_kv_heads=take_layer(config).num_key_value_heads,
+        head_dim=head_dim_of(take_layer(config)),
         hidden_size=config.hidden_size,
         intermediate_size=_find_intermediate(config),
         vocab_size=config.vocab_size,
         num_labels=config.num_labels if classifies(config) else 0,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        rope_type=_name_rope(config.rope_parameters),
+        rope_type=_name_rope(getattr(config, "rope_parameters", None) or {}),
         checkpoint_dtype=stored,
         eos_token_ids=tuple(eos),
         bos_token_id=config.bos_token_id,

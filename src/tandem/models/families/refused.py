@@ -7,7 +7,7 @@ model does not run until its state is kept with its blocks.
 import re
 from typing import Any
 
-__all__ = ["GATED_DELTA", "UNEVEN", "find_refusal"]
+__all__ = ["UNEVEN", "UNEVEN_BY_TYPE", "WITH_STATES", "find_refusal"]
 
 STATE_LAYERS = re.compile(r"linear|mamba|conv|recurrent|state|rwkv|delta|lightning")
 """Words in ``layer_types`` of layers that are no attention over all earlier tokens."""
@@ -18,11 +18,8 @@ STATE_FIELDS = re.compile(
 INPUT_FIELDS = re.compile(r"^(vision|image|audio|speech|video)_\w*config$|^vision_tower$")
 INDEXED_FIELDS = ("index_topk", "index_n_heads")
 STATEFUL = {
-    "bamba": "state-space layers",
     "falcon_mamba": "state-space layers",
     "jamba": "state-space layers",
-    "lfm2": "convolutions",
-    "lfm2_moe": "convolutions",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
     "minimax": "linear attention",
@@ -34,6 +31,21 @@ STATEFUL = {
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose layers with a state are gated delta rules, which run here."""
+SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
+"""Families whose layers with a state are short convolutions, which run here."""
+STATE_SPACES = ("granitemoehybrid", "bamba", "nemotron_h")
+"""Families whose layers with a state are Mamba2's, which run here."""
+WITH_STATES = {
+    **dict.fromkeys(GATED_DELTA, ("linear_attention",)),
+    **dict.fromkeys(SHORT_CONVOLUTIONS, ("conv",)),
+    **dict.fromkeys(STATE_SPACES, ("linear_attention", "mamba")),
+}
+"""The ``layer_types`` of layers with a state that runs here, by family."""
+UNEVEN_BY_TYPE = {
+    "gemma4_text": ("head_dim", "num_key_value_heads"),
+    "gemma4_unified_text": ("head_dim", "num_key_value_heads"),
+}
+"""Families whose types of layers differ in these fields, and no layer within a type."""
 UNEVEN = "its configuration changes from layer to layer (per_layer_config)"
 """Sizes and switches of one layer alone, which no proof of a few layers would see."""
 BESIDE_KV = "keeps a state beside KV, which no prefix cache here holds"
@@ -49,12 +61,13 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
         return inputs, f"{model_type} takes images or sound ({inputs}): only text runs here"
     if model_type in STATEFUL:
         return "model_type", f"{model_type} has {STATEFUL[model_type]}: it {BESIDE_KV}"
-    if raw.get("per_layer_config"):
+    if raw.get("per_layer_config") and model_type not in UNEVEN_BY_TYPE:
         return "per_layer_config", f"{model_type}: {UNEVEN}"
     listed = raw.get("layer_types")
     kinds = [kind for kind in listed if isinstance(kind, str)] if isinstance(listed, list) else []
-    has_states = model_type in GATED_DELTA
-    kinds = [kind for kind in kinds if not (has_states and kind == "linear_attention")]
+    has_states = model_type in WITH_STATES
+    served = WITH_STATES.get(str(model_type), ())
+    kinds = [kind for kind in kinds if kind not in served]
     kind = next((kind for kind in kinds if STATE_LAYERS.search(kind)), None)
     if kind is not None:
         return "layer_types", f"{model_type} has layers of {kind}: it {BESIDE_KV}"

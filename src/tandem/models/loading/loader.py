@@ -1,6 +1,7 @@
 """From a checkpoint to a model that runs paged batches."""
 
 import logging
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ConflictError, ShapeError, UnsupportedError
-from tandem.core.model.layers import GatedDeltaSpec
+from tandem.core.model.layers import ExpertsSpec, GqaSpec, MlaSpec
 from tandem.core.model.plan import NO_FORMAT, MatrixPlan, ModelPlan
 from tandem.core.spec import (
     DTYPE_BYTES,
@@ -23,7 +24,6 @@ from tandem.core.spec import (
     MlaLayout,
     ModelSpec,
     WindowLayout,
-    split_layout,
 )
 from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.cpu.experts import NativeExperts
@@ -63,6 +63,7 @@ from tandem.models.loading.packed_writer import PackedWriter
 from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.loading.weight_digest import DigestCache, WeightHasher, name_packed_source
 from tandem.models.planning.deferral import find_moe_layers
+from tandem.models.planning.roles import find_base_part
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress, WeightSource
 
@@ -113,10 +114,13 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = context.choose_execution(self.dtype)
         self.skeleton = skeleton
-        self.ropes = _find_ropes(skeleton.model.rotary_emb, plan, device)
+        self.ropes = _find_ropes(find_base_part(skeleton, "rotary")[1], plan, device)
         """By ``rope_idx`` of the layers."""
         base = skeleton.model
-        self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
+        self._embed, self._norm = (
+            find_base_part(skeleton, part)[1] for part in ("embedding", "norm")
+        )
+        self._head = skeleton.lm_head
         layers = list(base.layers)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
         self.moe = find_moe_layers(plan) if self.is_fused else None
@@ -130,6 +134,8 @@ class CausalModel:
         """Memory of captured decodes, by tokens and blocks of each; None: steps bring their own."""
         self.packed_writer: PackedWriter | None = None
         """Writes packed weights behind; None where there is nothing to write."""
+        self.packed_folders: list[Path] = []
+        """Folders that packed weights are mapped from, now or when they have been written."""
 
     def enable_hybrid(
         self,
@@ -283,17 +289,21 @@ class CausalModel:
             block_size: tokens of a block.
             kv_dtype: as of ``kv_layout``.
             num_window_blocks: blocks of layers with a window, in a pool of their own; 0: those
-                layers are part of the other blocks.
+                layers are part of the other blocks, or, where their KV has other sizes, have a pair
+                of each (``PagedKvCache.is_paired``).
         """
         layout = self.kv_layout(block_size, kv_dtype)
-        if not num_window_blocks:
+        is_uneven = self.spec.window_sizes is not None
+        if not num_window_blocks and not is_uneven:
             return self.context.make_kv_cache(layout, num_blocks)
-        rest, windows = split_layout(layout, self.spec.window_layers, self.spec.sliding_window)
+        rest, windows = self.spec.split_windows(layout)
         assert windows is not None, "all layers see the same tokens"
-        own = self.context.make_kv_cache(windows.layout, num_window_blocks)
-        return self.context.make_kv_cache(
+        own = self.context.make_kv_cache(windows.layout, num_window_blocks or num_blocks)
+        cache = self.context.make_kv_cache(
             rest, num_blocks, windows=own, window_layers=windows.layers
         )
+        cache.is_paired = not num_window_blocks
+        return cache
 
     def allocate_states(self, num_slots: int) -> StateCache | None:
         """Allocate slots of states on the model's device; None where no layer has a state."""
@@ -361,8 +371,9 @@ class CausalModel:
                 states.clear(slot)
         for block_id in batch.fresh_blocks:
             kv_cache.tensor[block_id].zero_()
-        if batch.windows is not None and kv_cache.windows is not None:
-            for block_id in batch.windows.fresh_blocks:
+        own = kv_cache.place_windows(batch)
+        if own is not None and kv_cache.windows is not None:
+            for block_id in own.fresh_blocks:
                 kv_cache.windows.tensor[block_id].zero_()
         if self.adapters is None:
             assert not batch.adapter_rows, "adapters are not enabled"
@@ -376,7 +387,7 @@ class CausalModel:
     def _check_cache(self, batch: PagedBatch, kv_cache: PagedKvCache) -> None:
         own, windows = self.kv_layout(batch.block_size, kv_cache.layout.dtype), None
         if kv_cache.windows is not None:
-            own, windows = split_layout(own, self.spec.window_layers, self.spec.sliding_window)
+            own, windows = self.spec.split_windows(own)
         held = None if kv_cache.windows is None else kv_cache.windows.layout
         if kv_cache.layout != own or held != (None if windows is None else windows.layout):
             raise ShapeError(
@@ -384,7 +395,7 @@ class CausalModel:
                 f"a batch of blocks of {batch.block_size} and a cache of {kv_cache.layout} with "
                 f"windows of {held}: make both from this model's kv_layout",
             )
-        if (batch.windows is None) != (held is None):
+        if (batch.windows is None) != (held is None or kv_cache.is_paired):
             raise ShapeError(
                 "models.forward",
                 "blocks of layers with a window in the batch or in the cache alone: give both them",
@@ -527,6 +538,7 @@ def load_model(
         ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.
         weights_digest = hasher.result()
+        folders = [] if caches is None else caches.folders
         unwritten = [] if caches is None else caches.take_unwritten()
     require_no_meta(model)
     if any(isinstance(m, Operator) and m.is_misplaced for m in model.modules()):
@@ -538,6 +550,7 @@ def load_model(
         follow_experts(model)
     loaded = CausalModel(model, plan, context, weights_digest, ignored)
     loaded.packed_writer = PackedWriter(unwritten) if unwritten else None
+    loaded.packed_folders = folders
     return loaded
 
 
@@ -600,7 +613,10 @@ def count_mapped_bytes(plan: ModelPlan) -> int:
 
 
 def _list_packed(plan: ModelPlan) -> list[MatrixPlan]:
-    return [m for m in plan.matrices if m.role == "experts" and m.weight_format != NO_FORMAT]
+    # Experts without a gate have matrices of their own, which no cache keeps.
+    gated = {m.module for m in plan.modules if isinstance(m.spec, ExpertsSpec) and m.spec.is_gated}
+    held = (m for m in plan.matrices if m.role == "experts" and m.weight_format != NO_FORMAT)
+    return [matrix for matrix in held if matrix.module in gated]
 
 
 def _choose_packed_root(plan: ModelPlan) -> Path | None:
@@ -631,7 +647,7 @@ def _find_ropes(
         specs = {
             layer.mixer.rope_idx: layer.rope
             for layer in plan.layers
-            if not isinstance(layer.mixer, GatedDeltaSpec)
+            if isinstance(layer.mixer, GqaSpec | MlaSpec)
         }
         known = [specs[i] for i in sorted(specs)]
         ropes = tuple(Rope(spec) for spec in known if spec is not None)
@@ -680,6 +696,11 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
     why = "of a layer that predicts tokens further ahead"
     harmless |= {name: why for name in source.entries if name.startswith((*prefixes, "mtp."))}
+    why = "of a layer that shares the keys and values of another one"
+    num_shared = getattr(checkpoint.config, "num_kv_shared_layers", None) or 0
+    shared = "|".join(str(i) for i in range(first - num_shared, first))
+    own = re.compile(rf"\.layers\.({shared})\.self_attn\.[kv]_(proj|norm)\.")
+    harmless |= {name: why for name in source.entries if num_shared and own.search(name)}
     why = "of the part that sees images, which text does not need"
     return harmless | {name: why for name in source.entries if name.startswith(IMAGE_PARTS)}
 

@@ -26,6 +26,12 @@ MAX_LAYERS = 8
 
 HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
 HEAD_DIM = 16
+WIDTH_STEP = 8
+"""Widths of MLPs that are rounded up are multiples of it."""
+LATENT = 24
+UNEVEN_HEAD_DIMS = (16, 24)
+"""Head sizes of layers with a window, and of the others, where they differ."""
+PER_LAYER_INPUT = 12
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LATENT_SIZES = {
     "q_lora_rank": 24,
@@ -110,11 +116,18 @@ def _shrink_to(config: Any, num_layers: int, *, is_true_head: bool) -> Any:
         values.pop(name, None)
     values.pop("quantization_config", None)
     _shrink_layers(values, num_layers)
+    if hasattr(config, "kv_sharing_modes"):
+        _choose_sharing_layers(values, num_layers)
     _shrink_heads(values, is_true_head=is_true_head)
+    if getattr(config, "is_heterogeneous", False):
+        _shrink_uneven(values, config, is_true_head=is_true_head)
     _shrink_experts(values)
     _shrink_rope(values)
     _shrink_scales(values)
     values["vocab_size"] = 131
+    if values.get("hidden_size_per_layer_input"):
+        values["hidden_size_per_layer_input"] = PER_LAYER_INPUT
+        values["vocab_size_per_layer_input"] = 131
     values["max_position_embeddings"] = 4 * NUM_TOKENS
     if _has_rope_type(values, "dynamic"):
         values["max_position_embeddings"] = TRAINED_CONTEXT
@@ -129,7 +142,7 @@ def _shrink_layers(values: Values, count: int) -> None:
 
     A list with an item for each layer, such as ``layer_types``, keeps the chosen ones' items.
     """
-    total = values["num_hidden_layers"]
+    total = values.setdefault("num_hidden_layers", len(values.get("layers_block_type") or ()))
     lists = [n for n, v in values.items() if isinstance(v, list) and len(v) == total and total > 1]
     rows = [repr([values[name][i] for name in lists]) for i in range(total)]
     begins = [i for i, row in enumerate(rows) if row not in rows[:i]]
@@ -138,12 +151,36 @@ def _shrink_layers(values: Values, count: int) -> None:
     for name in lists:
         values[name] = [values[name][i] for i in chosen]
     values["num_hidden_layers"] = count
-    if (values.get("first_k_dense_replace") or 0) > 1:
-        values["first_k_dense_replace"] = 1
+    for name in ("first_k_dense_replace", "num_dense_layers"):
+        if (values.get(name) or 0) > 1:
+            values[name] = 1
+    if values.get("attn_layer_indices"):
+        kept = [i for i in values["attn_layer_indices"] if i < count]
+        values["attn_layer_indices"] = kept or [count - 1]
     if values.get("mlp_only_layers"):
         values["mlp_only_layers"] = [i for i in values["mlp_only_layers"] if i < count] or [0]
     if isinstance(values.get("max_window_layers"), int):
         values["max_window_layers"] = min(values["max_window_layers"], 1)
+
+
+def _choose_sharing_layers(values: Values, count: int) -> None:
+    """Let two types of layers take turns, so that of each some store, keep and share KV."""
+    kinds = ("full_attention", "sliding_attention")
+    values["layer_types"] = [kinds[(count - 1 - i) % 2] for i in range(count)]
+    values["num_kv_shared_layers"] = min(values["num_kv_shared_layers"], 2)
+
+
+def _shrink_uneven(values: Values, config: Any, *, is_true_head: bool) -> None:
+    """Give types of layers tiny sizes of their own, where the model's have such."""
+    values["per_layer_config"] = {}
+    for index, kind in enumerate(values["layer_types"]):
+        whole = config.per_layer_config[config.layer_types.index(kind)]
+        own = {n: getattr(whole, n) for n in config.per_layer_attributes}
+        if not is_true_head:
+            own["head_dim"] = UNEVEN_HEAD_DIMS[kind == "full_attention"]
+        if "num_key_value_heads" in own:
+            own["num_key_value_heads"] = 1 if kind == "full_attention" else 2
+        values["per_layer_config"][index] = own
 
 
 def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
@@ -177,25 +214,66 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
         tiny_keys = min(keys, 2)
         values["linear_num_key_heads"] = tiny_keys
         values["linear_num_value_heads"] = tiny_keys * min(heads_v // keys, 3)
+    _shrink_state_space(values, is_true_head=is_true_head)
     scalar = values.get("query_pre_attn_scalar")
     if scalar is not None:
         scaled = scalar * head_dim / true_head
         values["query_pre_attn_scalar"] = round(scaled) if isinstance(scalar, int) else scaled
+    if isinstance(values.get("block_multiple_of"), int):
+        values["block_multiple_of"] = min(values["block_multiple_of"], WIDTH_STEP)
     for name, size in (
         ("intermediate_size", INTERMEDIATE),
         ("moe_intermediate_size", EXPERT_INTERMEDIATE),
         ("shared_expert_intermediate_size", SHARED_INTERMEDIATE),
         ("shared_intermediate_size", SHARED_INTERMEDIATE),
+        ("moe_shared_expert_intermediate_size", SHARED_INTERMEDIATE),
     ):
         if isinstance(values.get(name), int):
             values[name] = size
+
+
+def _shrink_state_space(values: Values, *, is_true_head: bool) -> None:
+    """Choose the sizes of Mamba2's heads, of which some classes want that they make up a width."""
+    width = values.get("mamba_expand")
+    groups, heads = (
+        next((n for n in names if isinstance(values.get(n), int)), "")
+        for names in (("mamba_n_groups", "n_groups"), ("mamba_n_heads", "mamba_num_heads"))
+    )
+    if not groups or not heads:
+        return
+    tiny_groups = min(values[groups], 2)
+    size, state = (
+        next((n for n in names if n in values), "")
+        for names in (("mamba_d_head", "mamba_head_dim"), ("mamba_d_state", "ssm_state_size"))
+    )
+    if not is_true_head:
+        values[state] = min(values[state], 8)
+    tiny_heads = 2 * tiny_groups
+    if heads == "mamba_n_heads" and width:
+        whole = width * values["hidden_size"]
+        fits = is_true_head and whole % (values[size] * tiny_groups) == 0
+        if fits:
+            tiny_heads = whole // values[size]
+        values[size] = whole // tiny_heads
+    elif not is_true_head:
+        values[size] = min(values[size], 40)
+    if isinstance(values.get("moe_latent_size"), int):
+        values["moe_latent_size"] = LATENT
+    if isinstance(values.get("time_step_min"), float):
+        # A floor that the tiny model's steps reach.
+        values["time_step_min"] = 0.5
+    values[heads], values[groups] = tiny_heads, tiny_groups
+    for name in ("mamba_chunk_size", "chunk_size"):
+        if isinstance(values.get(name), int):
+            values[name] = 16
 
 
 def _shrink_experts(values: Values) -> None:
     count_name = next((n for n in EXPERT_COUNTS if isinstance(values.get(n), int)), None)
     if count_name is None or not values[count_name]:
         return
-    count, top_k = values[count_name], values.get("num_experts_per_tok") or 1
+    top_name = "top_k_experts" if "top_k_experts" in values else "num_experts_per_tok"
+    count, top_k = values[count_name], values.get(top_name) or 1
     groups = values.get("n_group") or 1
     tiny_groups = min(groups, 4)
     tiny_count = min(count, 8) if groups == 1 else 2 * tiny_groups
@@ -205,7 +283,7 @@ def _shrink_experts(values: Values) -> None:
     for name in EXPERT_COUNTS:
         if isinstance(values.get(name), int):
             values[name] = tiny_count
-    values["num_experts_per_tok"] = tiny_count if top_k >= count else min(top_k, 3, most)
+    values[top_name] = tiny_count if top_k >= count else min(top_k, 3, most)
     if values.get("n_group") is not None:
         values["n_group"], values["topk_group"] = tiny_groups, tiny_kept
     if isinstance(values.get("n_shared_experts"), int):
