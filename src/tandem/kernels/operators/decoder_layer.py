@@ -13,6 +13,7 @@ from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.operator import Operator, current_step
+from tandem.kernels.state_space.mixers import Mamba2, ShortConv
 
 __all__ = ["DecoderLayer", "LayerParts"]
 
@@ -25,7 +26,7 @@ class LayerParts(NamedTuple):
     """
 
     attention_norm: RmsNorm | None
-    attention: Attention | MlaAttention | GatedDelta
+    attention: Attention | MlaAttention | GatedDelta | ShortConv | Mamba2
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm | None
     mlp: Mlp | MoeBlock
