@@ -143,7 +143,7 @@ FAMILIES = {
     "llama": {},
     "qwen3_moe": EXPERTS,
     "qwen3": {"tie_word_embeddings": True},
-    "phi3": {"original_max_position_embeddings": 512, "max_position_embeddings": 512},
+    "phi3": {"original_max_position_embeddings": 512, "pad_token_id": None, "head_dim": 64},
     "glm4_moe": {
         "moe_intermediate_size": 256,
         "n_routed_experts": 4,
