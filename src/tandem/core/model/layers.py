@@ -238,6 +238,8 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """True if the checkpoint's rotated items are pairs of neighbours."""
     rope_idx: NonNegativeInt = 0
     """The RoPE of the layer, among those of the model."""
+    position_scale: PositionScale | None = None
+    """On queries, after they are rotated."""
 
     @property
     def head(self) -> int:

@@ -331,6 +331,10 @@ class CpuStep:
         # The key is there: others may have it while queries are still made.
         self._store(layer_idx, rows, spec.num_heads)
         attention.key_heads.run(buffers.plain, buffers.absorbed)
+        if spec.position_scale is not None:
+            queries = buffers.rows.tensor[:, : spec.num_heads]
+            scale = scale_positions(spec.position_scale, self._positions, self._dtype)
+            queries *= scale[:, None, None]
         mixed = buffers.mixed
         self._attend(layer_idx, rows, mixed.view, spec.scale, attention.rule)
         attention.value_heads.run(mixed, buffers.value_heads)

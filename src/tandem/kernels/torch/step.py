@@ -218,6 +218,8 @@ class TorchStep:
     def _mix_latents(self, attention: MlaAttention, h_TD: Tensor) -> Tensor:
         spec = attention.spec
         q, key = project_latents(attention, h_TD, *self._angles[spec.rope_idx])
+        if spec.position_scale is not None:
+            q *= scale_positions(spec.position_scale, self._positions, q.dtype)[:, None, None]
         self.write_kv(attention.layer_idx, key[:, 0])
         mixed = self.attend(attention.layer_idx, q, key, spec.scale, attention.rule)
         heads = mixed.view(len(q), spec.num_heads, spec.rank)

@@ -13,7 +13,7 @@ from tandem.core.errors import ConfigError
 from tandem.kernels.interfaces import AttentionRule
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.operator import current_step
-from tandem.models.families import classifies
+from tandem.models.families import choose_auto_class, classifies
 from tandem.placement.rules import ModuleInfo
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreT
 
     Raises: ConfigError if transformers cannot build it.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attend_paged)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = choose_auto_class(config).from_config(
                 config, attn_implementation=attention, dtype=torch.float32
             )
     except Exception as error:

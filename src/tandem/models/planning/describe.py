@@ -443,6 +443,7 @@ def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
         has_bias=_has_bias(module.kv_a_proj_with_mqa),
         is_interleaved=has_interleaved_latents(view.config),
         rope_idx=_find_rope_idx(module, view.config),
+        position_scale=_find_position_scale(module, view.config),
     )
 
 

@@ -196,9 +196,13 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
         # The head of MLA has sizes of its own; what `head_dim` says follows from them.
         values["hidden_size"] = HIDDEN
         values.pop("head_dim", None)
+        share = _find_rotated_share(values)
         for name, size in LATENT_SIZES.items():
             if values.get(name) is not None and not is_true_head:
                 values[name] = size
+        for rope in _list_ropes(values):
+            if share is not None and rope.get("partial_rotary_factor") == share:
+                rope["partial_rotary_factor"] = _find_rotated_share(values)
     for name, size in STATE_SIZES.items():
         if isinstance(values.get(name), int) and not is_true_head:
             values[name] = min(values[name], size)
@@ -219,6 +223,12 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
     ):
         if isinstance(values.get(name), int):
             values[name] = size
+
+
+def _find_rotated_share(values: Values) -> float | None:
+    """Return the share of a latent attention's head that is rotated."""
+    rope, nope = values.get("qk_rope_head_dim"), values.get("qk_nope_head_dim")
+    return rope / (rope + nope) if isinstance(rope, int) and isinstance(nope, int) else None
 
 
 def _shrink_experts(values: Values) -> None:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.kernels import tolerance
+from tandem.models.families import choose_auto_class
 from tandem.models.proof.shrink import NUM_TOKENS
 
 __all__ = [
@@ -60,9 +61,7 @@ class Reference:
 
 def build_eager(config: Any) -> Any:
     """Build transformers' own model of a configuration, as its authors wrote it, in float32."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(
+    return choose_auto_class(config).from_config(
         config,
         attn_implementation="eager",
         experts_implementation="eager",
