@@ -138,6 +138,9 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4_moe-groups": ("glm4_moe", {"head_dim": 128, "n_group": 8, "topk_group": 4}),
+    "mimo_v2_flash": ("mimo_v2_flash", {}),
+    "ministral3": ("ministral3", {}),
+    "mistral4": ("mistral4", {}),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 64, "hidden_size": 3072}),
     "gpt_oss": ("gpt_oss", {}),
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": True, "intermediate_size": 5120}),
@@ -234,7 +237,6 @@ FIRST_USE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("arcee", {}),
-    "ministral3": ("ministral3", {}),
     "starcoder2": ("starcoder2", {}),
     "hy_v3": ("hy_v3", {}),
 }

@@ -44,6 +44,7 @@ from tandem.models.proof.shrink import shrink_config
 
 LONG = {
     "gemma4_text-of-26b-a4b",
+    "values not scaled",
     "a layer that shares KV reads another layer's",
     "all pairs of a head rotated",
     "factor of a layer left out",
@@ -473,6 +474,16 @@ MUTANTS = {
         "gemma4_text",
         forget(Attention, "layer_idx", lambda a: a.layer_idx - (2 if a.layer_idx > 2 else 0)),
         "self_attn (Attention)",
+    ),
+    "values not scaled": (
+        "mimo_v2_flash",
+        respec(Attention, value_scale=1.0),
+        "self_attn (Attention)",
+    ),
+    "queries of latents not scaled by position": (
+        "mistral4",
+        respec(MlaAttention, position_scale=None),
+        "self_attn (MlaAttention)",
     ),
     "values not normed": (
         "gemma4_text",

@@ -56,6 +56,7 @@ SERVED = [
     "laguna",
     "llama",
     "mellum",
+    "mimo_v2_flash",
     "minimax_m2",
     "ministral",
     "ministral3",

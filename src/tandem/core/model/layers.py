@@ -199,13 +199,30 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """Number of the layer whose keys and values it reads in place of its own; -1: it has own ones.
     Such a layer projects queries alone."""
 
+    value_size: NonNegativeInt = 0
+    """Items of a head's value, at most ``head_dim``; 0 is as many. Blocks hold ``head_dim``, the
+    rest of which are zeros."""
+    value_scale: float = 1.0
+    """On values."""
+
+    @property
+    def value_dim(self) -> int:
+        """Items of a head's value."""
+        return self.value_size or self.head_dim
+
+    @property
+    def is_rearranged(self) -> bool:
+        """True if what is projected is not yet queries, keys and values of one size each."""
+        return self.keys_are_values or self.value_dim < self.head_dim
+
     @property
     def num_projected(self) -> int:
-        """Heads that the projections give: queries, gates of outputs, keys and values."""
-        queries = self.num_heads * (2 if self.has_out_gate else 1)
+        """Outputs of the projections: queries, gates of outputs, keys and values."""
+        queries = self.num_heads * self.head_dim * (2 if self.has_out_gate else 1)
         if self.shares_kv_of >= 0:
             return queries
-        return queries + (1 if self.keys_are_values else 2) * self.num_kv_heads
+        values = 0 if self.keys_are_values else self.value_dim
+        return queries + (self.head_dim + values) * self.num_kv_heads
 
     @property
     def is_full_norm(self) -> bool:

@@ -209,13 +209,16 @@ class CpuStep:
         spec, layer_idx = attention.spec, attention.layer_idx
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         gates = heads if spec.has_out_gate else 0
-        qkv = product = self._head_buffer("qkv", spec.num_projected, d)
-        mixed = self._head_buffer("mixed", heads, d)
+        if spec.is_rearranged:
+            product = self._buffer("projected", spec.num_projected)
+        else:
+            product = self._head_buffer("qkv", spec.num_projected // d, d)
+        qkv, mixed = product, self._head_buffer("mixed", heads, d)
         attention.qkv_matrix.run(h_TD, product)
         if gates:
             qkv = self._part(product, gates * d, product.tensor.shape[1], d)
-        if spec.keys_are_values:
-            qkv = self._double_keys(spec, product)
+        if spec.is_rearranged:
+            qkv = self._place_values(spec, product)
         shares = spec.shares_kv_of >= 0
         by_head = qkv.view
         q, k = attention.held_q, attention.held_k
@@ -244,14 +247,23 @@ class CpuStep:
         if gates:
             gate, rows = self._part(product, 0, gates * d), self._part(mixed, 0, gates * d)
             _native.gate(gate.view, rows.view, "sigmoid", None, self._pool, up=rows.view)
+        if spec.value_dim < d:
+            values = self._buffer("mixed_values", heads * spec.value_dim)
+            part = mixed.tensor.unflatten(1, (heads, d))[..., : spec.value_dim]
+            values.tensor.unflatten(1, (heads, -1)).copy_(part)
+            return values
         return mixed
 
-    def _double_keys(self, spec: GqaSpec, product: Buffer) -> Buffer:
-        """Return queries, keys and, again, keys, which become the values."""
+    def _place_values(self, spec: GqaSpec, product: Buffer) -> Buffer:
+        """Return queries, keys and values, each of as many items: keys again, or with zeros."""
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv, end = self._head_buffer("qkkv", heads + 2 * kv_heads, d), (heads + kv_heads) * d
-        qkv.tensor[:, :end].copy_(product.tensor)
-        qkv.tensor[:, end:].copy_(product.tensor[:, heads * d :])
+        qkv, end = self._head_buffer("placed", heads + 2 * kv_heads, d), (heads + kv_heads) * d
+        qkv.tensor[:, :end].copy_(product.tensor[:, :end])
+        first = heads * d if spec.keys_are_values else end
+        source = product.tensor[:, first:].unflatten(1, (kv_heads, -1))
+        values = qkv.tensor[:, end:].unflatten(1, (kv_heads, d))
+        torch.mul(source, spec.value_scale, out=values[..., : spec.value_dim])
+        values[..., spec.value_dim :] = 0
         return qkv
 
     def _norm_values(self, attention: Attention, qkv: Buffer) -> None:

@@ -65,7 +65,13 @@ class Attention(Operator):
             order=self._order_rows(),
         )
         self.output_matrix: Matrix = read_matrix(
-            self, "o_", reader, settings, output, heads * d, has_bias=spec.has_o_bias
+            self,
+            "o_",
+            reader,
+            settings,
+            output,
+            heads * spec.value_dim,
+            has_bias=spec.has_o_bias,
         )
         if spec.has_sinks:
             sinks = torch.empty(heads, dtype=torch.float32, device=reader.device)
@@ -100,16 +106,16 @@ class Attention(Operator):
             own = None if order is None else order[first : first + size] - first
             parts[f"{name}.{part}"] = AdaptedRows(qkv, spec.hidden_size, size, first, own)
             first += size
-        o_size = spec.num_heads * spec.head_dim
+        o_size = spec.num_heads * spec.value_dim
         return {**parts, f"{name}.o_proj": AdaptedRows(output, o_size, spec.hidden_size)}
 
     def _list_sizes(self) -> tuple[int, ...]:
         """Return the outputs of each of ``qkv_names``."""
         d, heads, kv_heads = self.spec.head_dim, self.spec.num_heads, self.spec.num_kv_heads
         queries = heads * d * (2 if self.spec.has_out_gate else 1)
-        sizes = (queries, kv_heads * d, kv_heads * d)
+        sizes = (queries, kv_heads * d, kv_heads * self.spec.value_dim)
         if len(self.spec.qkv_names) == 1:
-            return (self.spec.num_projected * d,)
+            return (self.spec.num_projected,)
         return sizes[: len(self.spec.qkv_names)]
 
     def _order_rows(self) -> Tensor | None:

@@ -61,6 +61,17 @@ def _norm_heads(attention: Attention, qk_THd: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def _place_values(attention: Attention, product_TN: Tensor) -> Tensor:
+    """Return queries, keys and values, each of as many items: keys again, or with zeros."""
+    spec = attention.spec
+    heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    end = (heads + kv_heads) * d
+    first = heads * d if spec.keys_are_values else end
+    values = product_TN[:, first:].unflatten(1, (kv_heads, -1)) * spec.value_scale
+    padded = torch.nn.functional.pad(values, (0, d - spec.value_dim))
+    return torch.cat((product_TN[:, :end], padded.flatten(1)), 1)
+
+
 def _norm_values(attention: Attention, v_TKd: Tensor) -> None:
     """Norm values in place, where the layer does."""
     spec = attention.spec
@@ -182,11 +193,11 @@ class TorchStep:
         assert isinstance(attention, Attention), "attention that is not ours"
         spec = attention.spec
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
+        product = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype)
+        qkv = _place_values(attention, product) if spec.is_rearranged else product
+        qkv = qkv.view(len(h_TD), -1, d)
         gate = qkv[:, :heads] if spec.has_out_gate else None
         qkv = qkv if gate is None else qkv[:, heads:]
-        if spec.keys_are_values:
-            qkv = torch.cat((qkv, qkv[:, heads:]), 1)
         qk = qkv[:, : heads + kv_heads]
         normed = _norm_heads(attention, qk)
         cos, signed_sin = self._angles[spec.rope_idx]
@@ -204,6 +215,8 @@ class TorchStep:
         if spec.position_scale is not None:
             q = q * scale_positions(spec.position_scale, self._positions, q.dtype)[:, None, None]
         mixed = self.attend(attention.layer_idx, q, kv, spec.scale, attention.rule)
+        if spec.value_dim < d:
+            mixed = mixed.view(-1, heads, d)[..., : spec.value_dim].flatten(1)
         return mixed if gate is None else mixed * torch.sigmoid(gate.flatten(1))
 
     def _mix_states(self, layer: GatedDelta, h_TD: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ FAMILIES = {
         Family(model_type="olmoe", is_moe=True),
         Family(model_type="glm4_moe", is_moe=True),
         Family(model_type="minimax_m2", is_moe=True),
+        Family(model_type="mimo_v2_flash", is_moe=True),
         Family(model_type="deepseek_v2", is_moe=True, find_problem=deepseek.find_problem),
         Family(model_type="deepseek_v3", is_moe=True, find_problem=deepseek.find_problem),
         Family(

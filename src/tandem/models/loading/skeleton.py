@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tandem.core.errors import ConfigError
 from tandem.kernels.interfaces import AttentionRule
@@ -49,7 +50,9 @@ def attend_paged(
     assert attention_mask is None, "the skeleton built a mask for an attention it does not know"
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    width, value_dim = key.shape[-1], value.shape[-1]
+    padded = value if value_dim == width else functional.pad(value, (0, width - value_dim))
+    kv = torch.stack((key[0], padded[0])).permute(2, 0, 1, 3)
     step = current_step()
     step.write_kv(layer_idx, kv)
     sinks = None if s_aux is None else Buffer(s_aux.float())
@@ -61,7 +64,7 @@ def attend_paged(
         0 if window is None else window, 0.0 if softcap is None else softcap, sinks
     )
     mixed = step.attend(layer_idx, query[0].transpose(0, 1), kv, scale, rule)
-    return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
+    return mixed.view(1, mixed.shape[0], query.shape[1], -1)[..., :value_dim], None
 
 
 def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreTrainedModel":

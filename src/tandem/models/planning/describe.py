@@ -349,8 +349,13 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
     if source >= 0:
         owner = view.model.model.layers[source].self_attn
         kept = find_projections(owner)
-    d, heads = module.head_dim, output.in_features // module.head_dim
+    d, value_dim = module.head_dim, getattr(module, "v_head_dim", module.head_dim)
+    heads = output.in_features // value_dim
+    if value_dim > d or (value_dim < d and len(names) < 3):
+        raise UnfitModuleError(f"{type(module).__name__} has values of {value_dim} items")
     has_out_gate = len(names) > 1 and first.out_features == 2 * heads * d
+    if has_out_gate and (value_dim < d or names == ("q_proj", "k_proj")):
+        raise UnfitModuleError(f"{type(module).__name__} gates values that it takes elsewhere")
     if has_out_gate and call.interleaved_size:
         raise UnfitModuleError(f"{type(module).__name__} rotates neighbours and gates its output")
     norm = describe_norm(module.q_norm) if hasattr(module, "q_norm") else None
@@ -371,6 +376,8 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         has_value_norm=value_norm is not None,
         keys_are_values=names == ("q_proj", "k_proj"),
         shares_kv_of=source,
+        value_size=0 if value_dim == d else value_dim,
+        value_scale=float(getattr(module, "v_scale", 1.0)),
         qkv_names=names,
         rope_idx=_find_rope_idx(module, view.config, rotates=call.rotates),
         interleaved_size=call.interleaved_size,
@@ -394,7 +401,7 @@ def describe_kept_attention(module: Any, view: ModuleView) -> GqaSpec:
     first, output = getattr(module, names[0]), module.o_proj
     return GqaSpec(
         hidden_size=first.in_features,
-        num_heads=output.in_features // module.head_dim,
+        num_heads=output.in_features // getattr(module, "v_head_dim", module.head_dim),
         num_kv_heads=count_kv_heads(module, names),
         head_dim=module.head_dim,
         scale=call.scale,

@@ -26,6 +26,8 @@ MAX_LAYERS = 8
 
 HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
 HEAD_DIM = 16
+VALUE_DIM = 14
+"""Items of a value, where they are fewer than a key's."""
 UNEVEN_HEAD_DIMS = (16, 24)
 """Head sizes of layers with a window, and of the others, where they differ."""
 PER_LAYER_INPUT = 12
@@ -185,12 +187,14 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
     group = 1 if kv_heads == heads else min(heads // kv_heads, 2)
     tiny_heads = tiny_kv * group
     true_head = stated or values["hidden_size"] // heads
-    head_dim = true_head if is_true_head else HEAD_DIM
+    head_dim = true_head if is_true_head else _choose_head_dim(values)
     values["num_attention_heads"] = tiny_heads
     if values.get("num_key_value_heads") is not None:
         values["num_key_value_heads"] = tiny_kv
     if stated is not None:
         values["head_dim"] = head_dim
+        if isinstance(values.get("v_head_dim"), int) and not is_true_head:
+            values["v_head_dim"] = min(VALUE_DIM, values["v_head_dim"])
     values["hidden_size"] = tiny_heads * head_dim if is_whole else HIDDEN
     if "kv_lora_rank" in values:
         # The head of MLA has sizes of its own; what `head_dim` says follows from them.
@@ -223,6 +227,13 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
     ):
         if isinstance(values.get(name), int):
             values[name] = size
+
+
+def _choose_head_dim(values: Values) -> int:
+    """Return a size of which an even part is rotated, as that of the model's heads is."""
+    shares = [rope.get("partial_rotary_factor") or 1.0 for rope in _list_ropes(values)]
+    sizes = (HEAD_DIM, HEAD_DIM + 8, HEAD_DIM + 4)
+    return next((d for d in sizes if all(int(d * s) % 2 == 0 for s in shares)), HEAD_DIM)
 
 
 def _find_rotated_share(values: Values) -> float | None:
