@@ -152,13 +152,14 @@ class LayerNormSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 class PositionScale(msgspec.Struct, frozen=True):
-    """A factor on the queries of position p: ``1 + beta * log(1 + p // length)``.
+    """A factor on the queries of position p: ``1 + beta * log(1 + (p + offset) // length)``.
 
     Llama 4's temperature, which Ministral 3 has too.
     """
 
     beta: float
     length: PositiveInt
+    offset: NonNegativeInt = 0
 
 
 class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="gqa"):
@@ -182,6 +183,8 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """Items of a head that the checkpoint rotates as neighbours, from the first on."""
     window: NonNegativeInt = 0
     """Tokens that a token sees, itself included; 0 is all."""
+    chunk: NonNegativeInt = 0
+    """A token sees none before the last multiple of this up to its position; 0 is no such border."""
     soft_cap: float = 0.0
     """A score becomes cap * tanh(score / cap); 0 is none."""
     has_sinks: bool = False
@@ -199,6 +202,8 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """Number of the layer whose keys and values it reads in place of its own; -1: it has own ones.
     Such a layer projects queries alone."""
 
+    is_norm_plain: bool = False
+    """True if the norm of queries and keys has no weight."""
     value_size: NonNegativeInt = 0
     """Items of a head's value, at most ``head_dim``; 0 is as many. Blocks hold ``head_dim``, the
     rest of which are zeros."""
@@ -209,6 +214,11 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     def value_dim(self) -> int:
         """Items of a head's value."""
         return self.value_size or self.head_dim
+
+    @property
+    def reach(self) -> int:
+        """The most tokens that a token sees, itself included; 0 is all."""
+        return self.window or self.chunk
 
     @property
     def is_rearranged(self) -> bool:
@@ -425,7 +435,19 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     activation: Activation = SILU
     has_bias: bool = False
     is_transposed: bool = False
-    """True if the checkpoint holds inputs first: gate_up [E, D, 2 F], down [E, F, D]."""
+    """True if the checkpoint holds inputs first: gate_up [E, D, 2 F], down [E, F, D], where the
+    outputs of gate and up take turns."""
+    has_halves: bool = False
+    """True if, of such a checkpoint, those of gate come before those of up."""
+    scales_input: bool = False
+    """True if a router's weight multiplies an expert's input, not its output."""
+
+    @property
+    def gate_up_rows(self) -> tuple[slice, slice]:
+        """The outputs of gate and of up among those of both in the checkpoint."""
+        if self.is_transposed and not self.has_halves:
+            return slice(0, None, 2), slice(1, None, 2)
+        return slice(0, self.intermediate_size), slice(self.intermediate_size, None)
 
 
 class MoeBlockSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe_block"):

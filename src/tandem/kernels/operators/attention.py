@@ -44,7 +44,7 @@ class Attention(Operator):
         super().__init__()
         self.spec = spec
         self.layer_idx = layer_idx
-        self.rule = AttentionRule(spec.window, spec.soft_cap)
+        self.rule = AttentionRule(spec.window, spec.soft_cap, chunk=spec.chunk)
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
@@ -85,6 +85,11 @@ class Attention(Operator):
             return
         if spec.has_value_norm:
             self.held_v = Buffer(torch.ones(d, dtype=reader.dtype, device=reader.device))
+        if spec.is_norm_plain:
+            self.held_q = self.held_k = Buffer(
+                torch.ones(d, dtype=reader.dtype, device=reader.device)
+            )
+            return
         q_size, k_size = (heads * d, spec.num_kv_heads * d) if spec.is_full_norm else (d, d)
         names = [(f"{name}.q_norm.weight", q_size), (f"{name}.k_norm.weight", k_size)]
         if spec.shares_kv_of >= 0:

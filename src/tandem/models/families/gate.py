@@ -39,7 +39,7 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 """Beyond these a configuration is broken, not large; they bound what we allocate for it."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
-LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""
@@ -272,6 +272,14 @@ def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
             "models.check_config",
             "layers of sliding_attention, and sliding_window is None",
             field="sliding_window",
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    is_chunked = "chunked_attention" in layer_types
+    if is_chunked and (type(chunk) is not int or not 1 <= chunk < 1 << 31):
+        raise ConfigError(
+            "models.check_config",
+            f"attention_chunk_size is {chunk!r}: need a number of tokens",
+            field="attention_chunk_size",
         )
     _check_rope(config)
 

@@ -70,6 +70,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         Family(model_type="llama"),
+        Family(model_type="llama4_text", composite="llama4", is_moe=True),
         Family(model_type="mistral", composite="mistral3"),
         Family(model_type="ministral3", composite="mistral3"),
         Family(model_type="mistral4", composite="mistral3", is_moe=True),

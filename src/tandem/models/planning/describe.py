@@ -40,7 +40,7 @@ from tandem.core.model.layers import (
 )
 from tandem.kernels.operators.rope import Rope
 from tandem.models.families.deepseek import has_interleaved_latents
-from tandem.models.families.gpt_oss import PAIR_BLOCK
+from tandem.models.families.gpt_oss import PAIR_BLOCKS
 from tandem.models.families.registry import classifies
 from tandem.models.planning.probes import (
     AttentionCall,
@@ -53,6 +53,7 @@ from tandem.models.planning.probes import (
     find_routing,
     gives_whole_angles,
     read_frequencies,
+    takes_choices,
     takes_positions,
 )
 from tandem.models.planning.roles import (
@@ -77,6 +78,7 @@ __all__ = [
     "describe_decoder_layer",
     "describe_embedding",
     "describe_experts",
+    "describe_frozen_experts",
     "describe_frozen_gated_delta",
     "describe_frozen_linear",
     "describe_gated_delta",
@@ -359,6 +361,10 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
     if has_out_gate and call.interleaved_size:
         raise UnfitModuleError(f"{type(module).__name__} rotates neighbours and gates its output")
     norm = describe_norm(module.q_norm) if hasattr(module, "q_norm") else None
+    plain = getattr(module, "qk_norm", None)
+    if plain is not None:
+        # Of queries and keys that are rotated, which changes no norm.
+        norm = NormSpec(size=d, eps=plain.eps)
     value_norm = getattr(module, "v_norm", None)
     if value_norm is not None and (norm is None or value_norm.eps != norm.eps):
         raise UnfitModuleError(f"{type(module).__name__} norms values as it norms nothing else")
@@ -382,10 +388,12 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         rope_idx=_find_rope_idx(module, view.config, rotates=call.rotates),
         interleaved_size=call.interleaved_size,
         window=call.rule.window,
+        chunk=_find_chunk(module, view.config),
+        is_norm_plain=plain is not None,
         soft_cap=call.rule.soft_cap,
         has_sinks=call.rule.sinks is not None,
         has_out_gate=has_out_gate,
-        position_scale=_find_position_scale(module, view.config),
+        position_scale=_find_position_scale(module, view.config, rotates=call.rotates),
     )
 
 
@@ -415,8 +423,19 @@ def describe_kept_attention(module: Any, view: ModuleView) -> GqaSpec:
     )
 
 
-def _find_position_scale(module: Any, config: Any) -> PositionScale | None:
+def _find_chunk(module: Any, config: Any) -> int:
+    """Return the size of the chunks whose borders a layer's attention does not cross; 0: none."""
+    kinds = getattr(config, "layer_types", None) or ()
+    is_chunked = bool(kinds) and kinds[module.layer_idx] == "chunked_attention"
+    return int(config.attention_chunk_size) if is_chunked else 0
+
+
+def _find_position_scale(
+    module: Any, config: Any, *, rotates: bool = True
+) -> PositionScale | None:
     """Return the factor of attentions that are told positions, by the fields that they read."""
+    if getattr(module, "attn_temperature_tuning", False) and not rotates:
+        return PositionScale(float(module.attn_scale), int(module.floor_scale), offset=1)
     rope = config.rope_parameters
     beta, length = (
         rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
@@ -533,10 +552,11 @@ def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
     del view
     _require(module, "gate_up_proj", "down_proj")
     count, hidden, inner = module.down_proj.shape
-    is_transposed = bool(getattr(module, "is_transposed", False))
+    is_transposed = module.gate_up_proj.shape[1:] == (inner, 2 * hidden)
     if is_transposed:
         hidden, inner = inner, hidden
-    if is_transposed == bool(getattr(module, "is_concatenated", True)):
+    is_concatenated = bool(getattr(module, "is_concatenated", True))
+    if not is_transposed and not is_concatenated:
         raise UnfitModuleError(f"{type(module).__name__} stores gate and up in another order")
     return ExpertsSpec(
         num_experts=count,
@@ -545,7 +565,17 @@ def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
         activation=find_expert_activation(module),
         has_bias=hasattr(module, "down_proj_bias"),
         is_transposed=is_transposed,
+        has_halves=is_transposed and is_concatenated,
+        scales_input=not takes_choices(module),
     )
+
+
+def describe_frozen_experts(module: Any, view: ModuleView) -> ExpertsSpec:
+    """Describe routed experts that are packed while adapters are trained."""
+    spec = describe_experts(module, view)
+    if spec.scales_input:
+        raise UnfitModuleError(f"{type(module).__name__} takes inputs that its router has scaled")
+    return spec
 
 
 def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
@@ -563,7 +593,7 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
         gate_name=gate,
         shared_name=shared,
         shared_gate_name=shared_gate,
-        is_pair=type(module).__name__ == PAIR_BLOCK,
+        is_pair=type(module).__name__ in PAIR_BLOCKS,
     )
 
 

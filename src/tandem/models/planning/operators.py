@@ -17,6 +17,7 @@ from tandem.models.planning.describe import (
     describe_decoder_layer,
     describe_embedding,
     describe_experts,
+    describe_frozen_experts,
     describe_frozen_gated_delta,
     describe_frozen_linear,
     describe_gated_delta,
@@ -180,7 +181,7 @@ for _entry in (
         needs_format=True,
     ),
     OperatorEntry(
-        "FrozenExperts", describe_experts, absorbs=True, takes_format=True, needs_format=True
+        "FrozenExperts", describe_frozen_experts, absorbs=True, takes_format=True, needs_format=True
     ),
     OperatorEntry("MoeBlock", describe_moe_block, is_optional=True),
     OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),

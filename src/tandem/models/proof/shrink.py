@@ -20,6 +20,9 @@ __all__ = ["NUM_TOKENS", "WINDOW", "shrink_config"]
 NUM_TOKENS = 52
 """Tokens of a proof's sequence: beyond the windows and the RoPE's thresholds of a tiny model."""
 WINDOW = 11
+CHUNK = 13
+FLOOR_SCALE = 6
+"""In place of the positions after which queries grow."""
 TRAINED_CONTEXT = 24
 """In place of the length that a RoPE's scaling starts from."""
 MAX_LAYERS = 8
@@ -143,7 +146,10 @@ def _shrink_layers(values: Values, count: int) -> None:
     """
     total = values["num_hidden_layers"]
     lists = [n for n, v in values.items() if isinstance(v, list) and len(v) == total and total > 1]
-    rows = [repr([values[name][i] for name in lists]) for i in range(total)]
+    moe_layers = values.get("moe_layers") or []
+    if "moe_layers" in lists:
+        lists.remove("moe_layers")
+    rows = [repr([*(values[n][i] for n in lists), i in moe_layers]) for i in range(total)]
     begins = [i for i, row in enumerate(rows) if row not in rows[:i]]
     others = [i for i in range(total) if i not in begins]
     chosen = (begins + others * count + begins * count)[:count]
@@ -152,6 +158,8 @@ def _shrink_layers(values: Values, count: int) -> None:
     values["num_hidden_layers"] = count
     if (values.get("first_k_dense_replace") or 0) > 1:
         values["first_k_dense_replace"] = 1
+    if isinstance(values.get("moe_layers"), list):
+        values["moe_layers"] = [i for i, old in enumerate(chosen) if old in moe_layers]
     if values.get("mlp_only_layers"):
         values["mlp_only_layers"] = [i for i in values["mlp_only_layers"] if i < count] or [0]
     if isinstance(values.get("max_window_layers"), int):
@@ -221,6 +229,7 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
         values["query_pre_attn_scalar"] = round(scaled) if isinstance(scalar, int) else scaled
     for name, size in (
         ("intermediate_size", INTERMEDIATE),
+        ("intermediate_size_mlp", SHARED_INTERMEDIATE),
         ("moe_intermediate_size", EXPERT_INTERMEDIATE),
         ("shared_expert_intermediate_size", SHARED_INTERMEDIATE),
         ("shared_intermediate_size", SHARED_INTERMEDIATE),
@@ -293,6 +302,10 @@ def _shrink_scales(values: Values) -> None:
     """Bring windows, caps and limits to what the tiny model reaches."""
     if isinstance(values.get("sliding_window"), int) and values["sliding_window"]:
         values["sliding_window"] = WINDOW
+    if isinstance(values.get("attention_chunk_size"), int):
+        values["attention_chunk_size"] = CHUNK
+    if isinstance(values.get("floor_scale"), int):
+        values["floor_scale"] = FLOOR_SCALE
     for name, value in values.items():
         if name.endswith(("_eps", "epsilon")) and isinstance(value, float):
             values[name] = max(value, 1e-3)
