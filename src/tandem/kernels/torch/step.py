@@ -8,14 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tandem.kernels.activation import apply_function
 from tandem.kernels.gated_delta import GatedDeltaRows
 from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.attention import Attention
-from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.decoder_layer import BesideExperts, DecoderLayer, LayerInput
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import ExpertChoice, MoeBlock
+from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import apply_rope_, scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
@@ -119,6 +122,8 @@ class TorchStep:
         """The residual stream of the layer that has chosen experts."""
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._positions = batch.positions
+        self.layer_inputs: Tensor | None = None
+        """[T, layers, items], of models whose layers have inputs of their own; set before them."""
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """See ``Step``."""
@@ -152,13 +157,34 @@ class TorchStep:
         late = None if routing is None else routing.take_carried()
         if late is not None:
             x_TD += late
-        if mlp_out_norm is None:
+        if layer.beside is not None and mlp_out_norm is not None:
+            self._run_beside_(layer.beside, mlp, mlp_out_norm, x_TD, h)
+        elif mlp_out_norm is None:
             mlp.add_into_(x_TD, h)
         else:
             x_TD += mlp_out_norm(mlp(h))
+        if layer.own_input is not None:
+            self._add_input_(layer, layer.own_input, x_TD)
         if layer.scale != 1.0:
             x_TD *= layer.scale
         return None
+
+    def _run_beside_(
+        self, beside: BesideExperts, mlp: Mlp, out_norm: RmsNorm, x_TD: Tensor, h_TD: Tensor
+    ) -> None:
+        """Add an MLP and the experts beside it to the residual stream."""
+        _, weights, ids = beside.router.route(x_TD)
+        if self._routing is not None:
+            self._routing.find_choices().tensor.copy_(ids)
+        chosen = beside.experts(beside.norm(x_TD), ids, weights)
+        x_TD += out_norm(beside.mlp_norm(mlp(h_TD)) + beside.experts_norm(chosen))
+
+    def _add_input_(self, layer: DecoderLayer, parts: LayerInput, x_TD: Tensor) -> None:
+        """Add a layer's own input to the residual stream."""
+        assert self.layer_inputs is not None, "a layer with an input of its own without inputs"
+        gate = apply_function(parts.activation, parts.gate(x_TD))
+        gated = gate * self.layer_inputs[:, layer.layer_idx]
+        x_TD += parts.norm(parts.projection(gated))
 
     def _choose(self, block: MoeBlock, x_TD: Tensor, h_TD: Tensor) -> ExpertChoice:
         router, experts = block.operators

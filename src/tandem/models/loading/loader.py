@@ -111,6 +111,7 @@ class CausalModel:
         base = skeleton.model
         self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
         layers = list(base.layers)
+        self._layer_inputs = _find_layer_inputs(base)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
         self.moe = find_moe_layers(plan) if self.is_fused else None
         """The layers that choose experts; None where ``choices`` stays None."""
@@ -375,6 +376,9 @@ class CausalModel:
             hidden = hidden.index_select(0, batch.logit_rows)
         else:
             hidden = self._embed(batch.token_ids)
+            if self._layer_inputs is not None:
+                assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
+                step.layer_inputs = self._layer_inputs(batch.token_ids, hidden)
             if self._hybrid is not None and len(batch.query_start) - 1 == batch.num_tokens:
                 assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
                 self._hybrid.run(step, routing, hidden)
@@ -523,6 +527,22 @@ def _choose_packed_root(plan: ModelPlan) -> Path | None:
     # Whatever their size, experts that stay on disk are kept.
     size_bytes = plan.expert_bytes if plan.tier is None else MIN_CACHED_BYTES
     return choose_root(plan.packed_cache, Path(plan.folder), size_bytes)
+
+
+def _find_layer_inputs(base: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return what gives a step's layers inputs of their own; None: they have none.
+
+    They are [T, layers, items], of tokens [T] and their embeddings [T, D]: rows of a table by
+    token, and a projection of the embeddings, which transformers' module sums.
+    """
+    if getattr(base, "embed_tokens_per_layer", None) is None:
+        return None
+
+    def compute(token_ids: Tensor, embedded: Tensor) -> Tensor:
+        rows = base.get_per_layer_inputs(token_ids[None])
+        return base.project_per_layer_inputs(embedded[None], rows)[0]
+
+    return compute
 
 
 def _find_ropes(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
 from tandem.core.model.layers import (
+    SILU,
     Activation,
     DecoderLayerSpec,
     EmbeddingSpec,
@@ -604,6 +605,9 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     _require(module, mixer)
     # Dropout is of training.
     names = [n for n, m in module.named_children() if not isinstance(m, nn.Dropout)]
+    has_input = hasattr(module, INPUT_GATE)
+    if has_input and "act_fn" in names:
+        names.remove("act_fn")
     parts = {n: view.operators.get(f"{view.name}.{n}") for n in names}
     strange = [name for name, spec in parts.items() if spec is None]
     if strange:
@@ -621,10 +625,13 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     ):
         raise UnfitModuleError("branches or embeddings are multiplied")
     own = parts.keys() - {mixer, "mlp"}
+    beside = _describe_beside(parts)
+    own -= {*beside, *BESIDE} if beside else set()
+    own -= {INPUT_GATE, INPUT_PROJECTION, INPUT_NORM} if has_input else set()
     norms = next((norms for norms in LAYER_NORMS if own == {n for n in norms if n}), None)
     if norms is None:
         raise UnfitModuleError(f"the norms {', '.join(sorted(own))} are of no known layer")
-    for name in own:
+    for name in (*own, *beside, *([INPUT_NORM] if has_input else ())):
         if not isinstance(parts[name], NormSpec):
             raise UnfitModuleError(f"{name} is not a norm of ours")
     if isinstance(mlp, MoeBlockSpec) and (not norms[2] or norms[3]):
@@ -634,7 +641,41 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     scale = LAYER_SCALE if LAYER_SCALE in buffers else ""
     if scale and isinstance(mlp, MoeBlockSpec):
         raise UnfitModuleError("a layer with experts has a factor on its result")
-    return DecoderLayerSpec(norms=norms, mixer_name=mixer, scale_name=scale)
+    if beside and not (norms[2] and norms[3] and isinstance(mlp, MlpSpec)):
+        raise UnfitModuleError("experts beside no MLP that is normed before and after")
+    activation = find_activation(module) if has_input else SILU
+    if activation not in GATED_NATIVELY:
+        raise UnfitModuleError("the native gate is of another activation")
+    return DecoderLayerSpec(
+        norms=norms,
+        mixer_name=mixer,
+        scale_name=scale,
+        beside_norms=beside,
+        input_norm=INPUT_NORM if has_input else "",
+        input_activation=activation.name,
+    )
+
+
+BESIDE = ("router", "experts")
+"""Parts of a layer that has experts beside its MLP."""
+BESIDE_NORMS = (
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
+INPUT_GATE, INPUT_PROJECTION = "per_layer_input_gate", "per_layer_projection"
+INPUT_NORM = "post_per_layer_input_norm"
+
+
+def _describe_beside(parts: Mapping[str, OperatorSpec | None]) -> tuple[str, ...]:
+    """Return the norms of experts that a layer has beside its MLP; none: it has none."""
+    if not {*BESIDE, *BESIDE_NORMS} <= parts.keys():
+        return ()
+    if not isinstance(parts["router"], RouterSpec) or not isinstance(
+        parts["experts"], ExpertsSpec
+    ):
+        raise UnfitModuleError("router or experts are not operators of ours")
+    return BESIDE_NORMS
 
 
 def _is_fusable(block: MoeBlockSpec, name: str, view: ModuleView) -> bool:
