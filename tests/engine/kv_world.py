@@ -108,12 +108,16 @@ class KvWorld(StoreWorld):
         self.count = itertools.count()
         self.ends: collections.Counter[str] = collections.Counter()
         self.num_loaded = self.num_read = self.num_evicted = 0
-        self.cluster: ClusterClient
         self.network.loop.set_exception_handler(self._note_failure)
 
     def _note_failure(self, loop, context) -> None:
         if "handle" in context:
             self.violations.append(f"{context['message']}: {context['exception']!r}")
+
+    @property
+    def cluster(self) -> ClusterClient:
+        """Whom people ask."""
+        return self._cluster
 
     # Processes.
 
@@ -131,7 +135,8 @@ class KvWorld(StoreWorld):
         child = self.children.pop(process.instance_id, None)
         if child is not None:
             self.count_work(child.instance)
-            child.client.end("killed")
+            for client in [each for each in self.clients if each.process is process]:
+                client.end("killed")
             child.exited.set()
 
     def stop(self, process, seconds: float) -> None:
@@ -154,6 +159,10 @@ class KvWorld(StoreWorld):
         for name in HOSTS:
             self.start_host(name, CAPACITY)
         await asyncio.sleep(2)
+        await self.serve(num_requests)
+
+    async def serve(self, num_requests: int) -> None:
+        """Start what serves, and let people ask; whole again at the end."""
         specs = [
             InstanceSpec(
                 name=name, role=role, model=ModelConfig(path="chain"), engine=ENGINE,
@@ -162,7 +171,7 @@ class KvWorld(StoreWorld):
             for name, role in self.settings.roles.items()
         ]  # fmt: skip
         config = ClusterConfig(lease_s=LEASE_S, recovery_s=20.0, max_attempts=8)
-        self.cluster = ClusterClient(specs, config, make_launcher=lambda: SimLauncher(self))
+        self._cluster = ClusterClient(specs, config, make_launcher=lambda: SimLauncher(self))
         async with self.cluster:
             await self.cluster.wait_ready()
             await self.trouble(num_requests)
@@ -359,10 +368,10 @@ class KvWorld(StoreWorld):
             self.violations.append(f"{request.request_id}: {reason} {tokens}, {rights} is right")
         return tokens if is_whole else None
 
-    async def read_answer(self, request: AddRequest, *, is_impatient: bool):
+    async def read_answer(self, request: AddRequest, *, is_impatient: bool, cluster=None):
         tokens: list[int] = []
         try:
-            stream = await self.cluster.submit(request)
+            stream = await (cluster or self.cluster).submit(request)
         except TandemError as error:
             return f"refused: {error.code}", tokens
         self.streams.append(stream)

@@ -94,8 +94,11 @@ class SimClient:
     async def __aexit__(self, *_: object) -> None:
         self.end("closed", tell=False)
 
-    def end(self, why: str, *, tell: bool = True) -> None:
-        """Both sides learn of it, a stopped one when it goes on."""
+    def end(self, why: str, *, tell: bool = True, forget_in_s: float = 0.0) -> None:
+        """Both sides learn of it, a stopped one when it goes on.
+
+        ``forget_in_s``: until the instance gives up a server that is silent.
+        """
         if not self.is_connected:
             return
         self.is_connected = False
@@ -108,9 +111,11 @@ class SimClient:
                 call.set_exception(error)
         process = self._instance.process
         if process.is_alive:
-            process.loop.call_soon(
-                self._instance.api.forget_peer, self, error, context=process.context
-            )
+            forget = self._instance.api.forget_peer
+            if forget_in_s:
+                process.loop.call_later(forget_in_s, forget, self, error, context=process.context)
+            else:
+                process.loop.call_soon(forget, self, error, context=process.context)
         if tell:
             self._note_lost(self, error)
 

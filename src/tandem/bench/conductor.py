@@ -1,5 +1,7 @@
 """``tandem bench conductor``: the CPU time of a decision, by policy, instances and queue.
 
+With ``--trace`` also what policies and admission are worth live (``conductor_live.py``).
+
 The prompt has 514 blocks. Its first 64 are on every instance, the next 400 on one in twenty. Time
 is that of the process, so it holds on a busy machine; keys of prompts are made before.
 """
@@ -7,7 +9,9 @@ is that of the process, so it holds on a busy machine; keys of prompts are made 
 import random
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from tandem.bench.conductor_live import make_live_cases
 from tandem.bench.harness import BenchCase
 from tandem.conductor.conductor import Conductor
 from tandem.conductor.directory import Chain
@@ -29,8 +33,13 @@ FACTS = InstanceFacts(num_blocks=10_000, block_size=BLOCK_SIZE, max_model_len=13
                       max_batch_tokens=2048)  # fmt: skip
 
 
-def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield each policy at a thousand instances beside ten, and long queues beside short ones."""
+def make_cases(*, quick: bool, trace: Path | None = None) -> Iterator[BenchCase]:
+    """Yield each policy at a thousand instances beside ten, and long queues beside short ones.
+
+    Args:
+        quick: fewer decisions.
+        trace: in Mooncake's format, of the live cases; None: there are none.
+    """
     count = NUM_DECISIONS // 4 if quick else NUM_DECISIONS
     roles: dict[str, Sequence[InstanceRole]] = {
         "unified": ("unified",),
@@ -57,6 +66,8 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
         baseline=short.measure,
         baseline_name="queue=x1",
     )
+    if trace is not None:
+        yield from make_live_cases(trace, quick=quick)
 
 
 class _Asked:

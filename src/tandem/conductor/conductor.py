@@ -28,6 +28,7 @@ from tandem.conductor.fleet import (
 )
 from tandem.conductor.policies.policy import Policy, Question
 from tandem.conductor.prediction import TtftParts, predict_tpot, predict_ttft
+from tandem.conductor.role_balance import RoleBalance, RoleChange
 from tandem.conductor.routes import Alone, InstanceRef, NoRoute, Pair, Place, Route
 from tandem.core.instance_status import InstanceRole, StepCosts
 from tandem.core.wire import GROWTH_BLOCKS, StepRecord
@@ -115,6 +116,8 @@ class Conductor:
         self.policy = policy
         self.admission = Admission() if admission is None else admission
         self.fleet = Fleet()
+        self.roles = RoleBalance()
+        """Says which instance should change its role."""
         self.directory = PrefixDirectory()
         """Blocks that instances say they hold."""
         self.stored = PrefixDirectory()
@@ -174,6 +177,8 @@ class Conductor:
             return
         estimator = self._estimators[row]
         for step in steps:
+            if math.isfinite(step.seconds):
+                self.fleet.add_work(row, step)
             if estimator.note_step(step):
                 self.fleet.costs[:, row] = estimator.costs
 
@@ -257,7 +262,16 @@ class Conductor:
         if rejection is not None:
             return Decision(None, rejection=rejection)
         self.admission.note_accepted(question, ttft_s, now_s)
+        self.roles.note_request(question.slo)
         return self._note_placed(question, decision)
+
+    def find_role_change(self, now_s: float) -> RoleChange | None:
+        """Return the change of a role that is due; asked about once a second.
+
+        Args:
+            now_s: monotonic.
+        """
+        return self.roles.look(self.fleet, now_s)
 
     def _note_placed(self, question: Question, decision: Decision) -> Decision:
         """Expect blocks where they will be computed and read."""

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from tandem.conductor.estimator import DEFAULT_COSTS, NUM_FEATURES
 from tandem.conductor.routes import InstanceRef
 from tandem.core.instance_status import InstanceRole
+from tandem.core.wire import StepRecord
 
-__all__ = ["ROLES", "Fleet", "FloatColumn", "InstanceFacts", "IntColumn", "Load", "Mask"]
+__all__ = ["ROLES", "Fleet", "FloatColumn", "InstanceFacts", "IntColumn", "Load", "Mask", "Work"]
 
 IntColumn = npt.NDArray[np.int64]
 FloatColumn = npt.NDArray[np.float64]
@@ -57,6 +58,17 @@ class Load(NamedTuple):
     """Blocks of the longest of them at its full length."""
 
 
+class Work(NamedTuple):
+    """Sums over the steps of an instance."""
+
+    prefill_s: float = 0.0
+    """Seconds of the steps that computed prompts."""
+    decode_s: float = 0.0
+    """Seconds that decodes took: of each step as often as it had decodes."""
+    num_decodes: int = 0
+    """Tokens that were decoded."""
+
+
 class Fleet:
     """The columns. Row ``i`` of each is the instance of ``refs[i]``; free rows do not serve.
 
@@ -70,6 +82,7 @@ class Fleet:
         load: one column for each field of ``Load``.
         costs: seconds of a step by feature; see ``StepEstimator``.
         load_tokens_per_s: KV that it loads from other instances or the store.
+        work: one row for each field of ``Work``, summed up since the instance joined.
     """
 
     def __init__(self) -> None:
@@ -87,6 +100,7 @@ class Fleet:
         self.load: FloatColumn = np.zeros((len(Load._fields), 0))
         self.costs: FloatColumn = np.zeros((NUM_FEATURES, 0))
         self.load_tokens_per_s: FloatColumn = np.zeros(0)
+        self.work: FloatColumn = np.zeros((len(Work._fields), 0))
         self._grow(FIRST_ROWS)
 
     def _grow(self, num_more: int) -> None:
@@ -106,6 +120,7 @@ class Fleet:
         self.load_tokens_per_s = np.pad(
             self.load_tokens_per_s, more, constant_values=DEFAULT_TOKENS_PER_S
         )
+        self.work = np.pad(self.work, ((0, 0), more))
         # Views by name: a write to a row is seen in all of them.
         (
             self.num_blocks,
@@ -161,6 +176,7 @@ class Fleet:
         self.refs[row] = InstanceRef(name, -1)
         self.role[row] = ROLES.index(role)
         self.load_tokens_per_s[row] = DEFAULT_TOKENS_PER_S
+        self.work[:, row] = 0.0
         self.costs[:, row] = self._guess_costs(row)
         return row
 
@@ -223,6 +239,13 @@ class Fleet:
     def set_load(self, row: int, load: Load) -> None:
         """Record the load of an instance."""
         self.load[:, row] = load
+
+    def add_work(self, row: int, step: StepRecord) -> None:
+        """Sum up a step of an instance."""
+        decode_s = step.seconds * step.num_decodes
+        self.work[:, row] += Work(
+            step.seconds if step.prefill_tokens else 0.0, decode_s, step.num_decodes
+        )
 
     def is_reader(self, row: int) -> bool:
         """Return whether an instance counts in ``num_readers``."""

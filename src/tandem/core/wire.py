@@ -528,3 +528,5 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Alternatives that were rejected, and why."""
     placement: list[PlacedLayers] = []
     """The layers, by where their matrices are kept."""
+    packed_folders: list[str] = []
+    """Folders on its machine that packed weights are mapped from."""

@@ -22,6 +22,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.groups.windows import WindowPolicy
 from tandem.engine.kv_memory import KvExtents, KvMemory
+from tandem.engine.lanes import LanePlan
 from tandem.engine.memory import KvPlan, StatePlan
 from tandem.engine.planning import plan_engine
 from tandem.engine.scheduling.blocks import BlockPool
@@ -109,8 +110,7 @@ def build_engine(
     # Several instances map the file of the first, so it is there before the next one loads.
     model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
     if not model.context.device.is_host and plan.model.expert_device == "cpu" and model.moe:
-        # Memory of a step is not at fixed places yet, so nothing is captured.
-        model.enable_hybrid(model.context.device, is_captured=False)
+        _enable_lanes(model, plan.lanes)
     spec = plan.model.spec
     pool, blocks = _make_pool(model, plan.kv, allocate)
     identity = model.kv_identity(plan.layout, plan.config.kv_sharing, plan.windows)
@@ -192,10 +192,25 @@ def build_engine(
         plan=plan.rows(),
         rejected=plan.rejected_rows(),
         placement=list_placed_layers(plan.model),
+        packed_folders=[str(folder) for folder in model.packed_folders],
         load_seconds=0.0,
     )
     return BuiltEngine(
         engine, info, model, identity, index, cache, states, plan.windows, planner, experts
+    )
+
+
+def _enable_lanes(model: CausalModel, lanes: LanePlan | None) -> None:
+    """Let a device and the host share the routed experts on the host."""
+    split = None
+    if lanes is not None and all(experts.native.is_in_one_piece for experts in model.hosted):
+        split = lanes.make_split()
+        if lanes.stream_tokens:
+            model.enable_stream(lanes.stream_tokens)
+    max_uploads = lanes.max_uploads if lanes is not None and split is not None else 1
+    # Memory of a step is not at fixed places yet, so nothing is captured.
+    model.enable_hybrid(
+        model.context.device, is_captured=False, split=split, max_uploads=max_uploads
     )
 
 

@@ -16,6 +16,7 @@ from tandem.core.kv_layout import WindowLayout
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KVLayout, ModelSpec
 from tandem.engine.config import EngineConfig
+from tandem.engine.lanes import LanePlan, plan_lanes
 from tandem.engine.memory import (
     DEFAULT_FRACTION,
     KvPlan,
@@ -105,6 +106,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     forecast: Forecast | None
     """None: this machine was not measured."""
     rejected: tuple[Choice, ...]
+    lanes: LanePlan | None = None
+    """None: no experts on the host beside a device."""
 
     @property
     def operator_threads(self) -> dict[str, int]:
@@ -137,6 +140,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 else "in place, mapped if cached",
             ),
             ("deferred experts", str(model.num_deferred_experts), self.deferral_reason),
+            *([] if self.lanes is None else self.lanes.tell()),
             ("linear", model.linear.weight_format, model.linear.reason),
             ("context", f"{self.config.max_model_len} tokens", kv.max_model_len_reason),
             ("threads", self._tell_threads(), self.threads_reason),
@@ -304,6 +308,7 @@ def plan_engine(
         torch_threads_reason=torch_reason,
         step_reason=step_reason,
         forecast=forecast,
+        lanes=plan_lanes(model_config, model, shape),
         rejected=(
             *_reject_formats(model, shape, forecast),
             *_reject_deferral(model),

@@ -24,11 +24,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from tandem.core.errors import UnsupportedError
 from tandem.kernels.device import Device, Graph, Stream
+from tandem.kernels.lanes.pairs import sum_pairs
+from tandem.kernels.lanes.places import Pairs, Places, Staging
+from tandem.kernels.lanes.uploads import UploadLane
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.experts import MAX_RUN_S
 from tandem.kernels.operators.moe import ExpertChoice
@@ -68,45 +73,6 @@ class HostExperts(Protocol):
         ...
 
 
-class Places:
-    """Memory for what goes between the device and the experts, of one layer at a time.
-
-    Args:
-        allocate: gives the bytes.
-        shape: (B, D, K).
-        dtype: of the hidden states.
-    """
-
-    def __init__(
-        self,
-        allocate: Callable[[int], Tensor],
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-    ) -> None:
-        size, hidden, top_k = shape
-
-        def make(columns: int, kind: torch.dtype) -> Tensor:
-            return allocate(size * columns * kind.itemsize).view(kind).view(size, columns)
-
-        self.x_BD = make(hidden, dtype)
-        self.ids_BK = make(top_k, torch.int64)
-        self.late_BK = make(top_k, torch.int64)
-        """Experts that are added one layer later; -1 where a choice is in ``ids_BK``."""
-        self.weights_BK = make(top_k, torch.float32)
-        self.sum_BD = make(hidden, torch.float32)
-
-
-class Staging(Places):
-    """Places in the host's memory, with the sum of deferred experts."""
-
-    def __init__(
-        self, allocate: Callable[[int], Tensor], shape: tuple[int, int, int], dtype: torch.dtype
-    ) -> None:
-        super().__init__(allocate, shape, dtype)
-        self.carried_BD = torch.zeros(shape[0], shape[1], dtype=torch.float32)
-        """Written by the layer's deferred experts, read by the next layer's wait."""
-
-
 @dataclass(slots=True)
 class _Batch:
     """A graph's memory, and the step that it computes now."""
@@ -114,13 +80,18 @@ class _Batch:
     size: int
     on_device: Places
     staging: tuple[Staging, Staging]
-    graph: Graph | None = None
+    pairs: tuple[Pairs, Pairs] | None = None
+    """On the device and in staging memory, for experts that are uploaded."""
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    """By the number of experts that a layer uploads."""
     step: LayeredStep | None = None
     routing: StepRouting | None = None
     hidden: Tensor | None = None
     """[T, D], the residual stream."""
     num_live: int = 0
     choice: ExpertChoice | None = None
+    uploaded: Tensor | None = None
+    """[B, K, D], outputs of the layer's uploaded experts."""
     jobs: "list[Future[None]]" = field(default_factory=list)
     """Jobs of the layer that runs, and the deferred ones of the layer before it, oldest first."""
     failure: BaseException | None = None
@@ -140,6 +111,7 @@ class HybridDecoder:
         dtype: the model's.
         num_deferred: experts of a token that are added one layer later.
         is_captured: whether steps are graphs; otherwise the same work is queued each time.
+        lane: uploads some of the experts, which the device computes; None: the host has all.
 
     Raises: UnsupportedError (experts are deferred into a layer that has none).
     """
@@ -155,8 +127,10 @@ class HybridDecoder:
         has_shared: list[bool],
         num_deferred: int = 0,
         is_captured: bool = True,
+        lane: UploadLane | None = None,
     ) -> None:
         self._device, self._layers, self._experts = device, layers, experts
+        self._lane = lane
         self._has_shared = has_shared
         self._shape, self._dtype = shape, dtype
         self._num_deferred = num_deferred
@@ -189,14 +163,18 @@ class HybridDecoder:
             batch = self._batches[size] = self._make_batch(size)
         batch.step, batch.routing, batch.hidden = step, routing, hidden_TD
         batch.num_live, batch.failure, batch.jobs = num_live, None, []
+        lane, count = self._lane, 0
+        if lane is not None:
+            count = lane.choose_count()
+            lane.begin_step()
         self._device.follow(self._stream)
         if not self._is_captured:
-            self._queue(batch)
+            self._queue(batch, count)
         else:
-            if batch.graph is None:
-                work = partial(self._queue, batch)
-                batch.graph = self._device.capture(self._stream, work)
-            self._device.launch(batch.graph, self._stream)
+            if count not in batch.graphs:
+                work = partial(self._queue, batch, count)
+                batch.graphs[count] = self._device.capture(self._stream, work)
+            self._device.launch(batch.graphs[count], self._stream)
         try:
             self._stream.synchronize()
         finally:
@@ -206,15 +184,23 @@ class HybridDecoder:
             batch.jobs = []
         if batch.failure is not None:
             raise batch.failure
+        if lane is not None:
+            lane.end_step()
 
     def _make_batch(self, size: int) -> _Batch:
         device, shape = self._device, (size, *self._shape)
         staging = [Staging(device.allocate_staging, shape, self._dtype) for _ in range(2)]
         on_device = Places(device.allocate, shape, self._dtype)
-        return _Batch(size, on_device, (staging[0], staging[1]))
+        batch = _Batch(size, on_device, (staging[0], staging[1]))
+        if self._lane is not None:
+            batch.pairs = (Pairs(device.allocate, shape), Pairs(device.allocate_staging, shape))
+        return batch
 
-    def _queue(self, batch: _Batch) -> None:
-        """Queue the work of a step; nothing here looks at its values."""
+    def _queue(self, batch: _Batch, count: int) -> None:
+        """Queue the work of a step that uploads so many experts a layer.
+
+        Nothing here looks at its values.
+        """
         device, stream, here = self._device, self._stream, batch.on_device
         for layer_idx, layer in enumerate(self._layers):
             device.run(stream, partial(self._choose, batch, layer), f"layer {layer_idx}")
@@ -226,13 +212,38 @@ class HybridDecoder:
             device.copy(here.weights_BK, there.weights_BK, stream)
             if self._num_deferred:
                 device.copy(here.late_BK, there.late_BK, stream)
-            device.call_host(stream, partial(self._submit, batch, layer_idx), f"submit {layer_idx}")
+            submit = partial(self._submit, batch, layer_idx, count)
+            device.call_host(stream, submit, f"submit {layer_idx}")
+            if count:
+                self._queue_uploads(batch, layer_idx, count)
             if self._has_shared[layer_idx]:
                 device.run(stream, partial(self._run_shared, batch), f"shared {layer_idx}")
-            device.call_host(stream, partial(self._wait, batch, layer_idx), f"wait {layer_idx}")
-            device.copy(there.sum_BD, here.sum_BD, stream)
-            device.run(stream, partial(self._leave_sum, batch), f"sum {layer_idx}")
+            wait = partial(self._wait, batch, layer_idx, count)
+            device.call_host(stream, wait, f"wait {layer_idx}")
+            leave = partial(self._leave_sum, batch)
+            if count:
+                assert batch.pairs is not None, "no lane"
+                device.copy(batch.pairs[1].host_BKD, batch.pairs[0].host_BKD, stream)
+                leave = partial(self._leave_pairs, batch, layer_idx)
+            if not count or self._is_carried(layer_idx):
+                device.copy(there.sum_BD, here.sum_BD, stream)
+            device.run(stream, leave, f"sum {layer_idx}")
         device.run(stream, partial(self._complete, batch), "end")
+
+    def _queue_uploads(self, batch: _Batch, layer_idx: int, count: int) -> None:
+        """Queue the copies of a layer's uploaded experts, and what the device does with them."""
+        device, stream, lane = self._device, self._stream, self._lane
+        assert lane is not None, "no lane"
+        assert batch.pairs is not None, "no lane"
+        loads = lane.loads[layer_idx]
+        assert loads is not None, "a layer without experts"
+        there, here = (side.take(count, loads.expert_bytes) for side in (lane.there, lane.here))
+        for source, target in zip(there, here, strict=True):
+            device.copy(source, target, stream)
+        device.copy(batch.pairs[1].uploaded_BK, batch.pairs[0].uploaded_BK, stream)
+        work = partial(self._run_uploaded, batch, layer_idx, here)
+        device.run(stream, work, f"upload {layer_idx}")
+        device.call_host(stream, lane.note_uploaded, f"uploaded {layer_idx}")
 
     # What the device does.
 
@@ -262,14 +273,40 @@ class HybridDecoder:
         assert batch.step is not None and batch.hidden is not None, "no step"
         batch.step.leave_sum_(Buffer(batch.on_device.sum_BD[: len(batch.hidden)]))
 
+    def _run_uploaded(self, batch: _Batch, layer_idx: int, landing: tuple[Tensor, Tensor]) -> None:
+        assert self._lane is not None, "no lane"
+        assert batch.pairs is not None, "no lane"
+        assert batch.hidden is not None, "no step"
+        loads, here, rows = self._lane.loads[layer_idx], batch.on_device, len(batch.hidden)
+        assert loads is not None, "a layer without experts"
+        ids_BK = batch.pairs[0].uploaded_BK[:rows]
+        shape = (*ids_BK.shape, self._shape[0])
+        batch.uploaded = torch.empty(shape, dtype=torch.float32, device=ids_BK.device)
+        memory, owners_U = landing
+        loads.run_pairs(here.x_BD[:rows], ids_BK, owners_U, memory, batch.uploaded)
+
+    def _leave_pairs(self, batch: _Batch, layer_idx: int) -> None:
+        assert batch.step is not None and batch.hidden is not None, "no step"
+        assert batch.uploaded is not None and batch.pairs is not None, "no lane"
+        here, rows = batch.on_device, len(batch.hidden)
+        # One of the two is zero.
+        outputs_BKD = batch.uploaded + batch.pairs[0].host_BKD[:rows]
+        sum_BD = sum_pairs(here.ids_BK[:rows], here.weights_BK[:rows], outputs_BKD)
+        if self._is_carried(layer_idx):
+            sum_BD += here.sum_BD[:rows]
+        batch.step.leave_sum_(Buffer(sum_BD))
+
     def _complete(self, batch: _Batch) -> None:
         assert batch.step is not None and batch.hidden is not None, "no step"
         batch.step.complete_(batch.hidden)
 
     # What the host does, on the stream's behalf.
 
-    def _submit(self, batch: _Batch, layer_idx: int) -> None:
-        """Give the host's thread the layer's experts; return at once."""
+    # Staging memory is made in a step, and so takes no changes outside of this mode, which a thread
+    # of the device is not in.
+    @torch.inference_mode()
+    def _submit(self, batch: _Batch, layer_idx: int, count: int) -> None:
+        """Give the host's thread the layer's experts; return at once, or when some are staged."""
         if batch.failure is not None:
             return
         experts, there, num_live = (
@@ -281,19 +318,48 @@ class HybridDecoder:
         x, weights = Buffer(there.x_BD[:num_live]), Buffer(there.weights_BK[:num_live])
         ids, late = Buffer(there.ids_BK[:num_live]), Buffer(there.late_BK[:num_live])
         out, carried = Buffer(there.sum_BD[:num_live]), Buffer(there.carried_BD[:num_live])
-        batch.jobs.append(self._worker.submit(experts.run, x, ids, weights, out))
+        lane, chosen = self._lane, None
+        work = partial(experts.run, x, ids, weights, out)
+        if lane is not None:
+            chosen = lane.divide(there.ids_BK[:num_live].numpy(), count)
+            if count:
+                work = self._divide(batch, experts, there, chosen)
+            work = partial(lane.time_host, work)
+        batch.jobs.append(self._worker.submit(work))
         if self._defers(layer_idx):
             batch.jobs.append(self._worker.submit(experts.run, x, late, weights, carried))
+        if lane is not None and chosen is not None and count:
+            try:
+                lane.stage(layer_idx, chosen)
+            except BaseException as error:  # noqa: BLE001 - raised by ``run``.
+                batch.failure = error
 
-    # Staging memory is made in a step, and so takes no changes outside of this mode, which a thread
-    # of the device is not in.
+    def _divide(
+        self, batch: _Batch, experts: HostExperts, there: Staging, chosen: NDArray[np.int64]
+    ) -> Callable[[], None]:
+        """Return the host's part of a layer whose ``chosen`` experts are uploaded.
+
+        Each output comes by itself, so that its place in the sum is the same in either lane.
+        """
+        assert batch.pairs is not None, "no lane"
+        pairs, num_live, top_k = batch.pairs[1], batch.num_live, self._shape[1]
+        ids_TK = there.ids_BK[:num_live]
+        is_uploaded = torch.from_numpy(np.isin(ids_TK.numpy(), chosen))
+        pairs.uploaded_BK.fill_(-1)
+        pairs.uploaded_BK[:num_live] = ids_TK.masked_fill(~is_uploaded, -1)
+        host_P1 = ids_TK.masked_fill(is_uploaded, -1).view(-1, 1)
+        x_PD = there.x_BD[:num_live].repeat_interleave(top_k, 0)
+        ones_P1 = torch.ones(len(host_P1), 1)
+        out_PD = pairs.host_BKD[:num_live].view(len(host_P1), -1)
+        return partial(experts.run, *map(Buffer, (x_PD, host_P1, ones_P1, out_PD)))
+
     @torch.inference_mode()
-    def _wait(self, batch: _Batch, layer_idx: int) -> None:
+    def _wait(self, batch: _Batch, layer_idx: int, count: int) -> None:
         """Wait for the layer's immediate experts, and for what the layer before deferred."""
         if batch.failure is not None:
             return
         there, before = batch.staging[layer_idx % 2], batch.staging[1 - layer_idx % 2]
-        is_carried = layer_idx > 0 and self._defers(layer_idx - 1)
+        is_carried = self._is_carried(layer_idx)
         due = 2 if is_carried else 1
         try:
             for job in batch.jobs[:due]:
@@ -305,7 +371,14 @@ class HybridDecoder:
         del batch.jobs[:due]
         if is_carried:
             num_live = batch.num_live
-            there.sum_BD[:num_live].add_(before.carried_BD[:num_live])
+            if count:
+                there.sum_BD[:num_live] = before.carried_BD[:num_live]
+            else:
+                there.sum_BD[:num_live].add_(before.carried_BD[:num_live])
+
+    def _is_carried(self, layer_idx: int) -> bool:
+        """Return True if the layer before deferred experts."""
+        return layer_idx > 0 and self._defers(layer_idx - 1)
 
     def _defers(self, layer_idx: int) -> bool:
         is_last = layer_idx == len(self._layers) - 1

@@ -115,6 +115,22 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "are torch's. CUDA has not run on hardware yet (tools/hardware_check.py).",
         ),
     ] = "cpu"
+    max_uploads: Annotated[
+        Literal[0, 1, 2, 4, 8, 16],
+        Meta(
+            description="Routed experts of a layer on the host that a decode step uploads to the "
+            "device at most, instead of computing them; how many is learnt from the times of both. "
+            "0 = none."
+        ),
+    ] = 4
+    stream_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=1 << 20)] | Literal["auto"],
+        Meta(
+            description="Tokens of a step from which routed experts on the host are streamed to "
+            "the device layer by layer; 0 = never; auto: from where the cost model predicts that "
+            "it is faster."
+        ),
+    ] = "auto"
     expert_device: Annotated[
         str,
         Meta(

@@ -412,6 +412,8 @@ class ServerContext:
             code = error.code if isinstance(error, TandemError) else "abort"
             if isinstance(error, OverloadError):
                 self.metrics.count_slo("rejected")
+            # The engine may have taken the request in the turn of the loop that ended the wait.
+            await group.close()
             record.refuse(code, self.clock.now_s() - origin.arrived_s)
             raise
         return group

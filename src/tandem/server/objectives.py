@@ -88,13 +88,14 @@ class TermsTable:
     ) -> None:
         self._by_model: dict[str, ServiceTerms] = {}
         self._by_client = {} if by_client is None else dict(by_client)
-        for entry in entries:
-            words = [word.strip() for word in entry.split(",") if word.strip()]
+        for words in _group_words(entries):
             models = [word.removeprefix("model=") for word in words if word.startswith("model=")]
             model = models[0] if models else ""
             rest = [word for word in words if not word.startswith("model=")]
             if len(models) > 1 or not rest or model in self._by_model:
-                what = f"{entry!r}: give objectives once for a model, and once without one"
+                what = (
+                    f"{','.join(words)!r}: give objectives once for a model, and once without one"
+                )
                 raise ConfigError("server.parse_terms", what, field="server.slo")
             self._by_model[model] = parse_terms(rest, "server.slo")
 
@@ -121,6 +122,25 @@ class TermsTable:
             tpot_s=next((each.tpot_s for each in sources if each.tpot_s is not None), None),
         )
         return own._replace(slo=slo)
+
+
+def _group_words(entries: Sequence[str]) -> list[list[str]]:
+    """Return the words of each entry.
+
+    A flag and the environment split a list at its commas, so that each word is an entry: words that
+    stand alone belong together, up to the next ``model=``.
+    """
+    groups: list[list[str]] = []
+    was_alone = False
+    for entry in entries:
+        words = [word.strip() for word in entry.split(",") if word.strip()]
+        is_alone = len(words) == 1
+        if is_alone and was_alone and not words[0].startswith("model="):
+            groups[-1] += words
+        else:
+            groups.append(words)
+        was_alone = is_alone
+    return groups
 
 
 def _read_header(get_header: Callable[[str], str | None], name: str) -> float | None:

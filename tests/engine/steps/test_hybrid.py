@@ -25,6 +25,8 @@ from tandem.kernels.cpu.hosted_experts import HostedExperts  # noqa: E402
 from tandem.kernels.devices import open_device as open_named  # noqa: E402
 from tandem.kernels.fake.device import FakeDevice  # noqa: E402
 from tandem.kernels.hybrid import HybridDecoder  # noqa: E402
+from tandem.kernels.lanes.loads import PackedLoads  # noqa: E402
+from tandem.kernels.lanes.streams import ExpertStream  # noqa: E402
 from tandem.models.config import ModelConfig  # noqa: E402
 from tandem.models.loading import loader  # noqa: E402
 
@@ -127,7 +129,7 @@ def test_tokens_are_those_of_the_cpu(folder, open_device, model, is_captured, de
     hybrid = built.model.enable_hybrid(open_device(hold_back(1)), is_captured=is_captured)
     launched = []
     queue = HybridDecoder._queue
-    hybrid._queue = lambda batch: (launched.append(batch.size), queue(hybrid, batch))
+    hybrid._queue = lambda batch, n: (launched.append(batch.size), queue(hybrid, batch, n))
     for _ in range(2):
         assert generate(built.engine)[0] == expected
     # Three live tokens use the graph of four; each size is captured once.
@@ -215,6 +217,57 @@ def test_what_a_worker_raises_is_its_requests_error(folder, open_device, monkeyp
     hybrid.close()
 
 
+class Turns:
+    """A split that goes through all numbers of uploads, whatever the times."""
+
+    def __init__(self):
+        self.num_chosen, self.noted = 0, []
+
+    def choose(self, num_missed):
+        self.num_chosen += 1
+        return num_missed * (self.num_chosen % 5) // 4
+
+    def note(self, *times):
+        self.noted.append(times)
+
+
+@pytest.mark.parametrize("deferred", [0, 2])
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_no_bit_depends_on_which_experts_are_uploaded(folder, open_device, is_captured, deferred):
+    expected, _ = generate(build(folder, deferred=deferred).engine)
+    built, turns = build(folder, deferred=deferred), Turns()
+    hybrid = built.model.enable_hybrid(
+        open_device(hold_back(3)), is_captured=is_captured, split=turns
+    )
+    for _ in range(2):
+        assert generate(built.engine)[0] == expected
+    counts = {(num_host == 0, num_uploaded == 0) for num_host, _, num_uploaded, _ in turns.noted}
+    assert {(False, True), (False, False)} <= counts
+    assert all(t >= 0 for _, host_s, _, upload_s in turns.noted for t in (host_s, upload_s))
+    hybrid.close()
+
+
+def test_an_expert_that_cannot_be_staged_is_an_error_and_the_next_step_runs(
+    folder, open_device, monkeypatch
+):
+    built = build(folder)
+    expected, _ = generate(build(folder).engine)
+    hybrid = built.model.enable_hybrid(open_device(), split=Turns())
+    stage, num_staged = PackedLoads.stage, []
+
+    def fail(self, expert_id, place):
+        num_staged.append(1)
+        if len(num_staged) == 5:
+            raise ValueError("no staging")
+        stage(self, expert_id, place)
+
+    monkeypatch.setattr(PackedLoads, "stage", fail)
+    # A step that fails is repeated in halves, which go well.
+    assert generate(built.engine)[0] == expected
+    assert len(num_staged) > 5
+    hybrid.close()
+
+
 def test_models_without_packed_experts_are_refused(open_device):
     config = EngineConfig(kv_cache_gib=0.02, block_size=16)
     model = ModelConfig(path="demo", dtype="float32", expert_format="none", packed_cache="off")
@@ -297,3 +350,42 @@ def test_a_device_that_is_not_here_is_named():
         pytest.skip("CUDA is here")
     with pytest.raises(UnsupportedError, match="libcuda"):
         open_named("cuda:0")
+
+
+def test_a_prompt_whose_experts_are_streamed_gives_the_same_bits(far, folder):
+    """Ranges of one, two and all experts of a layer; prompts of 20, 9 and 33 tokens from 16 on."""
+    expected, _ = generate(build_far(folder, stream_tokens=0).engine)
+    for num_experts in (1, 2, 100):
+        built = build_far(folder, stream_tokens=0)
+        size = built.model.hosted[0].native.view_packed().shape[1]
+        stream = built.model.enable_stream(16, range_bytes=num_experts * size)
+        sizes = []
+
+        def note(layer, x, ids, weights, sizes=sizes, stream=stream):
+            sizes.append((layer, len(x)))
+            return ExpertStream.run(stream, layer, x, ids, weights)
+
+        stream.run = note
+        for _ in range(2):
+            assert generate(built.engine)[0] == expected
+        assert sizes
+        assert {layer for layer, _ in sizes} == {0, 1}
+        assert min(rows for _, rows in sizes) >= 16
+        stream.close()
+
+
+def test_a_range_that_cannot_be_staged_is_an_error_and_the_next_step_runs(far, folder, monkeypatch):
+    built = build_far(folder, stream_tokens=16)
+    expected, _ = generate(build_far(folder, stream_tokens=0).engine)
+    stage, num_staged = PackedLoads.stage, []
+
+    def fail(self, expert_id, place):
+        num_staged.append(1)
+        if len(num_staged) == 12:
+            raise ValueError("no staging")
+        stage(self, expert_id, place)
+
+    monkeypatch.setattr(PackedLoads, "stage", fail)
+    # A step that fails is repeated in halves, which go well.
+    assert generate(built.engine)[0] == expected
+    assert len(num_staged) > 12

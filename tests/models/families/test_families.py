@@ -267,10 +267,19 @@ def test_a_gemma_4_that_sees_images_runs_as_its_decoder(tmp_path, open_session):
     """Towers are left unread, and so are keys and values of layers that share others'."""
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
     text = {
-        **{"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
-        **{"global_head_dim": 24, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
-        **{"vocab_size_per_layer_input": 131, "sliding_window": 9, "model_type": "gemma4_text"},
+        "vocab_size": 131,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 131,
+        "sliding_window": 9,
+        "model_type": "gemma4_text",
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     }
     config = Gemma4Config(

@@ -41,7 +41,6 @@ from tandem.models.proof.flips import HARMLESS, list_changes
 from tandem.models.proof.prove import find_key, prove_config
 from tandem.models.proof.shrink import shrink_config
 
-
 LONG = {
     "gemma4_text-of-26b-a4b",
     "values not scaled",

@@ -3,6 +3,7 @@
 Method: real servers over the fake engine, which answers with texts as models write them.
 """
 
+import asyncio
 import json
 
 import openai
@@ -11,6 +12,8 @@ import requests
 from pydantic import BaseModel
 from serving import KEYS, wait_until
 from vocabularies import CALL
+
+from tandem.server.dialects.responses import endpoints
 
 WEATHER = {
     "type": "function",
@@ -284,6 +287,59 @@ def test_background(client, say, live):
     for wrong in ({"store": False}, {"stream": True}):
         with pytest.raises(openai.BadRequestError):
             client.responses.create(model="tiny", input="x", background=True, **wrong)
+
+
+def is_job(work) -> bool:
+    """Tell whether a coroutine makes a response in the background."""
+    return getattr(work, "cr_code", None) is endpoints._run.__code__
+
+
+def cancel_jobs(hops: int) -> None:
+    """Cancel what runs in the background after so many turns of the loop."""
+    if hops:
+        asyncio.get_running_loop().call_soon(cancel_jobs, hops - 1)
+        return
+    for task in asyncio.all_tasks():
+        if is_job(task.get_coro()):
+            task.cancel()
+
+
+def test_a_background_response_is_cancelled_at_any_turn_of_the_loop(client, say, live, monkeypatch):
+    """No place at the engine is lost and no response stays open, whichever await is cancelled."""
+    live.engine.hang = True
+    submit = live.engine.submit
+
+    def is_cancelled(name):
+        return client.responses.retrieve(name).status == "cancelled"
+
+    for hops in range(16):
+
+        async def submit_and_cancel(request, hops=hops):
+            stream = await submit(request)
+            cancel_jobs(hops)
+            return stream
+
+        monkeypatch.setattr(live.engine, "submit", submit_and_cancel)
+        made = client.responses.create(model="tiny", input="hello", background=True)
+        wait_until(lambda name=made.id: is_cancelled(name))
+        wait_until(lambda: live.engine.num_held == 0)
+
+
+def test_a_background_response_is_cancelled_before_it_begins(client, say, live, monkeypatch):
+    """The handlers of a task that never took a step do not run; its response ends all the same."""
+    live.engine.hang = True
+    create = asyncio.create_task
+
+    def create_cancelled(work):
+        task = create(work)
+        if is_job(work):
+            task.cancel()
+        return task
+
+    monkeypatch.setattr(endpoints.asyncio, "create_task", create_cancelled)
+    made = client.responses.create(model="tiny", input="hello", background=True)
+    wait_until(lambda: client.responses.retrieve(made.id).status == "cancelled")
+    assert live.engine.num_held == 0
 
 
 def test_a_stream_that_fails(client, say, live):

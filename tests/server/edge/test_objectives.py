@@ -40,8 +40,20 @@ def test_other_words_are_refused(word):
 
 
 def test_two_entries_of_one_model_are_refused():
-    with pytest.raises(ConfigError, match="once"):
-        TermsTable(["ttft_ms=1", "tpot_ms=2"])
+    for entries in (
+        ["ttft_ms=1", "ttft_ms=2"],
+        ["ttft_ms=1,tpot_ms=2", "tpot_ms=2"],
+        ["model=a", "ttft_ms=1", "model=a", "tpot_ms=2"],
+    ):
+        with pytest.raises(ConfigError, match="once"):
+            TermsTable(entries)
+
+
+def test_words_that_a_flag_has_split_belong_together():
+    """`--server.slo model=a,ttft_ms=1,tpot_ms=2` comes as a list of words."""
+    table = TermsTable(["ttft_ms=900", "tpot_ms=80", "model=big", "ttft_ms=2000"])
+    assert table.find("small", "", lambda _: None).slo == Slo(ttft_s=0.9, tpot_s=0.08)
+    assert table.find("big", "", lambda _: None).slo == Slo(ttft_s=2.0, tpot_s=0.08)
 
 
 def test_objectives_of_a_model_are_found_by_the_name_that_was_asked_for(serve_text):

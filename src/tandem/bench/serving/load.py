@@ -2,18 +2,22 @@
 
 Six layers of Qwen3-30B-A3B with random weights, quantized by the ``gguf`` package. Ours and
 llama.cpp load the same file, each round in a process of its own, and answer a prompt; the clock
-starts when the process has imported what it needs. The file is in the page cache on both sides.
-``cold`` packs what the file has; ``cached`` maps what an earlier start packed. Checked before a
-time counts: logits are llama.cpp's, and memory of our own is at most the packed model and a layer.
+starts when the process has imported what it needs. ``pages=kept``: the file is in the page cache on
+both sides; ``pages=dropped``: neither it nor what was packed is, before each of the two.
+``start=cold`` packs what the file has; ``start=cached`` maps what an earlier start packed. Checked
+before a time counts: logits are llama.cpp's, and memory of our own is at most the packed model and
+a layer.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,14 @@ PROMPT_TOKENS = 32
 SLACK_BYTES = 256 << 20
 """Bytes of an allocator and of a step, beside the weights."""
 TIMEOUT_S = 1800.0
+
+
+def drop_pages(root: Path) -> None:
+    """Take a file, or all of a folder, out of the page cache, once they are written."""
+    for path in [root] if root.is_file() else filter(Path.is_file, root.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class _Bench:
@@ -72,6 +84,11 @@ class _Bench:
                     kind=kind,
                 )
         return path
+
+    def drop(self, kind: str) -> None:
+        """Take the file of a type, and all that was packed, out of the page cache."""
+        drop_pages(self.file(kind))
+        drop_pages(self._folder / "packed")
 
     def ours(self, kind: str, *, is_cached: bool) -> dict[str, Any]:
         """Load in a process of its own."""
@@ -129,20 +146,33 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         bench = _Bench(scratch, QUICK_SHAPE if quick else SHAPE)
         for kind in TYPES:
-            for is_cached in (False, True):
+            for is_cached, is_dropped in product((False, True), (False, True)):
+                start, pages = (
+                    "cached" if is_cached else "cold",
+                    "dropped" if is_dropped else "kept",
+                )
                 yield BenchCase(
-                    name=f"type={kind} start={'cached' if is_cached else 'cold'}",
+                    name=f"type={kind} start={start} pages={pages}",
                     unit="ms",
-                    ours=partial(_time_ours, bench, kind, is_cached=is_cached),
+                    ours=partial(
+                        _time_ours, bench, kind, is_cached=is_cached, is_dropped=is_dropped
+                    ),
                     check=partial(bench.check, kind, is_cached=is_cached),
-                    baseline=partial(_time_theirs, bench, kind),
+                    baseline=partial(_time_theirs, bench, kind, is_dropped=is_dropped),
                     baseline_name="llama.cpp",
                 )
 
 
-def _time_ours(bench: _Bench, kind: str, *, is_cached: bool) -> float:
-    return bench.ours(kind, is_cached=is_cached)["seconds"] * 1e3
+def _time_ours(bench: _Bench, kind: str, *, is_cached: bool, is_dropped: bool) -> float:
+    if is_dropped:
+        bench.drop(kind)
+    outcome = bench.ours(kind, is_cached=is_cached)
+    phases = " ".join(f"{name} {value:.2f}" for name, value in outcome["phases_s"].items())
+    sys.stderr.write(f"  ours: {phases} s, {outcome['major_faults']} major faults\n")
+    return outcome["seconds"] * 1e3
 
 
-def _time_theirs(bench: _Bench, kind: str) -> float:
+def _time_theirs(bench: _Bench, kind: str, *, is_dropped: bool) -> float:
+    if is_dropped:
+        bench.drop(kind)
     return bench.theirs(kind)[0] * 1e3

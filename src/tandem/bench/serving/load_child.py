@@ -2,10 +2,11 @@
 
 ``python -m tandem.bench.serving.load_child MODEL CACHE TOKENS``: MODEL as of ``tandem serve``,
 CACHE a folder or ``off``, TOKENS of a prompt, by commas. Prints one JSON object. The clock starts
-when everything is imported, as it does for the rival.
+when everything is imported, as it does for the rival. ``phases_s`` tells where the time went.
 """
 
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -56,15 +57,20 @@ def main(model: str, cache: str, prompt: list[int]) -> dict[str, object]:
     planned = plan_model(model, dtype="bfloat16", packed_cache=cache)
     touch_memory(planned.weight_bytes)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    before_use = resource.getrusage(resource.RUSAGE_SELF)
     plan = plan_model(model, dtype="bfloat16", packed_cache=cache)
+    planned_s = time.perf_counter()
     loaded = load_model(plan, pool, note, is_written_behind=True)
+    loaded_s = time.perf_counter()
     block_size = 64
     num_blocks = -(-len(prompt) // block_size)
     kv = loaded.allocate_kv(num_blocks, block_size=block_size)
     chunk = SequenceChunk(prompt, 0, list(range(num_blocks)), "last")
     logits = loaded.forward(PagedBatch.build([chunk], block_size), kv)[-1]
     token = int(logits.argmax())
-    seconds, cpu_seconds = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+    end_s = time.perf_counter()
+    seconds, cpu_seconds = end_s - begin_s, time.process_time() - begin_cpu_s
+    use = resource.getrusage(resource.RUSAGE_SELF)
     note()
     if loaded.packed_writer is not None:
         loaded.packed_writer.start()
@@ -76,6 +82,14 @@ def main(model: str, cache: str, prompt: list[int]) -> dict[str, object]:
     return {
         "seconds": seconds,
         "cpu_seconds": cpu_seconds,
+        "phases_s": {
+            "plan": planned_s - begin_s,
+            "load": loaded_s - planned_s,
+            "step": end_s - loaded_s,
+            "user": use.ru_utime - before_use.ru_utime,
+            "system": use.ru_stime - before_use.ru_stime,
+        },
+        "major_faults": use.ru_majflt - before_use.ru_majflt,
         "token": token,
         "logits": logits.tolist(),
         "peak_bytes": peak - before,

@@ -41,6 +41,8 @@ BENCHES = {
 """Name to module; a module has ``make_cases(quick=...)``."""
 WITH_PEERS = ("load", "model", "moe", "store", "transfer")
 """Those that take ``with_peers=...`` as well."""
+WITH_TRACE = ("conductor",)
+"""Those that take ``trace=...``."""
 
 QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5
 FULL_BUDGET_S, FULL_ROUNDS = 60.0, 31
@@ -82,6 +84,10 @@ def bench(
     with_peers: Annotated[
         bool, typer.Option(help="Install and measure rivals that are not dependencies.")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Trace in Mooncake's format, for live cases."),
+    ] = None,
 ) -> None:
     """Measure; print one line and one JSON record per case."""
     if name not in BENCHES:
@@ -89,7 +95,12 @@ def bench(
     if with_peers and name not in WITH_PEERS:
         what = f"no peers for {name}: --with-peers is for {', '.join(WITH_PEERS)}"
         raise UnsupportedError("cli.bench", what)
-    peers = {"with_peers": True} if with_peers else {}
+    if trace is not None and name not in WITH_TRACE:
+        what = f"no trace for {name}: --trace is for {', '.join(WITH_TRACE)}"
+        raise UnsupportedError("cli.bench", what)
+    extra: dict[str, Any] = {"with_peers": True} if with_peers else {}
+    if trace is not None:
+        extra["trace"] = trace
     module = importlib.import_module(BENCHES[name])
     failed = False
     with contextlib.ExitStack() as opened:
@@ -100,7 +111,7 @@ def bench(
         for number, record in enumerate(
             run_cases(
                 name,
-                module.make_cases(quick=quick, **peers),
+                module.make_cases(quick=quick, **extra),
                 patterns=cases or ["*"],
                 budget_s=QUICK_BUDGET_S if quick else FULL_BUDGET_S,
                 rounds=QUICK_ROUNDS if quick else FULL_ROUNDS,

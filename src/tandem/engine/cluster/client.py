@@ -19,6 +19,7 @@ from tandem.conductor.conductor import Conductor
 from tandem.conductor.journal import JournalingConductor
 from tandem.conductor.policies.policy import Policy
 from tandem.conductor.policies.table import make_policy
+from tandem.conductor.role_balance import ROLE_LOOK_S
 from tandem.core.adapter import AdapterInfo, AdapterSource
 from tandem.core.errors import (
     ConfigError,
@@ -155,6 +156,7 @@ class ClusterClient:
         make_launcher: of what starts an instance, one for each.
         prefix: of the names of instances that are added.
         is_asleep: no instance is started before ``wake``.
+        tag: as of ``Dispatcher``.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class ClusterClient:
         make_launcher: Callable[[], Launcher] = ProcessLauncher,
         prefix: str = "",
         is_asleep: bool = False,
+        tag: str = "",
     ) -> None:
         self._begins_asleep = is_asleep
         self.gate: Callable[[], AbstractAsyncContextManager[None]] | None = None
@@ -185,6 +188,7 @@ class ClusterClient:
             self._make_conductor(config, policy),
             Limits(config.lease_s, config.recovery_s, config.max_attempts),
             max_history=specs[0].engine.timelines,
+            tag=tag,
         )
         self._sources = specs[0].adapters
         self._adapters = ClusterAdapters(
@@ -192,7 +196,13 @@ class ClusterClient:
         )
         self._dispatcher.on_end = self._adapters.note_end
         self._starting: asyncio.Task[None] | None = None
+        self._is_balanced = config.roles == "load"
+        self._balancing: asyncio.Task[None] | None = None
+        self.num_role_switches = 0
+        """Changes of a role that the conductor asked for."""
         self._entered: list[ClusterMember] = []
+        self._dropping: dict[ClusterMember, asyncio.Task[None]] = {}
+        """Instances that are leaving."""
         self._was_ready = False
         self._last_info: InstanceInfo | None = None
 
@@ -220,9 +230,18 @@ class ClusterClient:
 
     async def __aenter__(self) -> Self:
         self._starting = asyncio.create_task(self._start())
+        if self._is_balanced:
+            self._balancing = asyncio.create_task(self._keep_balanced())
         return self
 
     async def __aexit__(self, *details: object) -> None:
+        if self._balancing is not None:
+            self._balancing.cancel()
+            await asyncio.gather(self._balancing, return_exceptions=True)
+        dropping = list(self._dropping.values())
+        for task in dropping:
+            task.cancel()
+        await asyncio.gather(*dropping, return_exceptions=True)
         await self._adapters.close()
         await self._dispatcher.close()
         if self._starting is not None:
@@ -492,6 +511,21 @@ class ClusterClient:
             # Both ways: it may read others now, or be read by them.
             self._note_change(other)
 
+    async def _keep_balanced(self) -> None:
+        """Change roles as the conductor says; one that cannot be changed now is tried later."""
+        while True:
+            await asyncio.sleep(ROLE_LOOK_S)
+            now_s = asyncio.get_running_loop().time()
+            change = self._dispatcher.conductor.find_role_change(now_s)
+            if change is None:
+                continue
+            logger.info("event=role_due instance=%s reason=%s", change.instance, change.reason)
+            try:
+                await self.set_role(change.instance, change.role)
+                self.num_role_switches += 1
+            except TandemError as error:
+                logger.warning("event=role_kept instance=%s reason=%s", change.instance, error.what)
+
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
         """Send an instance no new requests, or send it some again; returns at once.
 
@@ -562,6 +596,14 @@ class ClusterClient:
         await self._drop(member)
 
     async def _drop(self, member: ClusterMember) -> None:
+        """Let an instance leave; to its end, even if whoever asked for it is gone meanwhile."""
+        task = self._dropping.get(member)
+        if task is None:
+            task = self._dropping[member] = asyncio.create_task(self._drop_wholly(member))
+            task.add_done_callback(lambda _: self._dropping.pop(member))
+        await asyncio.shield(task)
+
+    async def _drop_wholly(self, member: ClusterMember) -> None:
         await member.__aexit__(None, None, None)
         self._entered.remove(member)
         # Its requests have been told that it is gone, and go on elsewhere.

@@ -75,6 +75,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "decodes will be at their first token. Others get 429 with Retry-After.",
         ),
     ] = "none"
+    roles: Annotated[
+        Literal["fixed", "load"],
+        Meta(
+            description="When instances change between prefill and decode: fixed = by command "
+            "alone; load = also when one side misses the objectives of requests (server.slo; "
+            "without any 10 s to the first token, 100 ms between tokens) and the other has room.",
+        ),
+    ] = "fixed"
     journal: Annotated[
         str,
         Meta(
@@ -123,6 +131,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.secret and self.secret_file:
             raise ConfigError(
                 "cluster.configure", "two secrets: give one of them", field="cluster.secret_file"
+            )
+        if self.roles == "load" and not (self.launchers or self.prefill or self.decode):
+            raise ConfigError(
+                "cluster.configure",
+                "roles change between prefill and decode instances: start some with --prefill and "
+                "--decode, or name cluster.launchers",
+                field="cluster.roles",
             )
         if self.prefill and self.unified:
             raise ConfigError(

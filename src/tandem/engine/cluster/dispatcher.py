@@ -167,6 +167,8 @@ class Dispatcher:
         conductor: chooses among those that serve; it knows of none yet.
         limits: of each request.
         max_history: ended requests whose legs are remembered.
+        tag: of this server, where instances have several: what it asks of an instance has ids of
+            its own, also when another server was asked with the same id and has just been lost.
     """
 
     def __init__(
@@ -176,7 +178,9 @@ class Dispatcher:
         limits: Limits,
         *,
         max_history: int = 1024,
+        tag: str = "",
     ) -> None:
+        self._tag = tag
         self._ports = {port.ref.name: port for port in ports}
         self._placing = Placing(conductor)
         for port in ports:
@@ -218,7 +222,7 @@ class Dispatcher:
             request = msgspec.structs.replace(request, sampling=sampling)
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        machine = RequestMachine(request, self._limits, now_s)
+        machine = RequestMachine(request, self._limits, now_s, self._tag)
         stream = OutputStream(request_id, self._cancel)
         live = self._live[request_id] = _Live(machine, stream, now_s, loop.create_future())
         self._run(live, machine.start(now_s))

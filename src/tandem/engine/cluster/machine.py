@@ -196,9 +196,11 @@ class RequestMachine:
         request: as the server made it, with a concrete seed; its id is that of all outputs.
         limits: of the cluster.
         now_s: when it arrived.
+        tag: of the server, in the ids of its legs.
     """
 
-    def __init__(self, request: AddRequest, limits: Limits, now_s: float) -> None:
+    def __init__(self, request: AddRequest, limits: Limits, now_s: float, tag: str = "") -> None:
+        self._tag = tag
         assert request.sampling.seed is not None, "a retry must draw the same tokens"
         self._request = request
         self._limits = limits
@@ -462,7 +464,7 @@ class RequestMachine:
 
     def _make_leg(self, kind: str, instance: InstanceRef) -> Leg:
         self._num_legs += 1
-        return Leg(f"{self._request.request_id}-{self._num_legs}{kind}", instance)
+        return Leg(f"{self._request.request_id}-{self._tag}{self._num_legs}{kind}", instance)
 
     def _submit_prefill(self) -> None:
         route = self._happened.route

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 
@@ -15,21 +16,48 @@ from tandem.engine.cluster.client import DRAIN_S, ClusterClient
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.launching.messages import ChangeRoster, RosterEntry
-from tandem.engine.launching.rosters import SERVES, Rosters
+from tandem.engine.launching.rosters import SERVES
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import make_instance_client
-from tandem.rpc import RpcClient
+from tandem.engine.process.session import SessionClient
 from tandem.transfer.config import TransferConfig
 
 __all__ = ["AttachedCluster", "AttachedLauncher"]
 
 logger = logging.getLogger(__name__)
 
+TAG_BYTES = 4
+Connect = Callable[[str, InstanceSpec], SessionClient]
+"""Function that makes the control channel to the instance at an endpoint; not connected yet."""
+
+
+class RosterSource(Protocol):
+    """The launchers as a server knows them; ``Rosters`` says what each part does."""
+
+    on_change: Callable[[], None] | None
+
+    @property
+    def entries(self) -> list[RosterEntry]:
+        """All instances."""
+        ...
+
+    def find(self, name: str) -> RosterEntry | None:
+        """Return an instance by its name."""
+        ...
+
+    async def wait_for(self, is_met: Callable[[], bool]) -> None:
+        """Wait until something holds that depends on entries."""
+        ...
+
+    async def change(self, change: ChangeRoster) -> None:
+        """Let the launcher of an instance change it."""
+        ...
+
 
 class AttachedInstance:
     """A process that a launcher has started; an ``InstanceChild``."""
 
-    def __init__(self, entry: RosterEntry, rosters: Rosters, client: RpcClient) -> None:
+    def __init__(self, entry: RosterEntry, rosters: RosterSource, client: SessionClient) -> None:
         self._entry = entry
         self._rosters = rosters
         self.client = client
@@ -57,16 +85,19 @@ class AttachedInstance:
 class AttachedLauncher:
     """Finds an instance instead of starting it; a ``Launcher``."""
 
-    def __init__(self, rosters: Rosters, name: str) -> None:
+    def __init__(
+        self, rosters: RosterSource, name: str, connect: Connect = make_instance_client
+    ) -> None:
         self._rosters = rosters
         self._name = name
+        self._connect = connect
 
     async def start(self, spec: InstanceSpec) -> AttachedInstance:
         """Wait until the instance has a process, and return that."""
         await self._rosters.wait_for(lambda: self._find() is not None)
         entry = self._find()
         assert entry is not None, "it has just been found"
-        return AttachedInstance(entry, self._rosters, make_instance_client(entry.endpoint, spec))
+        return AttachedInstance(entry, self._rosters, self._connect(entry.endpoint, spec))
 
     def _find(self) -> RosterEntry | None:
         entry = self._rosters.find(self._name)
@@ -91,25 +122,32 @@ class AttachedCluster(ClusterClient):
         config: as of ``ClusterClient``.
         policy: as there.
         on_stage: as there.
+        connect: makes the channels to instances.
+        tag: as of ``Dispatcher``; None: a random one.
     """
 
     def __init__(
         self,
-        rosters: Rosters,
+        rosters: RosterSource,
         common: InstanceSpec,
         config: ClusterConfig,
         *,
         policy: Policy | None = None,
         on_stage: Callable[[StageChanged], None] | None = None,
+        connect: Connect = make_instance_client,
+        tag: str | None = None,
     ) -> None:
         self._rosters = rosters
+        self._connect = connect
         self._common = common
         self._syncing: asyncio.Task[None] | None = None
         self._stale = asyncio.Event()
         self._changing = asyncio.Lock()
         self._known = {entry.name: entry for entry in rosters.entries}
         specs = [self._make_spec(entry) for entry in self._known.values()]
-        super().__init__(specs, config, policy=policy, on_stage=on_stage)
+        if tag is None:
+            tag = f"{secrets.token_hex(TAG_BYTES)}."
+        super().__init__(specs, config, policy=policy, on_stage=on_stage, tag=tag)
 
     def _make_spec(self, entry: RosterEntry) -> InstanceSpec:
         return msgspec.structs.replace(
@@ -125,7 +163,7 @@ class AttachedCluster(ClusterClient):
             spec,
             on_change=self._note_change,
             on_stage=self._show_stage,
-            launcher=AttachedLauncher(self._rosters, spec.name),
+            launcher=AttachedLauncher(self._rosters, spec.name, self._connect),
         )
 
     async def __aenter__(self) -> Self:

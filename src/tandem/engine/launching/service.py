@@ -8,7 +8,7 @@ of it runs on one event loop.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 
@@ -27,12 +27,12 @@ from tandem.engine.launching.messages import (
     RosterEntry,
 )
 from tandem.engine.process.instance import InstanceSpec, compat_facts
-from tandem.engine.process.launcher import ProcessLauncher
+from tandem.engine.process.launcher import Launcher, ProcessLauncher
 from tandem.engine.process.methods import STATS
 from tandem.rpc import Auth, Peer, RpcServer, make_identity
 from tandem.rpc.wire.endpoint import Endpoint, parse_endpoint
 
-__all__ = ["LauncherService", "make_prefix"]
+__all__ = ["LauncherService", "OwnedCluster", "OwnedLauncher", "make_prefix"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +40,26 @@ SETTLE_S = 0.3
 """Seconds until what servers had sent before they knew of a drain has arrived."""
 
 
-class _OwnedCluster(ClusterClient):
-    """The instances of a launcher: requests come from servers, none from here."""
+class OwnedLauncher(Launcher, Protocol):
+    """A launcher of one instance that says where the instance is to be reached."""
+
+    endpoint: str
+    """Endpoint of the process that was started last; empty before the first."""
+    num_started: int
+
+
+class OwnedCluster(ClusterClient):
+    """The instances of a launcher: requests come from servers, none from here.
+
+    Args:
+        specs: of the instances.
+        config: of their cluster.
+        is_staggered: as of ``ClusterClient``.
+        endpoint: of the launcher.
+        prefix: of the names of instances that are added.
+        on_change: called when the roster may have changed.
+        start_at: makes what starts an instance at an endpoint; empty: where it likes.
+    """
 
     def __init__(
         self,
@@ -52,14 +70,19 @@ class _OwnedCluster(ClusterClient):
         endpoint: Endpoint,
         prefix: str,
         on_change: Callable[[], None],
+        start_at: Callable[[str], OwnedLauncher] = ProcessLauncher,
     ) -> None:
+        self._start_at = start_at
+        self._changes: set[asyncio.Task[None]] = set()
         self._endpoint = endpoint
         self._on_roster = on_change
-        self._launchers: dict[str, ProcessLauncher] = {}
+        self._launchers: dict[str, OwnedLauncher] = {}
+        # Servers see the load, and decide on roles.
+        config = msgspec.structs.replace(config, roles="fixed")
         super().__init__(specs, config, is_staggered=is_staggered, prefix=prefix)
 
     def _make_member(self, spec: InstanceSpec) -> ClusterMember:
-        launcher = self._launchers[spec.name] = ProcessLauncher(self._choose_endpoint())
+        launcher = self._launchers[spec.name] = self._start_at(self._choose_endpoint())
         return ClusterMember(
             spec, on_change=self._note_change, on_stage=self._show_stage, launcher=launcher
         )
@@ -85,12 +108,13 @@ class _OwnedCluster(ClusterClient):
         super()._show_stage(member)
         self._on_roster()
 
-    async def _drop(self, member: ClusterMember) -> None:
-        await super()._drop(member)
+    async def _drop_wholly(self, member: ClusterMember) -> None:
+        await super()._drop_wholly(member)
         del self._launchers[member.name]
         self._on_roster()
 
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
+        """See ``ClusterClient.drain``; servers hear of it by the roster."""
         await super().drain(name, is_draining=is_draining)
         self._on_roster()
 
@@ -116,10 +140,54 @@ class _OwnedCluster(ClusterClient):
         await self._wait_idle(name, patience_s)
 
     async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
+        """See ``ClusterClient.restart``."""
         try:
             await super().restart(name, patience_s=patience_s)
         finally:
             self._on_roster()
+
+    async def change(self, change: ChangeRoster) -> None:
+        """Carry out a change that a server asks for; to its end, even if that server is lost.
+
+        Raises: as the methods of ``ClusterClient``.
+        """
+        logger.info("event=change action=%s instance=%s", change.action, change.instance)
+        task = asyncio.create_task(self._carry_out(change))
+        self._changes.add(task)
+        task.add_done_callback(self._note_changed)
+        await asyncio.shield(task)
+
+    def _note_changed(self, task: asyncio.Task[None]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            logger.info("event=change_failed reason=%s", task.exception())
+
+    async def _carry_out(self, change: ChangeRoster) -> None:
+        name = change.instance
+        match change.action:
+            case "role":
+                await self.set_role(name, _require_role(change.role))
+            case "drain":
+                await self.drain(name, is_draining=True)
+            case "undrain":
+                await self.drain(name, is_draining=False)
+            case "restart":
+                await self.restart(name, patience_s=change.patience_s)
+            case "add":
+                await self.add_instance(_require_role(change.role))
+            case "remove":
+                await self.remove_instance(name, patience_s=change.patience_s)
+
+    @property
+    def num_changes(self) -> int:
+        """Changes that servers have asked for and that have not ended."""
+        return len(self._changes)
+
+    async def __aexit__(self, *details: object) -> None:
+        for task in list(self._changes):
+            task.cancel()
+        await asyncio.gather(*self._changes, return_exceptions=True)
+        await super().__aexit__(*details)
 
     def list_entries(self) -> list[RosterEntry]:
         """Return the roster."""
@@ -178,7 +246,7 @@ class LauncherService:
         )
         self._server.register(ROSTER, lambda _, __: self._make_roster(), Empty, Roster)
         self._server.register(CHANGE, self._change, ChangeRoster, Roster)
-        self._cluster = _OwnedCluster(
+        self._cluster = OwnedCluster(
             specs,
             config,
             is_staggered=is_staggered,
@@ -223,8 +291,8 @@ class LauncherService:
         )
 
     def _make_roster(self) -> Roster:
+        # The number of a start is not enough: a launcher that is restarted counts anew.
         entries = [
-            # The number of a start is not enough: a launcher that is restarted counts anew.
             msgspec.structs.replace(each, run=f"{self._identity.instance_id}-{each.run}")
             if each.run
             else each
@@ -251,21 +319,7 @@ class LauncherService:
                 logger.info("event=roster_not_told peer=%s reason=%s", peer.name, error)
 
     async def _change(self, _: Peer, change: ChangeRoster) -> Roster:
-        cluster, name = self._cluster, change.instance
-        logger.info("event=change action=%s instance=%s", change.action, name)
-        match change.action:
-            case "role":
-                await cluster.set_role(name, _require_role(change.role))
-            case "drain":
-                await cluster.drain(name, is_draining=True)
-            case "undrain":
-                await cluster.drain(name, is_draining=False)
-            case "restart":
-                await cluster.restart(name, patience_s=change.patience_s)
-            case "add":
-                await cluster.add_instance(_require_role(change.role))
-            case "remove":
-                await cluster.remove_instance(name, patience_s=change.patience_s)
+        await self._cluster.change(change)
         self._tell()
         return self._make_roster()
 

@@ -18,6 +18,7 @@ from tandem.core.errors import PeerLostError, TandemError
 from tandem.core.instance_status import InstanceRole
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.engine.process.instance import InstanceSpec
+from tandem.engine.process.kept_weights import KeptWeights
 from tandem.engine.process.launcher import InstanceChild, Launcher, ProcessLauncher
 from tandem.engine.process.session import InstanceSession
 
@@ -74,6 +75,8 @@ class InstanceSupervisor:
         """Set while there is none for that reason."""
         if not is_asleep:
             self._awake.set()
+        self._kept: KeptWeights | None = None
+        """Weights of one that sleeps; None: it is awake, or evicted."""
         self.num_restarts = 0
 
     async def __aenter__(self) -> Self:
@@ -84,6 +87,7 @@ class InstanceSupervisor:
         assert self._supervision is not None
         self._supervision.cancel()
         await asyncio.gather(self._supervision, return_exceptions=True)
+        self._drop_kept()
         await self._launcher.close()
 
     @property
@@ -136,7 +140,14 @@ class InstanceSupervisor:
         await self._back.wait()
 
     async def sleep(self) -> None:
-        """End the process, and start none before ``wake``; libraries of the next are imported."""
+        """End the process, and start none before ``wake``; the next start is prepared.
+
+        Its libraries are imported, and packed weights stay mapped.
+        """
+        if self._kept is None and self._info is not None:
+            # Before the process ends that maps them: their pages never are nobody's.
+            folders = self._info.packed_folders
+            self._kept = await asyncio.to_thread(KeptWeights, folders)
         self._awake.clear()
         if not self._asleep.is_set():
             self._restarting.set()
@@ -146,6 +157,7 @@ class InstanceSupervisor:
     async def evict(self) -> None:
         """Give up what makes the next start of one that sleeps faster."""
         if self._asleep.is_set():
+            self._drop_kept()
             await self._launcher.discard()
 
     async def wake(self) -> None:
@@ -155,6 +167,17 @@ class InstanceSupervisor:
         self._back = asyncio.Event()
         self._awake.set()
         await self._back.wait()
+        self._drop_kept()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of packed weights that are mapped for one that sleeps."""
+        return 0 if self._kept is None else self._kept.size_bytes
+
+    def _drop_kept(self) -> None:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
 
     def require_session(self) -> InstanceSession:
         """Return the present session.

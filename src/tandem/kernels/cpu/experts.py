@@ -391,6 +391,38 @@ class PackedExperts:
         views = (x_TD.view, ids_TK.view, weights_TK.view, out_TD.view)
         self._bank.forward(self._pool, *views)
 
+    def run_apart(
+        self,
+        x_TD: Buffer,
+        ids_TK: Buffer,
+        weights_TK: Buffer,
+        out_TD: Buffer,
+        memory: NDArray[np.uint8],
+        places: NDArray[np.int64],
+        first: int = 0,
+        end: int | None = None,
+        *,
+        is_added: bool = False,
+    ) -> None:
+        """Do as ``run``, of experts that are apart.
+
+        Args:
+            x_TD: as of ``run``.
+            ids_TK: as of ``run``.
+            weights_TK: as of ``run``.
+            out_TD: as of ``run``.
+            memory: holds packed experts.
+            places: of each expert, its offset in the memory, or -1.
+            first: ids below add nothing.
+            end: ids from here on add nothing; None: all do.
+            is_added: add to ``out_TD``; over ascending ranges the sum is bitwise that of one call.
+
+        Raises: ConflictError (a chosen expert has no place); ``out_TD`` is then untouched.
+        """
+        views = (x_TD.view, ids_TK.view, weights_TK.view, out_TD.view)
+        last = self.num_experts if end is None else end
+        self._bank.forward_apart(self._pool, *views, memory, places, first, last, is_added)
+
     def read_weights(self, num_experts: int) -> None:
         """Read the packed bytes of the first experts and do nothing: a ceiling for benchmarks.
 
@@ -466,6 +498,8 @@ class NativeExperts(RoutedExperts):
         self._pool = pool
         self._cache = cache
         self.num_parts = num_parts
+        self.biases: tuple[Tensor, Tensor, Tensor] | None = None
+        """Biases of gate [E, F], up [E, F] and down [E, D], once loaded; None: there are none."""
 
     @property
     def size_bytes(self) -> int:
@@ -495,9 +529,41 @@ class NativeExperts(RoutedExperts):
     def _load_biases(self, reader: WeightReader, name: str) -> None:
         """Read the biases, if there are such: small, and so not in the cache."""
         if self.has_bias:
-            biases = [part.cpu() for part in read_biases(self, reader, name)]
-            for expert_id, (gate, up, down) in enumerate(zip(*biases, strict=True)):
-                self._experts.set_bias(expert_id, gate, up, down)
+            gate, up, down = (part.cpu() for part in read_biases(self, reader, name))
+            self.biases = (gate, up, down)
+            self._set_biases(self._experts)
+
+    def _set_biases(self, experts: PackedExperts) -> None:
+        if self.biases is not None:
+            for expert_id, biases in enumerate(zip(*self.biases, strict=True)):
+                experts.set_bias(expert_id, *biases)
+
+    @property
+    def is_in_one_piece(self) -> bool:
+        """True if ``view_packed`` gives the weights: they are in memory, and in one part."""
+        return self._experts.num_parts == 1
+
+    def view_packed(self) -> NDArray[np.uint8]:
+        """Return the packed bytes, [E, expert_bytes], no copy.
+
+        Raises: UnsupportedError (they are in several parts, or on disk).
+        """
+        return self._experts.packed
+
+    def make_apart(self) -> PackedExperts:
+        """Return these experts without weights, for ``PackedExperts.run_apart``."""
+        apart = PackedExperts(
+            self.weight_format,
+            self.num_experts,
+            self.hidden_size,
+            self.intermediate_size,
+            pool=self._pool,
+            activation=self.activation,
+            has_bias=self.has_bias,
+            is_apart=True,
+        )
+        self._set_biases(apart)
+        return apart
 
     def _make(self, storage: NDArray[np.uint8] | None, num_parts: int) -> PackedExperts:
         return PackedExperts(

@@ -7,7 +7,7 @@ Shapes: T tokens, D hidden, K experts per token.
 """
 
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -76,6 +76,14 @@ class ExpertStaging:
         return StagedTokens(*parts)
 
 
+class Stream(Protocol):
+    """Computes prompts on the device; ``kernels.lanes.streams.ExpertStream`` is one."""
+
+    def run(self, layer: int, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
+        """Return the weighted sum of a layer's experts, float32 [T, D] on the device, new."""
+        ...
+
+
 class HostedExperts(RoutedExperts):
     """Native experts behind the interface of the device's.
 
@@ -88,6 +96,8 @@ class HostedExperts(RoutedExperts):
         super().__init__(native.spec)
         self._held = (native,)
         self._staging = staging
+        self._stream: Stream | None = None
+        self._stream_layer = self._stream_tokens = 0
         self._number = next(_numbers)
         _LIVE[self._number] = self
 
@@ -102,6 +112,16 @@ class HostedExperts(RoutedExperts):
         self.packed_bytes = self.native.packed_bytes
         self.is_misplaced = self.native.is_misplaced
 
+    def enable_stream(self, stream: Stream, layer: int, min_tokens: int) -> None:
+        """Stream the weights to the device in steps of many tokens.
+
+        Args:
+            stream: of the model; shared.
+            layer: number among the layers that have experts.
+            min_tokens: of a step, from which it streams.
+        """
+        self._stream, self._stream_layer, self._stream_tokens = stream, layer, min_tokens
+
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
         """Add the weighted sum; see ``RoutedExperts``. Host and device wait for each other."""
         if len(x_TD):
@@ -109,6 +129,8 @@ class HostedExperts(RoutedExperts):
 
     def run_staged(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
         """Return the weighted sum, float32 [T, D] on the device, new."""
+        if self._stream is not None and len(x_TD) >= self._stream_tokens:
+            return self._stream.run(self._stream_layer, x_TD.contiguous(), ids_TK, w_TK)
         device, there = self._staging.device, self._staging.take(x_TD, ids_TK.shape[1])
         device.copy(x_TD.contiguous(), there.hidden)
         device.copy(ids_TK.contiguous(), there.ids)

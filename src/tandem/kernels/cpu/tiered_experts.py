@@ -82,12 +82,12 @@ class TieredExperts(PackedExperts):
 
         ``on_begun`` is called when the disk has the reads, before it is waited for.
         """
-        views = (x_TD.view, ids_TK.view, weights_TK.view, out_TD.view)
-        bank, pool, layer, memory = self._bank, self._pool, self._layer, self._tier.memory
+        given = (x_TD, ids_TK, weights_TK, out_TD)
+        layer, memory = self._layer, self._tier.memory
         ids = ids_TK.tensor.numpy()
 
         def compute(first: int, end: int, is_added: bool) -> None:
-            bank.forward_apart(pool, *views, memory, layer.places, first, end, is_added)
+            self.run_apart(*given, memory, layer.places, first, end, is_added=is_added)
 
         is_cached = len(ids) <= MAX_CACHED_TOKENS
         layer.run(ids, compute, is_cached=is_cached, on_begun=on_begun)
@@ -205,6 +205,11 @@ class DiskExperts(NativeExperts):
         )
         self._load_biases(reader, name)
         self.packed_bytes = share.num_slots * share.tier.slot_bytes
+
+    @property
+    def is_in_one_piece(self) -> bool:
+        """See ``NativeExperts``: they are on disk."""
+        return False
 
     def follow(self, before: "DiskExperts", router: Router) -> None:
         """Guess these experts while the layer before computes, by their router on its input.

@@ -33,6 +33,9 @@ from tandem.kernels.device import Device
 from tandem.kernels.devices import DeviceContext, open_device
 from tandem.kernels.hybrid import HybridDecoder
 from tandem.kernels.interfaces import Angles, WeightReader
+from tandem.kernels.lanes.loads import make_loads
+from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
+from tandem.kernels.lanes.uploads import Split, UploadLane
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.moe import MoeBlock
@@ -72,6 +75,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+MAX_UPLOADS = 4
+"""Experts of a layer that a decode step uploads at most: places on the device and in staging."""
 
 
 class CausalModel:
@@ -122,13 +128,24 @@ class CausalModel:
         self._hybrid: HybridDecoder | None = None
         self.packed_writer: PackedWriter | None = None
         """Writes packed weights behind; None where there is nothing to write."""
+        self.packed_folders: list[Path] = []
+        """Folders that packed weights are mapped from, now or when they have been written."""
 
-    def enable_hybrid(self, device: Device, *, is_captured: bool = True) -> HybridDecoder:
+    def enable_hybrid(
+        self,
+        device: Device,
+        *,
+        is_captured: bool = True,
+        split: Split | None = None,
+        max_uploads: int = MAX_UPLOADS,
+    ) -> HybridDecoder:
         """Run decode steps on a device with routed experts on the host; return what does.
 
         Args:
             device: runs this model's operators.
             is_captured: see ``HybridDecoder``.
+            split: decides how many experts are uploaded instead; None: none are.
+            max_uploads: of a layer, a power of two.
 
         Raises: UnsupportedError (layers that are not one operator each, or have experts of no
             weight format).
@@ -143,6 +160,14 @@ class CausalModel:
             )
             raise UnsupportedError("models.enable_hybrid", what)
         top_k = max(b.operators[0].top_k for b in blocks if isinstance(b, MoeBlock))
+        lane = None
+        if split is not None:
+            pool = self.context.pool
+            loads = [
+                make_loads(e, pool, device) if isinstance(e, NativeExperts) else None
+                for e in experts
+            ]
+            lane = UploadLane(device, loads, split, max_uploads=max_uploads)
         self._hybrid = HybridDecoder(
             device,
             list(self._fused),
@@ -152,8 +177,35 @@ class CausalModel:
             has_shared=[isinstance(b, MoeBlock) and b.shared is not None for b in blocks],
             num_deferred=self.plan.num_deferred_experts,
             is_captured=is_captured,
+            lane=lane,
         )
         return self._hybrid
+
+    @property
+    def hosted(self) -> list[HostedExperts]:
+        """Routed experts on the host beside a device, in the order of their layers."""
+        return [m for m in self.skeleton.modules() if isinstance(m, HostedExperts)]
+
+    def enable_stream(
+        self, min_tokens: int, *, range_bytes: int = RANGE_BYTES
+    ) -> ExpertStream | None:
+        """Stream routed experts to the model's device in steps of many tokens; return what does.
+
+        Args:
+            min_tokens: of a step, from which it streams.
+            range_bytes: of experts that come together.
+
+        Returns: None where no experts lie in one piece of the host's memory.
+        """
+        hosted = self.hosted
+        if not hosted or not all(experts.native.is_in_one_piece for experts in hosted):
+            return None
+        device, pool = self.context.device, self.context.pool
+        loads = [make_loads(experts.native, pool, device) for experts in hosted]
+        stream = ExpertStream(device, loads, range_bytes=range_bytes)
+        for layer, experts in enumerate(hosted):
+            experts.enable_stream(stream, layer, min_tokens)
+        return stream
 
     def enable_adapters(self, max_adapters: int) -> ModelAdapters:
         """Make the model take LoRA adapters, once, before its first step; return their table.
@@ -442,6 +494,7 @@ def load_model(
         ignored = load_weights(model, checkpoint, source)
         # Mostly done by now: no second bar for the rest.
         weights_digest = hasher.result()
+        folders = [] if caches is None else caches.folders
         unwritten = [] if caches is None else caches.take_unwritten()
     require_no_meta(model)
     if any(isinstance(m, Operator) and m.is_misplaced for m in model.modules()):
@@ -453,6 +506,7 @@ def load_model(
         follow_experts(model)
     loaded = CausalModel(model, plan, context, weights_digest, ignored)
     loaded.packed_writer = PackedWriter(unwritten) if unwritten else None
+    loaded.packed_folders = folders
     return loaded
 
 

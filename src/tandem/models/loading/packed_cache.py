@@ -42,6 +42,7 @@ __all__ = [
     "choose_root",
     "find_risk",
     "has_manifest",
+    "list_packed_files",
     "may_write_cache",
 ]
 
@@ -161,6 +162,11 @@ class PackedCaches:
             )
             self._caches[weight_format] = cache
         return cache
+
+    @property
+    def folders(self) -> list[Path]:
+        """Those of the formats in use."""
+        return [cache.folder for cache in self._caches.values()]
 
     def take_unwritten(self) -> "list[PackedCache]":
         """Return the caches that have weights to write; they are the caller's to close."""
@@ -420,6 +426,15 @@ class PackedCache:
     def _stop_writing(self, why: str) -> None:
         self._can_write = False
         logger.warning("event=packed_cache_not_written folder=%s why=%r", self.folder, why)
+
+
+def list_packed_files(folder: Path) -> list[Path]:
+    """Return the finished files of a folder that only we may write to, whatever their source."""
+    try:
+        return [path for path in sorted(folder.glob(f"*{SUFFIX}")) if not find_risk(path.stat())]
+    except OSError as error:
+        logger.warning("event=packed_cache_refused folder=%s why=%r", folder, str(error))
+        return []
 
 
 def find_risk(info: os.stat_result) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tandem.conductor.role_balance import ROLE_LOOK_S
 from tandem.conductor.routes import Alone, NoRoute, Pair, Place
 from tandem.core.errors import TandemError
 from tandem.core.loads.records import RequestRecord
@@ -39,7 +40,7 @@ from tandem.sim.cluster.placing import Placing
 from tandem.sim.cluster.requests import FIRST_OUTPUT_ID, KeyCache, make_request
 from tandem.sim.cluster.store import SimStore
 
-__all__ = ["Decision", "SimCluster"]
+__all__ = ["Decision", "RoleSwitch", "SimCluster"]
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -52,6 +53,14 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     prefill: str = ""
     decode: str = ""
     """The instance that serves it alone, where there is no pair."""
+
+
+class RoleSwitch(msgspec.Struct, frozen=True, gc=False):
+    """A change of a role that the conductor asked for."""
+
+    at_s: float
+    instance: str
+    role: str
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +86,7 @@ class SimCluster:
         block_tokens: that a hash of the trace stands for.
         request_s: of a request beside its steps.
         on_done: told of each record that is complete.
+        is_balanced: roles change with the load.
     """
 
     def __init__(
@@ -91,7 +101,10 @@ class SimCluster:
         block_tokens: int = BLOCK_TOKENS,
         request_s: float = 0.0,
         on_done: Callable[[RequestRecord], None] | None = None,
+        is_balanced: bool = False,
     ) -> None:
+        self._is_balanced = is_balanced
+        self.role_changes: list[RoleSwitch] = []
         self.instances, self.placing, self.events = instances, placing, events
         self.store = store
         self._limits, self._timeout_s, self._on_done = limits, timeout_s, on_done
@@ -107,7 +120,10 @@ class SimCluster:
     def run(self, rows: Iterable[TraceRow]) -> None:
         """Serve the requests of a trace, which are in order of arrival, to the end of all."""
         self._arrivals = iter(rows)
+        self._has_more = True
         self._expect_next()
+        if self._is_balanced:
+            self.events.call_at(ROLE_LOOK_S, self._balance)
         self.events.run()
         assert self.num_live == 0, f"{self.num_live} requests never end"
 
@@ -115,6 +131,7 @@ class SimCluster:
 
     def _expect_next(self) -> None:
         row = next(self._arrivals, None)
+        self._has_more = row is not None
         if row is not None:
             self.events.call_at(row.timestamp / 1e3 + self._request_s, self._arrive, row)
 
@@ -136,6 +153,14 @@ class SimCluster:
         self.num_live += 1
         self._run(live, machine.start(now_s))
         self._expect_next()
+
+    def _balance(self) -> None:
+        now_s = self.events.now_s
+        change = self.placing.balance(now_s)
+        if change is not None:
+            self.role_changes.append(RoleSwitch(now_s, change.instance, change.role))
+        if self._has_more or self.num_live:
+            self.events.call_at(now_s + ROLE_LOOK_S, self._balance)
 
     # ---------------------------------------------------------------- machines
 

@@ -14,6 +14,7 @@ from tandem.conductor.fleet import InstanceFacts, Load
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import make_policy
 from tandem.conductor.prediction import predict_tpot
+from tandem.conductor.role_balance import RoleChange
 from tandem.conductor.routes import InstanceRef, Place
 from tandem.core.wire import NO_SLO, AddRequest, Slo, StepRecord
 from tandem.engine.groups.snapshots import Snapshot
@@ -101,10 +102,29 @@ class Placing:
         for store in stores.values():
             if store is not None:
                 store.on_change = self._note_in_store
+        self._link()
+
+    def _link(self) -> None:
+        """Let every decode instance read every prefill instance."""
         prefills = [each.name for each in self._instances if each.role == "prefill"]
         for each in self._instances:
             if each.role == "decode":
                 self.conductor.set_sources(each.name, prefills)
+
+    def balance(self, now_s: float) -> RoleChange | None:
+        """Let an instance change its role if that is due; return the change.
+
+        Args:
+            now_s: of the run.
+        """
+        for each in self._instances:
+            self._tell_load(each)
+        change = self.conductor.find_role_change(now_s)
+        if change is not None:
+            self._by_name[change.instance].role = change.role
+            self.conductor.set_role(change.instance, change.role)
+            self._link()
+        return change
 
     def decide(
         self,

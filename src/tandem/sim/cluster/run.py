@@ -17,7 +17,7 @@ from tandem.placement.catalog import find_model, read_hardware
 from tandem.placement.costs import Placement
 from tandem.placement.fitting import read_efficiencies
 from tandem.placement.shape import FORMAT_BYTES, read_shape
-from tandem.sim.cluster.cluster import Decision, SimCluster
+from tandem.sim.cluster.cluster import Decision, RoleSwitch, SimCluster
 from tandem.sim.cluster.events import Events
 from tandem.sim.cluster.generators import find_generator, generate_rows
 from tandem.sim.cluster.instance import InstanceSetup, SimInstance
@@ -75,6 +75,8 @@ class SimReport(LoadReport, frozen=True, kw_only=True):
     store_hit_ratio: float
     """Share of prompt tokens that the store brought."""
     fallbacks: dict[str, int]
+    role_switches: tuple[RoleSwitch, ...] = ()
+    """Changes of roles by load, in their order."""
     instances: list[InstanceFigures]
 
 
@@ -227,6 +229,7 @@ def build_cluster(
         block_tokens=block_tokens,
         request_s=scenario.request_ms / 1e3,
         on_done=on_done,
+        is_balanced=scenario.roles == "load",
     )
 
 
@@ -273,6 +276,7 @@ def run_scenario(
             hit_ratio=sum(each.hit_tokens for each in figures) / max(prompt_tokens, 1),
             store_hit_ratio=sum(each.store_hit_tokens for each in figures) / max(prompt_tokens, 1),
             fallbacks=cluster.fallbacks,
+            role_switches=tuple(cluster.role_changes),
             instances=figures,
         ),
         records=cluster.records,

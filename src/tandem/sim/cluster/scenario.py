@@ -130,6 +130,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     admission: AdmissionMode | Literal["late"] = "none"
     """By TTFT and TPOT of ``slo``; a request that is refused counts as failed. late, which no
     server does: by TTFT at its arrival, and by TPOT after its prefill."""
+    roles: Literal["fixed", "load"] = "fixed"
+    """load: instances change between prefill and decode, as ``cluster.roles``."""
     lease_s: Positive = 30.0
     """Seconds of a lease, as ``cluster.lease_s``."""
     slo: Objectives = Objectives()

@@ -95,15 +95,18 @@ def _run_in_background(
     context.lifecycle.enter(client)
     job = asyncio.create_task(_run(context, response, origin))
     context.background_jobs[document.id] = job
-    job.add_done_callback(_make_leave(context, document.id, client))
+    job.add_done_callback(_make_leave(context, response, client))
     return Response(kept.document, media_type="application/json")
 
 
 def _make_leave(
-    context: ServerContext, name: str, client: str
+    context: ServerContext, response: PlannedResponse, client: str
 ) -> Callable[["asyncio.Task[None]"], None]:
-    def leave(_: "asyncio.Task[None]") -> None:
-        del context.background_jobs[name]
+    def leave(job: "asyncio.Task[None]") -> None:
+        if job.cancelled():
+            # Before its first step: nothing of `_run` has run, its handlers neither.
+            response.answer.cancel()
+        del context.background_jobs[response.answer.document.id]
         context.lifecycle.leave(client)
 
     return leave

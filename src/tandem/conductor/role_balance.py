@@ -1,0 +1,183 @@
+"""The role switch by load: which instance changes sides when the ratio of roles is wrong.
+
+The pressure of a side is a time as a share of its objective: for prefill that for which a new
+prompt would wait, for decode that between tokens, or the share of its blocks that are in use. A
+side under pressure gets an instance of the other side, if that one has room to spare without it.
+
+Hysteresis: pressures are means over some seconds; the pressure at which a side gets an instance is
+well above the one that the other side may have after it has given one; and after a change of any
+role, and at first, nothing changes for a while. Pure; time is an argument.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.conductor.fleet import DECODE, PREFILL, ROLES, Fleet, FloatColumn, IntColumn, Work
+from tandem.core.instance_status import InstanceRole
+from tandem.core.wire import Slo
+
+__all__ = ["ROLE_LOOK_S", "RoleBalance", "RoleChange"]
+
+ROLE_LOOK_S = 1.0
+"""Between two looks at the fleet."""
+DEFAULT_TTFT_S, DEFAULT_TPOT_S = 10.0, 0.1
+"""Objectives while no request has named its own; those at which the Mooncake paper's best ratio was
+found."""
+HIGH = 0.9
+"""Pressure at which a side gets an instance."""
+LOW = 0.6
+"""Pressure that the other side may have after it has given one."""
+MAX_BUSY = 0.8
+"""Share of the time that prefill instances may be busy after one has left."""
+FULL_BLOCKS = 0.9
+"""Share of blocks in use that counts as an objective reached: beyond it requests are preempted."""
+MEMORY_S = 8.0
+"""Time constant of the means."""
+PAUSE_S = 30.0
+"""Seconds after a change of a role in which there is no other."""
+SLO_MEMORY = 0.98
+"""Weight of the mean objective so far when a request has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleChange:
+    """A role that an instance should have from now on."""
+
+    instance: str
+    role: InstanceRole
+    reason: str
+    """In words, with the pressures."""
+
+
+class RoleBalance:
+    """Watches a fleet of prefill and decode instances; unified ones are left alone."""
+
+    def __init__(self) -> None:
+        self.ttft_s, self.tpot_s = DEFAULT_TTFT_S, DEFAULT_TPOT_S
+        """Objectives: the mean of those that requests had lately."""
+        self._has_ttft = self._has_tpot = False
+        self.prefill = self.decode = 0.0
+        """Mean pressures."""
+        self._decode_after = 0.0
+        """The mean of the pressure that decode would be under with an instance less."""
+        self._busy = 0.0
+        """Mean share of the time that prefill instances compute prompts."""
+        self._work: dict[str, Work] = {}
+        """Sums of each instance at the last look."""
+        self._roles: dict[str, int] = {}
+        self._looked_s: float | None = None
+        self._changed_s = -math.inf
+
+    def note_request(self, slo: Slo) -> None:
+        """Take in the objectives of a request that was accepted."""
+        if slo.ttft_s is not None:
+            share = SLO_MEMORY if self._has_ttft else 0.0
+            self.ttft_s += (slo.ttft_s - self.ttft_s) * (1 - share)
+            self._has_ttft = True
+        if slo.tpot_s is not None:
+            share = SLO_MEMORY if self._has_tpot else 0.0
+            self.tpot_s += (slo.tpot_s - self.tpot_s) * (1 - share)
+            self._has_tpot = True
+
+    def look(self, fleet: Fleet, now_s: float) -> RoleChange | None:
+        """Take in the loads of this moment; return the change that is due, if one is.
+
+        Call it every ``ROLE_LOOK_S``. The caller makes the change, or tries and fails: the next
+        one is due when the pause is over.
+        """
+        before_s, self._looked_s = self._looked_s, now_s
+        done = self._take_work(fleet)
+        self._note_roles(fleet, now_s)
+        usable = fleet.is_serving & ~fleet.is_draining
+        prefills = np.flatnonzero(usable & (fleet.role == PREFILL))
+        decodes = np.flatnonzero(usable & (fleet.role == DECODE))
+        if before_s is None or now_s <= before_s or not len(prefills) or not len(decodes):
+            return None
+        self._measure(fleet, prefills, decodes, done, now_s - before_s)
+        if now_s - self._changed_s < PAUSE_S:
+            return None
+        change = self._choose(fleet, prefills, decodes)
+        if change is not None:
+            self._changed_s = now_s
+        return change
+
+    def _take_work(self, fleet: Fleet) -> FloatColumn:
+        """Return the work of each row since the last look; shape of ``Fleet.work``."""
+        done = np.zeros_like(fleet.work)
+        told: dict[str, Work] = {}
+        for name in fleet.names:
+            row = fleet.find(name)
+            assert row is not None, name
+            told[name] = work = Work(*fleet.work[:, row].tolist())
+            before = self._work.get(name, work)
+            # An instance that has left and joined again counts from nothing.
+            done[:, row] = np.maximum(np.subtract(work, before), 0.0)
+        self._work = told
+        return done
+
+    def _note_roles(self, fleet: Fleet, now_s: float) -> None:
+        """Begin a pause if a role is another one than at the last look, whoever changed it.
+
+        The first look begins one as well: there are no means yet.
+        """
+        roles: dict[str, int] = {}
+        for name in fleet.names:
+            row = fleet.find(name)
+            assert row is not None, name
+            roles[name] = int(fleet.role[row])
+        is_first = self._changed_s == -math.inf
+        if is_first or any(self._roles.get(name, role) != role for name, role in roles.items()):
+            self._changed_s = now_s
+        self._roles = roles
+
+    def _measure(
+        self,
+        fleet: Fleet,
+        prefills: IntColumn,
+        decodes: IntColumn,
+        done: FloatColumn,
+        elapsed_s: float,
+    ) -> None:
+        """Move the means towards what is seen now."""
+        share = 1 - math.exp(-elapsed_s / MEMORY_S)
+        prefill_s, decode_s, num_decodes = done
+        costs, queued = fleet.costs[:, prefills], fleet.queued_tokens[prefills]
+        steps = np.ceil(queued / fleet.max_batch_tokens[prefills])
+        context = fleet.queued_context[prefills]
+        queue_s = costs[0] * steps + costs[1] * queued + costs[2] * context
+        self.prefill += (float(queue_s.mean()) / self.ttft_s - self.prefill) * share
+        self._busy += (float(prefill_s[prefills].mean()) / elapsed_s - self._busy) * share
+        # Measured, not predicted from loads: these count requests whose prompts still wait.
+        count = float(num_decodes[decodes].sum())
+        tpot_s = float(decode_s[decodes].sum()) / count if count else 0.0
+        step_s = min(float(fleet.costs[0, decodes].mean()), tpot_s)
+        rest = len(decodes) / max(len(decodes) - 1, 1)
+        after = (step_s + (tpot_s - step_s) * rest) / self.tpot_s
+        self._decode_after += (after - self._decode_after) * share
+        blocks = (fleet.used_blocks[decodes] / np.maximum(fleet.num_blocks[decodes], 1)).mean()
+        decode = max(tpot_s / self.tpot_s, float(blocks) / FULL_BLOCKS)
+        self.decode += (decode - self.decode) * share
+
+    def _choose(self, fleet: Fleet, prefills: IntColumn, decodes: IntColumn) -> RoleChange | None:
+        if self.prefill >= HIGH and len(decodes) > 1 and self._decode_after <= LOW:
+            return self._describe(fleet, _find_idlest(fleet, decodes), PREFILL)
+        if self.decode >= HIGH and len(prefills) > 1:
+            rest = len(prefills) / (len(prefills) - 1)
+            if self.prefill * rest <= LOW and self._busy * rest <= MAX_BUSY:
+                return self._describe(fleet, _find_idlest(fleet, prefills), DECODE)
+        return None
+
+    def _describe(self, fleet: Fleet, row: int, role: int) -> RoleChange:
+        reason = (
+            f"prefill waits {self.prefill:.2f} of {self.ttft_s:g} s, decode takes "
+            f"{self.decode:.2f} of {self.tpot_s * 1e3:g} ms or of its blocks"
+        )
+        return RoleChange(fleet.name_of(row), ROLES[role], reason)
+
+
+def _find_idlest(fleet: Fleet, rows: IntColumn) -> int:
+    """Return the row with the least to end in the role that it leaves."""
+    tokens = fleet.queued_tokens[rows] + fleet.decode_tokens[rows]
+    return int(rows[np.lexsort((rows, fleet.num_requests[rows], tokens))[0]])

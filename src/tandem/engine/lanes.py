@@ -1,0 +1,90 @@
+"""Routed experts on the host beside a device: what is uploaded in a decode, streamed in a prompt.
+
+Speeds of a GPU are not measured yet, so the plan takes those of a known machine; decodes learn
+their own from the first step on.
+"""
+
+import msgspec
+
+from tandem.core.model.plan import ModelPlan
+from tandem.kernels.calibration import find_kept
+from tandem.models.config import ModelConfig
+from tandem.models.loading.expert_disk import list_expert_sizes
+from tandem.placement.catalog import find_hardware
+from tandem.placement.experts.lanes import LaneSplit
+from tandem.placement.experts.streaming import find_stream_tokens
+from tandem.placement.fitting import read_efficiencies
+from tandem.placement.served import place_served
+from tandem.placement.shape import ModelShape
+
+__all__ = ["LanePlan", "plan_lanes"]
+
+KNOWN_MACHINE = "xeon6430-4090"
+"""Its GPU and its link stand for those of a machine whose GPU is not measured."""
+
+
+class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of a model on the host, and when the device computes them."""
+
+    max_uploads: int
+    """Experts of a layer that a decode step uploads at most."""
+    stream_tokens: int
+    """Tokens of a step from which its experts are streamed; 0: never."""
+    stream_reason: str
+    host_s: float
+    """Seconds of an expert on the host, until they are measured."""
+    upload_s: float
+    """The same of one that is uploaded."""
+
+    def make_split(self) -> LaneSplit | None:
+        """Return what divides a step's experts; None: the host has all."""
+        return LaneSplit(self.host_s, self.upload_s) if self.max_uploads else None
+
+    def tell(self) -> list[tuple[str, str, str]]:
+        """Return (what, value, why) for a table."""
+        uploads = f"up to {self.max_uploads} a layer" if self.max_uploads else "none"
+        why = "model.max_uploads; how many is learnt while both run"
+        streamed = f"from {self.stream_tokens} tokens on" if self.stream_tokens else "never"
+        return [
+            ("uploaded experts", uploads, why if self.max_uploads else "model.max_uploads"),
+            ("streamed experts", streamed, self.stream_reason),
+        ]
+
+
+def plan_lanes(config: ModelConfig, model: ModelPlan, shape: ModelShape) -> LanePlan | None:
+    """Return the lanes of a model's experts; None where host and device share none.
+
+    Args:
+        config: says what is wanted.
+        model: planned.
+        shape: of the model.
+    """
+    sizes = list_expert_sizes(model)
+    is_shared = model.device != "cpu" and model.expert_device == "cpu"
+    if not is_shared or sizes is None or model.tier is not None:
+        return None
+    known, kept = find_hardware(KNOWN_MACHINE), find_kept()
+    eff = read_efficiencies() if kept is None else kept.efficiencies
+    assert known.accelerator is not None, KNOWN_MACHINE
+    spec = known
+    if kept is not None:
+        spec = msgspec.structs.replace(
+            kept.hardware, accelerator=known.accelerator, num_accelerators=1
+        )
+    place = msgspec.structs.replace(
+        place_served(model, chunk_tokens=1),
+        is_dense_on_gpu=True,
+        is_attention_on_gpu=True,
+        accelerators=1,
+    )
+    tokens, reason = config.stream_tokens, "model.stream_tokens"
+    if tokens == "auto":
+        tokens = find_stream_tokens(spec, shape, place, eff)
+        reason = f"where it is predicted to be faster, with the GPU of {known.title}"
+    return LanePlan(
+        max_uploads=config.max_uploads,
+        stream_tokens=tokens,
+        stream_reason=reason,
+        host_s=sizes.expert_bytes / (spec.cpu_bandwidth_gbps * 1e9 * eff.cpu_bandwidth),
+        upload_s=sizes.expert_bytes / (known.accelerator.host_link_gbps * 1e9 * eff.link),
+    )

@@ -1,0 +1,283 @@
+"""Routed experts of the host that a device computes, after their weights have come there.
+
+``ExpertLoads`` says of a layer's experts how the host writes one to staging memory and how the
+device computes those that lie in its own. ``PackedLoads`` moves weights as they are packed, for a
+device that native kernels run on; ``UnpackedLoads`` moves numbers of the model's dtype, whatever
+the weight format, and multiplies by torch.
+
+Shapes: T or B tokens, D hidden, F intermediate of one expert, E experts, K experts per token, U
+experts in the device's memory.
+"""
+
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem._native import ThreadPool
+from tandem.kernels.activation import activate
+from tandem.kernels.cpu.experts import NativeExperts, PackedExperts
+from tandem.kernels.cpu.linear import PANEL_COLUMNS, PackedLinear, count_bytes
+from tandem.kernels.device import Device
+from tandem.kernels.native import Buffer
+from tandem.kernels.weights.formats import split_pair
+
+__all__ = ["ExpertLoads", "LayerSum", "PackedLoads", "UnpackedLoads", "make_loads"]
+
+
+class LayerSum(Protocol):
+    """The sum of a prompt's experts of one layer, as ranges of them come."""
+
+    def add(self, memory: Tensor, first: int, end: int) -> None:
+        """Add experts [first, end), which lie one after the other; ranges ascend and are whole."""
+        ...
+
+    def take(self) -> Tensor:
+        """Return the sum, float32 [T, D], once all experts were added."""
+        ...
+
+
+class ExpertLoads(Protocol):
+    """A layer's experts on their way to a device."""
+
+    num_experts: int
+    expert_bytes: int
+    """Bytes of one expert in staging memory and on the device."""
+
+    def stage(self, expert_id: int, place: Tensor) -> None:
+        """Write an expert to staging memory, uint8 [expert_bytes]; the host's work."""
+        ...
+
+    def run_pairs(
+        self, x_BD: Tensor, ids_BK: Tensor, owners_U: Tensor, memory: Tensor, out_BKD: Tensor
+    ) -> None:
+        """Write each token's outputs of its experts, without their weights; the device's work.
+
+        Nothing looks at a value, and shapes depend on none, so it can be captured.
+
+        Args:
+            x_BD: hidden states.
+            ids_BK: int64; -1: the output is 0.
+            owners_U: int64: whose weights lie in each place of the memory; -1: nobody's.
+            memory: uint8 [U * expert_bytes].
+            out_BKD: float32.
+        """
+        ...
+
+    def begin_sum(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> LayerSum:
+        """Begin to sum a prompt's experts, range by range; the device's work."""
+        ...
+
+
+def make_loads(native: NativeExperts, pool: ThreadPool, device: Device) -> ExpertLoads:
+    """Return what moves a layer's experts to a device.
+
+    Raises: UnsupportedError (experts that are in no one piece of the host's memory).
+    """
+    if device.has_native_kernels:
+        return PackedLoads(native, pool)
+    return UnpackedLoads(native, pool, device)
+
+
+class PackedLoads:
+    """Experts as they are packed; results are bitwise those of ``NativeExperts``.
+
+    Args:
+        native: loaded; borrowed.
+        pool: runs the kernels; borrowed.
+
+    Raises: UnsupportedError (experts on disk, or in parts on NUMA nodes).
+    """
+
+    def __init__(self, native: NativeExperts, pool: ThreadPool) -> None:
+        self._packed = native.view_packed()
+        self.num_experts, self.expert_bytes = self._packed.shape
+        self._pool = pool
+        self._bank = native.make_apart()
+
+    def stage(self, expert_id: int, place: Tensor) -> None:
+        """See ``ExpertLoads``."""
+        np.copyto(place.numpy(), self._packed[expert_id])
+
+    def run_pairs(
+        self, x_BD: Tensor, ids_BK: Tensor, owners_U: Tensor, memory: Tensor, out_BKD: Tensor
+    ) -> None:
+        """See ``ExpertLoads``."""
+        tokens, top_k = ids_BK.shape
+        # Places that are nobody's write to one more expert, which is cut off.
+        places = torch.full((self.num_experts + 1,), -1, dtype=torch.int64)
+        offsets = torch.arange(len(owners_U)) * self.expert_bytes
+        places[owners_U.where(owners_U >= 0, self.num_experts)] = offsets
+        self._bank.run_apart(
+            Buffer(x_BD.repeat_interleave(top_k, 0)),
+            Buffer(ids_BK.reshape(-1, 1)),
+            Buffer(torch.ones(tokens * top_k, 1)),
+            Buffer(out_BKD.view(tokens * top_k, -1)),
+            memory.numpy(),
+            places[:-1].numpy(),
+        )
+
+    def begin_sum(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> LayerSum:
+        """See ``ExpertLoads``."""
+        return _PackedSum(self._bank, self.expert_bytes, x_TD, ids_TK, w_TK)
+
+
+class _PackedSum:
+    """See ``LayerSum``; experts are summed in the order in which one call sums them."""
+
+    def __init__(
+        self, bank: PackedExperts, expert_bytes: int, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor
+    ) -> None:
+        self._bank, self._expert_bytes = bank, expert_bytes
+        self._given = (Buffer(x_TD), Buffer(ids_TK.contiguous()), Buffer(w_TK.float().contiguous()))
+        self._out = Buffer.allocate(*x_TD.shape, dtype=torch.float32)
+
+    def add(self, memory: Tensor, first: int, end: int) -> None:
+        """See ``LayerSum``."""
+        places = np.full(self._bank.num_experts, -1, np.int64)
+        places[first:end] = np.arange(end - first) * self._expert_bytes
+        self._bank.run_apart(
+            *self._given, self._out, memory.numpy(), places, first, end, is_added=first > 0
+        )
+
+    def take(self) -> Tensor:
+        """See ``LayerSum``."""
+        return self._out.tensor
+
+
+class UnpackedLoads:
+    """Experts as numbers of the model's dtype, for a device that no native kernels run on.
+
+    Args:
+        native: loaded; borrowed.
+        pool: unpacks; borrowed.
+        device: where they go.
+
+    Raises: UnsupportedError (experts on disk, or in parts on NUMA nodes).
+    """
+
+    def __init__(self, native: NativeExperts, pool: ThreadPool, device: Device) -> None:
+        self._packed = native.view_packed()
+        self.num_experts = native.num_experts
+        self._formats = split_pair(native.weight_format)
+        self._pool = pool
+        self._activation = native.activation
+        self._hidden, self._inner = native.hidden_size, native.intermediate_size
+        self.dtype = torch.float32 if native.weight_format.bits == 32 else torch.bfloat16
+        """The dtype of the numbers: bfloat16 holds what codes times scales are to 8 bits."""
+        self._num_items = 3 * self._hidden * self._inner
+        self.expert_bytes = self._num_items * self.dtype.itemsize
+        self._biases: tuple[Tensor, Tensor] | None = None
+        if native.biases is not None:
+            gate, up, down = (part.to(device.torch_device) for part in native.biases)
+            self._biases = (torch.cat((gate, up), 1), down)
+
+    def stage(self, expert_id: int, place: Tensor) -> None:
+        """See ``ExpertLoads``."""
+        numbers = place.view(self.dtype)
+        half = 2 * self._hidden * self._inner
+        gate_up, down = self._unpack(expert_id)
+        numbers[:half].view_as(gate_up).copy_(gate_up)
+        numbers[half:].view_as(down).copy_(down)
+
+    def _unpack(self, expert_id: int) -> tuple[Tensor, Tensor]:
+        """Return float32 [2 F, D] and [D, F].
+
+        An expert is panels of gate and up in turns, then those of down; so it is two matrices, the
+        first with its outputs in another order.
+        """
+        packed, hidden, inner = self._packed[expert_id], self._hidden, self._inner
+        first_format, down_format = self._formats
+        down_bytes = count_bytes(down_format, inner, hidden)
+        stored = packed[: len(packed) - down_bytes]
+        panel_bytes = count_bytes(first_format, hidden, PANEL_COLUMNS)
+        num_panels = len(stored) // panel_bytes
+        both = PackedLinear(
+            first_format, hidden, num_panels * PANEL_COLUMNS, pool=self._pool, storage=stored
+        ).unpack()
+        panels = both.view(-1, 2, PANEL_COLUMNS, hidden).transpose(0, 1)
+        gate_up = panels.reshape(2, -1, hidden)[:, :inner].reshape(2 * inner, hidden)
+        down = PackedLinear(
+            down_format, inner, hidden, pool=self._pool, storage=packed[len(stored) :]
+        ).unpack()
+        return gate_up, down
+
+    def _view(self, memory: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        start = place * self.expert_bytes
+        numbers = memory[start : start + self.expert_bytes].view(self.dtype)
+        half = 2 * self._hidden * self._inner
+        return (
+            numbers[:half].view(2 * self._inner, self._hidden),
+            numbers[half:].view(self._hidden, self._inner),
+        )
+
+    def _multiply(
+        self, x_TD: Tensor, memory: Tensor, place: int, biases: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Return an expert's output, float32 [T, D]."""
+        gate_up, down = self._view(memory, place)
+        hidden = x_TD.to(self.dtype) @ gate_up.t()
+        if biases is not None:
+            hidden = hidden + biases[0]
+        out = (activate(self._activation, hidden) @ down.t()).float()
+        return out if biases is None else out + biases[1]
+
+    def run_pairs(
+        self, x_BD: Tensor, ids_BK: Tensor, owners_U: Tensor, memory: Tensor, out_BKD: Tensor
+    ) -> None:
+        """See ``ExpertLoads``: each of the few experts takes all tokens, of which some are kept."""
+        out_BKD.zero_()
+        for place in range(len(owners_U)):
+            owner = owners_U[place : place + 1]
+            biases = None
+            if self._biases is not None:
+                known = owner.clamp_min(0)
+                biases = tuple(part.index_select(0, known)[0] for part in self._biases)
+            y_BD = self._multiply(x_BD, memory, place, biases)  # type: ignore[arg-type]
+            is_own = (ids_BK == owner) & (ids_BK >= 0)
+            out_BKD.copy_(torch.where(is_own[..., None], y_BD[:, None], out_BKD))
+
+    def begin_sum(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> LayerSum:
+        """See ``ExpertLoads``; the host reads the choices, as a prompt's are many."""
+        return _UnpackedSum(self, x_TD, ids_TK, w_TK)
+
+    def find_biases(self, expert_id: int) -> tuple[Tensor, Tensor] | None:
+        """Return an expert's biases of gate and up, and of down; None where there are none."""
+        if self._biases is None:
+            return None
+        return self._biases[0][expert_id], self._biases[1][expert_id]
+
+    def multiply(self, x_TD: Tensor, memory: Tensor, place: int, expert_id: int) -> Tensor:
+        """Return an expert's output for rows, float32."""
+        return self._multiply(x_TD, memory, place, self.find_biases(expert_id))
+
+
+class _UnpackedSum:
+    """See ``LayerSum``; each token's outputs are summed in ascending order of the experts."""
+
+    def __init__(self, loads: UnpackedLoads, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        self._loads, self._x = loads, x_TD
+        top_k = ids_TK.shape[1]
+        sorted_ids, order = torch.sort(ids_TK.flatten(), stable=True)
+        bounds = torch.arange(loads.num_experts + 1, device=ids_TK.device)
+        self._ranges = list(pairwise(torch.searchsorted(sorted_ids, bounds).tolist()))
+        self._rows = order // top_k
+        self._weights = w_TK.float().flatten()[order]
+        self._out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+
+    def add(self, memory: Tensor, first: int, end: int) -> None:
+        """See ``LayerSum``."""
+        for expert_id in range(first, end):
+            begin, stop = self._ranges[expert_id]
+            if begin == stop:
+                continue
+            rows = self._rows[begin:stop]
+            y = self._loads.multiply(self._x[rows], memory, expert_id - first, expert_id)
+            # A token names an expert once, so that no row comes twice.
+            self._out.index_add_(0, rows, y * self._weights[begin:stop, None])
+
+    def take(self) -> Tensor:
+        """See ``LayerSum``."""
+        return self._out

@@ -1,0 +1,130 @@
+"""The split of a step's missed experts over two lanes: computed on the host, or uploaded. Pure.
+
+Both lanes read the host's memory, so each is slower beside the other than alone, and the rates that
+a split needs are those while both run. They are learnt from every step. At times all experts go to
+the lane that has most of them, as only that tells what using both gains; and a lane that no step
+uses is tried, within a share of the time spent.
+"""
+
+__all__ = ["LaneSplit"]
+
+RECENT = 0.5
+"""Weight of a step's rate beside what was known."""
+SUDDEN = 1.25
+"""Factor between a step's rate and what was known from which on the step alone counts."""
+MIN_GAIN = 0.04
+"""Share of a step's time that both lanes together must save: less is lost in what is not known."""
+TRIAL_SHARE = 0.03
+"""Share of all steps' time that may be lost to trying a lane that is not used."""
+TRIAL_STEPS = 4
+"""Steps at least before a lane that is not used is tried."""
+ALONE_STEPS = 12
+"""Steps at least between two in which the lane with most experts has all of them."""
+SMALL_SHARE = 0.3
+"""Share of the experts up to which a lane is left out for that: no larger share of a step's time is
+lost."""
+
+
+class LaneSplit:
+    """Decides how many of a step's missed experts are uploaded; the host computes the others.
+
+    Args:
+        host_s: seconds of an expert that the host computes, as planned.
+        upload_s: seconds of an expert that is uploaded and computed on the device, as planned.
+    """
+
+    def __init__(self, host_s: float, upload_s: float) -> None:
+        assert host_s > 0, host_s
+        assert upload_s > 0, upload_s
+        self._host, self._upload = _Lane(host_s), _Lane(upload_s)
+        self._total_s = 0.0
+        self._lost_s = 0.0
+
+    def choose(self, num_missed: int) -> int:
+        """Return how many of so many experts are uploaded."""
+        best = self._find_best(num_missed)
+        if 0 < best < num_missed:
+            return self._try_alone(num_missed, best)
+        return self._try_idle(num_missed, best) if num_missed > 1 else best
+
+    def note(self, num_host: int, host_s: float, num_uploaded: int, upload_s: float) -> None:
+        """Take in how long each lane took for its experts of a step."""
+        self._total_s += max(host_s, upload_s)
+        self._host.note(num_host, host_s, is_alone=num_uploaded == 0)
+        self._upload.note(num_uploaded, upload_s, is_alone=num_host == 0)
+
+    def _find_best(self, num_missed: int) -> int:
+        times = [self._predict(num_missed, count) for count in range(num_missed + 1)]
+        best = min(range(num_missed + 1), key=lambda count: times[count])
+        alone = 0 if times[0] <= times[-1] else num_missed
+        return alone if times[best] > (1 - MIN_GAIN) * times[alone] else best
+
+    def _try_alone(self, num_missed: int, best: int) -> int:
+        """Return the split, or at times all experts for the lane that has most of them."""
+        is_uploading = 2 * best > num_missed
+        small = num_missed - best if is_uploading else best
+        main = self._upload if is_uploading else self._host
+        if main.num_beside < ALONE_STEPS or small > SMALL_SHARE * num_missed:
+            return best
+        return num_missed if is_uploading else 0
+
+    def _try_idle(self, num_missed: int, best: int) -> int:
+        """Return all experts for one lane, or at times all but one."""
+        idle = self._upload if best == 0 else self._host
+        if idle.num_unused < TRIAL_STEPS:
+            return best
+        tried = 1 if best == 0 else num_missed - 1
+        extra_s = self._predict(num_missed, tried) - self._predict(num_missed, best)
+        if self._lost_s + extra_s > TRIAL_SHARE * self._total_s:
+            return best
+        self._lost_s += max(0.0, extra_s)
+        return tried
+
+    def _predict(self, num_missed: int, num_uploaded: int) -> float:
+        """Return the seconds of a step."""
+        num_host = num_missed - num_uploaded
+        if num_uploaded == 0:
+            return num_host * self._host.alone_s
+        if num_host == 0:
+            return num_uploaded * self._upload.alone_s
+        return max(num_host * self._host.beside_s, num_uploaded * self._upload.beside_s)
+
+
+class _Lane:
+    """A lane's seconds per expert.
+
+    Args:
+        expert_s: as planned.
+    """
+
+    def __init__(self, expert_s: float) -> None:
+        self.alone_s = expert_s
+        self.beside_s = expert_s
+        self.num_unused = 0
+        """Steps since it was used."""
+        self.num_beside = ALONE_STEPS - TRIAL_STEPS
+        """Steps that used it since it was used alone."""
+
+    def note(self, count: int, seconds: float, *, is_alone: bool) -> None:
+        """Take in a step: how many experts in how many seconds."""
+        if count == 0:
+            self.num_unused += 1
+            return
+        self.num_unused = 0
+        self.num_beside = 0 if is_alone else self.num_beside + 1
+        measured = seconds / count
+        # What one kind of step says of the machine holds for the other; the factor between them is
+        # learnt where both were seen.
+        if is_alone:
+            factor = self.beside_s / self.alone_s
+            self.alone_s = _blend(self.alone_s, measured)
+            self.beside_s = self.alone_s * factor
+        else:
+            before, self.beside_s = self.beside_s, _blend(self.beside_s, measured)
+            self.alone_s *= self.beside_s / before
+        self.alone_s = min(self.alone_s, self.beside_s)
+
+
+def _blend(known: float, measured: float) -> float:
+    is_sudden = not known / SUDDEN < measured < known * SUDDEN
+    return measured if is_sudden else known + RECENT * (measured - known)
