@@ -85,6 +85,8 @@ def make_odd(model_type: str, seed: int) -> Any:
     if any(rope["rope_type"] == "dynamic" for rope in ropes) and values.get("sliding_window") == 1:
         # Eager runs token by token then, and its cache keeps all of a window of one.
         values["sliding_window"] = 2
+    if "attention_chunk_size" in default:
+        _put_chunks(values, draw)
     if "num_kv_shared_layers" in default:
         _put_sharing(values, default, draw)
     values["max_position_embeddings"] = draw.choice((NUM_TOKENS // 2, 4 * NUM_TOKENS))
@@ -180,6 +182,17 @@ def _put_states(values: dict[str, Any], default: dict[str, Any], draw: random.Ra
     count = values["num_hidden_layers"]
     drawn = [draw.choice(kinds) for _ in range(count - 2)]
     values["layer_types"] = draw.sample([*drawn, *kinds], count)
+
+
+def _put_chunks(values: dict[str, Any], draw: random.Random) -> None:
+    """Llama 4: chunks, layers without RoPE whose queries grow, experts in some layers."""
+    count = values["num_hidden_layers"]
+    values["no_rope_layers"] = draw.sample([0, 1, *(draw.choice((0, 1)) for _ in range(2))], 4)
+    values["no_rope_layers"] = [0, 1, *values["no_rope_layers"]][:count]
+    values["moe_layers"] = [i for i in range(count) if i == 0 or draw.random() < 0.5]
+    values |= {"attention_chunk_size": draw.choice((5, 16, 17)), "floor_scale": draw.choice((4, 9))}
+    values |= {"attn_scale": draw.choice((0.3, 0.8)), "intermediate_size_mlp": draw.choice((40, 56))}
+    values["attn_temperature_tuning"] = draw.choice((True, False))
 
 
 def _put_position_scale(

@@ -55,6 +55,8 @@ SERVED = [
     "kolibri1",
     "laguna",
     "llama",
+    "llama4",
+    "llama4_text",
     "mellum",
     "mimo_v2_flash",
     "minimax_m2",

@@ -64,7 +64,8 @@ def attend_paged(
         0 if window is None else window, 0.0 if softcap is None else softcap, sinks
     )
     mixed = step.attend(layer_idx, query[0].transpose(0, 1), kv, scale, rule)
-    return mixed.view(1, mixed.shape[0], query.shape[1], -1)[..., :value_dim], None
+    out = mixed.view(1, mixed.shape[0], query.shape[1], -1)
+    return (out if value_dim == width else out[..., :value_dim]), None
 
 
 def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreTrainedModel":
