@@ -157,7 +157,9 @@ def _put_windows(
     elif "layer_types" in default:
         if "mlp_layer_types" in default:
             kinds = ("dense", "sparse")
-            values["mlp_layer_types"] = [draw.choice(kinds) for _ in range(values["num_hidden_layers"])]
+            values["mlp_layer_types"] = [
+                draw.choice(kinds) for _ in range(values["num_hidden_layers"])
+            ]
         count = values["num_hidden_layers"]
         values["layer_types"] = [draw.choice(WINDOWS) for _ in range(count - 1)]
         values["layer_types"] += ["full_attention" if seed == 0 else draw.choice(WINDOWS)]
@@ -191,13 +193,14 @@ def _put_chunks(values: dict[str, Any], draw: random.Random) -> None:
     values["no_rope_layers"] = [0, 1, *values["no_rope_layers"]][:count]
     values["moe_layers"] = [i for i in range(count) if i == 0 or draw.random() < 0.5]
     values |= {"attention_chunk_size": draw.choice((5, 16, 17)), "floor_scale": draw.choice((4, 9))}
-    values |= {"attn_scale": draw.choice((0.3, 0.8)), "intermediate_size_mlp": draw.choice((40, 56))}
+    values |= {
+        "attn_scale": draw.choice((0.3, 0.8)),
+        "intermediate_size_mlp": draw.choice((40, 56)),
+    }
     values["attn_temperature_tuning"] = draw.choice((True, False))
 
 
-def _put_position_scale(
-    values: dict[str, Any], rope: dict[str, Any], draw: random.Random
-) -> None:
+def _put_position_scale(values: dict[str, Any], rope: dict[str, Any], draw: random.Random) -> None:
     """Ministral 3 and Mistral 4: queries grow with the position."""
     rope["llama_4_scaling_beta"] = draw.choice((0.2, 0.7))
     rope["original_max_position_embeddings"] = draw.choice((12, 16))

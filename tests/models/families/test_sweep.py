@@ -55,7 +55,6 @@ SERVED = [
     "kolibri1",
     "laguna",
     "llama",
-    "llama4",
     "llama4_text",
     "mellum",
     "mimo_v2_flash",

@@ -184,7 +184,7 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     window: NonNegativeInt = 0
     """Tokens that a token sees, itself included; 0 is all."""
     chunk: NonNegativeInt = 0
-    """A token sees none before the last multiple of this up to its position; 0 is no such border."""
+    """A token sees none before the last multiple of this up to its position; 0 is no border."""
     soft_cap: float = 0.0
     """A score becomes cap * tanh(score / cap); 0 is none."""
     has_sinks: bool = False

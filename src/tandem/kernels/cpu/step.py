@@ -370,9 +370,7 @@ class CpuStep:
         sinks = None if rule.sinks is None else rule.sinks.view
         attention, place = self._find_layer(layer_idx)
         chunk = (rule.chunk,) if rule.chunk else ()
-        attention.attend(
-            place.layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks, *chunk
-        )
+        attention.attend(place.layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks, *chunk)
 
     def _find_layer(self, layer_idx: int) -> tuple[_native.PlannedAttention, LayerPlace]:
         place = self._places[layer_idx]

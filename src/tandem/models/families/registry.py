@@ -11,7 +11,15 @@ from typing import Any
 from tandem.models.families import deepseek, gpt_oss
 from tandem.models.families.refused import GATED_DELTA
 
-__all__ = ["FAMILIES", "PROVED_WITH", "Family", "classifies", "choose_auto_class", "find_family", "take_decoder"]
+__all__ = [
+    "FAMILIES",
+    "PROVED_WITH",
+    "Family",
+    "choose_auto_class",
+    "classifies",
+    "find_family",
+    "take_decoder",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -664,7 +664,9 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     first = checkpoint.config.num_hidden_layers
     prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
     why = "of a layer that predicts tokens further ahead"
-    harmless |= {name: why for name in source.entries if name.startswith((*prefixes, "mtp.", "model.mtp."))}
+    harmless |= {
+        name: why for name in source.entries if name.startswith((*prefixes, "mtp.", "model.mtp."))
+    }
     why = "of a layer that shares the keys and values of another one"
     num_shared = getattr(checkpoint.config, "num_kv_shared_layers", None) or 0
     shared = "|".join(str(i) for i in range(first - num_shared, first))

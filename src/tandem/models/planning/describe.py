@@ -431,9 +431,7 @@ def _find_chunk(module: Any, config: Any) -> int:
     return int(config.attention_chunk_size) if is_chunked else 0
 
 
-def _find_position_scale(
-    module: Any, config: Any, *, rotates: bool = True
-) -> PositionScale | None:
+def _find_position_scale(module: Any, config: Any, *, rotates: bool = True) -> PositionScale | None:
     """Return the factor of attentions that are told positions, by the fields that they read."""
     if getattr(module, "attn_temperature_tuning", False) and not rotates:
         return PositionScale(float(module.attn_scale), int(module.floor_scale), offset=1)
@@ -671,9 +669,7 @@ def _describe_beside(parts: Mapping[str, OperatorSpec | None]) -> tuple[str, ...
     """Return the norms of experts that a layer has beside its MLP; none: it has none."""
     if not {*BESIDE, *BESIDE_NORMS} <= parts.keys():
         return ()
-    if not isinstance(parts["router"], RouterSpec) or not isinstance(
-        parts["experts"], ExpertsSpec
-    ):
+    if not isinstance(parts["router"], RouterSpec) or not isinstance(parts["experts"], ExpertsSpec):
         raise UnfitModuleError("router or experts are not operators of ours")
     return BESIDE_NORMS
 

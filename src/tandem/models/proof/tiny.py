@@ -61,12 +61,16 @@ class Reference:
 
 def build_eager(config: Any) -> Any:
     """Build transformers' own model of a configuration, as its authors wrote it, in float32."""
-    return choose_auto_class(config).from_config(
-        config,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        dtype=torch.float32,
-    ).eval()
+    return (
+        choose_auto_class(config)
+        .from_config(
+            config,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            dtype=torch.float32,
+        )
+        .eval()
+    )
 
 
 def make_tiny(config: Any, seed: int) -> Any:
