@@ -474,8 +474,8 @@ class DecoderLayerSpec(
     scale_name: str = ""
     """The name of a factor on what the layer returns, one number; empty is none."""
     beside_norms: tuple[str, ...] = ()
-    """Where experts run beside the MLP, on the same residual: names of the norms after the MLP,
-    before the experts and after them. Their sum goes through the last of ``norms``."""
+    """Names of the norms after the MLP, before the experts and after them, where experts run beside
+    the MLP on the same residual; their sum goes through the last of ``norms``. Empty is none."""
     input_norm: str = ""
     """The name of the norm after what the layer adds of an input of its own; empty is none."""
     input_activation: str = "silu"
