@@ -7,7 +7,8 @@ set(attention_isas avx2 avx512_bw avx512_bf16)
 set(row_ops_isas avx2 avx512_bw)
 set(sampling_isas avx2 avx512_bw)
 set(recurrent_isas avx2 avx512_bw)
-set(kinds packed attention row_ops sampling recurrent)
+set(state_space_isas avx2 avx512_bw)
+set(kinds packed attention row_ops sampling recurrent state_space)
 
 # Without contraction every ISA rounds alike: a fused multiply-add is where the source says so.
 set(plain "-ffp-contract=off;-Wno-psabi")

@@ -24,6 +24,7 @@ NB_MODULE(_core, module) {
   tandem::bindings::bind_attention(module);
   tandem::bindings::bind_row_ops(module);
   tandem::bindings::bind_recurrent(module);
+  tandem::bindings::bind_state_space(module);
   tandem::bindings::bind_lora(module);
   tandem::bindings::bind_sampling(module);
   tandem::bindings::bind_store(module);

@@ -43,6 +43,7 @@ void bind_bytes_pool(nanobind::module_& module);
 void bind_probe(nanobind::module_& module);
 void bind_kernels(nanobind::module_& module);
 void bind_recurrent(nanobind::module_& module);
+void bind_state_space(nanobind::module_& module);
 void bind_row_ops(nanobind::module_& module);
 void bind_sampling(nanobind::module_& module);
 void bind_linear(nanobind::module_& module);

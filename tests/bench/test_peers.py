@@ -86,6 +86,9 @@ def test_a_failed_installation_says_why(tmp_path, monkeypatch):
     with pytest.raises(UnsupportedError, match="cannot be installed"):
         peers.install_peer("nothing", ["./no-such-folder-here"])
     assert not list(Path(tmp_path).glob("*/installed"))
+    monkeypatch.setattr(peers, "INSTALL_TIMEOUT_S", 0.001)
+    with pytest.raises(UnsupportedError, match="not installed within"):
+        peers.install_peer("nothing", ["./no-such-folder-here"])
 
 
 def test_two_benchmarks_install_a_peer_once(tmp_path, monkeypatch):

@@ -14,13 +14,14 @@ def make_prompt(length, number=0):
 
 
 class ChatEngine:
-    """Args: a model's folder, and settings of the engine."""
+    """Args: a model's folder, settings of the model, and those of the engine."""
 
-    def __init__(self, folder, **settings) -> None:
+    def __init__(self, folder, *, model=None, **settings) -> None:
         sizes = {"num_kv_blocks": 64, "block_size": 16, "max_batch_tokens": 64, "max_running": 8}
         config = EngineConfig(**(sizes | settings))
-        model = ModelConfig(path=str(folder), dtype="bfloat16", packed_cache="off", proof="off")
-        self.built = build_engine(model, config, MonotonicClock())
+        fields = {"dtype": "bfloat16", "packed_cache": "off", "proof": "off"} | (model or {})
+        loaded = ModelConfig(path=str(folder), **fields)
+        self.built = build_engine(loaded, config, MonotonicClock())
         self.engine = self.built.engine
         self.num_asked = 0
 

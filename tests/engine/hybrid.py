@@ -1,6 +1,6 @@
-"""A tiny random Qwen3-Next: three layers with a state, one with KV."""
+"""Tiny random hybrids: Qwen3-Next, three of whose layers have a state and one KV, and others."""
 
-from transformers import Qwen3NextConfig
+from transformers import GraniteMoeHybridConfig, Lfm2MoeConfig, Qwen3NextConfig
 
 from tandem.models.proof.tiny import make_tiny, save_tiny
 
@@ -26,6 +26,54 @@ SIZES = {
 CHANNELS = 2 * 2 * 16 + 4 * 40
 STATE_BYTES = 3 * (4 * 2 * 16 * 32 * 4 + 3 * CHANNELS * 2)
 """Three layers in bfloat16: matrices in float32, inputs that the convolution carries."""
+
+
+SHORT_CONVOLUTIONS = {
+    "vocab_size": 131,
+    "hidden_size": 72,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "num_dense_layers": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+STATE_SPACES = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+
+
+def save_short_convolutions(place):
+    save_tiny(make_tiny(Lfm2MoeConfig(**SHORT_CONVOLUTIONS), 0), place)
+    return place
+
+
+def save_state_spaces(place):
+    save_tiny(make_tiny(GraniteMoeHybridConfig(**STATE_SPACES), 0), place)
+    return place
 
 
 def save_hybrid(place):

@@ -13,12 +13,13 @@ import torch
 
 from tandem.core.model.layers import RopeSpec
 from tandem.core.spec import GqaLayout
-from tandem.kernels import paged, reference, tolerance
+from tandem.kernels import paged, tolerance
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.devices import choose_execution
 from tandem.kernels.interfaces import PLAIN, AttentionRule
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.rope import Rope
+from tandem.kernels.oracles import reference
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.torch import attention as torch_attention
 

@@ -15,7 +15,7 @@ from tandem import _native
 from tandem.core.errors import ShapeError
 from tandem.core.kv_layout import MlaLayout
 from tandem.core.model.layers import MlaSpec, RopeSpec
-from tandem.kernels import paged, reference, tolerance
+from tandem.kernels import paged, tolerance
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.devices import choose_execution
@@ -23,6 +23,7 @@ from tandem.kernels.native import Buffer
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.operator import running
 from tandem.kernels.operators.rope import Rope
+from tandem.kernels.oracles import reference
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.weights.formats import find_format
 from tandem.kernels.weights.head_matrix import PackedHeads, choose_head_format, count_head_bytes

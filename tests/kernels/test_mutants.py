@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tandem.core.model.layers import ExpertsSpec, MlpSpec
-from tandem.kernels import reference, tolerance
+from tandem.kernels import tolerance
 from tandem.kernels.operators.linear import Linear
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.norm import RmsNorm
+from tandem.kernels.oracles import reference
 from tandem.kernels.torch.experts import Experts
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -15,7 +15,8 @@ import torch
 
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
-from tandem.kernels import reference, tolerance
+from tandem.kernels import tolerance
+from tandem.kernels.oracles import reference
 
 LAYERS, LAYER = 2, 1
 ISAS = _native.kernel_isas()

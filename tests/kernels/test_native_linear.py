@@ -1,6 +1,6 @@
 """Goal: the promises of PackedLinear, and its arithmetic.
 
-Method: the float64 oracle of ``tandem.kernels.cpu.packed_oracle`` with its derived tolerance, and
+Method: the float64 oracle of ``tandem.kernels.oracles.packed`` with its derived tolerance, and
 mutants of it that must be told apart; bitwise comparisons between batches, threads and instruction
 sets; every refusal with its class and its words. What it shares with PackedExperts (coding, layout)
 is tested there.
@@ -21,7 +21,7 @@ from tandem.core.errors import (
     UnsupportedError,
 )
 from tandem.kernels.cpu.linear import PackedLinear, count_bytes
-from tandem.kernels.cpu.packed_oracle import decode, run_linear
+from tandem.kernels.oracles.packed import decode, run_linear
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, WeightFormat
 
 ISAS = [*kernel_isas(), "amx_emulated"]

@@ -17,12 +17,13 @@ from tandem.core.model.layers import (
     RouterSpec,
     RoutingRule,
 )
-from tandem.kernels import reference, tolerance
+from tandem.kernels import tolerance
 from tandem.kernels.operators.linear import Embedding, Linear, LmHead
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import Rope, apply_rope_
+from tandem.kernels.oracles import reference
 from tandem.kernels.torch.experts import Experts
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,7 +13,8 @@ import torch
 
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
-from tandem.kernels import reference, tolerance
+from tandem.kernels import tolerance
+from tandem.kernels.oracles import reference
 
 ISAS = _native.kernel_isas()
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])

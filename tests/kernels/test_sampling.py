@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
-from tandem.kernels import reference, tolerance
+from tandem.kernels import tolerance
+from tandem.kernels.oracles import reference
 
 ISAS = _native.kernel_isas()
 every_isa = pytest.mark.parametrize("isa", ISAS)

@@ -27,6 +27,10 @@ OWNED = {
     "max_position_embeddings": "moved; matters to a dynamic RoPE",
     "topk_method": "moved with groups",
     "sliding_window_pattern": "summed up in layer_types",
+    "full_attn_idxs": "summed up in layer_types",
+    "mamba_hidden_act": "only SiLU runs",
+    "use_mamba_kernels": "changes nothing any more",
+    "z_loss_coefficient": "of training",
     "linear_a_log_max": "of training",
     "linear_a_log_min": "of training",
     "linear_dt_init_floor": "of training",
@@ -37,6 +41,27 @@ OWNED = {
 WINDOWS = ("sliding_attention", "full_attention")
 
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {"layer_types": ["conv"] * 32},
+    "granitemoehybrid": {"position_embedding_type": "rope"},
+}
+"""Fields without which a class makes no model."""
+SWITCHES = (
+    "attention_bias",
+    "mlp_bias",
+    "qkv_bias",
+    "norm_topk_prob",
+    "use_qk_norm",
+    "conv_bias",
+    "use_expert_bias",
+    "block_auto_adjust_ff_dim",
+    "mamba_conv_bias",
+    "mamba_proj_bias",
+    "use_conv_bias",
+    "use_bias",
+)
+
+
 def make_odd(model_type: str, seed: int) -> Any:
     """Return a tiny configuration of a family.
 
@@ -44,22 +69,25 @@ def make_odd(model_type: str, seed: int) -> Any:
     others draw values at random.
     """
     draw = random.Random(f"{model_type}-{seed}")
-    kind = type(CONFIG_MAPPING[model_type]())
-    default = kind().to_dict()
+    kind = type(CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {})))
+    default = kind(**DEFAULTS.get(model_type, {})).to_dict()
     values: dict[str, Any] = {"vocab_size": draw.choice((97, 131))}
     values |= {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
     _put_sizes(values, default, draw)
-    for name in ("attention_bias", "mlp_bias", "qkv_bias", "norm_topk_prob", "use_qk_norm"):
+    for name in SWITCHES:
         if name in default and not (model_type == "deepseek_v2" and name == "norm_topk_prob"):
             values[name] = not default[name] if seed == 0 else draw.random() < 0.5
     for name in ("tie_word_embeddings", "rope_interleave"):
+        if name == "tie_word_embeddings" and model_type == "nemotron_h":
+            continue  # Its class ties nothing.
         if name in default or (name == "rope_interleave" and model_type == "deepseek_v3"):
             values[name] = not default.get(name, True) if seed == 0 else draw.random() < 0.5
     act = "hidden_activation" if "hidden_activation" in default else "hidden_act"
-    acts = [a for a in ("silu", "gelu", "gelu_pytorch_tanh") if a != default[act]]
-    if model_type != "gpt_oss" and not _has_states(default):
+    acts = [a for a in ("silu", "gelu", "gelu_pytorch_tanh") if a != default.get(act)]
+    if act in default and model_type != "gpt_oss" and not _has_states(default):
         values[act] = draw.choice(acts if seed == 0 else [default[act], *acts])
-    values["rms_norm_eps"] = draw.choice((1e-3, 1e-2, 0.05))
+    eps = next(n for n in ("norm_eps", "layer_norm_epsilon", "rms_norm_eps") if n in default)
+    values[eps] = draw.choice((1e-3, 1e-2, 0.05))
     if "query_pre_attn_scalar" in default:
         values["query_pre_attn_scalar"] = draw.choice((7, 33))
         values["attn_logit_softcapping"] = draw.choice((3.0, 5.0, None))
@@ -71,6 +99,15 @@ def make_odd(model_type: str, seed: int) -> Any:
         ("routed_scaling_factor", (0.6, 1.7)),
         ("swiglu_limit", (0.7, 1.5)),
         ("swiglu_alpha", (0.9, 2.5)),
+        ("embedding_multiplier", (0.5, 3.0)),
+        ("residual_multiplier", (0.3, 0.8)),
+        ("attention_multiplier", (0.2, 0.6)),
+        ("logits_scaling", (0.5, 4.0)),
+        ("mlp_hidden_act", ("silu", "gelu")),
+        ("moe_latent_size", (None, 24)),
+        ("moe_shared_expert_intermediate_size", (24, 56)),
+        ("shared_intermediate_size", (40, 72)),
+        ("position_embedding_type", (None, "rope")),
     ):
         if name in default:
             values[name] = draw.choice(choices)
@@ -78,6 +115,8 @@ def make_odd(model_type: str, seed: int) -> Any:
     _put_windows(values, default, draw, seed)
     _put_states(values, default, draw)
     ropes = [_make_rope(draw, model_type, seed) for _ in WINDOWS]
+    if "rope_parameters" not in default:
+        return kind(**values)
     is_layered = any(isinstance(value, dict) for value in default["rope_parameters"].values())
     if "llama_4_scaling_beta" in default["rope_parameters"]:
         _put_position_scale(values, ropes[0], draw)
@@ -133,6 +172,8 @@ def _put_experts(
         values["n_shared_experts"] = draw.choice((1, 2))
     if "first_k_dense_replace" in default:
         values["first_k_dense_replace"] = draw.choice((0, 1, 2))
+    if "num_dense_layers" in default:
+        values["num_dense_layers"] = draw.choice((0, 1, 2))
     if "decoder_sparse_step" in default:
         values["decoder_sparse_step"] = draw.choice((1, 2))
         values["mlp_only_layers"] = draw.choice(([], [0], [1]))
@@ -167,11 +208,21 @@ def _put_windows(
 
 def _has_states(default: dict[str, Any]) -> bool:
     """Return True if layers have a convolution, with the model's activation: only SiLU runs."""
-    return "linear_conv_kernel_dim" in default
+    return "linear_conv_kernel_dim" in default or "mamba_n_heads" in default
 
 
 def _put_states(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
-    if not _has_states(default):
+    count = values["num_hidden_layers"]
+    if "conv_L_cache" in default:
+        values["conv_L_cache"] = draw.choice((2, 4, 5))
+        kinds = ("conv", "full_attention")
+        drawn = [draw.choice(kinds) for _ in range(count - 2)]
+        values["layer_types"] = draw.sample([*drawn, *kinds], count)
+        if "block_multiple_of" in default:
+            values["block_multiple_of"] = draw.choice((8, 24))
+            values["block_ffn_dim_multiplier"] = draw.choice((0.75, 1.5))
+    _put_state_spaces(values, default, draw)
+    if "linear_conv_kernel_dim" not in default:
         return
     keys = draw.choice((1, 2, 3))
     values |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw.choice((1, 2))}
@@ -181,7 +232,6 @@ def _put_states(values: dict[str, Any], default: dict[str, Any], draw: random.Ra
     if "linear_allow_neg_eigval" in default:
         values["linear_allow_neg_eigval"] = draw.choice((True, False))
     kinds = ("linear_attention", "full_attention")
-    count = values["num_hidden_layers"]
     drawn = [draw.choice(kinds) for _ in range(count - 2)]
     values["layer_types"] = draw.sample([*drawn, *kinds], count)
 
@@ -209,6 +259,36 @@ def _put_position_scale(values: dict[str, Any], rope: dict[str, Any], draw: rand
         # Its class makes the angles of a share of the whole head.
         rotated = values["qk_rope_head_dim"]
         rope["partial_rotary_factor"] = rotated / (rotated + values["qk_nope_head_dim"])
+
+
+def _put_state_spaces(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
+    groups, count = draw.choice((1, 2)), values["num_hidden_layers"]
+    heads, state = groups * draw.choice((1, 2)), draw.choice((5, 8, 12))
+    kinds = ("linear_attention", "full_attention")
+    if "mamba_n_heads" in default:
+        expand = draw.choice((1, 3))
+        values |= {"mamba_n_heads": heads, "mamba_n_groups": groups, "mamba_d_state": state}
+        values["mamba_expand"], values["mamba_d_conv"] = expand, draw.choice((2, 3, 5))
+        # Its heads make up the width.
+        values["hidden_size"] = values["num_attention_heads"] * draw.choice((8, 16, 24))
+        values["hidden_size"] *= 4 // draw.choice((2, 4))
+        values["mamba_d_head"] = expand * values["hidden_size"] // heads
+        values["time_step_limit"] = draw.choice(([0.3, 1.1], [0.0, 0.9]))
+        values["mamba_chunk_size"] = draw.choice((8, 64))
+        drawn = draw.sample([*(draw.choice(kinds) for _ in range(count - 2)), *kinds], count)
+        if "attn_layer_indices" in default:
+            values["attn_layer_indices"] = [i for i, k in enumerate(drawn) if k == kinds[1]]
+        else:
+            values["layer_types"] = drawn
+    elif "mamba_num_heads" in default:
+        values |= {"mamba_num_heads": heads, "n_groups": groups, "ssm_state_size": state}
+        values["mamba_head_dim"], values["conv_kernel"] = draw.choice((7, 36)), draw.choice((2, 3))
+        values["time_step_min"], values["chunk_size"] = (
+            draw.choice((0.3, 0.6)),
+            draw.choice((8, 64)),
+        )
+        values["layers_block_type"] = draw.sample([*kinds, "moe", "mlp", "linear_attention"], 5)
+        values.pop("num_hidden_layers")
 
 
 def _put_sharing(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
@@ -281,13 +361,14 @@ def _make_rope(draw: random.Random, model_type: str, seed: int) -> dict[str, Any
 def list_untouched(model_type: str) -> list[str]:
     """Return the fields that transformers reads and that are at their defaults in all of 20 odd
     configurations of a family."""
-    default = CONFIG_MAPPING[model_type]()
+    default = CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {}))
     made = [take_layer(make_odd(model_type, seed)) for seed in range(20)]
     plain = take_layer(default)
     return [
         name
         for name in sorted(list_read_fields(default) & default.to_dict().keys())
         if name not in OWNED
+        if not (name == "tie_word_embeddings" and model_type == "nemotron_h")
         if not (name == "hidden_act" and _has_states(default.to_dict()))
         if not any(word in name for word in OF_TRAINING)
         if all(getattr(config, name) == getattr(plain, name) for config in made)

@@ -176,6 +176,70 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
     "olmo_hybrid-rotated": ("olmo_hybrid", {"linear_allow_neg_eigval": False}),
+    "lfm2": (
+        "lfm2",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "block_ffn_dim_multiplier": 1.0,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
+        },
+    ),
+    "bamba": ("bamba", {"attn_layer_indices": [9, 18, 27]}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "num_hidden_layers": 10,
+            "layer_types": ["mamba"] * 5 + ["attention"] + ["mamba"] * 4,
+            "num_key_value_heads": 8,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0078125,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoehybrid-dense": (
+        "granitemoehybrid",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 4,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "hidden_size": 2688,
+            "mamba_num_heads": 64,
+            "hybrid_override_pattern": "MEME*EM-",
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "routed_scaling_factor": 2.5,
+            "num_key_value_heads": 2,
+        },
+    ),
+    "nemotron_h-latents": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_latent_size": 1024,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "deepseek_v2": ("deepseek_v2", {"num_experts_per_tok": 6}),
     "deepseek_v2-of-236b": (
         "deepseek_v2",

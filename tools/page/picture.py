@@ -23,7 +23,7 @@ from playwright.sync_api import sync_playwright
 
 SERVER = (
     "serve demo --port 0 --prefill 1 --decode 1 --store.memory 64MiB --engine.block-size 16 "
-    "--log-level warning"
+    "--server.access-log false"
 )
 WIDTH, HEIGHT = 1360, 860
 NUM_CLIENTS = 8
@@ -33,9 +33,9 @@ START_S, WAIT_S, STEP_MS = 240, 60, 60_000
 
 
 @contextmanager
-def serve() -> Iterator[str]:
-    """Run the server; yield its address."""
-    command = [sys.executable, "-m", "tandem", *SERVER.split()]
+def serve(words: str = SERVER) -> Iterator[tuple[str, int]]:
+    """Run a server; yield its address and process."""
+    command = [sys.executable, "-m", "tandem", *words.split()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         timer = threading.Timer(START_S, server.kill)
         timer.start()
@@ -46,7 +46,7 @@ def serve() -> Iterator[str]:
             timer.cancel()
             if url is None:
                 sys.exit("tandem serve demo did not start")
-            yield url
+            yield url, server.pid
         finally:
             timer.cancel()
             server.send_signal(signal.SIGTERM)
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Take the picture of the page.")
     parser.add_argument("file", type=Path)
     file = parser.parse_args().file
-    with serve() as url, load(url):
+    with serve() as (url, _), load(url):
         take_picture(url, file)
     sys.stdout.write(f"{file}: {file.stat().st_size >> 10} KiB\n")
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/kernels/state_views.h"
 #include "bindings/kernels/tensor_view.h"
 #include "bindings/status.h"
 #include "kernels/recurrent/delta_scan.h"
@@ -33,10 +34,10 @@ class GatedDelta {
              float beta_scale, const std::string& gate)
       : kept_{conv, decay_rate, decay_bias, norm} {
     shape_.num_k_heads = num_k_heads;
-    shape_.num_v_heads = check_floats("decay_rate", decay_rate);
+    shape_.num_v_heads = check_floats(kDeltaWhere, "decay_rate", decay_rate);
     shape_.key_dim = key_dim;
-    shape_.value_dim = check_floats("norm", norm);
-    if (check_floats("decay_bias", decay_bias) != shape_.num_v_heads)
+    shape_.value_dim = check_floats(kDeltaWhere, "norm", norm);
+    if (check_floats(kDeltaWhere, "decay_bias", decay_bias) != shape_.num_v_heads)
       refuse_view(kDeltaWhere, "decay_bias", decay_bias, "give as many as there are decay rates");
     if (num_k_heads < 1 || shape_.num_v_heads % num_k_heads != 0 || key_dim < 1 ||
         std::max(key_dim, shape_.value_dim) > kMaxStateDim)
@@ -88,10 +89,10 @@ class GatedDelta {
     check_same_type(kDeltaWhere, "out", out, x);
     check_same_type(kDeltaWhere, "carried", carried, x);
     check_same_type(kDeltaWhere, "b", b, a);
-    const size_t num_slots = check_slots("states", states, state_shape(), states.is_float32());
-    if (check_slots("carried", carried, carried_shape(), true) != num_slots)
+    const size_t num_slots = check_slots(kDeltaWhere, "states", states, state_shape(), states.is_float32());
+    if (check_slots(kDeltaWhere, "carried", carried, carried_shape(), true) != num_slots)
       refuse_view(kDeltaWhere, "carried", carried, "give as many slots as there are states");
-    check_sequences(rows, num_slots, query_start, slots);
+    check_sequences(kDeltaWhere, rows, num_slots, query_start, slots);
     GatedDeltaTask task;
     task.shape = shape_;
     task.weights = weights_;
@@ -119,44 +120,6 @@ class GatedDelta {
   }
 
  private:
-  static size_t check_floats(const char* name, const TensorView& view) {
-    if (view.num_dims() != 1 || !view.is_float32() || !view.is_dense_from(0) || view.shape(0) < 1)
-      refuse_view(kDeltaWhere, name, view, "give a contiguous float32 vector");
-    return view.shape(0);
-  }
-
-  static size_t check_slots(const char* name, const TensorView& view,
-                            const std::vector<size_t>& shape, bool has_type) {
-    bool is_right = view.num_dims() == shape.size() + 1 && has_type && view.is_dense_from(1);
-    for (size_t i = 0; is_right && i < shape.size(); ++i) is_right = view.shape(i + 1) == shape[i];
-    if (is_right) return view.shape(0);
-    std::string text;
-    for (const size_t size : shape) text += ", " + std::to_string(size);
-    refuse_view(kDeltaWhere, name, view, "give [slots" + text + "], dense slots");
-  }
-
-  static void check_sequences(size_t rows, size_t num_slots,
-                              const std::vector<int64_t>& query_start,
-                              const std::vector<int64_t>& slots) {
-    if (query_start.size() != slots.size() + 1 || query_start.front() != 0 ||
-        !std::is_sorted(query_start.begin(), query_start.end()) ||
-        query_start.back() != static_cast<int64_t>(rows))
-      raise({Code::kShape, kDeltaWhere,
-             std::to_string(query_start.size()) + " bounds of " + std::to_string(slots.size()) +
-                 " sequences: give one more than sequences, ascending from 0 to " +
-                 std::to_string(rows),
-             "query_start"});
-    std::vector<int64_t> sorted = slots;
-    std::sort(sorted.begin(), sorted.end());
-    const bool is_unique = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
-    if (!is_unique || (!sorted.empty() && (sorted.front() < 0 ||
-                                           sorted.back() >= static_cast<int64_t>(num_slots))))
-      raise({Code::kShape, kDeltaWhere,
-             "slots that are used twice or beyond the " + std::to_string(num_slots) +
-                 " there are: give each sequence its own",
-             "slots"});
-  }
-
   GatedDeltaShape shape_;
   GatedDeltaWeights weights_;
   std::vector<TensorView> kept_;

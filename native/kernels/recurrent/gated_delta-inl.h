@@ -23,64 +23,7 @@ namespace {
 
 #include "kernels/vectors/rows-inl.h"
 
-// log(1 + exp(x)) to a few ulp of the result, without overflow.
-inline F32 softplus(F32 x) {
-  const F32 zero = zero_f32();
-  const F32 y = exp_nonpositive(x < 0.0f ? x : zero - x);
-  // log(1 + y) = 2 atanh(y / (2 + y)), whose argument is at most 1/3: its series, exact for small y as well.
-  const F32 s = y / (set_f32(2.0f) + y);
-  const F32 square = s * s;
-  F32 p = set_f32(1.0f / 15);
-  p = fma(p, square, set_f32(1.0f / 13));
-  p = fma(p, square, set_f32(1.0f / 11));
-  p = fma(p, square, set_f32(1.0f / 9));
-  p = fma(p, square, set_f32(1.0f / 7));
-  p = fma(p, square, set_f32(1.0f / 5));
-  p = fma(p, square, set_f32(1.0f / 3));
-  p = fma(p, square, set_f32(1.0f));
-  return at_least(x, zero) + (s + s) * p;
-}
-
-inline F32 silu(F32 x) { return x * sigmoid(x); }
-
-// Channels [first, first + size) of a tile's convolution, then SiLU; `out` rows are `out_stride` apart and completed
-// by zeros.
-template <class T>
-inline void convolve(const GatedDeltaTask& task, const T* x, const T* carried, size_t first_token,
-                     size_t num_tokens, size_t first, size_t size, float* out, size_t out_stride) {
-  const size_t width = task.shape.conv_width, channels = num_channels_of(task.shape);
-  const float* weight = task.weights.conv + first;
-  for (size_t t = 0; t < num_tokens; ++t) {
-    const T* rows[kMaxConvWidth];
-    for (size_t j = 0; j < width; ++j) {
-      const size_t place = first_token + t + j;  // Among carried rows, then those of x.
-      rows[j] = (place < width - 1 ? carried + place * channels
-                                   : x + (place - (width - 1)) * task.x_stride) + first;
-    }
-    float* row = out + t * out_stride;
-    size_t i = 0;
-    for (; i + kLanes <= size; i += kLanes) {
-      F32 sum = load_wide(rows[0] + i) * load_f32(weight + i);
-      for (size_t j = 1; j < width; ++j)
-        sum = fma(load_wide(rows[j] + i), load_f32(weight + j * channels + i), sum);
-      store_f32(row + i, silu(sum));
-    }
-    if (i < size) {
-      float inputs[kLanes], weights[kLanes];
-      F32 sum = zero_f32();
-      for (size_t j = 0; j < width; ++j) {
-        load_tail(inputs, rows[j] + i, size - i, kLanes);
-        load_tail(weights, weight + j * channels + i, size - i, kLanes);
-        // The first product is rounded as above.
-        sum = j == 0 ? load_f32(inputs) * load_f32(weights)
-                     : fma(load_f32(inputs), load_f32(weights), sum);
-      }
-      store_f32(inputs, silu(sum));
-      for (; i < size; ++i) row[i] = inputs[i % kLanes];
-    }
-    for (; i < out_stride; ++i) row[i] = 0.0f;
-  }
-}
+#include "kernels/recurrent/convolve-inl.h"
 
 // x = x / sqrt(sum of squares + eps) * scale, over `stride` items completed by zeros.
 inline void scale_to_length(float* x, size_t stride, float scale) {
@@ -219,8 +162,14 @@ void run_item(const GatedDeltaTask& task, const GatedDeltaItem& item, float* scr
   const size_t begin = static_cast<size_t>(task.query_start[item.sequence]);
   const size_t count = static_cast<size_t>(task.query_start[item.sequence + 1]) - begin;
   const size_t slot = static_cast<size_t>(task.slots[item.sequence]);
-  const T* x = static_cast<const T*>(task.x) + begin * task.x_stride;
-  const T* carried = static_cast<const T*>(task.carried) + slot * task.carried_stride;
+  const Convolution<T> conv = {
+      task.weights.conv,
+      nullptr,
+      shape.conv_width,
+      num_channels_of(shape),
+      static_cast<const T*>(task.x) + begin * task.x_stride,
+      task.x_stride,
+      static_cast<const T*>(task.carried) + slot * task.carried_stride};
   const size_t key_stride = key_stride_of(shape), value_stride = value_stride_of(shape);
   const size_t all_keys = shape.num_k_heads * shape.key_dim;
   const size_t head_state = num_panels_of(shape) * shape.key_dim * kStatePanel;
@@ -229,10 +178,8 @@ void run_item(const GatedDeltaTask& task, const GatedDeltaItem& item, float* scr
   for (size_t first = 0; first < count; first += kDeltaTokens) {
     const size_t num_tokens = count - first < kDeltaTokens ? count - first : kDeltaTokens;
     const size_t head_first = item.k_head * shape.key_dim;
-    convolve(task, x, carried, first, num_tokens, head_first, shape.key_dim, tile.queries,
-             key_stride);
-    convolve(task, x, carried, first, num_tokens, all_keys + head_first, shape.key_dim, tile.keys,
-             key_stride);
+    convolve(conv, first, num_tokens, head_first, shape.key_dim, tile.queries, key_stride);
+    convolve(conv, first, num_tokens, all_keys + head_first, shape.key_dim, tile.keys, key_stride);
     for (size_t t = 0; t < num_tokens; ++t) {
       float* query = tile.queries + t * key_stride;
       float* key = tile.keys + t * key_stride;
@@ -245,8 +192,8 @@ void run_item(const GatedDeltaTask& task, const GatedDeltaItem& item, float* scr
         compute_gates<float>(task, begin + first, num_tokens, head, tile);
       else
         compute_gates<uint16_t>(task, begin + first, num_tokens, head, tile);
-      convolve(task, x, carried, first, num_tokens, 2 * all_keys + head * shape.value_dim,
-               shape.value_dim, tile.values, value_stride);
+      convolve(conv, first, num_tokens, 2 * all_keys + head * shape.value_dim, shape.value_dim,
+               tile.values, value_stride);
       float* state = task.states + slot * task.state_stride + head * head_state;
       for (size_t column = 0; column < value_stride; column += kPassColumns) {
         float* panel = state + column / kStatePanel * shape.key_dim * kStatePanel;

@@ -1,12 +1,12 @@
 #include "kernels/recurrent/gated_delta.h"
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <new>
 #include <vector>
 
 #include "kernels/built_isas.h"
+#include "kernels/recurrent/carry.h"
 #include "kernels/recurrent/tile.h"
 
 namespace tandem {
@@ -48,23 +48,6 @@ std::vector<GatedDeltaItem> plan_items(const GatedDeltaTask& task, size_t num_th
   return items;
 }
 
-// The last inputs of each sequence become those that its next token sees.
-void carry_inputs(const GatedDeltaTask& task) {
-  const size_t kept = task.shape.conv_width - 1;
-  const size_t item_bytes = float_bytes(task.type), row = num_channels_of(task.shape) * item_bytes;
-  for (size_t s = 0; s < task.num_sequences; ++s) {
-    const size_t count = std::min(kept, num_tokens_of(task, s));
-    char* carried = static_cast<char*>(task.carried) +
-                    static_cast<size_t>(task.slots[s]) * task.carried_stride * item_bytes;
-    if (count < kept) std::memmove(carried, carried + count * row, (kept - count) * row);
-    const size_t end = static_cast<size_t>(task.query_start[s + 1]);
-    for (size_t i = 0; i < count; ++i)
-      std::memcpy(carried + (kept - count + i) * row,
-                  static_cast<const char*>(task.x) + (end - count + i) * task.x_stride * item_bytes,
-                  row);
-  }
-}
-
 }  // namespace
 
 size_t gated_delta_scratch(const GatedDeltaShape& shape) { return tile_floats(shape); }
@@ -104,7 +87,9 @@ Status run_gated_delta(const RecurrentKernels& kernels, ThreadPool* pool,
     const Status status = pool->parallel_for(items.size(), 1, run);
     if (!status.is_ok()) return status;
   }
-  carry_inputs(task);
+  carry_inputs({task.type, task.x, task.x_stride, task.carried, task.carried_stride,
+                num_channels_of(task.shape), task.shape.conv_width, task.query_start, task.slots,
+                task.num_sequences});
   return {};
 }
 

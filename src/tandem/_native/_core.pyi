@@ -1483,6 +1483,91 @@ def scan_delta_backward(queries: TensorView, keys: TensorView, values: TensorVie
     Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
     """
 
+class ShortConv:
+    """
+    The short convolution of a layer, between its projections. Calls that use
+    other slots may run meanwhile.
+    """
+
+    def __init__(self, conv: TensorView, bias: TensorView | None = None) -> None:
+        """
+        Keep a layer's weights, all float32 and contiguous.
+
+        Args:
+            conv: [width, channels], the oldest product first.
+            bias: [channels]; None is none.
+        Raises: ShapeError.
+        """
+
+    @property
+    def carried_shape(self) -> list[int]:
+        """Of a sequence's last products: [width - 1, channels]."""
+
+    def run(self, x: TensorView, out: TensorView, carried: TensorView, query_start: Sequence[int], slots: Sequence[int], pool: ThreadPool | None = None, isa: str = '') -> None:
+        """
+        Compute C * conv(B * x) of the rows of all sequences, and move their slots on.
+
+        A row's result is bitwise the same in any chunk, batch and number of threads.
+
+        Args:
+            x: [rows, 3 * channels]: B, C and x.
+            out: [rows, channels] of the type of x, written.
+            carried: [slots, *carried_shape] of the type of x, zero before a sequence's first row.
+            query_start: the first row of each sequence, and the number of rows.
+            slots: of the sequences, no two alike.
+        Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
+        """
+
+class Mamba2:
+    """
+    The state space of a layer, between its projections. Calls that use other
+    slots may run meanwhile.
+    """
+
+    def __init__(self, conv: TensorView, decay_rate: TensorView, dt_bias: TensorView, skip: TensorView, norm: TensorView, num_groups: int, state_dim: int, norm_eps: float, dt_min: float, dt_max: float, conv_bias: TensorView | None = None) -> None:
+        """
+        Keep a layer's weights, all float32 and contiguous.
+
+        Args:
+            conv: [width, channels] of the short convolution, the oldest input first; channels
+                are x of all heads, then B and C of all groups.
+            decay_rate: [heads]: a decay is exp(-rate * dt).
+            dt_bias: [heads]: dt is softplus(dt + bias), at least dt_min and at most dt_max.
+            skip: [heads], the factor of x that is added to what is read.
+            norm: [heads * head_dim], of the RMSNorm of each group, with `norm_eps`.
+            num_groups: each serves as many consecutive heads.
+            state_dim: of B and C.
+            conv_bias: [channels]; None is none.
+        Raises: ShapeError.
+        """
+
+    @property
+    def state_shape(self) -> list[int]:
+        """Of a sequence's state: [heads, panels, state_dim, columns of a panel]."""
+
+    @property
+    def carried_shape(self) -> list[int]:
+        """Of a sequence's last inputs: [width - 1, channels]."""
+
+    def run(self, x: TensorView, z: TensorView, dt: TensorView, mixed: TensorView, out: TensorView, states: TensorView, carried: TensorView, query_start: Sequence[int], slots: Sequence[int], pool: ThreadPool | None = None, isa: str = '') -> None:
+        """
+        Compute the rows of all sequences, and move their slots on.
+
+        A row's result is bitwise the same in any chunk, batch and number of threads.
+
+        Args:
+            x: [rows, channels], before the convolution.
+            z: [rows, heads * head_dim], of the type of x.
+            dt: [rows, heads].
+            mixed: float32 of the shape of z, contiguous scratch.
+            out: of the shape and type of z, written; may be z.
+            states: float32 [slots, *state_shape], zero before a sequence's first row.
+            carried: [slots, *carried_shape] of the type of x, likewise.
+            query_start: the first row of each sequence, and the number of rows.
+            slots: of the sequences, no two alike.
+        Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.
+        """
+
 class LoraRows:
     """Which rows of a step belong to which adapter. One thread."""
 

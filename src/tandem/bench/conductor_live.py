@@ -55,14 +55,14 @@ SHAPE = {
 QUICK_SHAPE = SHAPE | {"hidden_size": 128, "num_hidden_layers": 1, "moe_intermediate_size": 128}
 MAX_LEN = 16_384
 DIVISOR = 16
-NUM_SLICES, QUICK_NUM_SLICES = 60, 800
-"""The slice is one of so many: 201 requests of the published conversation trace."""
+NUM_SLICES, QUICK_NUM_SLICES = 100, 800
+"""The slice is one of so many: 123 requests of the published conversation trace."""
 NUM_INSTANCES = 4
 BLOCK = 32
 NUM_BLOCKS = 1500
 """Blocks of each instance: about half of what the slice has, so that none keeps all of it."""
 OURS, ROUND_ROBIN = "mooncake", "round_robin"
-RIVALS = (ROUND_ROBIN, "random", "load", "prefix", "sglang", "dynamo")
+RIVALS = (ROUND_ROBIN, "load", "prefix", "sglang", "dynamo")
 QUICK_RIVALS = (ROUND_ROBIN,)
 LOAD_SHARE = 0.8
 OVERLOAD = 2.0

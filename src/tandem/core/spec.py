@@ -72,6 +72,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_layers: PositiveInt
     num_state_layers: Annotated[int, Meta(ge=0)] = 0
     """Layers that keep a state instead of KV."""
+    num_plain_layers: Annotated[int, Meta(ge=0)] = 0
+    """Layers that keep nothing: an MLP, or experts, alone."""
     num_shared_kv_layers: Annotated[int, Meta(ge=0)] = 0
     """Layers that read the KV of another one and keep none."""
     num_heads: PositiveInt
@@ -98,7 +100,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     num_moe_layers: Annotated[int, Meta(ge=0)] = 0
     tie_word_embeddings: bool = False
     state_heads: Annotated[int, Meta(ge=0)] = 0
-    """Value heads of layers with a state; 0 where there is no such layer."""
+    """Heads that have a matrix in layers with a state; 0 where there is no such layer, or those
+    keep the inputs of a convolution alone."""
     state_key_dim: Annotated[int, Meta(ge=0)] = 0
     state_value_dim: Annotated[int, Meta(ge=0)] = 0
     conv_channels: Annotated[int, Meta(ge=0)] = 0
@@ -145,7 +148,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def num_kv_layers(self) -> int:
         """Layers that keep KV."""
-        return self.num_layers - self.num_state_layers - self.num_shared_kv_layers
+        without = self.num_state_layers + self.num_plain_layers + self.num_shared_kv_layers
+        return self.num_layers - without
 
     def split_windows(self, layout: KVLayout) -> tuple[KVLayout, WindowLayout | None]:
         """Return the layouts of the layers that see all tokens, and of those with a window.

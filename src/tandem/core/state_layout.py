@@ -23,6 +23,7 @@ STATE_BYTES = 4
 """Bytes of an item of the recurrent state, which is float32 whatever the model's dtype."""
 
 PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 
 class StateSlice(NamedTuple):
@@ -39,16 +40,17 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     A layer's part is the recurrent state, float32 ``[value_heads, panels, key_dim, 32]``, whose
     last panel is completed by zeros, and then the last inputs of its short convolution, of the
-    model's dtype, ``[conv_width - 1, channels]``, the oldest first. Version 1 of the layout.
+    model's dtype, ``[conv_width - 1, channels]``, the oldest first. Version 1 of the layout. A
+    layer that is a convolution alone has no heads; of Mamba2 the keys are B, the values x.
     """
 
     num_layers: PositiveInt
     """Layers that have a state."""
-    num_value_heads: PositiveInt
-    key_dim: PositiveInt
-    value_dim: PositiveInt
+    num_value_heads: NonNegativeInt
+    key_dim: NonNegativeInt
+    value_dim: NonNegativeInt
     num_channels: PositiveInt
-    """Channels of the convolution: queries and keys of all key heads, values of all value heads."""
+    """Channels of the convolution."""
     conv_width: PositiveInt
     """Inputs that an output of the convolution sees."""
     dtype: str = "bfloat16"

@@ -24,6 +24,7 @@ from tandem.engine.groups.windows import WindowPolicy
 from tandem.engine.kv_memory import KvExtents, KvMemory
 from tandem.engine.lanes import LanePlan
 from tandem.engine.memory import KvPlan, StatePlan
+from tandem.engine.own import make_own_policy
 from tandem.engine.planning import plan_engine
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -39,8 +40,9 @@ from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
 from tandem.models.loading.loader import CausalModel, load_model
+from tandem.models.own.caches import CacheSlots
+from tandem.models.own.model import OwnModel, load_own
 from tandem.models.planning.places import list_placed_layers
-from tandem.models.proof.require import require_proof
 from tandem.models.tokenizing.grammars import TokenTable, make_token_table
 from tandem.models.tokenizing.tokenizer import load_tokenizer
 
@@ -54,13 +56,13 @@ class BuiltEngine(NamedTuple):
 
     engine: Engine
     info: InstanceInfo
-    model: CausalModel
+    model: CausalModel | OwnModel
     identity: KvIdentity
     """Decides which instances may share KV."""
     prefixes: PrefixIndex
     cache: PagedKvCache
     states: StateCache | None
-    """None: the model has no state."""
+    """None: the model has no state that is sent or stored."""
     windows: WindowLayout | None
     """Windows of ``cache.windows``; None: there are no blocks of layers with a window alone."""
     planner: CostTierPlanner | None
@@ -106,11 +108,15 @@ def build_engine(
     for what, value, why in plan.rows():
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)
-    require_proof(plan.model.folder, model_config.proof)
-    # Several instances map the file of the first, so it is there before the next one loads.
-    model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
-    if not model.context.device.is_host and plan.model.expert_device == "cpu" and model.moe:
-        _enable_lanes(model, plan.lanes)
+    if plan.model.own is None:
+        # Several instances map the file of the first, so it is there before the next one loads.
+        model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
+        if not model.context.device.is_host and plan.model.expert_device == "cpu" and model.moe:
+            _enable_lanes(model, plan.lanes)
+    else:
+        model = load_own(plan.model, threads, progress)
+        # A cache object is neither sent nor stored.
+        tiers = allocate = None
     spec = plan.model.spec
     pool, blocks = _make_pool(model, plan.kv, allocate)
     identity = model.kv_identity(plan.layout, plan.config.kv_sharing, plan.windows)
@@ -135,8 +141,12 @@ def build_engine(
         windows=window_cache,
         window_layers=() if plan.windows is None else plan.windows.layers,
     )
-    policy, states = None, None
-    if plan.states is not None:
+    policy, states, slots = None, None, None
+    if isinstance(model, OwnModel):
+        assert plan.model.own is not None, "a plan of operators"
+        policy = make_own_policy(plan.model.own, plan.config)
+        slots = CacheSlots(policy.num_slots)
+    elif plan.states is not None:
         policy = StatePolicy(
             plan.states.num_slots, plan.config.state_every, at_blocks=tiers is not None
         )
@@ -148,7 +158,7 @@ def build_engine(
             model,
             cache,
             threads=plan.torch_threads,
-            states=states,
+            states=states if slots is None else slots,
             grammars=Grammars(partial(_make_token_table, plan.model)),
             is_overlapped=plan.config.overlap == "on",
             experts=experts,
@@ -156,6 +166,7 @@ def build_engine(
         clock,
         vocab_size=spec.vocab_size,
         num_labels=spec.num_labels,
+        gives_vectors=plan.model.own is None,
         eos_token_ids=spec.eos_token_ids,
         observer=planner,
         timelines=TimelineLog(
@@ -215,10 +226,10 @@ def _enable_lanes(model: CausalModel, lanes: LanePlan | None) -> None:
 
 
 def _make_pool(
-    model: CausalModel, plan: KvPlan, allocate: Callable[[int], KvMemory] | None
+    model: CausalModel | OwnModel, plan: KvPlan, allocate: Callable[[int], KvMemory] | None
 ) -> tuple[BlockPool, Tensor | npt.NDArray[np.uint8] | None]:
     """Return the pool of blocks, and their memory; None: they need none, as no layer is in them."""
-    if not plan.block_bytes:
+    if not plan.block_bytes or isinstance(model, OwnModel):
         return BlockPool(plan.num_blocks), None
     if allocate is None:
         memory = model.context.device.map_memory(plan.size_bytes)
@@ -244,7 +255,7 @@ def _make_states(
     return model.context.make_state_cache(layout, plan.num_slots, memory)
 
 
-def _open_expert_log(model: CausalModel, trace: str) -> ExpertLog | None:
+def _open_expert_log(model: CausalModel | OwnModel, trace: str) -> ExpertLog | None:
     """Return what counts a model's choices of experts.
 
     Raises: ConfigError (a trace of a model that tells no choices, or no such file can be made).

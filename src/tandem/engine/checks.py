@@ -20,11 +20,13 @@ class RequestChecks:
     Args:
         vocab_size: token ids outside of it are refused.
         num_labels: of a model that classifies; 0: it generates.
+        gives_vectors: False: it tells no hidden states.
     """
 
-    def __init__(self, vocab_size: int, num_labels: int = 0) -> None:
+    def __init__(self, vocab_size: int, num_labels: int = 0, *, gives_vectors: bool = True) -> None:
         self._vocab_size = vocab_size
         self._num_labels = num_labels
+        self._gives_vectors = gives_vectors
 
     def check(self, message: AddRequest, *, can_read_instances: bool) -> None:
         """Check a new request.
@@ -78,6 +80,9 @@ class RequestChecks:
             return
         if params.pooling is Pooling.SCORE and not self._num_labels:
             what = "the model has no head that classifies, so it gives no scores"
+            raise UnsupportedError("engine.add", what, field="model")
+        if not self._gives_vectors:
+            what = "transformers' own modules run the model, of which no vectors are taken"
             raise UnsupportedError("engine.add", what, field="model")
         is_prefill = message.prefill_lease_s is not None or message.continuation is not None
         if params.max_tokens or params.prompt_logprobs is not None or is_prefill:

@@ -181,6 +181,7 @@ class Engine:
         clock: the one that deadlines are measured on.
         vocab_size: token ids outside of it are refused.
         num_labels: of a model that classifies; 0: it generates.
+        gives_vectors: False: the runner tells no hidden states.
         eos_token_ids: the model's own ends of text.
         observer: told what each step took; the planner of loads.
         timelines: remembers what becomes of requests; None: a small one of its own. Owned.
@@ -196,6 +197,7 @@ class Engine:
         *,
         vocab_size: int,
         num_labels: int = 0,
+        gives_vectors: bool = True,
         eos_token_ids: tuple[int, ...],
         observer: StepObserver | None = None,
         timelines: TimelineLog | None = None,
@@ -215,7 +217,7 @@ class Engine:
             timelines = TimelineLog(DEFAULT_TIMELINES, block_size=1)
         self._timelines = timelines
         self._clock = clock
-        self._checks = RequestChecks(vocab_size, num_labels)
+        self._checks = RequestChecks(vocab_size, num_labels, gives_vectors=gives_vectors)
         self._eos_token_ids = eos_token_ids
         self._live: dict[str, _Live] = {}
         self._ended: list[int] = []
@@ -574,7 +576,8 @@ class Engine:
         for sequence in message.sequences:
             if sequence.state_slot == NO_SLOT or sequence.state_slot in loaded:
                 continue
-            known = requests[sequence.sequence_id].get_tokens(0, sequence.start)
+            request = requests[sequence.sequence_id]
+            known = request.get_tokens(0, sequence.start)
             for start in range(0, sequence.start, RESTORED_TOKENS):
                 again = StepSequence(
                     sequence_id=sequence.sequence_id,
@@ -585,6 +588,7 @@ class Engine:
                     logits=Logits.NONE,
                     adapter=sequence.adapter,
                     state_slot=sequence.state_slot,
+                    prompt_len=request.prompt_len,
                 )
                 self._runner.finish(self._runner.begin(StepInput([again])))
 
@@ -636,7 +640,14 @@ class Engine:
             plan = step.plan
             saves = [StateCopy(s.request.state_notes.slot, s.slot) for s in plan.state_saves]
             step.message = StepInput(
-                sequences, plan.copies, starts, ends, plan.state_loads, saves, plan.window_copies
+                sequences,
+                plan.copies,
+                starts,
+                ends,
+                plan.state_loads,
+                saves,
+                plan.window_copies,
+                plan.unused_slots,
             )
             return step.message
 

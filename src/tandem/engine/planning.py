@@ -25,13 +25,14 @@ from tandem.engine.memory import (
     plan_kv_cache,
     plan_states,
 )
+from tandem.engine.own import list_own_rows, plan_own_memory
 from tandem.kernels.calibration import Calibration, find_kept
 from tandem.kernels.devices import open_device
 from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.loader import count_mapped_bytes, make_kv_layout
-from tandem.models.planning.planner import plan_model
+from tandem.models.own.plan import plan_served
 from tandem.placement.choosers import CHUNKS, Choice, choose_chunk
 from tandem.placement.costs import Placement, decode_time, prefill_time
 from tandem.placement.served import place_served, read_served
@@ -122,7 +123,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self) -> list[tuple[str, str, str]]:
         """Return (what, value, why) for a table."""
         model, spec, kv = self.model, self.model.spec, self.kv
-        return [
+        begin = [
             ("model", model.folder, spec.architecture),
             (
                 "weights",
@@ -131,6 +132,21 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             ),
             *_tell_tier(model),
             ("dtype", spec.dtype, spec.dtype_reason),
+        ]
+        context = ("context", f"{self.config.max_model_len} tokens", kv.max_model_len_reason)
+        threads = ("torch threads", str(self.torch_threads), self.torch_threads_reason)
+        end = [
+            ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
+            ("step", f"{self.config.max_batch_tokens} tokens", self.step_reason),
+            ("requests", f"{self.config.max_running} running", "engine.max_running"),
+            ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
+            ("order", self.config.scheduling_order, "engine.scheduling_order"),
+            self._tell_speed(),
+        ]
+        if model.own is not None:
+            return [*begin, *list_own_rows(model.own, kv, self.config), context, threads, *end]
+        return [
+            *begin,
             ("experts", model.experts.weight_format, model.experts.reason),
             (
                 "expert parts",
@@ -142,9 +158,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             ("deferred experts", str(model.num_deferred_experts), self.deferral_reason),
             *([] if self.lanes is None else self.lanes.tell()),
             ("linear", model.linear.weight_format, model.linear.reason),
-            ("context", f"{self.config.max_model_len} tokens", kv.max_model_len_reason),
+            context,
             ("threads", self._tell_threads(), self.threads_reason),
-            ("torch threads", str(self.torch_threads), self.torch_threads_reason),
+            threads,
             (
                 "KV cache",
                 f"{kv.num_blocks} blocks of {self.layout.block_size} tokens, "
@@ -153,12 +169,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             ),
             *self._list_windows(),
             *self._list_states(),
-            ("KV sharing", self.config.kv_sharing, "engine.kv_sharing"),
-            ("step", f"{self.config.max_batch_tokens} tokens", self.step_reason),
-            ("requests", f"{self.config.max_running} running", "engine.max_running"),
-            ("queue", f"{self.config.max_queue} waiting", "engine.max_queue"),
-            ("order", self.config.scheduling_order, "engine.scheduling_order"),
-            self._tell_speed(),
+            *end,
         ]
 
     def _tell_threads(self) -> str:
@@ -171,6 +182,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             why = "this machine was not measured: `tandem plan` does it"
             why = "experts are read from disk" if self.model.tier is not None else why
             why = "GPUs are not measured" if self.model.device != "cpu" else why
+            why = "transformers' own modules are not measured" if self.model.own else why
             return ("speed", "unknown", why)
         text = f"{told.prefill_rate:.0f} tokens/s of a prompt of {told.prompt_tokens}, "
         text += f"{told.decode_rate:.1f} tokens/s of an answer"
@@ -224,8 +236,9 @@ def plan_engine(
     topology = _native.read_topology()
     threads, threads_reason = _choose_threads(engine_config, topology)
     num_deferred, deferral_reason = _choose_deferral(model_config, engine_config)
-    model = plan_model(
+    model = plan_served(
         folder,
+        proof=model_config.proof,
         dtype=model_config.dtype,
         rules=Path(model_config.rules) if model_config.rules else None,
         device=model_config.device,
@@ -258,6 +271,30 @@ def plan_engine(
     own = spec.max_position_embeddings
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
+    if model.own is not None:
+        memory = plan_own_memory(model, engine_config, available_bytes=left, total_bytes=total)
+        step, step_reason = _choose_step(engine_config, None)
+        return EnginePlan(
+            model=model,
+            layout=memory.layout,
+            config=msgspec.structs.replace(
+                memory.config,
+                max_model_len=memory.kv.max_model_len,
+                num_kv_blocks=memory.kv.num_blocks,
+                num_state_slots=memory.states.num_slots,
+                threads=threads,
+                max_batch_tokens=step,
+            ),
+            kv=memory.kv,
+            states=memory.states,
+            threads_reason=threads_reason,
+            deferral_reason=deferral_reason,
+            torch_threads=torch_threads,
+            torch_threads_reason=torch_reason,
+            step_reason=step_reason,
+            forecast=None,
+            rejected=(),
+        )
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
     bytes_per_token = layout.bytes_per_token
     context = engine_config.max_model_len or own
@@ -354,7 +391,7 @@ def count_users(planned: EnginePlan, rate: float) -> int:
         rate: tokens a second of each.
     """
     calibration, told = find_kept(), planned.forecast
-    if calibration is None or told is None:
+    if calibration is None or told is None:  # So of models that own modules run.
         return 0
     config = planned.config
     kv_bytes = make_kv_layout(planned.model.spec, config.block_size, config.kv_dtype)

@@ -10,6 +10,7 @@ Shapes: T rows, W convolution width, C channels, V value heads, v and k sizes of
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from tandem.core.errors import ConfigError, ShapeError
 from tandem.core.state_layout import STATE_PANEL
 from tandem.kernels.native import Buffer, view_tensor
 
-__all__ = ["GatedDeltaRows", "GatedDeltaRule", "StateSlots"]
+__all__ = ["GatedDeltaRows", "GatedDeltaRule", "StateRule", "StateSlots"]
 
 GATES = ("silu", "sigmoid")
 
@@ -111,6 +112,20 @@ class GatedDeltaRule:
         )
 
 
+class StateRule(Protocol):
+    """A mixer with a state, as far as its slots go."""
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of a sequence's matrices."""
+        ...
+
+    @property
+    def carried_shape(self) -> tuple[int, ...]:
+        """Shape of the last inputs of its convolution."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StateSlots:
     """The states that sequences go on with, by slot; a slot of zeros begins one."""
@@ -123,7 +138,7 @@ class StateSlots:
     @classmethod
     def allocate(
         cls,
-        rule: GatedDeltaRule,
+        rule: StateRule,
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",

@@ -69,6 +69,8 @@ class StateCache:
 
     def _view_part(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         part = self.tensor[:, offset : offset + prod(shape) * dtype.itemsize]
+        if not prod(shape):
+            return Buffer(torch.empty(self.num_slots, *shape, dtype=dtype, device=part.device))
         return Buffer(part.view(dtype).unflatten(1, shape))
 
     def copy(self, source: int, target: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.kernels import reference
+from tandem.kernels.oracles import reference
 
 __all__ = [
     "ACCUMULATE_EPS",

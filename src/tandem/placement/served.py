@@ -5,7 +5,7 @@ from math import prod
 
 import msgspec
 
-from tandem.core.model.layers import GatedDeltaSpec, MlaSpec
+from tandem.core.model.layers import MlaSpec, StateMixerSpec
 from tandem.core.model.plan import NO_FORMAT, LayerSpec, MatrixPlan, ModelPlan, MoeSpec
 from tandem.core.spec import DTYPE_BYTES
 from tandem.placement.costs import Placement
@@ -26,7 +26,7 @@ def read_served(plan: ModelPlan, *, kv_bytes: int) -> ModelShape:
         kv_bytes: that a token keeps in all layers together.
     """
     spec = plan.spec
-    per_layer = kv_bytes // max(1, spec.num_layers - spec.num_state_layers)
+    per_layer = kv_bytes // max(1, spec.num_kv_layers)
     layers = tuple(_read_layer(layer, per_layer, plan) for layer in plan.layers)
     sizes = {m.role: prod(m.shape) for m in plan.other_matrices if m.size_bytes}
     return ModelShape(
@@ -56,7 +56,9 @@ def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
         num_experts=mlp.num_experts if isinstance(mlp, MoeSpec) else 0,
         top_k=mlp.top_k if isinstance(mlp, MoeSpec) else 0,
     )
-    if isinstance(mixer, GatedDeltaSpec):
+    if mixer is None:
+        return read
+    if isinstance(mixer, StateMixerSpec):
         layout = plan.spec.state_layout
         size = 0 if layout is None else layout.bytes_per_state // plan.spec.num_state_layers
         return msgspec.structs.replace(read, state_bytes=size)

@@ -3,13 +3,11 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 import msgspec
 import zmq
 
-from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import (
     CapacityError,
     ConflictError,
@@ -19,17 +17,10 @@ from tandem.core.errors import (
     PermissionDeniedError,
     TandemError,
 )
-from tandem.rpc.config import RpcConfig
-from tandem.rpc.counters import RpcCounters
-from tandem.rpc.handshake import CompatCheck, check_compat_equal
-from tandem.rpc.lane import LaneRouter
-from tandem.rpc.methods import EventCallback, MethodTable
 from tandem.rpc.outgoing import BegunCall
-from tandem.rpc.peer import Peer, PeerContext
+from tandem.rpc.peer import Peer
 from tandem.rpc.session import ClientSession, HandshakeDroppedError
-from tandem.rpc.trust.auth import Auth
-from tandem.rpc.wire.endpoint import parse_endpoint
-from tandem.rpc.wire.frames import Identity
+from tandem.rpc.side import RpcSide, SideOptions
 from tandem.rpc.wire.sockets import end_context
 
 __all__ = ["RpcClient"]
@@ -44,7 +35,7 @@ RETRYABLE = (PeerLostError, CapacityError, DeadlineError, NotFoundError)
 """Errors that a retry may cure: no server (yet), full, slow, its folder not made yet."""
 
 
-class RpcClient:
+class RpcClient(RpcSide):
     """Speaks to one server. An async context manager.
 
     Entering it connects, looking for the server up to ``connect_timeout_ms``. What waits on a
@@ -52,47 +43,15 @@ class RpcClient:
 
     Args:
         endpoint: address of the server.
-        identity: names this process; see ``make_identity``.
-        auth: what we prove; must fit the endpoint.
-        config: limits and intervals.
         reconnect: open a new session, with the next epoch, whenever one is lost.
-        methods: what the *server* may call here, and the listener of its events; None for an
-            empty table, see ``on_event``.
-        check_compat: accepts or refuses the server by its handshake.
-        clock: of the leases.
-        lanes: of this process, for calls beside the socket; borrowed. None: there are none.
+        options: see ``SideOptions``; the methods are those that the server may call here.
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        *,
-        identity: Identity,
-        auth: Auth,
-        config: RpcConfig | None = None,
-        reconnect: bool = False,
-        methods: MethodTable | None = None,
-        check_compat: CompatCheck = check_compat_equal,
-        clock: Clock | None = None,
-        lanes: LaneRouter | None = None,
+        self, endpoint: str, *, reconnect: bool = False, **options: Unpack[SideOptions]
     ) -> None:
-        self.identity = identity
-        self.counters = RpcCounters()
-        self._endpoint = parse_endpoint(endpoint)
-        self._auth = auth
-        self._config = RpcConfig() if config is None else config
+        super().__init__(endpoint, **options)
         self._reconnect = reconnect
-        self._methods = MethodTable() if methods is None else methods
-        self._check_compat = check_compat
-        self._peer_context = PeerContext(
-            self._config,
-            self._methods,
-            self.counters,
-            MonotonicClock() if clock is None else clock,
-            lanes,
-        )
-        self._on_peer: Callable[[Peer], None] | None = None
-        self._on_peer_lost: Callable[[Peer, TandemError], None] | None = None
         self._epoch = 0
         self._peer: Peer | None = None
         self._session: ClientSession | None = None
@@ -102,20 +61,6 @@ class RpcClient:
         self._settled.set()
         self._renewal: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-
-    # Registration.
-
-    def on_event(self, callback: EventCallback, event_type: Any) -> None:
-        """Give the server's events to ``callback``; see ``MethodTable.listen``."""
-        self._methods.listen(callback, event_type)
-
-    def on_peer(self, callback: Callable[[Peer], None]) -> None:
-        """Call ``callback(peer)`` when a session begins, the first and every later one."""
-        self._on_peer = callback
-
-    def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
-        """Call ``callback(peer, error)`` once when a session ends, by either side."""
-        self._on_peer_lost = callback
 
     # Life.
 
@@ -288,29 +233,16 @@ class RpcClient:
     def _adopt(self, session: ClientSession, peer: Peer) -> None:
         self._session, self._peer = session, peer
         self._settled.set()
-        self.counters.peers_joined += 1
-        logger.info("event=peer_joined peer=%s epoch=%d", peer.name, peer.epoch)
-        if self._on_peer is not None:
-            try:
-                self._on_peer(peer)
-            except Exception:
-                self.counters.callback_errors += 1
-                logger.exception("event=peer_callback_failed peer=%s", peer.name)
+        self._note_joined(peer)
 
     def _lose(self, peer: Peer, error: TandemError) -> None:
         self._peer = self._session = None
-        self.counters.peers_lost += 1
         if self._context is not None:
             self._failure = error
             if self._reconnect:
                 self._settled.clear()
                 self._renewal = asyncio.get_running_loop().create_task(self._renew())
-        if self._on_peer_lost is not None:
-            try:
-                self._on_peer_lost(peer, error)
-            except Exception:
-                self.counters.callback_errors += 1
-                logger.exception("event=peer_callback_failed peer=%s", peer.name)
+        self._note_lost(peer, error)
 
     async def _renew(self) -> None:
         try:

@@ -3,11 +3,10 @@
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar, Unpack
 
 import zmq
 
-from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.descriptors import is_scarce, shut
 from tandem.core.errors import (
     CapacityError,
@@ -17,22 +16,15 @@ from tandem.core.errors import (
     PeerLostError,
     TandemError,
 )
-from tandem.rpc.config import RpcConfig
-from tandem.rpc.counters import RpcCounters
-from tandem.rpc.handshake import CompatCheck, check_compat_equal, make_limits, run_compat_check
-from tandem.rpc.lane import LaneRouter
-from tandem.rpc.methods import EventCallback, Handler, MethodTable
-from tandem.rpc.peer import Peer, PeerContext
-from tandem.rpc.trust.auth import Auth
+from tandem.rpc.handshake import make_greeting, run_compat_check
+from tandem.rpc.methods import Handler
+from tandem.rpc.peer import Peer
+from tandem.rpc.side import RpcSide, SideOptions
 from tandem.rpc.trust.gate import CurveGate
 from tandem.rpc.trust.runtime_dir import check_socket_free, secure_socket_file
-from tandem.rpc.wire.endpoint import parse_endpoint
 from tandem.rpc.wire.frames import (
-    MIN_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
     Bye,
     Hello,
-    Identity,
     Welcome,
     decode_greeting,
     encode_frame,
@@ -46,8 +38,6 @@ __all__ = ["RpcServer"]
 logger = logging.getLogger(__name__)
 Req = TypeVar("Req")
 Res = TypeVar("Res")
-PeerCallback = Callable[[Peer], None]
-LossCallback = Callable[[Peer, TandemError], None]
 
 NO_DESCRIPTOR = -1
 
@@ -79,7 +69,7 @@ class _Connection:
         self._drop(self, error, tell)
 
 
-class RpcServer:
+class RpcServer(RpcSide):
     """Serves methods and events on one endpoint. An async context manager.
 
     Register methods and callbacks first, then enter; all of it runs on the loop it was entered
@@ -87,43 +77,11 @@ class RpcServer:
 
     Args:
         endpoint: ``ipc:///absolute/path`` or ``tcp://host:port`` (port 0: any free one).
-        identity: names this process; see ``make_identity``.
-        auth: decides which peers are accepted; must fit the endpoint.
-        config: limits and intervals.
-        methods: a table to serve; None for one of its own, see ``register``.
-        check_compat: accepts or refuses each client by its handshake.
-        clock: of the leases.
-        lanes: of this process, for calls beside the socket; borrowed. None: there are none.
+        options: see ``SideOptions``; the table of methods may also be filled by ``register``.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        *,
-        identity: Identity,
-        auth: Auth,
-        config: RpcConfig | None = None,
-        methods: MethodTable | None = None,
-        check_compat: CompatCheck = check_compat_equal,
-        clock: Clock | None = None,
-        lanes: LaneRouter | None = None,
-    ) -> None:
-        self.identity = identity
-        self.counters = RpcCounters()
-        self._endpoint = parse_endpoint(endpoint)
-        self._auth = auth
-        self._config = RpcConfig() if config is None else config
-        self._methods = MethodTable() if methods is None else methods
-        self._check_compat = check_compat
-        self._peer_context = PeerContext(
-            self._config,
-            self._methods,
-            self.counters,
-            MonotonicClock() if clock is None else clock,
-            lanes,
-        )
-        self._on_peer: PeerCallback | None = None
-        self._on_peer_lost: LossCallback | None = None
+    def __init__(self, endpoint: str, **options: Unpack[SideOptions]) -> None:
+        super().__init__(endpoint, **options)
         self._peers: dict[bytes, tuple[Peer, _Connection]] = {}
         self._by_descriptor: dict[int, bytes] = {}
         self._open = contextlib.ExitStack()
@@ -152,18 +110,6 @@ class RpcServer:
             return handler
 
         return decorate
-
-    def on_event(self, callback: EventCallback, event_type: Any) -> None:
-        """Give the events of all clients to ``callback``; see ``MethodTable.listen``."""
-        self._methods.listen(callback, event_type)
-
-    def on_peer(self, callback: PeerCallback) -> None:
-        """Call ``callback(peer)`` when a client has been admitted."""
-        self._on_peer = callback
-
-    def on_peer_lost(self, callback: LossCallback) -> None:
-        """Call ``callback(peer, error)`` once when a session ends, by either side."""
-        self._on_peer_lost = callback
 
     # Life.
 
@@ -340,14 +286,7 @@ class RpcServer:
         )
         lanes = self._peer_context.lanes
         our_lane = None if lanes is None else lanes.offer()
-        welcome = Welcome(
-            PROTOCOL_VERSION,
-            MIN_PROTOCOL_VERSION,
-            hello.epoch,
-            self.identity,
-            make_limits(self._config),
-            our_lane,
-        )
+        welcome = make_greeting(Welcome, hello.epoch, self.identity, self._config, our_lane)
         try:
             self._transmit(connection, encode_frame(welcome))
         except TandemError as error:
@@ -367,14 +306,7 @@ class RpcServer:
         self._peers[routing_id] = (peer, connection)
         if descriptor != NO_DESCRIPTOR:
             self._by_descriptor[descriptor] = routing_id
-        self.counters.peers_joined += 1
-        logger.info("event=peer_joined peer=%s id=%s", peer.name, peer.instance_id)
-        if self._on_peer is not None:
-            try:
-                self._on_peer(peer)
-            except Exception:
-                self.counters.callback_errors += 1
-                logger.exception("event=peer_callback_failed peer=%s", peer.name)
+        self._note_joined(peer)
 
     def _transmit(self, connection: _Connection, data: bytes) -> None:
         transmit(self._socket, connection.name, connection.routing_id, data)
@@ -417,14 +349,7 @@ class RpcServer:
             with contextlib.suppress(CapacityError, PeerLostError):  # Best effort: it is lost.
                 transmit(self._socket, connection.name, routing_id, encode_frame(make_bye(error)))
         peer.lose(error)
-        self.counters.peers_lost += 1
-        logger.info("event=peer_lost peer=%s id=%s reason=%s", peer.name, peer.instance_id, error)
-        if self._on_peer_lost is not None:
-            try:
-                self._on_peer_lost(peer, error)
-            except Exception:
-                self.counters.callback_errors += 1
-                logger.exception("event=peer_callback_failed peer=%s", peer.name)
+        self._note_lost(peer, error)
 
 
 def _find_descriptor(frame: zmq.Frame) -> int:

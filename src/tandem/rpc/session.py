@@ -16,12 +16,10 @@ from tandem.core.errors import (
     TandemError,
     make_error,
 )
-from tandem.rpc.handshake import CompatCheck, make_limits, run_compat_check
+from tandem.rpc.handshake import CompatCheck, make_greeting, run_compat_check
 from tandem.rpc.peer import Peer, PeerContext
 from tandem.rpc.trust.auth import Auth
 from tandem.rpc.wire.frames import (
-    MIN_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
     Bye,
     Hello,
     Identity,
@@ -111,17 +109,9 @@ class ClientSession:
             self._socket.connect(self._url)
         except zmq.ZMQError as error:
             raise PeerLostError("rpc.connect", f"no way to {self._url}: {error}") from None
-        limits = make_limits(self._peer_context.config)
-        lanes = self._peer_context.lanes
-        self._our_lane = None if lanes is None else lanes.offer()
-        hello = Hello(
-            PROTOCOL_VERSION,
-            MIN_PROTOCOL_VERSION,
-            self._epoch,
-            self._identity,
-            limits,
-            self._our_lane,
-        )
+        context = self._peer_context
+        self._our_lane = None if context.lanes is None else context.lanes.offer()
+        hello = make_greeting(Hello, self._epoch, self._identity, context.config, self._our_lane)
         self.transmit(encode_frame(hello))
 
     def _check_greeted(self, timeout_s: float) -> None:
@@ -155,7 +145,6 @@ class ClientSession:
             return
         self.close()
         self._peer.lose(error)
-        logger.info("event=peer_lost peer=%s reason=%s", self._peer.name, error)
         self._on_lost(self._peer, error)
 
     def close(self) -> None:

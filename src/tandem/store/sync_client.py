@@ -1,29 +1,27 @@
-"""The blocking face of a store client: a loop in a thread runs the asyncio one."""
+"""The blocking face of a store client: its calls are those of the asyncio one.
+
+A thread with an event loop keeps the session with the master. The steps of a call run on the
+caller's thread, where they block: to hand them to the loop and back takes several times as long as
+a small call.
+"""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import functools
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from tandem.core.errors import ConflictError, TandemError
+from tandem.core.errors import ConflictError
 from tandem.core.loop_calls import LoopThread
 from tandem.rpc import RpcConfig
-from tandem.store.client import (
-    DEFAULT_OPTIONS,
-    AsyncStoreClient,
-    Part,
-    PutOptions,
-    PutResult,
-    StoreBuffer,
-    drive,
-)
+from tandem.store.client import AsyncStoreClient, StoreBuffer, drive
 from tandem.store.config import StoreConfig
 from tandem.store.local import LocalStore
-from tandem.store.messages import FloorSet, KeyPage, StoreStatus
 from tandem.store.services.client import ClientService
 
 __all__ = ["StoreClient"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -68,7 +66,7 @@ class StoreClient:
         self._is_closed = False
         self._thread = LoopThread("tandem-store")
         try:
-            entered = self._run(service.__aenter__())
+            entered = self._thread.run(service.__aenter__())
             self._client = entered.client
             self._blocking = entered.make_blocking_client(self._thread.loop)
         except BaseException:
@@ -99,157 +97,66 @@ class StoreClient:
         self._is_closed = True
         self._thread.close()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _check_open(self) -> None:
         if self._is_closed:
-            work.close()
             raise ConflictError("store.call", "the client is closed")
-        return self._thread.run(work)
 
     def _do(self, step: Callable[[AsyncStoreClient], Coroutine[Any, Any, T]]) -> T:
         """Carry a step out on this thread if that can be, else on the loop's."""
-        if self._blocking is None or self._is_closed or self._thread.is_current:
-            return self._run(step(self._client))
+        self._check_open()
+        if self._blocking is None or self._thread.is_current:
+            return self._thread.run(step(self._client))
         return drive(step(self._blocking))
 
     # Memory.
 
     def register(self, memory: Any) -> StoreBuffer:
         """See ``AsyncStoreClient.register``."""
-
-        async def register() -> StoreBuffer:
-            return self._client.register(memory)
-
-        return self._run(register())
+        self._check_open()
+        return self._client.register(memory)
 
     def unregister(self, buffer: StoreBuffer) -> None:
         """See ``AsyncStoreClient.unregister``."""
+        self._check_open()
+        self._client.unregister(buffer)
 
-        async def unregister() -> None:
-            self._client.unregister(buffer)
+    # Each call is the asyncio client's of the same name: see there.
 
-        self._run(unregister())
+    @staticmethod
+    def _face(
+        step: Callable[Concatenate[AsyncStoreClient, P], Coroutine[Any, Any, T]],
+    ) -> "Callable[Concatenate[StoreClient, P], T]":
+        """Return the blocking form of a call."""
 
-    # Writing.
+        @functools.wraps(step)
+        def call(self: "StoreClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+            return self._do(lambda client: step(client, *args, **kwargs))
 
-    def put(self, key: str, value: Any, options: PutOptions = DEFAULT_OPTIONS) -> PutResult:
-        """See ``AsyncStoreClient.put``."""
-        return self._do(lambda client: client.put(key, value, options))
+        return call
 
-    def put_many(
-        self, keys: Sequence[str], values: Sequence[Any], options: PutOptions = DEFAULT_OPTIONS
-    ) -> list[PutResult | TandemError]:
-        """See ``AsyncStoreClient.put_many``."""
-        return self._do(lambda client: client.put_many(keys, values, options))
-
-    def put_from(
-        self, key: str, parts: Part | Sequence[Part], options: PutOptions = DEFAULT_OPTIONS
-    ) -> PutResult:
-        """See ``AsyncStoreClient.put_from``."""
-        return self._do(lambda client: client.put_from(key, parts, options))
-
-    def put_from_many(
-        self,
-        keys: Sequence[str],
-        parts: Sequence[Part | Sequence[Part]],
-        options: PutOptions = DEFAULT_OPTIONS,
-    ) -> list[PutResult | TandemError]:
-        """See ``AsyncStoreClient.put_from_many``."""
-        return self._do(lambda client: client.put_from_many(keys, parts, options))
-
-    # Reading.
-
-    def get(self, key: str) -> bytes:
-        """See ``AsyncStoreClient.get``."""
-        return self._do(lambda client: client.get(key))
-
-    def get_many(self, keys: Sequence[str]) -> list[bytes | TandemError]:
-        """See ``AsyncStoreClient.get_many``."""
-        return self._do(lambda client: client.get_many(keys))
-
-    def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """See ``AsyncStoreClient.get_range``."""
-        return self._do(lambda client: client.get_range(key, offset, length))
-
-    def get_range_many(
-        self, keys: Sequence[str], ranges: Sequence[tuple[int, int]]
-    ) -> list[bytes | TandemError]:
-        """See ``AsyncStoreClient.get_range_many``."""
-        return self._do(lambda client: client.get_range_many(keys, ranges))
-
-    def get_into(self, key: str, parts: Part | Sequence[Part]) -> int:
-        """See ``AsyncStoreClient.get_into``."""
-        return self._do(lambda client: client.get_into(key, parts))
-
-    def get_into_many(
-        self, keys: Sequence[str], parts: Sequence[Part | Sequence[Part]]
-    ) -> list[int | TandemError]:
-        """See ``AsyncStoreClient.get_into_many``."""
-        return self._do(lambda client: client.get_into_many(keys, parts))
-
-    # Looking, removing, pinning.
-
-    def exists(self, key: str) -> bool:
-        """See ``AsyncStoreClient.exists``."""
-        return self._do(lambda client: client.exists(key))
-
-    def exists_many(self, keys: Sequence[str]) -> list[bool]:
-        """See ``AsyncStoreClient.exists_many``."""
-        return self._do(lambda client: client.exists_many(keys))
-
-    def size(self, key: str) -> int:
-        """See ``AsyncStoreClient.size``."""
-        return self._do(lambda client: client.size(key))
-
-    def size_many(self, keys: Sequence[str]) -> list[int | TandemError]:
-        """See ``AsyncStoreClient.size_many``."""
-        return self._do(lambda client: client.size_many(keys))
-
-    def remove(self, key: str) -> bool:
-        """See ``AsyncStoreClient.remove``."""
-        return self._do(lambda client: client.remove(key))
-
-    def remove_many(self, keys: Sequence[str]) -> list[bool]:
-        """See ``AsyncStoreClient.remove_many``."""
-        return self._do(lambda client: client.remove_many(keys))
-
-    def remove_prefix(self, prefix: str) -> int:
-        """See ``AsyncStoreClient.remove_prefix``."""
-        return self._run(self._client.remove_prefix(prefix))
-
-    def pin(self, key: str, *, soft_s: float = 0.0, hard: bool = False) -> bool:
-        """See ``AsyncStoreClient.pin``."""
-        return self._run(self._client.pin(key, soft_s=soft_s, hard=hard))
-
-    def pin_many(
-        self, keys: Sequence[str], *, soft_s: float = 0.0, hard: bool = False
-    ) -> list[bool]:
-        """See ``AsyncStoreClient.pin_many``."""
-        return self._run(self._client.pin_many(keys, soft_s=soft_s, hard=hard))
-
-    def unpin(self, key: str) -> bool:
-        """See ``AsyncStoreClient.unpin``."""
-        return self._run(self._client.unpin(key))
-
-    def unpin_many(self, keys: Sequence[str]) -> list[bool]:
-        """See ``AsyncStoreClient.unpin_many``."""
-        return self._run(self._client.unpin_many(keys))
-
-    def list_keys(self, prefix: str = "", *, after: str = "", limit: int = 1000) -> KeyPage:
-        """See ``AsyncStoreClient.list_keys``."""
-        return self._run(self._client.list_keys(prefix, after=after, limit=limit))
-
-    def status(self) -> StoreStatus:
-        """See ``AsyncStoreClient.status``."""
-        return self._run(self._client.status())
-
-    def drain(self, host: str) -> None:
-        """See ``AsyncStoreClient.drain``."""
-        self._run(self._client.drain(host))
-
-    def retire(self, host: str) -> None:
-        """See ``AsyncStoreClient.retire``."""
-        self._run(self._client.retire(host))
-
-    def set_floor(self, *, dry_run: bool = False) -> FloorSet:
-        """See ``AsyncStoreClient.set_floor``."""
-        return self._run(self._client.set_floor(dry_run=dry_run))
+    put = _face(AsyncStoreClient.put)
+    put_many = _face(AsyncStoreClient.put_many)
+    put_from = _face(AsyncStoreClient.put_from)
+    put_from_many = _face(AsyncStoreClient.put_from_many)
+    get = _face(AsyncStoreClient.get)
+    get_many = _face(AsyncStoreClient.get_many)
+    get_range = _face(AsyncStoreClient.get_range)
+    get_range_many = _face(AsyncStoreClient.get_range_many)
+    get_into = _face(AsyncStoreClient.get_into)
+    get_into_many = _face(AsyncStoreClient.get_into_many)
+    exists = _face(AsyncStoreClient.exists)
+    exists_many = _face(AsyncStoreClient.exists_many)
+    size = _face(AsyncStoreClient.size)
+    size_many = _face(AsyncStoreClient.size_many)
+    remove = _face(AsyncStoreClient.remove)
+    remove_many = _face(AsyncStoreClient.remove_many)
+    remove_prefix = _face(AsyncStoreClient.remove_prefix)
+    pin = _face(AsyncStoreClient.pin)
+    pin_many = _face(AsyncStoreClient.pin_many)
+    unpin = _face(AsyncStoreClient.unpin)
+    unpin_many = _face(AsyncStoreClient.unpin_many)
+    list_keys = _face(AsyncStoreClient.list_keys)
+    status = _face(AsyncStoreClient.status)
+    drain = _face(AsyncStoreClient.drain)
+    retire = _face(AsyncStoreClient.retire)
+    set_floor = _face(AsyncStoreClient.set_floor)

@@ -119,3 +119,46 @@ def test_a_client_of_a_killed_server_gets_the_same_tokens_of_another(tmp_path, s
             os.kill(each["pid"], signal.SIGKILL)
         assert stream(second, "retried-1") == (truth, True)
         assert launcher.poll() is None
+
+
+@pytest.mark.slow
+def test_the_lease_of_a_server_that_stands_still_ends(tmp_path, serve_demo):
+    """It releases nothing: its requests end with its lease; whoever asks elsewhere is served."""
+    tmp_path.chmod(0o700)
+    endpoint = f"ipc://{tmp_path}/l.sock"
+    lease = ["--rpc.lease-ms", "3000", "--rpc.heartbeat-interval-ms", "500"]
+    attach = ["--cluster.launchers", endpoint, *lease]
+    long = BODY | {"max_tokens": 1900}
+    with (
+        launch(endpoint, "--unified", "1", *lease),
+        serve_demo(*attach) as second,
+        serve_demo(*attach) as first,
+    ):
+        before = second.stats()["generated_tokens"]
+        begun = threading.Event()
+
+        def ask():
+            with (
+                contextlib.suppress(Exception),
+                first.client.stream("POST", "/v1/completions", json=long,
+                                    headers={"x-request-id": "held"}, timeout=WAIT_S) as reply,
+            ):  # fmt: skip
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        begun.set()
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        assert begun.wait(WAIT_S)
+        os.kill(first.process.pid, signal.SIGSTOP)
+        try:
+            # With the same id, while the request of the first one still runs there.
+            assert stream(second, "held")[1]
+            second.wait_until(second.is_idle, WAIT_S)
+            assert second.stats()["generated_tokens"] - before < 1900, "it was cancelled"
+        finally:
+            os.kill(first.process.pid, signal.SIGCONT)
+        asking.join(WAIT_S)
+        assert not asking.is_alive(), "its client has an answer or an error"
+        # It finds the instance again, and serves.
+        first.wait_until(lambda: stream(first, "after")[1], WAIT_S)

@@ -1,7 +1,7 @@
 """48 chats with edits and branches get the bits of a fresh run, log-probabilities too.
 
-Goal: on a model with windows and on a hybrid, whatever was reused, given up, sent, loaded or begun
-elsewhere changes no token and no log-probability.
+Goal: on a model with windows and on hybrids of each kind of state, whatever was reused, given up,
+sent, loaded or begun elsewhere changes no token and no log-probability.
 Method: tiny random models in bfloat16. Each chat has two turns; the second continues the first,
 edits it, or branches off within its answer. Every way of serving them is compared with an engine
 that reuses nothing, one prompt at a time. Half of the chats are greedy, half seeded.
@@ -13,7 +13,7 @@ import time
 
 import pytest
 from chat_engine import ChatEngine, make_prompt
-from hybrid import save_hybrid
+from hybrid import save_hybrid, save_short_convolutions, save_state_spaces
 from test_disaggregation import TIMEOUT_S, Node
 from test_store_tier import LiveStore, Served
 from windowed import save_sharing, save_windowed
@@ -25,17 +25,17 @@ pytestmark = pytest.mark.slow
 
 NUM_CHATS, NUM_TOKENS = 48, 24
 SIZES = {"block_size": 16, "max_batch_tokens": 64, "max_running": 16}
-MODELS = {"windowed": save_windowed, "sharing": save_sharing, "hybrid": save_hybrid}
-ROOM = {
-    "windowed": {"num_window_blocks": 150},
-    "sharing": {"num_window_blocks": 150},
-    "hybrid": {"num_state_slots": 100},
+MODELS = {
+    "windowed": save_windowed,
+    "sharing": save_sharing,
+    "hybrid": save_hybrid,
+    "short convolutions": save_short_convolutions,
+    "state spaces": save_state_spaces,
 }
-FEW = {
-    "windowed": {"num_window_blocks": 40},
-    "sharing": {"num_window_blocks": 40},
-    "hybrid": {"num_state_slots": 18},
-}
+ROOM = {kind: {"num_state_slots": 100} for kind in MODELS}
+FEW = {kind: {"num_state_slots": 18} for kind in MODELS}
+for _kind in ("windowed", "sharing"):
+    ROOM[_kind], FEW[_kind] = {"num_window_blocks": 150}, {"num_window_blocks": 40}
 FIRST = [
     [*make_prompt((90, 61, 40, 33)[i % 4]), *make_prompt(7 + i % 13, i)] for i in range(NUM_CHATS)
 ]
@@ -114,7 +114,7 @@ class Case:
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def case(request, tmp_path_factory):
-    return Case(request.param, tmp_path_factory.mktemp(request.param))
+    return Case(request.param, tmp_path_factory.mktemp(request.param.replace(" ", "-")))
 
 
 def test_plain_and_cached(case):

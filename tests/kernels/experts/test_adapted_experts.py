@@ -13,7 +13,7 @@ from tandem.core.model.layers import SILU, Activation
 from tandem.kernels.activation import activate
 from tandem.kernels.cpu.adapted_experts import ExpertFactors, run_adapted_experts
 from tandem.kernels.cpu.experts import PackedExperts
-from tandem.kernels.cpu.packed_oracle import decode
+from tandem.kernels.oracles.packed import decode
 from tandem.kernels.weights.formats import find_format
 
 NUM_EXPERTS, HIDDEN, INNER, RANK, TOKENS, SCALE = 3, 128, 256, 4, 33, 2.0

@@ -1,6 +1,6 @@
 """Goal: the expert kernels compute what their weights' codes say, to within rounding.
 
-Method: the float64 oracle and the elementwise tolerance of ``tandem.kernels.cpu.packed_oracle``.
+Method: the float64 oracle and the elementwise tolerance of ``tandem.kernels.oracles.packed``.
 Mutants of the oracle must all be told apart from the kernel, which shows that the tolerance can
 fail.
 """
@@ -14,7 +14,7 @@ import torch
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.model.layers import SILU, Activation
 from tandem.kernels.cpu.experts import PackedExperts
-from tandem.kernels.cpu.packed_oracle import Layer, activate, decode, run_experts
+from tandem.kernels.oracles.packed import Layer, activate, decode, run_experts
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, WeightFormat
 
 ISAS = [*kernel_isas(), "amx_emulated"]

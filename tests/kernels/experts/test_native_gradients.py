@@ -1,6 +1,6 @@
 """Goal: gradients through packed experts and matrices are those of the dequantized weights.
 
-Method: the chain rule in float64 (``tandem.kernels.cpu.gradient_oracle``), which torch's float64
+Method: the chain rule in float64 (``tandem.kernels.oracles.gradients``), which torch's float64
 autograd confirms. Each stage of the kernel is compared elementwise with derived bounds, and the
 whole with exact gradients; mutants of the oracle must be told apart from the kernel.
 """
@@ -17,7 +17,8 @@ from tandem.core.errors import ShapeError
 from tandem.core.model.layers import SILU, Activation
 from tandem.kernels.cpu.autograd import multiply_frozen, run_experts
 from tandem.kernels.cpu.experts import PackedExperts
-from tandem.kernels.cpu.gradient_oracle import (
+from tandem.kernels.cpu.linear import PackedLinear
+from tandem.kernels.oracles.gradients import (
     BF16_EPS,
     Stages,
     bound_turned,
@@ -26,8 +27,7 @@ from tandem.kernels.cpu.gradient_oracle import (
     list_pairs,
     run_gradients,
 )
-from tandem.kernels.cpu.linear import PackedLinear
-from tandem.kernels.cpu.packed_oracle import Layer, decode, round_values
+from tandem.kernels.oracles.packed import Layer, decode, round_values
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, find_format
 
 FORMATS = ["f32", "bf16", "int8row", "int8g128", "int8g16", "int8g32min", "int4g32", "int4g32sym"]

@@ -13,10 +13,10 @@ from tandem._native import ThreadPool
 from tandem.core.model.layers import SILU, ExpertsSpec
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.cpu.experts import NativeExperts, PackedExperts
-from tandem.kernels.cpu.packed_oracle import decode
 from tandem.kernels.lanes.loads import PackedLoads, UnpackedLoads
 from tandem.kernels.lanes.pairs import sum_pairs
 from tandem.kernels.native import Buffer
+from tandem.kernels.oracles.packed import decode
 from tandem.kernels.weights.formats import WEIGHT_FORMATS
 
 EXPERTS, HIDDEN, INNER, TOP_K, TOKENS = 6, 256, 128, 3, 5

@@ -12,7 +12,7 @@ import torch
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.errors import UnsupportedError
 from tandem.kernels.cpu.linear import PackedLinear, count_bytes
-from tandem.kernels.cpu.packed_oracle import run_linear
+from tandem.kernels.oracles.packed import run_linear
 from tandem.kernels.weights.formats import QuantizedMatrix, dequantize, find_format
 from tandem.kernels.weights.recode import can_hold, join_formats, recode
 

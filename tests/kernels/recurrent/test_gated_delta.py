@@ -14,10 +14,10 @@ import torch
 
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
-from tandem.kernels import delta_oracle
 from tandem.kernels.cpu.execution import CpuExecution
 from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.native import view_tensor
+from tandem.kernels.oracles import delta
 from tandem.kernels.torch.execution import TorchExecution
 
 ISAS = _native.kernel_isas()
@@ -85,7 +85,7 @@ def cut(rows, spans, slot_ids=None):
 
 
 def to_oracle(rule, wide):
-    return delta_oracle.DeltaWeights(
+    return delta.DeltaWeights(
         wide(rule.conv_WC),
         wide(rule.decay_rate_V),
         wide(rule.decay_bias_V),
@@ -110,8 +110,8 @@ def count_all_outside(rule, rows, out, slots, wide, count_outside):
     for i, slot in enumerate(rows.slot_ids):
         part = slice(rows.query_start[i], rows.query_start[i + 1])
         args = [wide(x[part]) for x in (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV)]
-        expected, state = delta_oracle.gated_delta(*args, weights)
-        bound, state_bound = delta_oracle.gated_delta_bound(*args, weights, out.dtype)
+        expected, state = delta.gated_delta(*args, weights)
+        bound, state_bound = delta.gated_delta_bound(*args, weights, out.dtype)
         outside += count_outside(out[part], expected, bound)
         got = open_state(rule, slots.states.tensor[slot])
         outside += count_outside(got, state, state_bound)
@@ -150,7 +150,7 @@ def test_the_oracle_is_the_familys(draw, wide):
     rows = make_rows(draw, rule, [30], torch.float32)
     weights = to_oracle(rule, wide)
     args = [wide(x) for x in (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV)]
-    expected, state = delta_oracle.gated_delta(*args, weights)
+    expected, state = delta.gated_delta(*args, weights)
     mixed = modeling.causal_conv1d_fn(rows.x_TC.T[None], rule.conv_WC.T, activation="silu")
     keys = rule.num_k_heads * rule.key_dim
     q, k, v = mixed[0].T[None].split([keys, keys, rule.num_v_heads * rule.value_dim], -1)
@@ -199,8 +199,8 @@ def test_mutants(name, dtype, draw, wide, count_outside):
     out, _ = run(rule, rows)
     part = slice(0, 30)
     args = [wide(x[part]) for x in (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV)]
-    expected, _ = delta_oracle.gated_delta(*args, right)
-    bound, _ = delta_oracle.gated_delta_bound(*args, right, dtype)
+    expected, _ = delta.gated_delta(*args, right)
+    bound, _ = delta.gated_delta_bound(*args, right, dtype)
     outside = count_outside(out[part], expected, bound)
     assert outside == 0 if name == "none" else outside > 0
 

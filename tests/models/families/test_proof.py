@@ -22,6 +22,7 @@ from tandem.kernels import paged
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.interfaces import AttentionRule
+from tandem.kernels.mixtures.ungated import UngatedExperts
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import RoutedExperts
@@ -33,6 +34,7 @@ from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import LayerNorm, RmsNorm
 from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedKvCache
+from tandem.kernels.state_space.mixers import Mamba2, ShortConv
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch import attention as torch_attention
 from tandem.models.families import FAMILIES, open_checkpoint
@@ -200,8 +202,8 @@ def take_keys_of_another_head(attention):
     matrix.pack_rows(0, weight)
 
 
-def change_rule(**changes):
-    """Return a mutation: the rule of every gated delta is made with other values."""
+def change_rule(kind=GatedDelta, **changes):
+    """Return a mutation: the rule of every mixer with a state is made with other values."""
 
     def change(layer):
         rule = copy.copy(layer.rule)
@@ -210,7 +212,7 @@ def change_rule(**changes):
             setattr(rule, name, value(rule))
         layer.rule = rule
 
-    return spoil(GatedDelta, change)
+    return spoil(kind, change)
 
 
 def skip_sigmoid(original, gate, out, activation, *others, **options):
@@ -468,6 +470,31 @@ MUTANTS = {
         "qwen3_5_text",
         respec(GatedDelta, ba_names=lambda g: g.spec.ba_names[::-1]),
         "layers.0.linear_attn (GatedDelta)",
+    ),
+    "products of the future": (
+        "lfm2",
+        change_rule(ShortConv, conv_WC=lambda rule: rule.conv_WC.flip(0)),
+        "layers.0.conv (ShortConv)",
+    ),
+    "no skip past the state": (
+        "bamba",
+        change_rule(Mamba2, skip_H=lambda rule: rule.skip_H * 0),
+        "layers.0.mamba (Mamba2)",
+    ),
+    "steps as short as they come": (
+        "nemotron_h",
+        change_rule(Mamba2, dt_limits=lambda rule: (0.0, rule.dt_limits[1])),
+        "layers.0.mixer (Mamba2)",
+    ),
+    "one norm for all groups": (
+        "granitemoehybrid-dense",
+        change_rule(Mamba2, norm_HP=lambda rule: rule.norm_HP.roll(rule.num_values // 2)),
+        "layers.0.mamba (Mamba2)",
+    ),
+    "experts of another activation": (
+        "nemotron_h-latents",
+        forget(UngatedExperts, "activation", Activation("silu")),
+        "a module that the skeleton computes",
     ),
     "output of attention not gated": (
         "qwen3_next",

@@ -9,7 +9,13 @@ import json
 import pytest
 import torch
 from loading import load_checkpoint
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3NextConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3NextConfig,
+)
 
 from tandem._native import ThreadPool
 from tandem.core.errors import ShapeError, UnsupportedError
@@ -75,11 +81,50 @@ def folder(tmp_path_factory):
     return place
 
 
+COMMON = {"vocab_size": 131, "num_hidden_layers": 3, "max_position_embeddings": 512}
+OTHERS = {
+    "short convolutions": Lfm2Config(
+        **COMMON,
+        hidden_size=96,
+        intermediate_size=96,
+        block_multiple_of=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        full_attn_idxs=[1],
+        conv_bias=True,
+    ),
+    "state spaces": GraniteMoeHybridConfig(
+        **COMMON,
+        hidden_size=64,
+        shared_intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=0,
+        mamba_n_heads=2,
+        mamba_d_state=16,
+        residual_multiplier=0.4,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", list(OTHERS))
+@pytest.mark.parametrize("formats", FORMATS[::2], ids="-".join)
+def test_states_of_other_kinds(kind, formats, tmp_path):
+    """As gated delta rules, with all their matrices coded."""
+    save_tiny(make_tiny(OTHERS[kind], 0), tmp_path)
+    check_feeds(tmp_path, formats, is_fused=kind == "short convolutions")
+
+
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
 def test_a_token_has_the_same_bits_however_it_is_fed(folder, formats):
+    check_feeds(folder, formats)
+
+
+def check_feeds(folder, formats, *, is_fused=True):
     """Alone, in company, in chunks, one by one, on one thread, and after a copy of the state."""
     feeder = Feeder(folder, *formats)
-    assert feeder.model.is_fused
+    assert feeder.model.is_fused is is_fused
     [whole] = feeder.run((0, 0, PROMPTS[0]))
     together = feeder.run(*((i, 0, prompt) for i, prompt in enumerate(PROMPTS)))
     assert torch.equal(together[0], whole)

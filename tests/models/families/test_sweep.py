@@ -19,6 +19,7 @@ SERVED = [
     "arcee",
     "aria_text",
     "axk1",
+    "bamba",
     "bitnet",
     "cohere",
     "cohere2",
@@ -44,6 +45,7 @@ SERVED = [
     "granite",
     "granite_swa",
     "granitemoe",
+    "granitemoehybrid",
     "helium",
     "hunyuan_v1_dense",
     "hunyuan_v1_moe",
@@ -54,6 +56,8 @@ SERVED = [
     "jais2",
     "kolibri1",
     "laguna",
+    "lfm2",
+    "lfm2_moe",
     "llama",
     "llama4_text",
     "mellum",
@@ -64,6 +68,7 @@ SERVED = [
     "mistral",
     "mixtral",
     "nemotron",
+    "nemotron_h",
     "olmo",
     "olmo2",
     "olmo3",
@@ -88,6 +93,7 @@ SERVED = [
     "youtu",
 ]
 SETTINGS = {
+    "bamba": {"attn_layer_indices": [1]},
     "dots1": {
         "n_routed_experts": 16,
         "n_shared_experts": 1,
@@ -95,8 +101,11 @@ SETTINGS = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},
+    "lfm2": {"full_attn_idxs": [1]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 32},
     "nemotron": {"num_key_value_heads": 8},
 }

@@ -17,7 +17,7 @@ from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.experts import count_bytes as count_expert_bytes
 from tandem.kernels.cpu.linear import PackedLinear, count_bytes
-from tandem.kernels.cpu.packed_oracle import Layer, run_experts, run_linear
+from tandem.kernels.oracles.packed import Layer, run_experts, run_linear
 from tandem.kernels.weights.blocks import BlockMatrix
 from tandem.kernels.weights.formats import find_format, pair_formats, round_to_bf16
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES

@@ -345,10 +345,11 @@ def test_rows_are_filled_in_all_columns_or_in_none(kind):
         assert other.tolist() == [0, -1, 2, 3, -1, 5]
 
 
-def test_nobody_sees_what_is_only_staged():
-    def stage(directory: Directory):
-        columns = {"sizes": [5, 6], "checksums": [1, 2], "versions": [7, 8], "offsets": [0, 512]}
-        return directory.stage_many(["a", "b"], **columns, wanted=2, lease_until_ms=11)
+def test_what_does_not_fit_its_column_leaves_nothing_behind():
+    def insert(directory: Directory, *, checksum: int, offset: int = 512) -> list[int]:
+        columns = {"sizes": [5, 6], "checksums": [1, checksum], "versions": [7, 8]}
+        columns["offsets"] = [0, offset]
+        return directory.insert_many(["a", "b"], **columns, wanted=2, host=3, lease_until_ms=11)
 
     def look(directory: Directory):
         return (
@@ -358,6 +359,7 @@ def test_nobody_sees_what_is_only_staged():
             directory.count_under_replicated(),
             directory.list_under_replicated(9),
             directory.rows_on_host(0),
+            directory.rows_on_host(3),
             directory.rows_on_disk(0),
             directory.list_keys(),
             directory.pick_victims(10**9, 10**6),
@@ -366,23 +368,20 @@ def test_nobody_sees_what_is_only_staged():
     directory = Directory(PASSES)
     directory.insert("old", size=1, checksum=1, version=1, replicas=[Replica(0, 4096)])
     before = look(directory)
-    staged = stage(directory)
-    assert look(directory) == before
-    directory.lose_host(0)
-    directory.find_host(0)
-    directory.unstage_many(staged)
-    assert look(directory) == before
-    # The rows are used again, and those that are shown are as any others.
-    again = stage(directory)
-    assert sorted(again.rows) == sorted(staged.rows)
-    directory.show_many(again, 3)
+    for wrong in ({"checksum": 2**32}, {"checksum": 2, "offset": 2**63}):
+        with pytest.raises((TandemError, TypeError)):
+            insert(directory, **wrong)
+        assert look(directory) == before
+    # The rows are used again.
+    rows = insert(directory, checksum=2)
+    assert sorted(rows) == [1, 2]
     for key, size, offset, version in (("a", 5, 0, 7), ("b", 6, 512, 8)):
         row = directory.find(key)
         assert directory.replicas(row) == [Replica(3, offset)]
         assert (directory.size(row), directory.version(row)) == (size, version)
         assert directory.lease_until_ms(row) == 11
     assert directory.total_bytes == 12
-    assert directory.list_under_replicated(9) == again.rows
+    assert directory.list_under_replicated(9) == rows
     assert directory.exists_many(["a", "b", "old"]) == b"\1\1\1"
 
 

@@ -69,15 +69,15 @@ class Model:
                 self.set(offset, kind)
         elif kind is Event.DROP:
             if (offset := self.choose(Space.HELD, Space.SEALED)) is not None:
-                ledger.drop(Extent(offset, self.ranges[offset][1]))
+                ledger.drop([offset], [self.ranges[offset][1]])
                 self.set(offset, kind)
         elif kind in {Event.WIPE, Event.LEASE}:
             if (offset := self.choose(Space.WIPING)) is not None:
                 until_ms = self.now_ms + (self.random.randint(1, 50) if kind is Event.LEASE else 0)
-                is_free = ledger.wipe(
-                    offset, until_ms=until_ms, now_ms=self.now_ms, is_guarded=False
-                )
-                assert is_free == (kind is Event.WIPE)
+                if kind is Event.WIPE:
+                    ledger.move(kind, [offset])
+                else:
+                    ledger.lease(offset, until_ms)
                 self.set(offset, kind)
                 self.leases[offset] = until_ms
         elif kind == "time":
@@ -140,7 +140,7 @@ def put_into(ledger: SpaceLedger, space: Space) -> int:
     elif space is not Space.HELD:
         ledger.move(Event.DROP, [offset])
         if space is Space.LEASED:
-            ledger.wipe(offset, until_ms=9, now_ms=0, is_guarded=False)
+            ledger.lease(offset, 9)
     return offset
 
 
@@ -180,7 +180,7 @@ def test_a_guarded_range_is_not_freed():
     ledger = SpaceLedger()
     ledger.open(SegmentAllocator(CAPACITY, granule_bytes=GRANULE), [])
     offset = put_into(ledger, Space.WIPING)
-    assert not ledger.wipe(offset, until_ms=0, now_ms=10, is_guarded=True)
+    ledger.lease(offset, 0)
     assert ledger.end_leases(20, {offset}) == []
     assert ledger.end_leases(1_000, ()) == [offset]
     assert ledger.count_bytes(Space.LEASED) == 0

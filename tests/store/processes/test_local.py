@@ -23,6 +23,7 @@ from tandem.core.errors import (
 )
 from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig
 from tandem.store.client.client import AsyncStoreClient
+from tandem.store.client.put_batch import PutBatch
 from tandem.store.host.host import StoreHost
 from tandem.store.host.segment import Segment
 from tandem.store.local import LocalStore, MemoryHostPort, MemoryPort, _connect
@@ -328,7 +329,7 @@ def test_a_late_copy_of_a_request_does_not_stand_for_its_put():
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled"])
-def test_a_put_that_ends_before_it_writes_gives_its_space_back(how):
+def test_a_put_that_ends_before_it_writes_gives_its_space_back(how, monkeypatch):
     """Checksums are taken while the master is asked: who fails there gives back."""
 
     async def run() -> None:
@@ -342,7 +343,7 @@ def test_a_put_that_ends_before_it_writes_gives_its_space_back(how):
                     raise ShapeError("test", "no memory")
                 await asyncio.sleep(60)
 
-            client._writer._prepare = prepare
+            monkeypatch.setattr(PutBatch, "_prepare", prepare)
             put = asyncio.ensure_future(client.put("key", bytes(100_000)))
             await begun.wait()
             assert master.puts.num_unfinished == 1

@@ -40,7 +40,7 @@ from tandem.store.formats import layout
 from tandem.store.host.host import StoreHost
 from tandem.store.local import LocalStore
 from tandem.store.master.departures import Departures
-from tandem.store.master.state.space import HostSpace
+from tandem.store.master.state.drops import Drops
 from tandem.store.messages import Endpoint
 from tandem.transfer import PollingLoop
 
@@ -282,7 +282,7 @@ def test_no_change_is_acknowledged_while_a_lost_host_may_still_be_read(kind):
 @pytest.mark.parametrize("rule", ["leases of lost hosts", "leases of readers"])
 def test_without_the_rule_an_old_value_is_read(kind, rule, monkeypatch):
     if rule == "leases of lost hosts":
-        monkeypatch.setattr(HostSpace, "_finish_unwiped", HostSpace._finish)
+        monkeypatch.setattr(Drops, "_finish_unwiped", Drops._finish)
         monkeypatch.setattr(Departures, "_note_leaving", lambda *_: None)
     else:
         monkeypatch.setattr(reading_module, "LEASE_SHARE", 10)

@@ -46,10 +46,10 @@ async def remove_from_a_new_master(seed: int, kind: str) -> list[str]:
         await asyncio.sleep(0.001)
     removals = world.master.removals
     if kind == "prefix":
-        assert await removals._remove_matches("k", removals._begin()) == 1
+        assert (await removals._remove_matches("k")).count == 1
     elif kind == "key":
-        flags = await removals._remove_keys(["key", "another"], removals._begin())
-        assert flags == b"\x01\x00"
+        removed = await removals._remove_keys(["key", "another"])
+        assert removed.flags == b"\x01\x00"
     else:
         pinned = await world.master.pins._pin_all(PinObjects(keys=["key"], hard=True))
         assert pinned.flags == b"\x01"
@@ -71,7 +71,7 @@ async def kill_a_master_that_has_removed(seed: int) -> tuple[bool, list[str]]:
         await asyncio.sleep(0.0005)
     was_early = len(directory.replicas(row)) < 3
     removals = world.master.removals
-    assert await removals._remove_keys(["key"], removals._begin()) == b"\x01"
+    assert (await removals._remove_keys(["key"])).flags == b"\x01"
     world.kill_master()
     world.start_master()
     await asyncio.sleep(5)
@@ -179,8 +179,7 @@ async def remove_beside_a_host_that_comes_back(seed: int) -> bool:
     (host,) = world.master.state.hosts.values()
     while host.stage is not HostStage.JOINING:
         await asyncio.sleep(0.0005)
-    removal = world.master.removals._remove_keys(["key"], world.master.state.versions.newest)
-    assert await removal == b"\x01"
+    assert (await world.master.removals._remove_keys(["key"])).flags == b"\x01"
     was_joining = host.stage is HostStage.JOINING
     await asyncio.sleep(3)
     assert (await client.list_keys()).keys == []

@@ -13,7 +13,7 @@ from tandem.core.errors import DeadlineError
 from tandem.sim import Faults, run_virtual
 from tandem.store.client.client import PutResult
 from tandem.store.client.options import PutOptions
-from tandem.store.client.writing import MIN_PATIENCE_S as MIN_WRITE_PATIENCE_S
+from tandem.store.client.put_batch import MIN_PATIENCE_S as MIN_WRITE_PATIENCE_S
 from tandem.store.config import StoreConfig
 from tandem.store.master.policies import HostView, rank_replicas
 from tandem.store.master.state.answering import MIN_PATIENCE_S

@@ -19,16 +19,15 @@ from tandem._native import BatchRead
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
 from tandem.sim import Faults, run_virtual
 from tandem.store.client.options import PutOptions, PutResult
+from tandem.store.client.put_batch import MAX_INLINE_BATCH_BYTES
 from tandem.store.client.reading import ObjectReader
-from tandem.store.client.writing import MAX_INLINE_BATCH_BYTES
 from tandem.store.config import StoreConfig
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.host import StoreHost
-from tandem.store.master.sealing import Sealing
+from tandem.store.master.put_batch import PutBatch
+from tandem.store.master.state.drops import Drops
 from tandem.store.master.state.ledger import Event
-from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.writers import Writers
-from tandem.store.messages import Ack
 
 CAPACITY = 2**18
 CONFIG = StoreConfig(
@@ -592,15 +591,15 @@ def accept_unseen(reader, into, scratch) -> None:
     return None
 
 
-def seal_nowhere(sealing: Sealing, records, blobs, is_values) -> dict:
-    return {number: asyncio.sleep(0, Ack()) for number in records}
+async def seal_nowhere(batch: PutBatch, number, checksums, blob) -> bool:
+    return True
 
 
 async def bury_nothing(tier: DiskTier, records) -> None:
     return None
 
 
-def forget_nothing(space: HostSpace, key: str, version: int, *, after=None) -> asyncio.Future:
+def forget_nothing(drops: Drops, key: str, version: int, *, after=None) -> asyncio.Future:
     done = asyncio.get_running_loop().create_future()
     done.set_result(None)
     return done
@@ -608,10 +607,10 @@ def forget_nothing(space: HostSpace, key: str, version: int, *, after=None) -> a
 
 MUTANTS = {
     "what is removed stays on the disk": [(DiskTier, "_bury", bury_nothing)],
-    "hosts are not told to forget what is on the disk": [(HostSpace, "forget", forget_nothing)],
+    "hosts are not told to forget what is on the disk": [(Drops, "forget", forget_nothing)],
     "space is free before its writer is proven gone": [(Writers, "fence", free_without_proof)],
     "hosts obey late, doubled and stale orders": [(StoreHost, "_obey", lambda host, order: None)],
-    "puts are acknowledged unsealed": [(Sealing, "_order_seals", seal_nowhere)],
+    "puts are acknowledged unsealed": [(PutBatch, "_seal_on", seal_nowhere)],
     "remembered places are read without their headers": [
         (ObjectReader, "_check_headers", accept_unseen)
     ],

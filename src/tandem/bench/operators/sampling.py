@@ -19,8 +19,9 @@ from torch import Tensor
 
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
-from tandem.kernels import reference, tolerance
+from tandem.kernels import tolerance
 from tandem.kernels.native import view_tensor
+from tandem.kernels.oracles import reference
 
 __all__ = ["make_cases"]
 

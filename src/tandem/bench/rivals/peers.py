@@ -93,9 +93,13 @@ def _pip_install(
         # pip's cache keeps what it built under others.
         variables = [f"{variable}={value}" for variable, value in settings.items()]
         command = ["env", *variables, *command, "--no-cache-dir"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
-    )
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        what = f"{name} was not installed within {INSTALL_TIMEOUT_S:.0f} s"
+        raise UnsupportedError("bench.install_peer", what) from error
     if result.returncode != 0:
         tail = "\n".join(result.stderr.splitlines()[-5:])
         raise UnsupportedError("bench.install_peer", f"{name} cannot be installed: {tail}")

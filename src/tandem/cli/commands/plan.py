@@ -158,14 +158,14 @@ def plan(
         return
     from tandem.cli.planning.serving import follow_wishes, show_serving
     from tandem.kernels.calibration import read_calibration
-    from tandem.models.families import open_checkpoint
     from tandem.models.loading.hub import resolve_folder
+    from tandem.models.own.plan import open_served
 
     settings, wished = follow_wishes(
         settings, context=context or 0, users=users or 0, quality=quality or ""
     )
     # To find what is wrong comes before seconds of measuring.
-    open_checkpoint(resolve_folder(settings.model.path, revision=settings.model.revision))
+    open_served(resolve_folder(settings.model.path, revision=settings.model.revision))
     read_calibration(is_new=measure)
     show_serving(settings, with_rejected=rejected, as_json=json, wished=wished, rate=rate)
 

@@ -9,6 +9,7 @@ import typer
 from tandem.cli.output import JsonFlag, print_json
 
 if TYPE_CHECKING:
+    from tandem.models.own.prove import OwnProof
     from tandem.models.proof.result import Proof
 
 __all__ = ["verify"]
@@ -19,19 +20,47 @@ def verify(
     again: Annotated[bool, typer.Option(help="Prove anew, whatever was found before.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Compare our operators with transformers' on a tiny random model of a configuration."""
+    """Compare our operators, or else transformers' own cache, with transformers' eager code."""
+    from tandem.core.errors import ConfigError, UnsupportedError
     from tandem.models.families import open_checkpoint
     from tandem.models.loading.hub import resolve_folder
+    from tandem.models.own.gate import open_own
+    from tandem.models.own.prove import find_own_proof
     from tandem.models.proof.require import DEFAULT_ROOT, find_proof
 
-    checkpoint = open_checkpoint(resolve_folder(model))
-    proof = find_proof(checkpoint, None if again else DEFAULT_ROOT)
+    folder, root = resolve_folder(model), None if again else DEFAULT_ROOT
+    proof = own = refusal = None
+    try:
+        proof = find_proof(open_checkpoint(folder), root)
+    except (ConfigError, UnsupportedError) as error:
+        refusal = error
+    if proof is None or not proof.is_proved:
+        try:
+            own = find_own_proof(open_own(folder), root)
+        except (ConfigError, UnsupportedError):
+            if refusal is not None:
+                raise refusal from None
     if json:
-        print_json(msgspec.to_builtins(proof) | {"is_proved": proof.is_proved})
+        told = {} if proof is None else msgspec.to_builtins(proof) | {"is_proved": proof.is_proved}
+        if own is not None:
+            told["own_modules"] = msgspec.to_builtins(own) | {"is_proved": own.is_proved}
+        print_json(told)
     else:
-        sys.stdout.write(render_proof(proof))
-    if not proof.is_proved:
+        text = "" if proof is None else render_proof(proof)
+        text += "" if refusal is None else f"no operators: {refusal.what}\n"
+        sys.stdout.write(text + ("" if own is None else render_own(own)))
+    if not any(found is not None and found.is_proved for found in (proof, own)):
         raise typer.Exit(1)
+
+
+def render_own(proof: "OwnProof") -> str:
+    """Return a proof of transformers' own modules as text for people."""
+    outcome = "proved" if proof.is_proved else f"NOT proved: {proof.problem}"
+    lines = [f"{proof.model_type} by transformers' own modules, {proof.transformers}: {outcome}"]
+    for check in proof.checks:
+        mark = "ok" if check.is_ok else "OFF"
+        lines.append(f"  {check.name:<24} {mark:<4} {check.excess:.2f} of the bound")
+    return "\n".join([*lines, ""])
 
 
 def render_proof(proof: "Proof") -> str:

@@ -12,6 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.core.model.mixers import Mamba2Spec, ShortConvSpec, StateSizes
+
 __all__ = [
     "SILU",
     "SOFTMAX",
@@ -27,6 +29,7 @@ __all__ = [
     "HeadSpec",
     "LayerNormSpec",
     "LinearSpec",
+    "Mamba2Spec",
     "MixerSpec",
     "MlaSpec",
     "MlpSpec",
@@ -40,6 +43,8 @@ __all__ = [
     "RotarySpec",
     "RouterSpec",
     "RoutingRule",
+    "ShortConvSpec",
+    "StateMixerSpec",
 ]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -177,6 +182,8 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """The norm of queries and keys, over each head, or over all together (its size is H d then)."""
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     """The checkpoint's projections: one for each of q, k and v, or one that holds them."""
+    out_name: str = "o_proj"
+    norm_names: tuple[str, str] = ("q_norm", "k_norm")
     rope_idx: NonNegativeInt = 0
     """The RoPE of the layer, among those of the model."""
     interleaved_size: NonNegativeInt = 0
@@ -330,11 +337,21 @@ class GatedDeltaSpec(
         """Channels of the convolution: all queries, keys and values."""
         return 2 * self.all_keys + self.all_values
 
+    @property
+    def state_sizes(self) -> StateSizes:
+        """The sizes of the state."""
+        return StateSizes(
+            self.num_v_heads, self.key_dim, self.value_dim, self.num_channels, self.conv_width
+        )
+
 
 AttentionSpec = GqaSpec | MlaSpec
 """A mixer that keeps KV."""
 
-MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec
+StateMixerSpec = GatedDeltaSpec | ShortConvSpec | Mamba2Spec
+"""A mixer that keeps a state in place of KV."""
+
+MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec | ShortConvSpec | Mamba2Spec
 """The part of a layer that mixes tokens."""
 
 
@@ -441,6 +458,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     """True if, of such a checkpoint, those of gate come before those of up."""
     scales_input: bool = False
     """True if a router's weight multiplies an expert's input, not its output."""
+    is_gated: bool = True
+    """False if an expert is ``down(f(up(x)))``."""
 
     @property
     def gate_up_rows(self) -> tuple[slice, slice]:
@@ -471,6 +490,7 @@ class DecoderLayerSpec(
     """Names of the norms before and after attention, before and after the MLP; empty is none."""
     mixer_name: str = "self_attn"
     """The part that mixes tokens."""
+    mlp_name: str = "mlp"
     scale_name: str = ""
     """The name of a factor on what the layer returns, one number; empty is none."""
     beside_norms: tuple[str, ...] = ()
@@ -489,6 +509,8 @@ OperatorSpec = (
     | GqaSpec
     | MlaSpec
     | GatedDeltaSpec
+    | ShortConvSpec
+    | Mamba2Spec
     | LinearSpec
     | FrozenLinearSpec
     | FrozenGatedDeltaSpec

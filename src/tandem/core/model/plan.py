@@ -26,6 +26,7 @@ from tandem.core.spec import DTYPE_BYTES, ModelSpec
 
 __all__ = [
     "NO_FORMAT",
+    "WHOLE_PROMPT",
     "AdapterPlace",
     "ExpertTierPlan",
     "FormatChoice",
@@ -34,10 +35,14 @@ __all__ = [
     "ModelPlan",
     "ModulePlan",
     "MoeSpec",
+    "OwnModules",
 ]
 
 NO_FORMAT = "none"
 """The format of tensors in the model's dtype."""
+
+WHOLE_PROMPT = 1 << 60
+"""A piece that no prompt fills."""
 
 MatrixRole = Literal[
     "embedding",
@@ -105,10 +110,12 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder layer: its parts, how their matrices are stored, and where adapters go."""
 
     index: NonNegativeInt
-    mixer: MixerSpec
+    mixer: MixerSpec | None
+    """None where a layer is an MLP, or experts, alone."""
     rope: RopeSpec | None
     """None where no operator of ours has the model's angles."""
-    mlp: MlpSpec | MoeSpec
+    mlp: MlpSpec | MoeSpec | None
+    """None where a layer mixes tokens alone."""
     matrices: tuple[MatrixPlan, ...] = ()
     """Every matrix of the layer; empty where only the layer's kind was asked for."""
     adapters: tuple[AdapterPlace, ...] = ()
@@ -181,6 +188,30 @@ class ExpertTierPlan(msgspec.Struct, frozen=True, kw_only=True):
         return (self.num_slots * self.num_layers + self.num_staged) * self.slot_bytes
 
 
+class OwnModules(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that runs by transformers' own modules, each sequence with a cache object."""
+
+    reason: str
+    """Why no operators of ours run it."""
+    piece: PositiveInt
+    """Tokens that a prefill feeds at a time, counted from token 0; ``WHOLE_PROMPT``: all of it."""
+    token_bytes: NonNegativeInt
+    """Bytes that a token adds to a cache object."""
+    fixed_bytes: NonNegativeInt
+    """Bytes of a cache object that do not grow with the tokens."""
+
+    @property
+    def is_cut(self) -> bool:
+        """True if a prefill is fed in pieces, so that copies of its cache are worth keeping."""
+        return self.piece < WHOLE_PROMPT
+
+    def describe(self) -> str:
+        """Return how a sequence is fed, in words."""
+        if not self.is_cut:
+            return "a prompt at once"
+        return "token by token" if self.piece == 1 else f"in pieces of {self.piece} tokens"
+
+
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint as it will be stored and run: every value concrete, with its reason."""
 
@@ -209,6 +240,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The place of packed experts: a folder, ``off`` or ``auto``."""
     tier: ExpertTierPlan | None = None
     """The routed experts lie on disk, and this is what memory holds of them; None: all of them."""
+    own: OwnModules | None = None
+    """Transformers' own modules run it; None: operators do. There are no ``layers`` then."""
     num_deferred_experts: NonNegativeInt = 0
     """Experts of an output token that are added one layer later, the least weighted."""
     notes: tuple[str, ...] = ()

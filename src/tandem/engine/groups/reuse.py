@@ -48,6 +48,11 @@ class StatePolicy(NamedTuple):
     at_blocks: bool = False
     """The state of a message's end, and of prompts that part, is kept at the block's end before: a
     lower tier has full blocks only."""
+    grid: int = 1
+    """States are kept at multiples of so many tokens of a prompt alone, as those between are not
+    what a prefill of the same tokens gives; 1: anywhere."""
+    max_tokens: int = 0
+    """Tokens of all snapshots together, where a state grows with its tokens; 0: any."""
 
 
 class StateReuse:
@@ -80,6 +85,8 @@ class StateReuse:
         self._free = list(range(policy.num_slots - 1, -1, -1))
         self._generations = [0] * policy.num_slots
         self._filled: list[KeyedBlock] = []
+        self._unused: set[int] = set()
+        """Free slots that ``take_unused`` has named."""
 
     @property
     def num_slots(self) -> int:
@@ -154,6 +161,7 @@ class StateReuse:
             shared = _count_shared(request, other, self._block_size)
             shared, points = min(shared, request.num_tokens - 1), other.state_notes.points
             is_new = not any(shared - gain < point <= shared for point in points)
+            shared -= shared % self._policy.grid
             if is_new and shared >= other.num_planned_tokens + gain:
                 insort(points, shared)
 
@@ -202,12 +210,15 @@ class StateReuse:
         # Most prompts part at the same few places: after the instructions that all have.
         parting = Counter(_count_shared(request, other, self._block_size) for other in waiting)
         marks += [position for position, _ in parting.most_common(MAX_PARTINGS)]
-        policy, size = self._policy, self._block_size
-        if policy.at_blocks:
-            marks = [mark - mark % size for mark in marks]
-        state.points = choose_snapshots(
-            match.num_tokens, request.num_tokens, marks, policy.every, policy.min_gain
-        )
+        policy, end = self._policy, request.num_tokens
+        size = policy.grid
+        if size > 1:
+            end = min(end, request.prompt_len)
+            end -= end % size
+        elif policy.at_blocks:
+            size = self._block_size
+        marks = [mark - mark % size for mark in marks]
+        state.points = choose_snapshots(match.num_tokens, end, marks, policy.every, policy.min_gain)
 
     # ---------------------------------------------------------------- lower tiers
 
@@ -222,6 +233,17 @@ class StateReuse:
         """Return the states that were kept where a block ends since the last call."""
         filled, self._filled = self._filled, []
         return filled
+
+    def take_unused(self) -> list[int]:
+        """Return the slots that are free and were not when this was last called.
+
+        None where slots have memory of their own: where a state grows with its tokens, it is freed.
+        """
+        if not self._policy.max_tokens:
+            return []
+        free = set(self._free)
+        unused, self._unused = free - self._unused, free
+        return sorted(unused)
 
     def get_generation(self, slot: int) -> int:
         """Return how often a slot was taken: equal before and after means same content."""
@@ -301,6 +323,8 @@ class StateReuse:
         slot, state.slot = state.slot, NO_SLOT
         if slot == NO_SLOT:
             return
+        is_of_prompt = position % self._policy.grid == 0 and position <= request.prompt_len
+        is_sound = is_sound and (self._policy.grid == 1 or is_of_prompt)
         if is_sound and position > 0 and self._is_enabled:
             # It costs nothing now, so that little gain will do.
             self._keep(request, position, slot, min_gain=1)
@@ -357,11 +381,23 @@ class StateReuse:
                 observer.note_state_kept(snapshot)
             state.last = snapshot
             self._counters.num_snapshots_taken += 1
+            self._bound_tokens()
             if is_new and not tail:
                 state_id, generation = make_state_id(slot), self._generations[slot]
                 self._filled.append(KeyedBlock(parent_key, state_id, generation))
         else:
             self._free.append(slot)
+
+    def _bound_tokens(self) -> None:
+        """Give up snapshots until all together are within ``max_tokens``."""
+        most = self._policy.max_tokens
+        while most and sum(s.position for s in self._table) > most:
+            victim = self._table.choose_victim(self._is_reachable)
+            if victim is None:
+                return
+            self._remove(victim, is_evicted=True)
+            self._counters.num_evicted_snapshots += 1
+            self._free.append(victim.slot)
 
     def _take(self, worth: int | None) -> int:
         """Take a slot, giving up a snapshot if none is free; ``NO_SLOT`` if none may be."""

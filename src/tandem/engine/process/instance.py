@@ -285,7 +285,7 @@ class Instance:
         adapters, loaded, failures = self._load_adapters(built)
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)
-        if self._exchange is not None:
+        if self._exchange is not None and built.model.plan.own is None:
             layout, cache = built.cache.layout, built.cache
             self._exchange.attach(
                 built.engine,

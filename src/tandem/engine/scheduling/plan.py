@@ -74,6 +74,8 @@ class StepPlan:
     """Snapshots to the slots of requests that take a prefix up, before the step."""
     state_saves: list[StateSave] = field(default_factory=list[StateSave])
     """States to keep, after the step."""
+    unused_slots: list[int] = field(default_factory=list[int])
+    """Slots of states that nobody goes on from any more."""
     pinned: list[Snapshot] = field(default_factory=list[Snapshot])
     """The sources of ``state_loads``."""
     preempted: list[Request] = field(default_factory=list[Request])

@@ -311,6 +311,8 @@ class Scheduler:
             plan.filled += state.windows.take_filled()
         if state.states is not None:
             plan.filled += state.states.take_filled()
+            if not plan.is_empty:
+                plan.unused_slots = state.states.take_unused()
         plan.evicted, state.evicted = state.evicted, []
         state.wake_s = self._find_wake_s(plan, now_s)
         return plan

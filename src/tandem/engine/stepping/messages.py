@@ -136,6 +136,8 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True):
     """Slots of sequences to snapshots, after all is computed, in this order."""
     window_copies: list[BlockCopy] = []
     """The same as ``copies``, of blocks of the layers with a window."""
+    unused_slots: list[int] = []
+    """Slots of states whose content is dropped, before any other is written."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

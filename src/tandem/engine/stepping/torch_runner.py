@@ -30,6 +30,8 @@ from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.states import StateCache
 from tandem.models.loading.loader import CausalModel
+from tandem.models.own.caches import CacheSlots
+from tandem.models.own.model import OwnModel
 
 __all__ = ["TorchRunner"]
 
@@ -54,11 +56,11 @@ class TorchRunner:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: CausalModel | OwnModel,
         kv_cache: PagedKvCache,
         *,
         threads: int,
-        states: StateCache | None = None,
+        states: StateCache | CacheSlots | None = None,
         grammars: Grammars | None = None,
         is_overlapped: bool = False,
         experts: ExpertLog | None = None,
@@ -100,6 +102,9 @@ class TorchRunner:
             if start.params.grammar:
                 assert self._grammars is not None, "a grammar without a vocabulary"
                 self._states[start.sequence_id] = self._grammars.compile(start.params.grammar)
+        for slot in step.unused_slots:
+            assert isinstance(self._state_cache, CacheSlots), "slots that have memory of their own"
+            self._state_cache.drop(slot)
         masks = self._begin_masks(step)
         for copy in step.copies:
             self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
@@ -110,7 +115,7 @@ class TorchRunner:
         self._copy_states(step.state_loads)
         chunks = [_make_chunk(sequence) for sequence in step.sequences]
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size, self._model.device)
-        hidden_RD = self._model.compute_hidden(batch, self._kv_cache, on_layer, self._state_cache)
+        hidden_RD = self._compute_hidden(batch, on_layer)
         self._copy_states(step.state_saves)
         if self._experts is not None and self._model.choices is not None:
             is_output = batch.find_output_rows() if self._experts.writes_trace else None
@@ -123,6 +128,14 @@ class TorchRunner:
             if vector is not None:
                 _give_vector(given, vector)
         return result
+
+    def _compute_hidden(self, batch: PagedBatch, on_layer: Callable[[int], None] | None) -> Tensor:
+        model, states = self._model, self._state_cache
+        if isinstance(model, OwnModel):
+            assert isinstance(states, CacheSlots), "no slots of cache objects"
+            return model.compute_hidden(batch, states)
+        assert not isinstance(states, CacheSlots), "cache objects of operators"
+        return model.compute_hidden(batch, self._kv_cache, on_layer, states)
 
     def _take_pooled(
         self, step: StepInput, hidden_RD: Tensor

@@ -29,6 +29,8 @@ from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import Unrotated, scale_positions
 from tandem.kernels.paged import LayerPlace, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
+from tandem.kernels.state_space.mixers import Mamba2, NativeRows, ShortConv, StateSpace
+from tandem.kernels.state_space.rules import StateRows
 from tandem.kernels.states import StateCache
 
 __all__ = ["CpuStep"]
@@ -156,7 +158,9 @@ class CpuStep:
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
         """See ``Step``."""
-        assert isinstance(attention, Attention | MlaAttention | GatedDelta), "a mixer not ours"
+        assert isinstance(attention, Attention | MlaAttention | GatedDelta | ShortConv | Mamba2), (
+            "a mixer not ours"
+        )
         return self._mix(attention, Buffer(h_TD)).tensor
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
@@ -207,12 +211,20 @@ class CpuStep:
         )
         self._pending = branch_TD
 
-    def _mix(self, attention: Attention | MlaAttention | GatedDelta, h_TD: Buffer) -> Buffer:
+    def _mix(
+        self, attention: Attention | MlaAttention | GatedDelta | ShortConv | Mamba2, h_TD: Buffer
+    ) -> Buffer:
         """Do as ``mix``, in buffers of the step."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
         if isinstance(attention, GatedDelta):
             return self._mix_states(attention, h_TD)
+        if isinstance(attention, StateSpace):
+            assert self._states is not None, "a layer with a state without slots"
+            slots = self._states.layers[attention.state_idx]
+            rows = StateRows(*self._state_rows)
+            native = NativeRows(rows, self._pool, self._buffer, self._part)
+            return attention.mix_native(h_TD, native, slots)
         spec, layer_idx = attention.spec, attention.layer_idx
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         gates = heads if spec.has_out_gate else 0

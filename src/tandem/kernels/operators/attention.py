@@ -48,12 +48,12 @@ class Attention(Operator):
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the projections and, where there are such, ``{q,k}_norm`` and ``sinks``."""
+        """Read the projections and, where there are such, norms of q and k, and ``sinks``."""
         spec, settings = self.spec, self.settings
         d, heads = spec.head_dim, spec.num_heads
         sizes = self._list_sizes()
         qkv = [(f"{name}.{part}", n) for part, n in zip(spec.qkv_names, sizes, strict=True)]
-        output = [(f"{name}.o_proj", spec.hidden_size)]
+        output = [(f"{name}.{spec.out_name}", spec.hidden_size)]
         self.qkv_matrix: Matrix = read_matrix(
             self,
             "qkv_",
@@ -91,7 +91,8 @@ class Attention(Operator):
             )
             return
         q_size, k_size = (heads * d, spec.num_kv_heads * d) if spec.is_full_norm else (d, d)
-        names = [(f"{name}.q_norm.weight", q_size), (f"{name}.k_norm.weight", k_size)]
+        q_name, k_name = spec.norm_names
+        names = [(f"{name}.{q_name}.weight", q_size), (f"{name}.{k_name}.weight", k_size)]
         if spec.shares_kv_of >= 0:
             names.pop()
         self.qk_weight = freeze(read_rows(reader, names))
@@ -112,7 +113,7 @@ class Attention(Operator):
             parts[f"{name}.{part}"] = AdaptedRows(qkv, spec.hidden_size, size, first, own)
             first += size
         o_size = spec.num_heads * spec.value_dim
-        return {**parts, f"{name}.o_proj": AdaptedRows(output, o_size, spec.hidden_size)}
+        return {**parts, f"{name}.{spec.out_name}": AdaptedRows(output, o_size, spec.hidden_size)}
 
     def _list_sizes(self) -> tuple[int, ...]:
         """Return the outputs of each of ``qkv_names``."""

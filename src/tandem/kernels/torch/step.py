@@ -22,6 +22,8 @@ from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import apply_rope_, scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
+from tandem.kernels.state_space.mixers import StateSpace
+from tandem.kernels.state_space.rules import StateRows
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch.attention import (
     DecodeGroup,
@@ -216,6 +218,10 @@ class TorchStep:
             return self._mix_latents(attention, h_TD)
         if isinstance(attention, GatedDelta):
             return self._mix_states(attention, h_TD)
+        if isinstance(attention, StateSpace):
+            assert self._states is not None, "a layer with a state without slots"
+            slots = self._states.layers[attention.state_idx]
+            return attention.mix_torch(h_TD, StateRows(*self._state_rows), slots)
         assert isinstance(attention, Attention), "attention that is not ours"
         spec = attention.spec
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim

@@ -39,7 +39,15 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 """Beyond these a configuration is broken, not large; they bound what we allocate for it."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
-LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+LAYER_TYPES = (
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "linear_attention",
+    "conv",
+    "mlp",
+    "moe",
+)
 
 MODELS_PAGE = "docs/reference/models.md"
 """Generated from the tables here."""
@@ -96,7 +104,8 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     config = path / "config.json"
     if path.is_dir() and config.is_file():
         generation = path / "generation_config.json"
-        return path, read_json(config), read_json(generation) if generation.exists() else {}
+        raw: dict[str, Any] = _restore_floats(read_json(config))
+        return path, raw, read_json(generation) if generation.exists() else {}
     from tandem.models.gguf.config import read_gguf_config
     from tandem.models.sources.gguf_files import find_gguf
 
@@ -104,6 +113,21 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     if file is None:
         return path, read_json(config), {}
     return file, *read_gguf_config(file)
+
+
+FLOAT_KEY = "__float__"
+"""The only key of the object that transformers writes for a number that JSON does not have."""
+
+
+def _restore_floats(value: Any) -> Any:
+    """Return a JSON value in which such objects are the numbers they stand for."""
+    if isinstance(value, list):
+        return [_restore_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {FLOAT_KEY} and value[FLOAT_KEY] in ("Infinity", "-Infinity", "NaN"):
+        return float(value[FLOAT_KEY])
+    return {key: _restore_floats(item) for key, item in value.items()}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -306,7 +330,7 @@ def _is_even(config: Any) -> bool:
 
 
 def _check_rope(config: Any) -> None:
-    ropes: dict[str, Any] = config.rope_parameters
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     is_layered = any(isinstance(value, dict) for value in ropes.values())
     for name, rope in ropes.items() if is_layered else [("", ropes)]:
         where = f"rope_parameters.{name}." if name else "rope_parameters."
@@ -372,7 +396,7 @@ def _check_layer_bounds(config: Any) -> None:
             field="num_key_value_heads",
         )
     num_experts, top_k = _count_experts(config), getattr(config, "num_experts_per_tok", 1)
-    if num_experts is not None and top_k > num_experts:
+    if num_experts and top_k > num_experts:
         raise ConfigError(
             "models.check_config",
             f"{top_k} of {num_experts} experts per token",
@@ -410,7 +434,7 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
         num_labels=config.num_labels if classifies(config) else 0,
         max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        rope_type=_name_rope(config.rope_parameters),
+        rope_type=_name_rope(getattr(config, "rope_parameters", None) or {}),
         checkpoint_dtype=stored,
         eos_token_ids=tuple(eos),
         bos_token_id=config.bos_token_id,

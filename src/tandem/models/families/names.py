@@ -47,6 +47,7 @@ HYBRID_NORMS = {
     ".post_attention_layernorm.": ".feedforward_layer_norm.",
 }
 _EXPERT = re.compile(r"(\.experts\.\d+\.)(gate|up|down)_proj\.")
+_W1 = re.compile(r"\.experts\.\d+\.w1\.")
 _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -221,4 +222,5 @@ def rename_reader(
     if any(norm in name for name in known for norm in HYBRID_NORMS.values()):
         return HybridReader(reader, entries)
     stored = _map_names(known, model_type)
-    return MappedReader(reader, stored) if any(a != b for a, b in stored.items()) else reader
+    is_renamed = any(a != b for a, b in stored.items()) or any(map(_W1.search, known))
+    return MappedReader(reader, stored) if is_renamed else reader

@@ -7,7 +7,7 @@ model does not run until its state is kept with its blocks.
 import re
 from typing import Any
 
-__all__ = ["GATED_DELTA", "UNEVEN", "UNEVEN_BY_TYPE", "find_refusal"]
+__all__ = ["UNEVEN", "UNEVEN_BY_TYPE", "WITH_STATES", "find_refusal"]
 
 STATE_LAYERS = re.compile(r"linear|mamba|conv|recurrent|state|rwkv|delta|lightning")
 """Words in ``layer_types`` of layers that are no attention over all earlier tokens."""
@@ -18,11 +18,8 @@ STATE_FIELDS = re.compile(
 INPUT_FIELDS = re.compile(r"^(vision|image|audio|speech|video)_\w*config$|^vision_tower$")
 INDEXED_FIELDS = ("index_topk", "index_n_heads")
 STATEFUL = {
-    "bamba": "state-space layers",
     "falcon_mamba": "state-space layers",
     "jamba": "state-space layers",
-    "lfm2": "convolutions",
-    "lfm2_moe": "convolutions",
     "mamba": "state-space layers",
     "mamba2": "state-space layers",
     "minimax": "linear attention",
@@ -34,6 +31,16 @@ STATEFUL = {
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose layers with a state are gated delta rules, which run here."""
+SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
+"""Families whose layers with a state are short convolutions, which run here."""
+STATE_SPACES = ("granitemoehybrid", "bamba", "nemotron_h")
+"""Families whose layers with a state are Mamba2's, which run here."""
+WITH_STATES = {
+    **dict.fromkeys(GATED_DELTA, ("linear_attention",)),
+    **dict.fromkeys(SHORT_CONVOLUTIONS, ("conv",)),
+    **dict.fromkeys(STATE_SPACES, ("linear_attention", "mamba")),
+}
+"""The ``layer_types`` of layers with a state that runs here, by family."""
 UNEVEN_BY_TYPE = {
     "gemma4_text": ("head_dim", "num_key_value_heads"),
     "gemma4_unified_text": ("head_dim", "num_key_value_heads"),
@@ -58,8 +65,9 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
         return "per_layer_config", f"{model_type}: {UNEVEN}"
     listed = raw.get("layer_types")
     kinds = [kind for kind in listed if isinstance(kind, str)] if isinstance(listed, list) else []
-    has_states = model_type in GATED_DELTA
-    kinds = [kind for kind in kinds if not (has_states and kind == "linear_attention")]
+    has_states = model_type in WITH_STATES
+    served = WITH_STATES.get(str(model_type), ())
+    kinds = [kind for kind in kinds if kind not in served]
     kind = next((kind for kind in kinds if STATE_LAYERS.search(kind)), None)
     if kind is not None:
         return "layer_types", f"{model_type} has layers of {kind}: it {BESIDE_KV}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.models.families import deepseek, gpt_oss
-from tandem.models.families.refused import GATED_DELTA
+from tandem.models.families.refused import WITH_STATES
 
 __all__ = [
     "FAMILIES",
@@ -109,6 +109,11 @@ FAMILIES = {
         Family(model_type="qwen3_5_text", composite="qwen3_5"),
         Family(model_type="qwen3_5_moe_text", composite="qwen3_5_moe", is_moe=True),
         Family(model_type="olmo_hybrid"),
+        Family(model_type="lfm2"),
+        Family(model_type="lfm2_moe", is_moe=True),
+        Family(model_type="bamba"),
+        Family(model_type="granitemoehybrid", is_moe=True),
+        Family(model_type="nemotron_h", is_moe=True),
         Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
     )
 }
@@ -159,7 +164,7 @@ def _find_by_class(names: list[str]) -> Family | None:
 
     Types of others are asked for by name: theirs are old enough that a new type is another model.
     """
-    families = [FAMILIES[name] for name in GATED_DELTA]
+    families = [FAMILIES[name] for name in WITH_STATES]
     return next(
         (f for name in names for f in families if name in (f.architecture, f.image_class)), None
     )

@@ -17,18 +17,21 @@ from tandem.core.model.layers import (
     HeadSpec,
     LayerNormSpec,
     LinearSpec,
+    Mamba2Spec,
     MlaSpec,
     MlpSpec,
     MoeBlockSpec,
     NormSpec,
     RotarySpec,
     RouterSpec,
+    ShortConvSpec,
 )
 from tandem.core.model.plan import NO_FORMAT, ModulePlan
 from tandem.kernels.cpu.delta_scan import NativeScan
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
 from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
+from tandem.kernels.mixtures.ungated import UngatedExperts
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import (
     BesideExperts,
@@ -47,12 +50,14 @@ from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import LayerNorm, RmsNorm
 from tandem.kernels.operators.operator import Operator
 from tandem.kernels.operators.rope import LayeredRope, Rope
+from tandem.kernels.state_space.mixers import Mamba2, ShortConv, StateSpace
 from tandem.kernels.torch.experts import Experts
 from tandem.kernels.weights.formats import find_format
 from tandem.kernels.weights.matrix import MatrixSettings
 from tandem.models.loading.packed_cache import PackedCaches
 from tandem.models.planning.precision import choose_expert_parts
-from tandem.models.planning.state_mixers import has_gated_delta
+from tandem.models.planning.roles import find_projections
+from tandem.models.planning.state_mixers import is_state_mixer
 
 __all__ = ["Resources", "build_operator"]
 
@@ -98,6 +103,16 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
                 state_idx=_count_before(model, name, has_state=True),
                 settings=settings,
                 gate_settings=_make_gate_settings(planned, resources.pool),
+            )
+        case ShortConvSpec():
+            state_idx = _count_before(model, name, has_state=True)
+            return ShortConv(spec, state_idx=state_idx, settings=settings)
+        case Mamba2Spec():
+            return Mamba2(
+                spec,
+                state_idx=_count_before(model, name, has_state=True),
+                settings=settings,
+                step_settings=_make_gate_settings(planned, resources.pool),
             )
         case MlpSpec():
             return Mlp(spec, settings=settings)
@@ -145,11 +160,20 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
 def _count_before(model: Any, name: str, *, has_state: bool) -> int:
     """Return how many layers before a mixer's own keep a state, or KV."""
     layers = list(model.model.layers)[: model.get_submodule(name).layer_idx]
-    return sum(
-        any(isinstance(m, GatedDelta) or has_gated_delta(m) for m in layer.children()) == has_state
-        for layer in layers
-        if not any(_shares_kv(part) for part in layer.children())
-    )
+    is_one = _keeps_state if has_state else _keeps_kv
+    return sum(any(map(is_one, layer.children())) for layer in layers)
+
+
+def _keeps_state(module: Any) -> bool:
+    return isinstance(module, GatedDelta | StateSpace) or is_state_mixer(module)
+
+
+def _keeps_kv(module: Any) -> bool:
+    if _shares_kv(module):
+        return False
+    if isinstance(module, Attention | MlaAttention) or hasattr(module, "kv_b_proj"):
+        return True
+    return not _keeps_state(module) and bool(find_projections(module))
 
 
 def _shares_kv(module: Any) -> bool:
@@ -170,6 +194,8 @@ def _make_settings(planned: ModulePlan, pool: ThreadPool) -> MatrixSettings:
 
 
 def _build_experts(spec: ExpertsSpec, planned: ModulePlan, resources: Resources) -> RoutedExperts:
+    if not spec.is_gated:
+        return UngatedExperts(spec, _make_settings(planned, resources.pool))
     if planned.weight_format == NO_FORMAT:
         return Experts(spec)
     weight_format, caches = find_format(planned.weight_format), resources.caches
@@ -205,8 +231,10 @@ def _build_layer(spec: DecoderLayerSpec, module: nn.Module, name: str) -> Decode
     operators = {n: m for n, m in module.named_children() if isinstance(m, Operator)}
     norms = [operators[name] if name else None for name in spec.norms]
     first, attention_out, second, mlp_out = norms
-    attention, mlp = operators[spec.mixer_name], operators["mlp"]
-    assert isinstance(attention, Attention | MlaAttention | GatedDelta), attention
+    attention, mlp = operators[spec.mixer_name], operators[spec.mlp_name]
+    assert isinstance(attention, Attention | MlaAttention | GatedDelta | ShortConv | Mamba2), (
+        attention
+    )
     assert isinstance(mlp, Mlp | MoeBlock), mlp
     for norm in norms:
         assert norm is None or isinstance(norm, RmsNorm), norm

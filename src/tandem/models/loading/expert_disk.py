@@ -13,6 +13,7 @@ from torch import nn
 
 from tandem._native import DirectReader
 from tandem.core.errors import ConfigError, TandemError
+from tandem.core.model.layers import ExpertsSpec
 from tandem.core.model.plan import NO_FORMAT, ExpertTierPlan, ModelPlan, MoeSpec
 from tandem.kernels.cpu.expert_slots import ExpertTier
 from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
@@ -52,6 +53,9 @@ def list_expert_sizes(plan: ModelPlan) -> ExpertSizes | None:
     """Return the sizes of a plan's routed experts; None if it has none that are packed."""
     packed = [m for m in plan.matrices if m.role == "experts"]
     if not packed or any(m.weight_format == NO_FORMAT for m in packed):
+        return None
+    if any(isinstance(m.spec, ExpertsSpec) and not m.spec.is_gated for m in plan.modules):
+        # These have no place in a file.
         return None
     top_k = max(layer.mlp.top_k for layer in plan.layers if isinstance(layer.mlp, MoeSpec))
     return ExpertSizes(

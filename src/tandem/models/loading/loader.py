@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.core.errors import ConfigError, ConflictError, ShapeError, UnsupportedError
-from tandem.core.model.layers import GatedDeltaSpec
+from tandem.core.model.layers import ExpertsSpec, GqaSpec, MlaSpec
 from tandem.core.model.plan import NO_FORMAT, MatrixPlan, ModelPlan
 from tandem.core.spec import (
     DTYPE_BYTES,
@@ -62,6 +62,7 @@ from tandem.models.loading.packed_writer import PackedWriter
 from tandem.models.loading.skeleton import build_skeleton
 from tandem.models.loading.weight_digest import DigestCache, WeightHasher, name_packed_source
 from tandem.models.planning.deferral import find_moe_layers
+from tandem.models.planning.roles import find_base_part
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress, WeightSource
 
@@ -112,10 +113,13 @@ class CausalModel:
         self.dtype = TORCH_DTYPES[spec.dtype]
         self._execution = context.choose_execution(self.dtype)
         self.skeleton = skeleton
-        self.ropes = _find_ropes(skeleton.model.rotary_emb, plan, device)
+        self.ropes = _find_ropes(find_base_part(skeleton, "rotary")[1], plan, device)
         """By ``rope_idx`` of the layers."""
         base = skeleton.model
-        self._embed, self._norm, self._head = base.embed_tokens, base.norm, skeleton.lm_head
+        self._embed, self._norm = (
+            find_base_part(skeleton, part)[1] for part in ("embedding", "norm")
+        )
+        self._head = skeleton.lm_head
         layers = list(base.layers)
         self._layer_inputs = _find_layer_inputs(base)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
@@ -569,7 +573,10 @@ def count_mapped_bytes(plan: ModelPlan) -> int:
 
 
 def _list_packed(plan: ModelPlan) -> list[MatrixPlan]:
-    return [m for m in plan.matrices if m.role == "experts" and m.weight_format != NO_FORMAT]
+    # Experts without a gate have matrices of their own, which no cache keeps.
+    gated = {m.module for m in plan.modules if isinstance(m.spec, ExpertsSpec) and m.spec.is_gated}
+    held = (m for m in plan.matrices if m.role == "experts" and m.weight_format != NO_FORMAT)
+    return [matrix for matrix in held if matrix.module in gated]
 
 
 def _choose_packed_root(plan: ModelPlan) -> Path | None:
@@ -616,7 +623,7 @@ def _find_ropes(
         specs = {
             layer.mixer.rope_idx: layer.rope
             for layer in plan.layers
-            if not isinstance(layer.mixer, GatedDeltaSpec)
+            if isinstance(layer.mixer, GqaSpec | MlaSpec)
         }
         known = [specs[i] for i in sorted(specs)]
         ropes = tuple(Rope(spec) for spec in known if spec is not None)

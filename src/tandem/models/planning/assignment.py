@@ -19,10 +19,12 @@ from tandem.core.model.layers import (
     GqaSpec,
     HeadSpec,
     LinearSpec,
+    Mamba2Spec,
     MlaSpec,
     MlpSpec,
     OperatorSpec,
     RouterSpec,
+    ShortConvSpec,
 )
 from tandem.core.model.plan import NO_FORMAT, ModulePlan
 from tandem.kernels.weights.formats import find_format
@@ -48,8 +50,20 @@ BUILT_IN = "built-in"
 """The place of rules that no file gives."""
 
 
-MULTIPLIED = (GqaSpec, MlaSpec, GatedDeltaSpec, MlpSpec, LinearSpec, FrozenLinearSpec, HeadSpec)
+MULTIPLIED = (
+    GqaSpec,
+    MlaSpec,
+    GatedDeltaSpec,
+    ShortConvSpec,
+    Mamba2Spec,
+    MlpSpec,
+    LinearSpec,
+    FrozenLinearSpec,
+    HeadSpec,
+)
 """Specs of operators whose matrices take the format of linear modules."""
+GATED = (GatedDeltaSpec, Mamba2Spec)
+"""Specs of operators that have a matrix which says how a state decays: it takes that of scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +221,7 @@ def _plan_one(
         operator=entry.name,
         spec=spec,
         weight_format=weight_format,
-        score_format=formats.router if isinstance(spec, GatedDeltaSpec) else NO_FORMAT,
+        score_format=formats.router if isinstance(spec, GATED) else NO_FORMAT,
         keeps_codes=keeps_codes,
         note=_note_devices(rule, device),
     )

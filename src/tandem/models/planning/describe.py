@@ -27,6 +27,7 @@ from tandem.core.model.layers import (
     HeadSpec,
     LayerNormSpec,
     LinearSpec,
+    Mamba2Spec,
     MixerSpec,
     MlaSpec,
     MlpSpec,
@@ -38,6 +39,8 @@ from tandem.core.model.layers import (
     RotarySpec,
     RouterSpec,
     RoutingRule,
+    ShortConvSpec,
+    StateMixerSpec,
 )
 from tandem.kernels.operators.rope import Rope
 from tandem.models.families.deepseek import has_interleaved_latents
@@ -50,6 +53,7 @@ from tandem.models.planning.probes import (
     find_expert_activation,
     find_layer_norm,
     find_layer_type,
+    find_mlp_activation,
     find_norm_offset,
     find_routing,
     gives_whole_angles,
@@ -58,15 +62,20 @@ from tandem.models.planning.probes import (
     takes_positions,
 )
 from tandem.models.planning.roles import (
+    FEED_FORWARD_NAMES,
     LAYER_NORMS,
     MIXER_NAMES,
     count_kv_heads,
     find_down,
     find_gate_up,
     find_kv_source,
+    find_output,
     find_projections,
+    find_qk_norms,
     has_layered_rope,
+    is_experts,
     is_gated,
+    is_gated_experts,
     observe_attentions,
 )
 from tandem.models.planning.state_mixers import observe_state_mixers
@@ -86,12 +95,14 @@ __all__ = [
     "describe_layer_norm",
     "describe_linear",
     "describe_lm_head",
+    "describe_mamba2",
     "describe_mla_attention",
     "describe_mlp",
     "describe_moe_block",
     "describe_norm",
     "describe_rotary",
     "describe_router",
+    "describe_short_conv",
     "list_rope_names",
 ]
 
@@ -99,10 +110,10 @@ GATED_NATIVELY = tuple(Activation(name) for name in ("silu", "gelu", "gelu_tanh"
 ANGLE_TOLERANCE = 1e-5
 """Between two orders of computing frequencies in float32, relative."""
 NO_ROPE: Literal["none"] = "none"
+CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
+"""The checkpoints' names of a bias of the choice alone; the router has it, or its block."""
 LAYER_SCALE = "layer_scalar"
 """The checkpoints' name of a factor on what a decoder layer returns."""
-CHOICE_BIAS = "e_score_correction_bias"
-"""The checkpoints' name of a bias of the choice alone; the router has it, or its block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,7 @@ class ModuleView:
     config: Any
     attentions: Mapping[str, AttentionCall | str]
     """See ``roles.observe_attentions``."""
-    state_mixers: Mapping[str, GatedDeltaSpec | str] = field(default_factory=dict)
+    state_mixers: Mapping[str, StateMixerSpec | str] = field(default_factory=dict)
     """See ``state_mixers.observe_state_mixers``."""
     operators: Mapping[str, OperatorSpec] = field(default_factory=dict)
     """Specs of the modules below it that become operators, by dotted path."""
@@ -135,7 +146,7 @@ class Describer:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._attentions: dict[str, AttentionCall | str] | None = None
-        self._state_mixers: dict[str, GatedDeltaSpec | str] = {}
+        self._state_mixers: dict[str, StateMixerSpec | str] = {}
         self._found: dict[tuple[str, Describe], OperatorSpec | str] = {}
 
     def describe(self, name: str, describe: Describe) -> OperatorSpec:
@@ -330,24 +341,26 @@ def _find_rope_idx(module: Any, config: Any, *, rotates: bool = True) -> int:
 
 def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
     """Describe grouped-query attention."""
-    _require(module, "o_proj", "head_dim", "layer_idx")
-    names = find_projections(module)
+    _require(module, "head_dim", "layer_idx")
+    names, out_name = find_projections(module), find_output(module)
     if not names:
-        raise UnfitModuleError(f"{type(module).__name__} has no q_proj, k_proj, v_proj")
+        raise UnfitModuleError(f"{type(module).__name__} has no q_proj, k_proj, v_proj, o_proj")
     if getattr(view.config, "clip_qkv", None) is not None:
         raise UnfitModuleError(f"{type(module).__name__} clips q, k and v")
     if not getattr(module, "is_causal", True):
         raise UnfitModuleError(f"{type(module).__name__} sees later tokens")
     source = find_kv_source(view.model, module)
-    if hasattr(module, "q_norm") != hasattr(module, "k_norm") and source < 0:
+    norm_names = find_qk_norms(module)
+    q_norm, k_norm = (getattr(module, name, None) for name in norm_names)
+    if (q_norm is None) != (k_norm is None) and source < 0:
         raise UnfitModuleError(f"{type(module).__name__} norms only one of q and k")
     others = {n for n, m in module.named_children() if list(m.parameters())}
     others |= {name for name, _ in module.named_parameters(recurse=False)}
-    _refuse_others(module, others - {*names, "o_proj", "q_norm", "k_norm", "sinks"})
+    _refuse_others(module, others - {*names, out_name, *norm_names, "sinks"})
     call = view.attentions.get(view.name, "it was not there before the rules")
     if isinstance(call, str):
         raise UnfitModuleError(call)
-    first, output = getattr(module, names[0]), module.o_proj
+    first, output = getattr(module, names[0]), getattr(module, out_name)
     owner, kept = module, names
     if source >= 0:
         owner = view.model.model.layers[source].self_attn
@@ -361,7 +374,7 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         raise UnfitModuleError(f"{type(module).__name__} gates values that it takes elsewhere")
     if has_out_gate and call.interleaved_size:
         raise UnfitModuleError(f"{type(module).__name__} rotates neighbours and gates its output")
-    norm = describe_norm(module.q_norm) if hasattr(module, "q_norm") else None
+    norm = None if q_norm is None else describe_norm(q_norm)
     plain = getattr(module, "qk_norm", None)
     if plain is not None:
         # Of queries and keys that are rotated, which changes no norm.
@@ -386,6 +399,8 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         value_size=0 if value_dim == d else value_dim,
         value_scale=float(getattr(module, "v_scale", 1.0)),
         qkv_names=names,
+        out_name=out_name,
+        norm_names=norm_names,
         rope_idx=_find_rope_idx(module, view.config, rotates=call.rotates),
         interleaved_size=call.interleaved_size,
         window=call.rule.window,
@@ -400,14 +415,14 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
 
 def describe_kept_attention(module: Any, view: ModuleView) -> GqaSpec:
     """Describe attention that stays transformers' module, as far as its KV and its cost go."""
-    _require(module, "o_proj", "head_dim", "layer_idx")
-    names = find_projections(module)
+    _require(module, "head_dim", "layer_idx")
+    names, out_name = find_projections(module), find_output(module)
     call = view.attentions.get(view.name, "it was not there before the rules")
     if isinstance(call, str):
         raise UnfitModuleError(call)
     if not names or not getattr(module, "is_causal", True):
         raise UnfitModuleError(f"{type(module).__name__} is no attention to earlier tokens")
-    first, output = getattr(module, names[0]), module.o_proj
+    first, output = getattr(module, names[0]), getattr(module, out_name)
     return GqaSpec(
         hidden_size=first.in_features,
         num_heads=output.in_features // getattr(module, "v_head_dim", module.head_dim),
@@ -435,7 +450,7 @@ def _find_position_scale(module: Any, config: Any, *, rotates: bool = True) -> P
     """Return the factor of attentions that are told positions, by the fields that they read."""
     if getattr(module, "attn_temperature_tuning", False) and not rotates:
         return PositionScale(float(module.attn_scale), int(module.floor_scale), offset=1)
-    rope = config.rope_parameters
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     beta, length = (
         rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
     )
@@ -474,6 +489,29 @@ def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
 
 def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
     """Describe a gated delta rule, whose state takes the place of KV."""
+    found = _find_state_mixer(view)
+    if not isinstance(found, GatedDeltaSpec):
+        raise UnfitModuleError(f"{type(module).__name__} is no gated delta rule")
+    return found
+
+
+def describe_short_conv(module: Any, view: ModuleView) -> ShortConvSpec:
+    """Describe a short convolution that is a mixer of its own."""
+    found = _find_state_mixer(view)
+    if not isinstance(found, ShortConvSpec):
+        raise UnfitModuleError(f"{type(module).__name__} is no short convolution")
+    return found
+
+
+def describe_mamba2(module: Any, view: ModuleView) -> Mamba2Spec:
+    """Describe Mamba2's state space."""
+    found = _find_state_mixer(view)
+    if not isinstance(found, Mamba2Spec):
+        raise UnfitModuleError(f"{type(module).__name__} is no state space of Mamba2")
+    return found
+
+
+def _find_state_mixer(view: ModuleView) -> StateMixerSpec:
     found = view.state_mixers.get(view.name, "it was not there before the rules")
     if isinstance(found, str):
         raise UnfitModuleError(found)
@@ -499,7 +537,7 @@ def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:
         hidden_size=down.out_features,
         intermediate_size=down.in_features,
         has_bias=_has_bias(down),
-        activation=find_activation(module),
+        activation=find_mlp_activation(module, names[0], names[-1], down_name),
         gate_up_names=names,
         down_name=down_name,
         is_gated=is_gated(names),
@@ -517,10 +555,11 @@ def describe_router(module: Any, view: ModuleView) -> RouterSpec:
         return _describe_scaling_router(module)
     _require(module, "weight", "top_k")
     above, _, own = view.name.rpartition(".")
-    bias: Tensor | None = getattr(view.model.get_submodule(above), CHOICE_BIAS, None)
-    choice_bias = CHOICE_BIAS if bias is not None else ""
-    if hasattr(module, CHOICE_BIAS):
-        choice_bias = f"{own}.{CHOICE_BIAS}"
+    block = view.model.get_submodule(above)
+    choice_bias = next((n for n in CHOICE_BIASES if getattr(block, n, None) is not None), "")
+    bias: Tensor | None = getattr(block, choice_bias) if choice_bias else None
+    if hasattr(module, CHOICE_BIASES[0]):
+        choice_bias = f"{own}.{CHOICE_BIASES[0]}"
     count, hidden = module.weight.shape
     return RouterSpec(
         hidden_size=hidden,
@@ -549,6 +588,8 @@ def _describe_scaling_router(module: Any) -> RouterSpec:
 def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
     """Describe routed experts whose weights are one parameter for all of a layer."""
     del view
+    if is_experts(module) and not is_gated_experts(module):
+        return _describe_ungated_experts(module)
     _require(module, "gate_up_proj", "down_proj")
     count, hidden, inner = module.down_proj.shape
     is_transposed = module.gate_up_proj.shape[1:] == (inner, 2 * hidden)
@@ -577,6 +618,19 @@ def describe_frozen_experts(module: Any, view: ModuleView) -> ExpertsSpec:
     return spec
 
 
+def _describe_ungated_experts(module: Any) -> ExpertsSpec:
+    count, inner, hidden = module.up_proj.shape
+    if tuple(module.down_proj.shape) != (count, hidden, inner) or hasattr(module, "up_proj_bias"):
+        raise UnfitModuleError(f"{type(module).__name__} has experts of another shape")
+    return ExpertsSpec(
+        num_experts=count,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        activation=find_activation(module),
+        is_gated=False,
+    )
+
+
 def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
     """Describe a block of a router, its experts and those that every token uses."""
     del view
@@ -586,7 +640,7 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
     shared = next((n for n in ("shared_expert", "shared_experts") if n in children), "")
     shared_gate = "shared_expert_gate" if "shared_expert_gate" in children else ""
     known = {gate, "experts", shared, shared_gate}
-    own = {name for name, _ in module.named_parameters(recurse=False)} - {CHOICE_BIAS}
+    own = {name for name, _ in module.named_parameters(recurse=False)} - {*CHOICE_BIASES}
     _refuse_others(module, own | {n for n, _ in module.named_children() if n not in known})
     return MoeBlockSpec(
         gate_name=gate,
@@ -598,9 +652,11 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
 
 def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     """Describe a layer all of whose parts become operators."""
-    _require(module, "mlp")
-    mixer = next((name for name in MIXER_NAMES if hasattr(module, name)), MIXER_NAMES[0])
-    _require(module, mixer)
+    mixer, mlp_name = (
+        next((n for n in names if getattr(module, n, None) is not None), names[0])
+        for names in (MIXER_NAMES, FEED_FORWARD_NAMES)
+    )
+    _require(module, mixer, mlp_name)
     # Dropout is of training.
     names = [n for n, m in module.named_children() if not isinstance(m, nn.Dropout)]
     has_input = hasattr(module, INPUT_GATE)
@@ -610,10 +666,10 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     strange = [name for name, spec in parts.items() if spec is None]
     if strange:
         raise UnfitModuleError(f"{', '.join(strange)}: no operators of ours")
-    mlp = parts["mlp"]
+    mlp = parts[mlp_name]
     if not isinstance(parts[mixer], MixerSpec) or not isinstance(mlp, MlpSpec | MoeBlockSpec):
         raise UnfitModuleError(f"{mixer} or mlp is not an operator of ours")
-    if isinstance(mlp, MoeBlockSpec) and not _is_fusable(mlp, f"{view.name}.mlp", view):
+    if isinstance(mlp, MoeBlockSpec) and not _is_fusable(mlp, f"{view.name}.{mlp_name}", view):
         raise UnfitModuleError("mlp is not all operators of ours")
     if isinstance(mlp, MlpSpec) and not (mlp.is_gated and mlp.activation in GATED_NATIVELY):
         raise UnfitModuleError("the native gate is of another activation")
@@ -622,7 +678,7 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
         for where, name in ((module, "residual_multiplier"), (view.config, "embedding_multiplier"))
     ):
         raise UnfitModuleError("branches or embeddings are multiplied")
-    own = parts.keys() - {mixer, "mlp"}
+    own = parts.keys() - {mixer, mlp_name}
     beside = _describe_beside(parts)
     own -= {*beside, *BESIDE} if beside else set()
     own -= {INPUT_GATE, INPUT_PROJECTION, INPUT_NORM} if has_input else set()
@@ -632,6 +688,9 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     for name in (*own, *beside, *([INPUT_NORM] if has_input else ())):
         if not isinstance(parts[name], NormSpec):
             raise UnfitModuleError(f"{name} is not a norm of ours")
+    experts = view.operators.get(f"{view.name}.{mlp_name}.experts")
+    if isinstance(experts, ExpertsSpec) and experts.scales_input:
+        raise UnfitModuleError("the router scales the experts' inputs")
     if isinstance(mlp, MoeBlockSpec) and (not norms[2] or norms[3]):
         raise UnfitModuleError("experts need one norm, before them")
     buffers = {name for name, _ in module.named_buffers(recurse=False)}
@@ -647,6 +706,7 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     return DecoderLayerSpec(
         norms=norms,
         mixer_name=mixer,
+        mlp_name=mlp_name,
         scale_name=scale,
         beside_norms=beside,
         input_norm=INPUT_NORM if has_input else "",

@@ -11,7 +11,6 @@ from torch import nn
 from tandem.core.errors import UnsupportedError
 from tandem.core.model.layers import (
     ExpertsSpec,
-    GatedDeltaSpec,
     GqaSpec,
     MixerSpec,
     MlaSpec,
@@ -20,6 +19,7 @@ from tandem.core.model.layers import (
     RopeSpec,
     RotarySpec,
     RouterSpec,
+    StateMixerSpec,
 )
 from tandem.core.model.plan import AdapterPlace, LayerSpec, MatrixPlan, MoeSpec
 from tandem.core.spec import ModelSpec
@@ -30,22 +30,25 @@ from tandem.models.planning.describe import (
     describe_experts,
     describe_gated_delta,
     describe_kept_attention,
+    describe_mamba2,
     describe_mla_attention,
     describe_mlp,
     describe_rotary,
     describe_router,
+    describe_short_conv,
 )
 from tandem.models.planning.probes import UnfitModuleError
 from tandem.models.planning.roles import (
     RawMatrix,
     count_experts,
+    find_base_part,
     find_down,
     find_gate_up,
     find_projections,
     is_experts,
     is_gated,
 )
-from tandem.models.planning.state_mixers import has_gated_delta
+from tandem.models.planning.state_mixers import is_mamba2, is_state_mixer
 
 __all__ = ["complete_spec", "list_layers", "place_matrices"]
 
@@ -65,9 +68,14 @@ def list_layers(describer: Describer) -> tuple[LayerSpec, ...]:
     found: list[LayerSpec] = []
     for index, layer in enumerate(layers):
         mixer = _read_mixer(layer, index, describer)
-        has_state = isinstance(mixer, GatedDeltaSpec)
-        rope = None if has_state or not ropes else ropes[mixer.rope_idx]
+        has_kv = isinstance(mixer, GqaSpec | MlaSpec)
+        rope = ropes[mixer.rope_idx] if has_kv and ropes else None
         mlp = _read_mlp(layer, index, describer)
+        if mixer is None and mlp is None:
+            what = (
+                f"layer {index}, {type(layer).__name__}, has no attention, MLP or experts we know"
+            )
+            raise UnsupportedError("models.read_layers", what)
         found.append(LayerSpec(index=index, mixer=mixer, rope=rope, mlp=mlp))
     return tuple(found)
 
@@ -105,21 +113,22 @@ def _find_index(module: str) -> int | None:
 
 def _list_ropes(describer: Describer) -> list[RopeSpec]:
     try:
-        found = describer.describe("model.rotary_emb", describe_rotary)
+        path = find_base_part(describer.model, "rotary")[0]
+        found = describer.describe(path, describe_rotary)
     except (UnfitModuleError, AttributeError):
         return []
     assert isinstance(found, RotarySpec), found
     return list(found.ropes.values())
 
 
-def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec:
+def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec | None:
     for name, module in layer.named_children():
         if hasattr(module, "kv_b_proj"):
             describe = describe_mla_attention
         elif find_projections(module):
             describe = describe_attention
-        elif has_gated_delta(module):
-            describe = describe_gated_delta
+        elif is_state_mixer(module):
+            describe = _choose_state_mixer(module)
         else:
             continue
         path = f"model.layers.{index}.{name}"
@@ -134,12 +143,25 @@ def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec
             found = kept
         assert isinstance(found, MixerSpec), found
         return found
+    if len(_list_parts(layer)) == 1:
+        return None
     raise UnsupportedError(
         "models.read_layers", f"layer {index}, {type(layer).__name__}, has no attention we know"
     )
 
 
-def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | MoeSpec:
+def _list_parts(layer: nn.Module) -> list[nn.Module]:
+    """Return the parts of a layer that hold matrices: a mixer and an MLP, or one of both."""
+    return [m for m in layer.children() if any(p.dim() > 1 for p in m.parameters())]
+
+
+def _choose_state_mixer(module: Any) -> Describe:
+    if is_mamba2(module):
+        return describe_mamba2
+    return describe_gated_delta if hasattr(module, "A_log") else describe_short_conv
+
+
+def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | MoeSpec | None:
     own: Any = getattr(layer, "experts", None)
     if own is not None and is_experts(own):
         # Beside an MLP that every token uses.
@@ -165,6 +187,8 @@ def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | M
         experts = getattr(part, "experts", None)
         if experts is not None and is_experts(experts):
             return _read_experts(part, path, describer)
+    if len(_list_parts(layer)) == 1:
+        return None
     raise UnsupportedError(
         "models.read_layers",
         f"layer {index}, {type(layer).__name__}, has no MLP or experts we know",
@@ -218,7 +242,9 @@ def complete_spec(
     moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
     first = moe[0] if moe else None
     total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
-    mixer = next((x.mixer for x in layers if not isinstance(x.mixer, GatedDeltaSpec)), None)
+    mixers = [layer.mixer for layer in layers]
+    with_kv = [mixer for mixer in mixers if isinstance(mixer, GqaSpec | MlaSpec)]
+    mixer = next(iter(with_kv), None)
     if mixer is None:
         what = "no layer has attention over all earlier tokens: give it one, as its KV is counted"
         raise UnsupportedError("models.read_layers", what)
@@ -230,8 +256,9 @@ def complete_spec(
             kv_lora_rank=mixer.rank,
             rope_dim=mixer.rope,
         )
-    spec = _add_states(spec, [x.mixer for x in layers if isinstance(x.mixer, GatedDeltaSpec)])
-    attentions = [x.mixer for x in layers if not isinstance(x.mixer, GatedDeltaSpec)]
+    spec = msgspec.structs.replace(spec, num_plain_layers=mixers.count(None))
+    spec = _add_states(spec, [mixer for mixer in mixers if isinstance(mixer, StateMixerSpec)])
+    attentions = [mixer for mixer in mixers if isinstance(mixer, GqaSpec | MlaSpec)]
     grouped = [mixer for mixer in attentions if isinstance(mixer, GqaSpec)]
     with_kv = [m for m in attentions if not isinstance(m, GqaSpec) or m.shares_kv_of < 0]
     spec = _add_sizes(spec, grouped)
@@ -278,22 +305,22 @@ def _add_sizes(spec: ModelSpec, mixers: list[GqaSpec]) -> ModelSpec:
     )
 
 
-def _add_states(spec: ModelSpec, mixers: list[GatedDeltaSpec]) -> ModelSpec:
+def _add_states(spec: ModelSpec, mixers: list[StateMixerSpec]) -> ModelSpec:
     """Return ``spec`` with the state of its layers.
 
     Raises: UnsupportedError (states of several sizes).
     """
     if not mixers:
         return spec
-    first = mixers[0]
-    sizes = {(m.num_v_heads, m.key_dim, m.value_dim, m.num_channels, m.conv_width) for m in mixers}
+    first = mixers[0].state_sizes
+    sizes = {mixer.state_sizes for mixer in mixers}
     if len(sizes) > 1:
         what = f"layers have states of {len(sizes)} sizes: all must have one"
         raise UnsupportedError("models.read_layers", what)
     return msgspec.structs.replace(
         spec,
         num_state_layers=len(mixers),
-        state_heads=first.num_v_heads,
+        state_heads=first.num_heads,
         state_key_dim=first.key_dim,
         state_value_dim=first.value_dim,
         conv_channels=first.num_channels,
@@ -306,8 +333,17 @@ def _count_idle(moe: list[MoeSpec], hidden_size: int) -> int:
     return sum(
         (layer.num_experts - layer.top_k)
         * (
-            3 * layer.intermediate_size * hidden_size
+            _count_matrices(layer) * layer.intermediate_size * _find_width(layer, hidden_size)
             + (2 * layer.intermediate_size + hidden_size) * layer.has_bias
         )
         for layer in moe
     )
+
+
+def _count_matrices(layer: MoeSpec) -> int:
+    return 2 if layer.experts is not None and not layer.experts.is_gated else 3
+
+
+def _find_width(layer: MoeSpec, hidden_size: int) -> int:
+    """Return the inputs of an expert, which may be a latent."""
+    return hidden_size if layer.experts is None else layer.experts.hidden_size

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from tandem.core.errors import ConfigError, NotFoundError
 from tandem.core.model.plan import NO_FORMAT
 from tandem.core.registry import Registry
@@ -24,14 +26,18 @@ from tandem.models.planning.describe import (
     describe_layer_norm,
     describe_linear,
     describe_lm_head,
+    describe_mamba2,
     describe_mla_attention,
     describe_mlp,
     describe_moe_block,
     describe_norm,
     describe_rotary,
     describe_router,
+    describe_short_conv,
 )
 from tandem.models.planning.probes import UnfitModuleError
+from tandem.models.planning.roles import find_projections
+from tandem.models.planning.state_mixers import is_mamba2
 from tandem.placement.rules import DEFAULT, Rule
 
 __all__ = ["DEVICE_KWARGS", "FORMAT_KWARG", "OPERATORS", "OperatorEntry", "resolve_operator"]
@@ -81,6 +87,18 @@ def _choose_attention(module: Any) -> str:
 
 def _choose_feed_forward(module: Any) -> str:
     return "MoeBlock" if hasattr(module, "experts") else "Mlp"
+
+
+def _choose_mixer(module: Any) -> str:
+    """Return the operator of a layer's only part: attention, a state space, an MLP or experts."""
+    if is_mamba2(module):
+        return "Mamba2"
+    return "Attention" if find_projections(module) else _choose_feed_forward(module)
+
+
+def _choose_latent(module: Any) -> str:
+    """Return the operator of a projection to experts' latents, which may be the identity."""
+    return "Linear" if isinstance(module, nn.Linear) else DEFAULT
 
 
 def _choose_norm(module: Any) -> str:
@@ -169,6 +187,8 @@ for _entry in (
     ),
     OperatorEntry("MlaAttention", describe_mla_attention, absorbs=True, takes_format=True),
     OperatorEntry("GatedDelta", describe_gated_delta, absorbs=True, takes_format=True),
+    OperatorEntry("ShortConv", describe_short_conv, absorbs=True, takes_format=True),
+    OperatorEntry("Mamba2", describe_mamba2, absorbs=True, takes_format=True),
     OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True, is_optional=True),
     OperatorEntry("Router", describe_router, absorbs=True, is_optional=True),
     OperatorEntry("Experts", describe_experts, absorbs=True, takes_format=True, is_optional=True),
@@ -186,6 +206,8 @@ for _entry in (
     OperatorEntry("MoeBlock", describe_moe_block, is_optional=True),
     OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),
     OperatorEntry("SelfAttention", None, choose=_choose_attention),
+    OperatorEntry("Mixer", None, choose=_choose_mixer),
+    OperatorEntry("LatentLinear", None, choose=_choose_latent),
     OperatorEntry("FeedForward", None, choose=_choose_feed_forward),
     OperatorEntry(DEFAULT, None),
 ):

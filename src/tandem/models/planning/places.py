@@ -10,7 +10,13 @@ __all__ = ["list_placed_layers"]
 
 DISK = "disk"
 """The place of routed experts that memory holds only some of."""
-_MIXERS = {"gqa": "attention", "mla": "latent attention", "gated_delta": "gated delta rule"}
+_MIXERS = {
+    "gqa": "attention",
+    "mla": "latent attention",
+    "gated_delta": "gated delta rule",
+    "short_conv": "short convolution",
+    "mamba2": "state space",
+}
 
 
 def list_placed_layers(plan: ModelPlan) -> list[PlacedLayers]:
@@ -36,9 +42,14 @@ def list_placed_layers(plan: ModelPlan) -> list[PlacedLayers]:
 
 
 def _name(layer: LayerSpec) -> str:
-    mixer = layer.mixer.__struct_config__.tag
-    after = f"{layer.mlp.num_experts} experts" if isinstance(layer.mlp, MoeSpec) else "MLP"
-    return f"{_MIXERS.get(str(mixer), str(mixer))}, {after}"
+    words: list[str] = []
+    if layer.mixer is not None:
+        mixer = str(layer.mixer.__struct_config__.tag)
+        words.append(_MIXERS.get(mixer, mixer))
+    if layer.mlp is not None:
+        mlp = layer.mlp
+        words.append(f"{mlp.num_experts} experts" if isinstance(mlp, MoeSpec) else "MLP")
+    return ", ".join(words)
 
 
 def _sum_up(matrices: Iterable[MatrixPlan], *, is_on_disk: bool) -> list[PlacedPart]:

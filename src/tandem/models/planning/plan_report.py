@@ -3,7 +3,13 @@
 import re
 from collections.abc import Iterator, Sequence
 
-from tandem.core.model.layers import GatedDeltaSpec, MixerSpec, MlaSpec
+from tandem.core.model.layers import (
+    GatedDeltaSpec,
+    Mamba2Spec,
+    MixerSpec,
+    MlaSpec,
+    ShortConvSpec,
+)
 from tandem.core.model.plan import LayerSpec, MatrixPlan, ModelPlan, MoeSpec
 from tandem.placement.rules import DEFAULT
 
@@ -47,12 +53,19 @@ def _list_layers(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
         yield (which, *key)
 
 
-def _tell_mixer(spec: MixerSpec) -> str:
+def _tell_mixer(spec: MixerSpec | None) -> str:
+    if spec is None:
+        return "-"
     if isinstance(spec, MlaSpec):
         return f"mla {spec.num_heads}/1 heads of {spec.head}"
     if isinstance(spec, GatedDeltaSpec):
         heads = f"{spec.num_v_heads}/{spec.num_k_heads} heads of {spec.key_dim} x {spec.value_dim}"
         return f"gated delta {heads}, convolution {spec.conv_width}"
+    if isinstance(spec, ShortConvSpec):
+        return f"convolution {spec.conv_width} of {spec.hidden_size} channels"
+    if isinstance(spec, Mamba2Spec):
+        heads = f"{spec.num_heads}/{spec.num_groups} heads of {spec.state_dim} x {spec.head_dim}"
+        return f"mamba2 {heads}, convolution {spec.conv_width}"
     words = [f"gqa {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
     words += [f"window {spec.window}"] if spec.window else []
     words += [f"chunks of {spec.chunk}"] if spec.chunk else []
@@ -64,6 +77,8 @@ def _tell_mixer(spec: MixerSpec) -> str:
 
 def _tell_mlp(layer: LayerSpec) -> str:
     mlp = layer.mlp
+    if mlp is None:
+        return "-"
     if not isinstance(mlp, MoeSpec):
         return f"mlp {mlp.intermediate_size}"
     shared = f", shared {mlp.shared_intermediate_size}" if mlp.shared_intermediate_size else ""

@@ -13,6 +13,7 @@ import msgspec
 
 from tandem._native import read_topology
 from tandem.core.errors import ConfigError
+from tandem.core.model.layers import ExpertsSpec
 from tandem.core.model.plan import (
     NO_FORMAT,
     FormatChoice,
@@ -242,7 +243,9 @@ def _plan_matrices(
             shape=shape,
             weight_format=_find_format(role, shape, weight_format),
             device=expert_device if role == "experts" else device,
-            size_bytes=0 if is_view else _count_bytes(role, shape, runs, plain),
+            size_bytes=0
+            if is_view
+            else _count_bytes(role, shape, runs, plain, is_gated=_has_gate(module)),
             plain_bytes=0 if group[0].is_shared else plain,
             reason=_tell_stored(
                 [stored.matrices[m.module] for m in group if m.module in stored.matrices],
@@ -253,6 +256,10 @@ def _plan_matrices(
             ),
             stored_bytes=sum(stored.size_bytes.get(m.module, 0) for m in group),
         )
+
+
+def _has_gate(module: ModulePlan) -> bool:
+    return not isinstance(module.spec, ExpertsSpec) or module.spec.is_gated
 
 
 def _choose_group_formats(
@@ -310,7 +317,12 @@ def _group_by_role(run: list[RawMatrix]) -> list[list[RawMatrix]]:
 
 
 def _count_bytes(
-    role: MatrixRole, shape: tuple[int, ...], runs: list[tuple[str, int]], plain: int
+    role: MatrixRole,
+    shape: tuple[int, ...],
+    runs: list[tuple[str, int]],
+    plain: int,
+    *,
+    is_gated: bool,
 ) -> int:
     """Return the bytes of matrices that become one, in one format or, run by run, in several."""
     if len(runs) > 1:
@@ -323,6 +335,10 @@ def _count_bytes(
     packed = find_format(weight_format)
     if role == "experts":
         count, rows, hidden = shape
+        if not is_gated:
+            inner = rows // 2
+            sizes = ((hidden, inner), (inner, hidden))
+            return count * sum(native_linear.count_bytes(packed, *size) for size in sizes)
         return native_experts.count_bytes(packed, count, hidden, rows // 3)
     if role == "head_matrices":
         return count_head_bytes(packed, shape[0], shape[2], shape[1])

@@ -24,12 +24,14 @@ from tandem.kernels.operators.operator import running
 from tandem.kernels.torch.execution import TorchExecution
 
 __all__ = [
+    "ROTARY_NAMES",
     "AttentionCall",
     "UnfitModuleError",
     "find_activation",
     "find_expert_activation",
     "find_layer_norm",
     "find_layer_type",
+    "find_mlp_activation",
     "find_norm_offset",
     "find_routing",
     "gives_whole_angles",
@@ -43,8 +45,10 @@ __all__ = [
 PLAIN_NAMES = ("silu", "gelu", "gelu_tanh", "relu2")
 TOLERANCE = 1e-5
 """Far above the rounding of float32, far below what tells two functions apart."""
+ROTARY_NAMES = ("rotary_emb", "pos_emb")
 SCALE_NAMES = ("routed_scaling_factor", "router_scaling_factor")
 """Names of a router's factor on its weights."""
+PROBE_ITEMS = 8
 PROBE_TOKENS, MANY_PROBE_TOKENS = 32, 1024
 """The second of a router that the first leave more than one rule for: two rules of groups may
 choose alike for most tokens."""
@@ -141,8 +145,7 @@ def find_activation(module: Any) -> Activation:
 
     Raises: UnfitModuleError (it holds none, or another).
     """
-    names = ("act_fn", "activation_fn", "act")
-    function = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    function = _find_function(module)
     if function is None:
         raise UnfitModuleError(f"{type(module).__name__} has no activation")
     x = torch.linspace(-6, 6, 97)
@@ -151,6 +154,41 @@ def find_activation(module: Any) -> Activation:
         if _is_close(theirs, apply_function(name, x)):
             return Activation(name)
     raise UnfitModuleError(f"its activation is {type(function).__name__}")
+
+
+def _find_function(module: Any) -> Any:
+    names = ("act_fn", "activation_fn", "act", "activation")
+    found = (getattr(module, name, None) for name in names)
+    return next((function for function in found if callable(function)), None)
+
+
+def find_mlp_activation(module: Any, gate: str, up: str, down: str) -> Activation:
+    """Return the activation of a dense MLP, which may call its function without holding it.
+
+    Args:
+        module: the MLP.
+        gate: name of its gate; that of up where it has none.
+        up: the same as gate where one matrix holds both.
+        down: name of its last matrix.
+
+    Raises: UnfitModuleError (it is none of ours).
+    """
+    if _find_function(module) is not None or gate == up:
+        return find_activation(module)
+    shell = copy.copy(module)
+    shell._modules = dict(module._modules)
+    for name in (gate, up, down):
+        shell._modules[name] = nn.Linear(PROBE_ITEMS, PROBE_ITEMS, bias=False, device="meta")
+    made = _make_real(shell, torch.Generator().manual_seed(0))
+    x = torch.linspace(-2, 2, 4 * PROBE_ITEMS).view(4, PROBE_ITEMS)
+    with torch.inference_mode():
+        theirs = made(x)
+        gated, raised, last = (getattr(made, name) for name in (gate, up, down))
+        for name in PLAIN_NAMES:
+            ours = last(apply_function(name, gated(x)) * raised(x))
+            if torch.allclose(theirs, ours, rtol=TOLERANCE, atol=PROBE_ITEMS * TOLERANCE):
+                return Activation(name)
+    raise UnfitModuleError(f"{type(module).__name__} has another activation")
 
 
 def find_expert_activation(module: Any) -> Activation:
@@ -288,7 +326,10 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
     Raises: UnfitModuleError (it does not call the attention function as the others do).
     """
     recorder = _Recorder()
-    rotary = model.model.rotary_emb
+    rotary = next(
+        (part for name in ROTARY_NAMES if (part := getattr(model.model, name, None)) is not None),
+        None,
+    )
     x = torch.empty(1, 1, model.config.hidden_size, device="meta")
     try:
         with torch.inference_mode():

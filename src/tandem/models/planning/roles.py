@@ -13,6 +13,7 @@ from torch import nn
 
 from tandem.core.model.plan import AdapterPlace, MatrixRole
 from tandem.models.planning.probes import (
+    ROTARY_NAMES,
     AttentionCall,
     UnfitModuleError,
     key_module,
@@ -20,19 +21,24 @@ from tandem.models.planning.probes import (
 )
 
 __all__ = [
+    "FEED_FORWARD_NAMES",
     "LAYER_NORMS",
     "MIXER_NAMES",
     "RawMatrix",
     "Vectors",
     "count_experts",
     "count_kv_heads",
+    "find_base_part",
     "find_down",
     "find_gate_up",
     "find_kv_source",
+    "find_output",
     "find_projections",
+    "find_qk_norms",
     "has_layered_rope",
     "is_experts",
     "is_gated",
+    "is_gated_experts",
     "list_adapter_places",
     "list_matrices",
     "observe_attentions",
@@ -53,12 +59,30 @@ LAYER_NORMS: tuple[tuple[str, str, str, str], ...] = (
         "post_mlp_layernorm",
     ),
     ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ("operator_norm", "", "ffn_norm", ""),
+    ("input_layernorm", "", "pre_ff_layernorm", ""),
 )
 """Norms of a decoder layer: before and after its attention, before and after its MLP; empty is
 none. Which names a layer has says which of these it is."""
 
-MIXER_NAMES = ("self_attn", "linear_attn")
+MIXER_NAMES = ("self_attn", "linear_attn", "conv", "mamba", "mixer")
 """A decoder layer's part that mixes tokens."""
+
+FEED_FORWARD_NAMES = ("mlp", "feed_forward")
+"""A decoder layer's MLP or block of experts."""
+
+OUTPUT_NAMES = ("o_proj", "out_proj")
+EXPERT_PARTS = ("gate_up_proj", "up_proj")
+"""The first parameter of experts: gate and up, or up alone."""
+STEP_PARTS = ("in_proj", "A_log", "dt_bias", "D", "num_heads")
+"""Parts of a state space whose first projection gives time steps too."""
+QK_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+BASE_NAMES = {
+    "embedding": ("embed_tokens", "embeddings"),
+    "norm": ("norm", "embedding_norm", "final_layernorm", "norm_f"),
+    "rotary": ROTARY_NAMES,
+}
+"""Names of what a decoder has beside its layers."""
 
 ROLES: dict[str, MatrixRole] = {
     "qkv_proj": "qkv",
@@ -79,11 +103,17 @@ ROLES: dict[str, MatrixRole] = {
     "in_proj_a": "gates",
     "b_proj": "gates",
     "a_proj": "gates",
+    "in_proj": "qkv",
     "out_proj": "attention_out",
     "gate_up_proj": "gate_up",
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
     "down_proj": "down",
+    "w1": "gate_up",
+    "w3": "gate_up",
+    "w2": "down",
+    "input_linear": "gate_up",
+    "output_linear": "down",
     "per_layer_input_gate": "other",
     "per_layer_projection": "other",
     "c_fc": "gate_up",
@@ -133,17 +163,24 @@ def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatr
     vectors = Vectors()
     seen: set[int] = set()
     heads_of: dict[str, Any] = {}
+    steps_of: dict[str, int] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if is_experts(module):
             count, hidden, inner = count_experts(module, model.config.hidden_size)
-            matrices.append(RawMatrix(name, "experts", (count, 3 * inner, hidden)))
-            own = {key: p for key, p in own.items() if key not in ("gate_up_proj", "down_proj")}
+            rows = (3 if is_gated_experts(module) else 2) * inner
+            matrices.append(RawMatrix(name, "experts", (count, rows, hidden)))
+            parts = (*EXPERT_PARTS, "down_proj")
+            own = {key: p for key, p in own.items() if key not in parts}
         if is_absorbed and hasattr(module, "kv_b_proj"):
             heads_of[f"{name}.kv_b_proj"] = module
         if name in heads_of:
             matrices += _list_head_matrices(name, heads_of[name])
             own.clear()
+        if is_absorbed and all(hasattr(module, part) for part in STEP_PARTS):
+            steps_of[f"{name}.in_proj"] = module.num_heads
+        if name in steps_of:
+            matrices += _list_step_matrices(name, own.pop("weight"), steps_of[name])
         for key, buffer in module.named_buffers(recurse=False):
             if key not in module._non_persistent_buffers_set:
                 vectors.num_buffered += buffer.numel()
@@ -181,15 +218,35 @@ def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
     ]
 
 
+def _list_step_matrices(name: str, weight: Any, num_heads: int) -> list[RawMatrix]:
+    """Return what a state space makes of its first projection: time steps have their own matrix."""
+    rows, size = weight.shape
+    return [
+        RawMatrix(name, "qkv", (rows - num_heads, size)),
+        RawMatrix(name, "gates", (num_heads, size)),
+    ]
+
+
 def is_experts(module: Any) -> bool:
     """Return True if a module holds the weights of all its experts in two parameters."""
-    tensors = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    first = next((n for n in EXPERT_PARTS if hasattr(module, n)), EXPERT_PARTS[0])
+    if hasattr(module, "gate_proj"):
+        return False
+    tensors = [getattr(module, name, None) for name in (first, "down_proj")]
     return all(isinstance(t, nn.Parameter) and t.dim() == 3 for t in tensors)
+
+
+def is_gated_experts(module: Any) -> bool:
+    """Return True if experts of ``is_experts`` have a gate beside what they raise."""
+    return hasattr(module, EXPERT_PARTS[0])
 
 
 def count_experts(experts: Any, hidden_size: int) -> tuple[int, int, int]:
     """Return (E, D, F); families store either order of the last two dimensions."""
     count, *sizes = experts.down_proj.shape
+    if not is_gated_experts(experts):
+        # Their inputs may be latents, narrower than the model.
+        return count, sizes[0], sizes[1]
     return count, hidden_size, prod(sizes) // hidden_size
 
 
@@ -207,7 +264,8 @@ def _is_tied_head(model: Any, module: nn.Module) -> bool:
 
 def has_layered_rope(config: Any) -> bool:
     """Return True if the RoPE depends on the type of the layer."""
-    return any(isinstance(value, dict) for value in config.rope_parameters.values())
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    return any(isinstance(value, dict) for value in ropes.values())
 
 
 def find_projections(module: Any) -> tuple[str, ...]:
@@ -220,10 +278,35 @@ def find_projections(module: Any) -> tuple[str, ...]:
     else:
         kinds = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",), ("q_proj", "k_proj"))
     for names in kinds:
-        parts = (*names, "o_proj", "head_dim")
-        if all(getattr(module, name, None) is not None for name in parts):
+        parts = (*names, "head_dim")
+        if find_output(module) and all(getattr(module, n, None) is not None for n in parts):
             return names
     return ()
+
+
+def find_output(module: Any) -> str:
+    """Return the name of an attention's output projection; empty if there is none."""
+    return next((name for name in OUTPUT_NAMES if hasattr(module, name)), "")
+
+
+def find_qk_norms(module: Any) -> tuple[str, str]:
+    """Return the names of the norms of queries and keys, whether they are there or not."""
+    found = (pair for pair in QK_NORM_NAMES if any(hasattr(module, name) for name in pair))
+    return next(found, QK_NORM_NAMES[0])
+
+
+def find_base_part(model: Any, part: str) -> tuple[str, Any]:
+    """Return (path, module) of what a decoder has beside its layers.
+
+    Args:
+        model: the skeleton.
+        part: a key of ``BASE_NAMES``.
+
+    Returns: the first name that it has; the first of all and None where it has none.
+    """
+    names = BASE_NAMES[part]
+    name = next((name for name in names if getattr(model.model, name, None) is not None), names[0])
+    return f"model.{name}", getattr(model.model, name, None)
 
 
 def find_kv_source(model: Any, module: Any) -> int:
@@ -263,7 +346,7 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
 
 def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
     """Return the KV heads of an attention with these projections."""
-    heads = attention.o_proj.in_features // attention.head_dim
+    heads = getattr(attention, find_output(attention)).in_features // attention.head_dim
     if projections == ("qkv_proj",):
         rows = getattr(attention, projections[0]).out_features // attention.head_dim
         return (rows - heads) // 2
@@ -275,8 +358,12 @@ MLP_NAMES = (
     (("gate_up_proj",), "down_proj"),
     (("up_proj",), "down_proj"),
     (("c_fc",), "c_proj"),
+    (("w1", "w3"), "w2"),
+    (("input_linear",), "output_linear"),
 )
-"""Names of a dense MLP's matrices: gate and up, then down. The last two have no gate."""
+"""Names of a dense MLP's matrices: gate and up, then down."""
+UNGATED = (("up_proj",), ("c_fc",))
+"""The first of these where there is no gate."""
 
 
 def find_gate_up(module: Any) -> tuple[str, ...]:
@@ -295,4 +382,4 @@ def find_down(module: Any) -> str:
 
 def is_gated(names: tuple[str, ...]) -> bool:
     """Return True if matrices of these names, of ``find_gate_up``, hold a gate."""
-    return any("gate" in name for name in names)
+    return names not in UNGATED

@@ -1,24 +1,29 @@
-"""Mixers with a state: which modules are such, and the spec of a gated delta rule.
+"""Mixers with a state: which modules are such, and their specs.
 
 A copy of the module, narrow in what goes in and out, is run on a few tokens and compared with our
 rule; what configurations leave open (gate, norm, range of an update) is found by that.
 """
 
 import copy
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from tandem.core.model.layers import GatedDeltaSpec
+from tandem.core.model.layers import GatedDeltaSpec, Mamba2Spec, ShortConvSpec, StateMixerSpec
 from tandem.kernels.gated_delta import GatedDeltaRows, StateSlots
 from tandem.kernels.operators.gated_delta import list_rows, make_rule
+from tandem.kernels.state_space.mixers import make_mamba2_rule
+from tandem.kernels.state_space.rules import ShortConvRule, StateRows
+from tandem.kernels.state_space.torch_form import run_mamba2, run_short_conv
 from tandem.kernels.torch.gated_delta import run_gated_delta
 from tandem.models.planning.probes import UnfitModuleError, key_module
 
-__all__ = ["has_gated_delta", "observe_state_mixers"]
+__all__ = ["is_mamba2", "is_state_mixer", "observe_state_mixers"]
 
 PARTS = ("conv1d", "A_log", "dt_bias")
 """The modules and parameters that every gated delta rule of transformers has."""
@@ -30,34 +35,121 @@ PROJECTIONS = (
 """Names of the projections to queries, keys, values and z, of those to b and a, of the output."""
 NORM_NAMES = ("norm", "o_norm")
 SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-PROBE_WIDTH, PROBE_TOKENS = 8, 5
+PROBE_WIDTH, PROBE_TOKENS, PROBE_CHUNK = 8, 5, 4
 TOLERANCE = 1e-3
 """Relative to the largest output: what transformers computes in chunks adds rounding of float32."""
 
 
-def has_gated_delta(module: Any) -> bool:
-    """Return True if a module has the parts of a gated delta rule."""
-    return all(hasattr(module, name) for name in PARTS)
+def is_state_mixer(module: Any) -> bool:
+    """Return True if a module has the parts of a mixer with a state that may run here."""
+    return _choose_finder(module) is not None
 
 
-def observe_state_mixers(model: Any) -> dict[str, GatedDeltaSpec | str]:
-    """Return the spec of each gated delta rule of a skeleton, by its path; why not, where it fails.
+def is_mamba2(module: Any) -> bool:
+    """Return True if a module has the parts of Mamba2's state space."""
+    return all(hasattr(module, name) for name in (*PARTS, "D", "in_proj", "out_proj"))
+
+
+def _choose_finder(module: Any) -> "Callable[[Any], StateMixerSpec] | None":
+    if is_mamba2(module):
+        return _find_mamba2
+    if all(hasattr(module, name) for name in PARTS):
+        return _find_gated_delta
+    conv = getattr(module, "conv", None)
+    is_conv = isinstance(conv, nn.Conv1d) and conv.groups == conv.in_channels
+    has_projections = hasattr(module, "in_proj") and hasattr(module, "out_proj")
+    return _find_short_conv if is_conv and has_projections else None
+
+
+def observe_state_mixers(model: Any) -> dict[str, StateMixerSpec | str]:
+    """Return the spec of each mixer with a state of a skeleton, by its path; why not, if it fails.
 
     Mixers of the same sizes are run once.
     """
-    found: dict[str, GatedDeltaSpec | str] = {}
-    seen: dict[object, GatedDeltaSpec | str] = {}
+    found: dict[str, StateMixerSpec | str] = {}
+    seen: dict[object, StateMixerSpec | str] = {}
     for name, module in model.named_modules():
-        if not has_gated_delta(module):
+        find = _choose_finder(module)
+        if find is None:
             continue
         key = key_module(module)
         if key not in seen:
             try:
-                seen[key] = _find_gated_delta(module)
+                seen[key] = find(module)
             except UnfitModuleError as error:
                 seen[key] = str(error)
         found[name] = seen[key]
     return found
+
+
+def _find_short_conv(module: Any) -> ShortConvSpec:
+    """Return the spec of a short convolution.
+
+    Raises: UnfitModuleError (it computes something else).
+    """
+    conv, kind = module.conv, type(module).__name__
+    size = conv.in_channels
+    if (module.in_proj.out_features, module.out_proj.in_features) != (3 * size, size):
+        raise UnfitModuleError(f"{kind} is a convolution of another kind")
+    biases = [m.bias is not None for m in (conv, module.in_proj, module.out_proj)]
+    if len(set(biases)) > 1 or conv.kernel_size[0] < 2:
+        raise UnfitModuleError(f"{kind} has biases of some parts alone, or keeps no inputs")
+    spec = ShortConvSpec(hidden_size=size, conv_width=conv.kernel_size[0], has_bias=biases[0])
+
+    def run(made: Any, x_TD: Tensor) -> Tensor:
+        rule = ShortConvRule(made.conv.weight[:, 0].T, made.conv.bias)
+        rows, slots = StateRows((0, len(x_TD)), (0,)), _allocate(rule)
+        return made.out_proj(run_short_conv(rule, made.in_proj(x_TD), rows, slots))
+
+    return _compare(module, (("in_proj",), "out_proj", size), [(spec, run)])
+
+
+def _find_mamba2(module: Any) -> Mamba2Spec:
+    """Return the spec of a state space.
+
+    Raises: UnfitModuleError (a part is missing, or it computes something else).
+    """
+    kind = type(module).__name__
+    sizes = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "norm")
+    missing = [name for name in sizes if not hasattr(module, name)]
+    if missing:
+        raise UnfitModuleError(f"{kind} has no {', '.join(missing)}")
+    biases = [m.bias is not None for m in (module.in_proj, module.out_proj)]
+    low, high = getattr(module, "time_step_limit", None) or (0.0, float("inf"))
+    spec = Mamba2Spec(
+        hidden_size=module.in_proj.in_features,
+        num_heads=module.num_heads,
+        head_dim=module.head_dim,
+        num_groups=module.n_groups,
+        state_dim=module.ssm_state_size,
+        conv_width=module.conv1d.kernel_size[0],
+        has_conv_bias=module.conv1d.bias is not None,
+        has_bias=biases[0],
+        norm_eps=getattr(module.norm, "variance_epsilon", getattr(module.norm, "eps", 1e-6)),
+        dt_min=float(low),
+        dt_max=None if high == float("inf") else float(high),
+    )
+    rows = spec.num_values + spec.num_channels + spec.num_heads
+    if len(set(biases)) > 1 or spec.num_heads % spec.num_groups:
+        raise UnfitModuleError(f"{kind} has a bias of one projection, or heads in unequal groups")
+    if (module.in_proj.out_features, module.conv1d.in_channels) != (rows, spec.num_channels):
+        raise UnfitModuleError(f"{kind} projects to something else than z, x, B, C and dt")
+
+    def run(made: Any, x_TD: Tensor) -> Tensor:
+        conv, end = made.conv1d, spec.num_values + spec.num_channels
+        vectors = (made.A_log, made.dt_bias, made.D, made.norm.weight)
+        rule = make_mamba2_rule(spec, conv.weight, *vectors, conv.bias)
+        projected = made.in_proj(x_TD)
+        z, x, dt = projected.split([spec.num_values, spec.num_channels, spec.num_heads], -1)
+        assert end + dt.shape[1] == rows, (end, rows)
+        parts = (StateRows((0, len(x_TD)), (0,)), _allocate(rule))
+        return made.out_proj(run_mamba2(rule, x, z, dt, *parts))
+
+    return _compare(module, (("in_proj",), "out_proj", spec.num_values), [(spec, run)])
+
+
+def _allocate(rule: Any) -> StateSlots:
+    return StateSlots.allocate(rule, 1, torch.float32)
 
 
 def _find_gated_delta(module: Any) -> GatedDeltaSpec:
@@ -99,10 +191,40 @@ def _flatten(names: tuple[tuple[str, ...], tuple[str, ...], str]) -> tuple[str, 
 
 def _probe(module: Any, spec: GatedDeltaSpec) -> GatedDeltaSpec:
     """Return the spec with the options that give what the module computes."""
+    orders = (True, False) if len(spec.qkvz_names) == 1 else (False,)
+    options = product(orders, (1.0, 2.0), ("silu", "sigmoid"), (0.0, 1.0))
+    tried = [
+        msgspec.structs.replace(
+            spec,
+            is_by_key_head=is_by_key_head,
+            beta_scale=beta_scale,
+            gate=gate,
+            norm_offset=offset,
+        )
+        for is_by_key_head, beta_scale, gate, offset in options
+    ]
+    parts = ((*spec.qkvz_names, *spec.ba_names), spec.out_name, spec.all_values)
+    return _compare(module, parts, [(each, partial(_run_ours, spec=each)) for each in tried])
+
+
+Parts = tuple[tuple[str, ...], str, int]
+"""Names of a mixer's projections before its state, of that behind it, and the inputs of that."""
+AnySpec = TypeVar("AnySpec", bound=StateMixerSpec)
+
+
+def _compare(
+    module: Any,
+    parts: Parts,
+    options: Iterable[tuple[AnySpec, Callable[[Any, Tensor], Tensor]]],
+) -> AnySpec:
+    """Return the first of several specs whose function gives what the module does.
+
+    Raises: UnfitModuleError (none does, or the module cannot be run).
+    """
     generator = torch.Generator().manual_seed(0)
     from transformers.utils import logging as transformers_logging
 
-    made = _make_narrow(module, spec, generator)
+    made = _make_narrow(module, parts, generator)
     x = torch.randn(1, PROBE_TOKENS, PROBE_WIDTH, generator=generator)
     kind = type(module).__name__
     verbosity = transformers_logging.get_verbosity()
@@ -116,31 +238,29 @@ def _probe(module: Any, spec: GatedDeltaSpec) -> GatedDeltaSpec:
         raise UnfitModuleError(f"{kind} cannot be run alone: {error}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-    orders = (True, False) if len(spec.qkvz_names) == 1 else (False,)
-    options = product(orders, (1.0, 2.0), ("silu", "sigmoid"), (0.0, 1.0))
-    for is_by_key_head, beta_scale, gate, offset in options:
-        tried = msgspec.structs.replace(
-            spec,
-            is_by_key_head=is_by_key_head,
-            beta_scale=beta_scale,
-            gate=gate,
-            norm_offset=offset,
-        )
-        difference = (_run_ours(made, tried, x[0]) - theirs).abs().max()
-        if difference <= TOLERANCE * theirs.abs().max():
-            return tried
-    raise UnfitModuleError(f"{kind} computes no gated delta rule that is known here")
+    with torch.inference_mode():
+        for spec, run in options:
+            difference = (run(made, x[0]) - theirs).abs().max()
+            if difference <= TOLERANCE * theirs.abs().max():
+                return spec
+    raise UnfitModuleError(f"{kind} computes nothing that is known here")
 
 
-def _make_narrow(module: Any, spec: GatedDeltaSpec, generator: torch.Generator) -> Any:
+def _make_narrow(module: Any, parts: Parts, generator: torch.Generator) -> Any:
     """Return a copy off the meta device with random weights, whose hidden size is small."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
-    for name in (*spec.qkvz_names, *spec.ba_names):
-        rows = getattr(module, name).out_features
-        shell._modules[name] = nn.Linear(PROBE_WIDTH, rows, bias=False, device="meta")
-    out = nn.Linear(spec.all_values, PROBE_WIDTH, bias=False, device="meta")
-    shell._modules[spec.out_name] = out
+    first, last, num_mixed = parts
+    for name in first:
+        old = getattr(module, name)
+        shell._modules[name] = nn.Linear(
+            PROBE_WIDTH, old.out_features, bias=old.bias is not None, device="meta"
+        )
+    has_bias = getattr(module, last).bias is not None
+    shell._modules[last] = nn.Linear(num_mixed, PROBE_WIDTH, bias=has_bias, device="meta")
+    if hasattr(shell, "chunk_size"):
+        # Of another order of the same sums, and the work grows with its square.
+        shell.chunk_size = PROBE_CHUNK
     made = copy.deepcopy(shell).to_empty(device="cpu").float().eval()
     for parameter in made.parameters():
         parameter.requires_grad_(False)
@@ -148,7 +268,7 @@ def _make_narrow(module: Any, spec: GatedDeltaSpec, generator: torch.Generator) 
     return made
 
 
-def _run_ours(made: Any, spec: GatedDeltaSpec, x_TD: Tensor) -> Tensor:
+def _run_ours(made: Any, x_TD: Tensor, spec: GatedDeltaSpec) -> Tensor:
     qkvz, ba = (
         torch.cat([x_TD @ getattr(made, name).weight.T for name in names], -1)
         for names in (spec.qkvz_names, spec.ba_names)

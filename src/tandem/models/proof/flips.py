@@ -28,6 +28,10 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "layer_types": lambda values: not _slides(values),
     "sliding_window_pattern": lambda values: True,
     "head_dim": lambda values: "kv_lora_rank" in values,
+    "mamba_chunk_size": lambda values: True,
+    "chunk_size": lambda values: True,
+    "use_mamba_kernels": lambda values: True,
+    "num_experts_per_tok": lambda values: values.get("num_local_experts") == 0,
     "use_double_wide_mlp": lambda values: not values.get("num_kv_shared_layers"),
     "rope_parameters.truncate": lambda values: True,
     "topk_group": lambda values: values.get("topk_group") == values.get("n_group"),
@@ -38,10 +42,10 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 Lengths only bound buffers, or matter to a dynamic RoPE; what says which layers slide is summed up
 in ``layer_types``, which a saved configuration has; MLA has other sizes of heads, and derives this
-one; ``truncate`` may round to the same dimensions.
+one; ``truncate`` may round to the same dimensions; chunks are an order of the same sums.
 """
 
-OF_TRAINING = ("dropout", "pdrop", "jitter", "aux_loss", "initializer", "layerdrop")
+OF_TRAINING = ("dropout", "pdrop", "jitter", "aux_loss", "z_loss", "initializer", "layerdrop")
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 KEPT = {
     "architectures": "names the class",

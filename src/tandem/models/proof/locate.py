@@ -14,7 +14,7 @@ from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.operator import Operator, running
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.models.loading.loader import CausalModel
-from tandem.models.planning.roles import MIXER_NAMES
+from tandem.models.planning.roles import MIXER_NAMES, find_base_part
 
 __all__ = ["locate_difference"]
 
@@ -43,17 +43,18 @@ def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    embedding = ours.skeleton.model.embed_tokens(tokens)
-    if _differs(embedding, seen["model.embed_tokens"].result):
-        return "model.embed_tokens (Embedding)"
+    path, embed = find_base_part(ours.skeleton, "embedding")
+    if _differs(embed(tokens), seen[path].result):
+        return f"{path} (Embedding)"
     for index, layer in enumerate(ours.skeleton.model.layers):
         name = f"model.layers.{index}"
         found = _locate_in_layer(ours, layer, name, seen, tokens)
         if found:
             return found
-    last = seen["model.norm"]
-    if _differs(ours.skeleton.model.norm(last.given.float()), last.result):
-        return "model.norm (RmsNorm)"
+    path, norm = find_base_part(ours.skeleton, "norm")
+    last = seen[path]
+    if _differs(norm(last.given.float()), last.result):
+        return f"{path} (RmsNorm)"
     head = ours.skeleton.lm_head
     if _differs(head(last.result[0].float()), logits):
         return f"lm_head ({type(head).__name__})"

@@ -239,6 +239,6 @@ def _check_true_heads(config: Any, seed: int, pool: ThreadPool) -> Check:
 
 def is_dynamic(config: Any) -> bool:
     """Return whether angles depend on how long the sequence is: eager has to run token by token."""
-    ropes: dict[str, Any] = config.rope_parameters
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     places = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]
     return any(rope.get("rope_type") == "dynamic" for rope in places)

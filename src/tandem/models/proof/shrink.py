@@ -31,6 +31,9 @@ HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
 HEAD_DIM = 16
 VALUE_DIM = 14
 """Items of a value, where they are fewer than a key's."""
+WIDTH_STEP = 8
+"""Widths of MLPs that are rounded up are multiples of it."""
+LATENT = 24
 UNEVEN_HEAD_DIMS = (16, 24)
 """Head sizes of layers with a window, and of the others, where they differ."""
 PER_LAYER_INPUT = 12
@@ -144,7 +147,7 @@ def _shrink_layers(values: Values, count: int) -> None:
 
     A list with an item for each layer, such as ``layer_types``, keeps the chosen ones' items.
     """
-    total = values["num_hidden_layers"]
+    total = values.setdefault("num_hidden_layers", len(values.get("layers_block_type") or ()))
     lists = [n for n, v in values.items() if isinstance(v, list) and len(v) == total and total > 1]
     moe_layers = values.get("moe_layers") or []
     if "moe_layers" in lists:
@@ -156,8 +159,12 @@ def _shrink_layers(values: Values, count: int) -> None:
     for name in lists:
         values[name] = [values[name][i] for i in chosen]
     values["num_hidden_layers"] = count
-    if (values.get("first_k_dense_replace") or 0) > 1:
-        values["first_k_dense_replace"] = 1
+    for name in ("first_k_dense_replace", "num_dense_layers"):
+        if (values.get(name) or 0) > 1:
+            values[name] = 1
+    if values.get("attn_layer_indices"):
+        kept = [i for i in values["attn_layer_indices"] if i < count]
+        values["attn_layer_indices"] = kept or [count - 1]
     if isinstance(values.get("moe_layers"), list):
         values["moe_layers"] = [i for i, old in enumerate(chosen) if old in moe_layers]
     if values.get("mlp_only_layers"):
@@ -223,16 +230,20 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
         tiny_keys = min(keys, 2)
         values["linear_num_key_heads"] = tiny_keys
         values["linear_num_value_heads"] = tiny_keys * min(heads_v // keys, 3)
+    _shrink_state_space(values, is_true_head=is_true_head)
     scalar = values.get("query_pre_attn_scalar")
     if scalar is not None:
         scaled = scalar * head_dim / true_head
         values["query_pre_attn_scalar"] = round(scaled) if isinstance(scalar, int) else scaled
+    if isinstance(values.get("block_multiple_of"), int):
+        values["block_multiple_of"] = min(values["block_multiple_of"], WIDTH_STEP)
     for name, size in (
         ("intermediate_size", INTERMEDIATE),
         ("intermediate_size_mlp", SHARED_INTERMEDIATE),
         ("moe_intermediate_size", EXPERT_INTERMEDIATE),
         ("shared_expert_intermediate_size", SHARED_INTERMEDIATE),
         ("shared_intermediate_size", SHARED_INTERMEDIATE),
+        ("moe_shared_expert_intermediate_size", SHARED_INTERMEDIATE),
     ):
         if isinstance(values.get(name), int):
             values[name] = size
@@ -249,6 +260,42 @@ def _find_rotated_share(values: Values) -> float | None:
     """Return the share of a latent attention's head that is rotated."""
     rope, nope = values.get("qk_rope_head_dim"), values.get("qk_nope_head_dim")
     return rope / (rope + nope) if isinstance(rope, int) and isinstance(nope, int) else None
+
+
+def _shrink_state_space(values: Values, *, is_true_head: bool) -> None:
+    """Choose the sizes of Mamba2's heads, of which some classes want that they make up a width."""
+    width = values.get("mamba_expand")
+    groups, heads = (
+        next((n for n in names if isinstance(values.get(n), int)), "")
+        for names in (("mamba_n_groups", "n_groups"), ("mamba_n_heads", "mamba_num_heads"))
+    )
+    if not groups or not heads:
+        return
+    tiny_groups = min(values[groups], 2)
+    size, state = (
+        next((n for n in names if n in values), "")
+        for names in (("mamba_d_head", "mamba_head_dim"), ("mamba_d_state", "ssm_state_size"))
+    )
+    if not is_true_head:
+        values[state] = min(values[state], 8)
+    tiny_heads = 2 * tiny_groups
+    if heads == "mamba_n_heads" and width:
+        whole = width * values["hidden_size"]
+        fits = is_true_head and whole % (values[size] * tiny_groups) == 0
+        if fits:
+            tiny_heads = whole // values[size]
+        values[size] = whole // tiny_heads
+    elif not is_true_head:
+        values[size] = min(values[size], 40)
+    if isinstance(values.get("moe_latent_size"), int):
+        values["moe_latent_size"] = LATENT
+    if isinstance(values.get("time_step_min"), float):
+        # A floor that the tiny model's steps reach.
+        values["time_step_min"] = 0.5
+    values[heads], values[groups] = tiny_heads, tiny_groups
+    for name in ("mamba_chunk_size", "chunk_size"):
+        if isinstance(values.get(name), int):
+            values[name] = 16
 
 
 def _shrink_experts(values: Values) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tandem.kernels import tolerance
 from tandem.models.families import choose_auto_class
+from tandem.models.planning.roles import find_base_part
 from tandem.models.proof.shrink import NUM_TOKENS
 
 __all__ = [
@@ -157,7 +158,7 @@ def make_reference(model: Any, tokens: Tensor, *, is_stepwise: bool) -> Referenc
     hidden: list[Tensor] = []
     rounded = run_eager(model, tokens, is_stepwise=is_stepwise)
     model.double()
-    norm = model.model.norm
+    norm = find_base_part(model, "norm")[1]
     hook = norm.register_forward_hook(lambda *args: hidden.append(args[2].detach()[0]))
     try:
         exact = run_eager(model, tokens, is_stepwise=is_stepwise)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,15 +33,12 @@ __all__ = ["drive", "make_blocking_client"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-R = TypeVar("R")
 
 OPEN_TIMEOUT_S = 3.0
 LOST_ERRORS = (PeerLostError, DeadlineError, UnsentError)
 """Errors of a call that the loop makes again, if time is left."""
 LOOP_GRACE_S = 1.0
 """By how much the loop may be late with the end of a call that it makes for a thread."""
-GIVE_BACK_TIMEOUT_S = 0.5
-"""Seconds for an answer; space that was asked for in vain expires by itself after it."""
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
@@ -98,50 +95,33 @@ class _BlockingCalls(MasterCalls):
         *,
         extra_s: float = 0.0,
     ) -> T:
-        timeout_s = self.left_s(deadline_s)
-        try:
-            begun = self._channel.begin_threadsafe(method, request, response, timeout_s=timeout_s)
-            return begun.wait(timeout_s)
-        except LOST_ERRORS as error:
-            # Whatever became of it: requests may come twice.
-            logger.debug("event=call_again method=%s reason=%s", method, error)
-        return self._wait(
-            self._patient.call(method, request, response, deadline_s, extra_s=extra_s), deadline_s
-        )
+        return await self.begin(method, request, response, deadline_s, extra_s=extra_s)
 
-    async def call_while(
+    def begin(
         self,
-        work: Coroutine[Any, Any, R],
         method: str,
         request: object,
         response: type[T],
         deadline_s: float,
         *,
-        give_back: Callable[[T], None],
         extra_s: float = 0.0,
-    ) -> tuple[T, R]:
-        begun: BegunCall[T] | None = None
-        answer: T | None = None
+    ) -> Awaitable[T]:
         timeout_s = self.left_s(deadline_s)
+        begun: BegunCall[T] | None = None
         with contextlib.suppress(*LOST_ERRORS):
             begun = self._channel.begin_threadsafe(method, request, response, timeout_s=timeout_s)
-        try:
-            done = await work
-            timeout_s = self.left_s(deadline_s)
-        except BaseException:
+
+        async def wait() -> T:
             if begun is not None:
-                left_s = max(0.0, deadline_s - self.clock.now_s())
-                with contextlib.suppress(TandemError):
-                    answer = begun.wait(min(left_s, GIVE_BACK_TIMEOUT_S))
-            if answer is not None:
-                give_back(answer)
-            raise
-        if begun is not None:
-            with contextlib.suppress(*LOST_ERRORS):
-                answer = begun.wait(timeout_s)
-        if answer is None:
-            answer = await self.call(method, request, response, deadline_s, extra_s=extra_s)
-        return answer, done
+                try:
+                    return begun.wait(self.left_s(deadline_s))
+                except LOST_ERRORS as error:
+                    # Whatever became of it: requests may come twice.
+                    logger.debug("event=call_again method=%s reason=%s", method, error)
+            again = self._patient.call(method, request, response, deadline_s, extra_s=extra_s)
+            return self._wait(again, deadline_s)
+
+        return wait()
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
         # Not awaited here: the caller's deadline may be over.

@@ -1,7 +1,7 @@
 """A client of a store, asyncio: the whole API. ``tandem.store.sync_client`` is its blocking twin.
 
 The logic alone: the master is a ``MasterChannel``, bytes move through a ``ClientPort``; the
-simulator runs this very class. How a put goes is in ``writing``, how a get goes in ``reading``.
+simulator runs this very class. How a put goes is in ``put_batch``, how a get goes in ``reading``.
 """
 
 import copy
@@ -32,8 +32,8 @@ from tandem.store.client.destinations import (
 from tandem.store.client.location_cache import LocationCache
 from tandem.store.client.master_calls import MasterCalls
 from tandem.store.client.options import DEFAULT_OPTIONS, PutOptions, PutResult, take_only
+from tandem.store.client.put_batch import Items, PutBatch, is_inline
 from tandem.store.client.reading import ObjectReader, not_found
-from tandem.store.client.writing import Items, ObjectWriter, is_inline
 from tandem.store.config import StoreConfig
 from tandem.store.edges import ClientPort, MasterChannel
 from tandem.store.messages import (
@@ -54,6 +54,7 @@ from tandem.store.messages import (
     SetFloor,
     StoreStatus,
 )
+from tandem.store.patience import UsualTime
 
 __all__ = ["AsyncStoreClient"]
 
@@ -86,7 +87,7 @@ class AsyncStoreClient:
         self.config = config
         self._port = port
         self._calls = MasterCalls(channel, clock=clock, config=config, machine=machine)
-        self._writer = ObjectWriter(self._calls, port)
+        self._usual_writes: dict[str, UsualTime] = {}
         self._places = LocationCache(config.location_cache)
         self._reader = ObjectReader(self._calls, port, self._places)
         self._results = ResultPool(port, config.result_pool_bytes)
@@ -102,7 +103,6 @@ class AsyncStoreClient:
         """Return a client of the same session with other waiting steps; see ``blocking``."""
         twin = copy.copy(self)
         twin._port, twin._calls = port, calls
-        twin._writer = ObjectWriter(calls, port)
         twin._reader = ObjectReader(calls, port, self._places)
         twin._results = ResultPool(port, self.config.result_pool_bytes)
         return twin
@@ -189,14 +189,14 @@ class AsyncStoreClient:
         views_of = [as_views(value) for value in self._within(values, deadline_s)]
         sizes = [sum([view.size for view in views]) for views in views_of]
         if is_inline(sizes, self.config):
-            return await self._writer.put(Items.inline(keys, sizes, views_of), options, deadline_s)
+            return await self._put(Items.inline(keys, sizes, views_of), options, deadline_s)
         lent: list[StoreBuffer] = []
         try:
             staging = Staging(self._port, lent)
             parts = [staging.add(views) for views in self._within(views_of, deadline_s)]
             for _ in self._within(staging.copy(), deadline_s):
                 pass
-            return await self._writer.put(Items.of(keys, sizes, parts), options, deadline_s)
+            return await self._put(Items.of(keys, sizes, parts), options, deadline_s)
         finally:
             for buffer in lent:
                 self._port.unregister(buffer.handle)
@@ -236,7 +236,13 @@ class AsyncStoreClient:
         if is_inline(items.sizes, self.config):
             views_of = [[part.view for part in items.list_parts(i)] for i in range(len(keys))]
             items = Items.inline(keys, items.sizes, views_of)
-        return await self._writer.put(items, options, deadline_s)
+        return await self._put(items, options, deadline_s)
+
+    async def _put(
+        self, items: Items, options: PutOptions, deadline_s: float
+    ) -> "list[PutResult | TandemError]":
+        usual = self._usual_writes
+        return await PutBatch(self._calls, self._port, usual, items, options, deadline_s).put()
 
     # Reading.
 

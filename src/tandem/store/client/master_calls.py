@@ -1,10 +1,9 @@
 """Calls of a client to its master, over all the master's lives."""
 
 import asyncio
-import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,7 +18,6 @@ __all__ = ["MasterCalls", "RequestIds"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-R = TypeVar("R")
 Answer = TypeVar("Answer", Located, KeyBytes)
 
 CALL_TIMEOUT_S = 5.0
@@ -160,33 +158,19 @@ class MasterCalls:
             await self.pause(RETRY_S, deadline_s)
             await self.channel.wait_connected(self.left_s(deadline_s))
 
-    async def call_while(
+    def begin(
         self,
-        work: Coroutine[Any, Any, R],
         method: str,
         request: object,
         response: type[T],
         deadline_s: float,
         *,
-        give_back: Callable[[T], None],
         extra_s: float = 0.0,
-    ) -> tuple[T, R]:
-        """Do as ``call``, while something else is done; returns the answer, and what that returned.
-
-        If the other coroutine has failed, the answer goes to ``give_back``.
-        """
-        calling = asyncio.ensure_future(
+    ) -> Awaitable[T]:
+        """Do as ``call``, but return what waits for the answer; it is to be awaited once."""
+        return asyncio.ensure_future(
             self.call(method, request, response, deadline_s, extra_s=extra_s)
         )
-        try:
-            await asyncio.sleep(0)  # For the request to leave.
-            done = await work
-            return await calling, done
-        except BaseException:
-            self.spawn(_pass_on(calling, give_back))
-            raise
-        finally:
-            work.close()
 
     def left_s(self, deadline_s: float) -> float:
         """Return the time left, seconds. Raises: DeadlineError."""
@@ -208,8 +192,3 @@ class MasterCalls:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-async def _pass_on(calling: "asyncio.Future[T]", take: Callable[[T], None]) -> None:
-    with contextlib.suppress(TandemError):
-        take(await calling)

@@ -54,7 +54,7 @@ class Adoption:
             return False
         if any(records.hard_pins) or any(records.soft_pin_ms):
             return False
-        if state.dropped_versions or len(self._tombstones) or host.has_dropped or host.is_known:
+        if state.dropped_versions or len(self._tombstones) or host.drops or host.is_known:
             return False
         if min(records.versions) <= host.dead_below or len(set(keys)) != len(keys):
             return False
@@ -98,7 +98,7 @@ class Adoption:
             is_plain = not header.hard_pin and not header.soft_pin_ms
             is_new = find(key) == NO_ROW and key not in new
             is_alive = header.version > find_dead(key, floor)
-            if is_new and is_plain and is_alive and not host.is_dropping(offset):
+            if is_new and is_plain and is_alive and offset not in host.drops:
                 new[key] = item
             else:
                 rest.append(item)
@@ -120,8 +120,8 @@ class Adoption:
         if is_same and listed is not None and listed.offset == offset:
             host.confirmed[row] = length
             return
-        if host.is_dropping(offset):  # Removed since its inventory began.
-            wiped = host.watch_wipe(offset)
+        if offset in host.drops:  # Removed since its inventory began.
+            wiped = host.drops.watch_wipe(offset)
             if wiped is not None:
                 host.purging.append(wiped)
             return
@@ -187,7 +187,7 @@ class Adoption:
             )
             self._set_pins(row, header)
         else:
-            forgotten = host.forget(header.key, header.version)
+            forgotten = host.drops.forget(header.key, header.version)
             self._departures.note_going(header.key, [forgotten])
             host.purging.append(forgotten)
             return

@@ -5,49 +5,21 @@ Where there is none, objects are evicted and the put waits in line.
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from tandem._native import measure_extents
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.store.arguments import MAX_SOFT_PIN_MS, check_replicas
 from tandem.store.config import StoreConfig
 from tandem.store.master.eviction import Eviction
+from tandem.store.master.put_batch import PutBatch
 from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.state import StoreState
 from tandem.store.messages import StartPut
 
-__all__ = ["Allocation", "PutBatch", "check_pin"]
+__all__ = ["Allocation", "check_pin"]
 
 MIN_WAIT_S = 1e-3
-
-
-@dataclass(slots=True, eq=False)
-class PutBatch:
-    """The objects of a request that are new, and the space that their client may write to.
-
-    An object is a number here: its place among these keys.
-    """
-
-    client: str
-    grant: int
-    positions: Sequence[int]
-    """Positions of the objects, in the request."""
-    keys: list[str]
-    sizes: list[int]
-    lengths: Sequence[int]
-    """Lengths of their extents."""
-    request: StartPut
-    """The other fields of the request."""
-    expires_ms: int
-    places: dict[int, dict[int, int]] = field(default_factory=dict[int, dict[int, int]])
-    """By host, by object: the offset of its extent."""
-    sessions: dict[int, int] = field(default_factory=dict[int, int])
-    """Sessions of the hosts, when the space was taken: in a later one it means nothing."""
-
-    def list_offsets(self, host: int) -> list[int]:
-        """Return where the space on a host begins."""
-        return list(self.places[host].values())
 
 
 class Allocation:
@@ -92,35 +64,12 @@ class Allocation:
             return bytes(len(request.keys))
         return self._state.directory.exists_many(request.keys)
 
-    def take_space(
-        self, client: str, request: StartPut, wanted: Sequence[int], lengths: Sequence[int]
-    ) -> tuple[PutBatch, bool]:
-        """Take space for all of them at once, if there is some.
+    def take_space(self, batch: PutBatch) -> bool:
+        """Take space for all objects at once, if there is some; else it comes by ``wait_space``.
 
-        Args:
-            client: the client that asks.
-            request: and what for.
-            wanted: objects of the request, one at least.
-            lengths: of the extents of all its objects.
-
-        Returns: a batch that is as yet nobody's, and whether it has its space; if not, that comes
-            by ``wait_space``. Raises: CapacityError if there never will be enough.
+        Raises: CapacityError if there never will be enough.
         """
-        is_whole = len(wanted) == len(request.keys)
-        batch = PutBatch(
-            client=client,
-            grant=0,
-            positions=wanted,
-            keys=request.keys if is_whole else [request.keys[i] for i in wanted],
-            sizes=request.sizes if is_whole else [request.sizes[i] for i in wanted],
-            lengths=lengths if is_whole else [lengths[i] for i in wanted],
-            request=request,
-            expires_ms=0,
-        )
-        is_taken = self._has_hosts() and self._allocate(batch, is_last=False)
-        if is_taken:
-            self._grant(batch)
-        return batch, is_taken
+        return self._has_hosts() and self._allocate(batch, is_last=False)
 
     async def wait_space(self, batch: PutBatch) -> None:
         """Take space for what ``take_space`` found none for; what waits holds nothing meanwhile.
@@ -141,14 +90,9 @@ class Allocation:
             if left_s > 0:
                 await self._wait_in_line(left_s)
             is_last = deadline_s - self._state.clock.now_s() <= 0
-        self._grant(batch)
 
     def _has_hosts(self) -> bool:
         return any(host.caller is not None for host in self._state.hosts.values())
-
-    def _grant(self, batch: PutBatch) -> None:
-        batch.grant = self._state.versions.take()
-        batch.expires_ms = self._state.now_ms() + self._state.config.put_timeout_ms
 
     async def _wait_in_line(self, timeout_s: float) -> None:
         """Wait for space, if not too many do. Raises: CapacityError."""
@@ -185,7 +129,7 @@ class Allocation:
         else:
             full = self._allocate_each(batch, is_last=is_last)
         if full is None:
-            batch.sessions = {n: self._state.hosts[n].session for n in batch.places}
+            batch.note_taken()
             return True
         for number in batch.places:
             self._state.hosts[number].untake(batch.list_offsets(number))
@@ -258,24 +202,6 @@ class Allocation:
             f"{quarantined} held until their writer is gone, the rest leased or pinned: unpin "
             "objects, put smaller batches, wait longer, or add a host",
         )
-
-    def forget_lost(self, batch: PutBatch) -> list[int]:
-        """Forget space on hosts that have gone, or come back: the inventory has settled it.
-
-        Returns: those hosts.
-        """
-        hosts = self._state.hosts
-        lost = [n for n in batch.places if hosts[n].session != batch.sessions[n]]
-        for number in lost:
-            del batch.places[number]
-        return lost
-
-    def release(self, batch: PutBatch, objects: Iterable[int] | None = None) -> None:
-        """Free the space of objects (all if None) without a writer that were not sealed."""
-        chosen = None if objects is None else set(objects)
-        for number, places in batch.places.items():
-            gone = [i for i in places if chosen is None or i in chosen]
-            self._state.hosts[number].release([places.pop(i) for i in gone])
 
 
 def _can_hold(capacities: Sequence[int], lengths: Sequence[int]) -> bool:

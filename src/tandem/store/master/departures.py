@@ -54,8 +54,7 @@ class Departures:
             host = state.hosts[replica.host]
             if host.caller is None:
                 self.note_unlisted(key)
-            done = host.drop(Extent(replica.offset, length), free_at_ms, wait=True)
-            assert done is not None
+            done = host.drops.drop([replica.offset], [length], free_at_ms)
             wiped[replica.host] = done
             pending.append(done)
             if host.disk is not None:
@@ -64,7 +63,7 @@ class Departures:
             host = state.hosts[number]
             if host.caller is None:
                 self.note_unlisted(key)
-            pending.append(host.forget(key, version, after=wiped.get(number)))
+            pending.append(host.drops.forget(key, version, after=wiped.get(number)))
         if is_known:
             earlier = self.find_going(key)  # Other copies, given up a moment ago.
             headers: list[asyncio.Future[Any]] = [] if earlier is None else [earlier]
@@ -99,7 +98,7 @@ class Departures:
             for number, (owners, offsets) in directory.remove_many(plain).items():
                 host = state.hosts[number]
                 there = [lengths[row] for row in owners]
-                pending.append(host.drop_many(offsets, there, free_at_ms))
+                pending.append(host.drops.drop(offsets, there, free_at_ms))
             self._note_many_going(keys, pending)
         for row in rest:
             pending += self.drop_row(row)
@@ -129,9 +128,9 @@ class Departures:
         if copy is None or copy.is_abandoned or copy.target.session != copy.session:
             return []
         copy.is_abandoned = True
-        done = copy.target.drop(copy.extent, 0, wait=True)
-        assert done is not None
-        return [done, copy.target.forget(key, version, after=done)]
+        drops = copy.target.drops
+        done = drops.drop([copy.extent.offset], [copy.extent.length], 0)
+        return [done, drops.forget(key, version, after=done)]
 
     def evict_row(self, row: int) -> bool:
         """Take an object out of memory; returns whether a disk keeps it, or else it is gone."""
@@ -189,7 +188,7 @@ class Departures:
             key: of the object.
             host: where it is, or may be.
             extent: there.
-            free_at_ms: as ``HostSpace.drop``.
+            free_at_ms: as ``Drops.drop``.
             version: if given, it may be on its way to the disk of the host, which is to forget it.
             was_shown: see ``note_going``.
 
@@ -197,11 +196,10 @@ class Departures:
         """
         if host.caller is None:
             self.note_unlisted(key)
-        done = host.drop(extent, free_at_ms, wait=True)
-        assert done is not None
+        done = host.drops.drop([extent.offset], [extent.length], free_at_ms)
         going = [done]
         if version is not None and host.disk is not None:
-            going.append(host.forget(key, version, after=done))
+            going.append(host.drops.forget(key, version, after=done))
         self.note_going(key, going, was_shown=was_shown)
         return going
 

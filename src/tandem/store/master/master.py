@@ -19,9 +19,9 @@ from tandem.store.master.eviction import Eviction
 from tandem.store.master.lookups import Lookups
 from tandem.store.master.membership import Membership
 from tandem.store.master.pins import Pins
+from tandem.store.master.put_batch import PutParts
 from tandem.store.master.puts import Puts
 from tandem.store.master.removals import Removals
-from tandem.store.master.sealing import Sealing
 from tandem.store.master.state.results import Results
 from tandem.store.master.state.state import StoreState
 from tandem.store.master.state.versions import Versions
@@ -106,8 +106,7 @@ class StoreMaster:
         self.allocation = Allocation(state, eviction)
         store = MemoryRosterStore() if roster is None else roster
         self.burials = burials = Burials(state, store)
-        sealing = Sealing(state, departures, self.allocation, burials)
-        self.puts = Puts(state, self.allocation, sealing, results)
+        self.puts = Puts(PutParts(state, departures, burials), self.allocation, results)
         self.upkeep = Upkeep(state, departures, eviction)
         self.lookups = Lookups(state, departures, self.upkeep)
         self.membership = Membership(
@@ -185,7 +184,7 @@ class StoreMaster:
         self.membership.step(now_ms)
         self.puts.expire(now_ms)
         for host in state.hosts.values():
-            host.free_leased(now_ms)
+            host.drops.free_leased(now_ms)
         self.eviction.evict_over_watermark(now_ms)
         if self.allocation.num_waiting:
             state.space_freed.set()  # A lease or a pin may have ended: they try again.

@@ -46,14 +46,7 @@ class Removals:
 
     def remove(self, caller: Caller, request: RemoveObjects) -> Kept:
         """Remove objects; answers when their headers are gone."""
-        return Kept(self._remove(caller, request))
-
-    async def _remove(self, caller: Caller, request: RemoveObjects) -> KeyBytes:
-        return KeyBytes(
-            await self._results.change(
-                caller, request, lambda: self._remove_keys(request.keys, self._begin())
-            )
-        )
+        return Kept(self._results.change(caller, request, lambda: self._remove_keys(request.keys)))
 
     def _begin(self) -> int:
         """Return the version that separates objects there now from those put while a removal waits.
@@ -62,14 +55,15 @@ class Removals:
         """
         return self._state.versions.newest
 
-    async def _remove_keys(self, keys: Sequence[str], begin: int) -> bytes:
+    async def _remove_keys(self, keys: Sequence[str]) -> KeyBytes:
+        begin = self._begin()
         # Whether they are found or not: a host that has not told yet may have a copy.
         await self._state.awaited.recover()
         await self._wait_room(len(keys))
         num_lost = self._burials.num_lost
         flags, versions = await self._drop_keys(keys, begin, marked_below=-1)
         await self._bury(list(map(Tombstone, keys, versions)), num_lost)
-        return flags
+        return KeyBytes(flags)
 
     async def _wait_room(self, count: int) -> None:
         """Wait for room for tombstones, before anything is removed. Raises: CapacityError."""
@@ -136,16 +130,12 @@ class Removals:
 
     def remove_prefix(self, caller: Caller, request: RemovePrefix) -> Kept:
         """Remove all objects whose keys have a prefix."""
-        return Kept(self._remove_prefix(caller, request))
-
-    async def _remove_prefix(self, caller: Caller, request: RemovePrefix) -> PrefixRemoval:
-        return PrefixRemoval(
-            await self._results.change(
-                caller, request, lambda: self._remove_matches(request.prefix, self._begin())
-            )
+        return Kept(
+            self._results.change(caller, request, lambda: self._remove_matches(request.prefix))
         )
 
-    async def _remove_matches(self, prefix: str, begin: int) -> int:
+    async def _remove_matches(self, prefix: str) -> PrefixRemoval:
+        begin = self._begin()
         matches = await self._lookups.match_prefix(prefix)
         await self._wait_room(1)
         burials = self._burials
@@ -160,7 +150,7 @@ class Removals:
         for gone in self._departures.find_going_below(prefix):
             await asyncio.shield(gone)
         await self._bury([tombstone, *newer], num_lost)
-        return sum(flags)
+        return PrefixRemoval(sum(flags))
 
 
 async def _wait(in_flight: "deque[list[asyncio.Future[Any]]]") -> None:

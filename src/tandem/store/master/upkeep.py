@@ -180,7 +180,7 @@ class Upkeep:
             possible = len(state.writable_hosts())
             if others and len(others) >= min(directory.wanted(row), possible):
                 directory.drop_disk(row, host.number)
-                host.forget(directory.key(row), directory.version(row))
+                host.drops.forget(directory.key(row), directory.version(row))
             elif not directory.num_in_memory(row) and possible:
                 self.load(row)
             elif directory.num_in_memory(row):
@@ -271,7 +271,7 @@ class Upkeep:
                 if isinstance(error, CorruptionError):
                     state.counters.replicas_corrupt += 1
                 copy.is_abandoned = True
-                copy.target.drop(copy.extent, 0)
+                copy.target.drops.drop([copy.extent.offset], [copy.extent.length], 0)
                 self._departures.lose_disk(row, copy.target.number)
         except TandemError as error:
             logger.warning(
@@ -286,7 +286,7 @@ class Upkeep:
         state, target = self._state, copy.target
         version = state.directory.version(row)
         source, source_offset = self._choose_source(row)
-        source.guarded.add(source_offset)
+        source.drops.guarded.add(source_offset)
         try:
             await target.order(
                 "pull",
@@ -306,7 +306,7 @@ class Upkeep:
         else:
             return True
         finally:
-            source.guarded.discard(source_offset)
+            source.drops.guarded.discard(source_offset)
         return False
 
     def _choose_source(self, row: int) -> tuple[HostSpace, int]:

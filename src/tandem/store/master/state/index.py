@@ -1,7 +1,7 @@
 """The directory of a store: which objects exist, and where. Pure; time is an argument.
 
-Columns, not an object per key: a row is a number, its fields stand in arrays, its replicas in a
-second table chained by row. Nothing in it is seen by Python's garbage collector but the key map,
+Columns, not an object per key: a row is a number, its fields stand in arrays, its copies in a
+second table (``copies``). Nothing in it is seen by Python's garbage collector but the key map,
 which holds strings and numbers only and is therefore not walked either. Every object in it is
 complete; writes that are under way are the master's business. Not thread-safe.
 """
@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem.store.master.state.copies import DISK, Copies, Fill, Replica, take_rows
 from tandem.store.master.state.victims import ALIVE, VictimColumns, Victims, view
 
-__all__ = ["NO_ROW", "Directory", "Passes", "Replica", "Staged"]
+__all__ = ["NO_ROW", "Directory", "Passes", "Replica"]
 
 NO_ROW = -1
 MAX_REPLICAS = 255
-_FREE_HOST = 0xFFFF
-_DISK = 0x8000
-"""Marks, in the column of hosts, a copy on the host's disk."""
 _ALIVE, _HARD = ALIVE, 2
 
 
@@ -32,7 +30,7 @@ LocatedRows = tuple[bytes, bytes, list[int], list[tuple[int, int, int]]]
 class Passes(NamedTuple):
     """Functions over the columns, many rows at a time: native, while this module is pure."""
 
-    fill: Callable[[Sequence[int], Sequence[tuple[object, int | Sequence[int]]]], None]
+    fill: Fill
     """See ``tandem._native.fill_rows``."""
     locate: Callable[..., LocatedRows]
     """See ``tandem._native.locate_rows``."""
@@ -40,23 +38,6 @@ class Passes(NamedTuple):
 
 Rows = npt.NDArray[np.int64]
 Versions = npt.NDArray[np.int64]
-
-
-class Replica(NamedTuple):
-    """The place of one copy of an object."""
-
-    host: int
-    offset: int
-
-
-class Staged(NamedTuple):
-    """Rows that are filled but not in the dictionary of keys."""
-
-    keys: Sequence[str]
-    rows: list[int]
-    places: list[int]
-    """Places of their replicas."""
-    total_bytes: int
 
 
 class Directory:
@@ -80,11 +61,7 @@ class Directory:
         self._num_disks = array("B")
         self._first = array("i")
         self._spare_rows = array("i")
-        self._replica_host = array("H")
-        self._replica_offset = array("q")
-        self._replica_next = array("i")
-        self._replica_row = array("i")
-        self._spare_replicas = array("i")
+        self._copies = Copies(self._first)
         self._soft_until_ms: dict[int, int] = {}
         self._lost_hosts: set[int] = set()
         self._victims = Victims(
@@ -95,8 +72,8 @@ class Directory:
                 self._lease_until_ms,
                 self._soft_until_ms,
             ),
-            self._rows_on_host,
-            lambda row, host: any(replica.host == host for replica in self.replicas(row)),
+            self._copies.rows_with,
+            self._copies.has,
         )
         self._num_unreadable = 0
         self._tick = 0
@@ -158,9 +135,9 @@ class Directory:
             self._used_tick,
             self._num_disks,
             self._first,
-            self._replica_host,
-            self._replica_offset,
-            self._replica_next,
+            self._copies.host,
+            self._copies.offset,
+            self._copies.next,
         )
         self._tick += len(rows)
         return rows, found
@@ -220,23 +197,14 @@ class Directory:
 
     def replicas(self, row: int) -> list[Replica]:
         """Return all replicas in memory, those on lost hosts included."""
-        found: list[Replica] = []
-        at = self._first[row]
-        while at >= 0:
-            if self._replica_host[at] < _DISK:
-                found.append(Replica(self._replica_host[at], self._replica_offset[at]))
-            at = self._replica_next[at]
-        return found
+        copies = self._copies.iterate(row)
+        return [Replica(tag, offset) for tag, offset in copies if tag < DISK]
 
     def disks(self, row: int) -> list[int]:
         """Return the hosts that have it on their disk, lost ones included."""
-        found: list[int] = []
-        at = self._first[row] if self._num_disks[row] else -1
-        while at >= 0:
-            if self._replica_host[at] >= _DISK:
-                found.append(self._replica_host[at] - _DISK)
-            at = self._replica_next[at]
-        return found
+        if not self._num_disks[row]:
+            return []
+        return [tag - DISK for tag, _ in self._copies.iterate(row) if tag >= DISK]
 
     def list_keys(self) -> list[str]:
         """Return a copy of all keys, in order of insertion."""
@@ -244,17 +212,15 @@ class Directory:
 
     def rows_on_host(self, host: int) -> list[int]:
         """Return the rows that have a replica in the memory of ``host``."""
-        return self._rows_on_host(host).tolist()
+        return self._copies.rows_with(host).tolist()
 
     def places_on_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """Return the rows that have a replica in the memory of ``host``, and its offset there."""
-        at = np.flatnonzero(view(self._replica_host) == host)
-        rows = view(self._replica_row)[at].astype(np.int64)
-        return rows, view(self._replica_offset)[at].astype(np.uint64)
+        return self._copies.places_with(host)
 
     def rows_on_disk(self, host: int) -> list[int]:
         """Return the rows that are on the disk of ``host``."""
-        return self._rows_on_host(host | _DISK).tolist()
+        return self._copies.rows_with(host | DISK).tolist()
 
     def list_under_replicated(self, limit: int) -> list[int]:
         """Return up to ``limit`` rows that fewer hosts have than wanted and that can be copied:
@@ -330,45 +296,25 @@ class Directory:
         Returns: their rows, in order.
         REQUIRES: the keys are absent and differ; the host is there.
         """
-        staged = self.stage_many(
-            keys,
-            sizes=sizes,
-            checksums=checksums,
-            versions=versions,
-            offsets=offsets,
-            wanted=wanted,
-            lease_until_ms=lease_until_ms,
-        )
-        self.show_many(staged, host)
-        return staged.rows
-
-    def stage_many(
-        self,
-        keys: Sequence[str],
-        *,
-        sizes: Sequence[int],
-        checksums: Sequence[int],
-        versions: Sequence[int],
-        offsets: Sequence[int],
-        wanted: int | Sequence[int],
-        lease_until_ms: int = 0,
-    ) -> Staged:
-        """Prepare rows for ``show_many``, as ``insert_many``; lookups do not find them yet.
-
-        Rows that are not published are given back with ``unstage_many``.
-        """
-        count = len(keys)
+        count, copies, fill = len(keys), self._copies, self._passes.fill
+        assert host not in self._lost_hosts, host
         if isinstance(wanted, int):
             wanted = min(wanted, MAX_REPLICAS)
         else:
             wanted = [min(n, MAX_REPLICAS) for n in wanted]
-        rows, at = self._take_rows(count), self._take_replicas(count)
-        staged = Staged(keys, rows, at, sum(sizes))
-        # New ones are zeros, which is the number of a host.
-        self._passes.fill(at, [(self._replica_host, _FREE_HOST)])
+        rows, at = self._take_rows(count), copies.take(count)
         try:
             # A value that does not fit its column is refused before the first column has changed.
-            self._passes.fill(
+            fill(
+                at,
+                [
+                    (copies.offset, offsets),
+                    (copies.next, -1),
+                    (copies.row, rows),
+                    (copies.host, host),
+                ],
+            )
+            fill(
                 rows,
                 [
                     (self._size, sizes),
@@ -379,42 +325,22 @@ class Directory:
                     (self._wanted, wanted),
                     (self._num_disks, 0),
                     (self._lease_until_ms, lease_until_ms),
-                    # What passes over all rows looks at these: nothing is there yet.
-                    (self._live, 0),
-                    (self._memory, 0),
-                    (self._flags, 0),
+                    (self._live, 1),
+                    (self._memory, 1),
+                    (self._flags, _ALIVE),
                 ],
             )
-            self._passes.fill(
-                at,
-                [
-                    (self._replica_offset, offsets),
-                    (self._replica_next, -1),
-                    (self._replica_row, rows),
-                ],
-            )
-            self._keys[rows] = keys
         except BaseException:
-            self.unstage_many(staged)
+            copies.give_back(at, fill)
+            self._spare_rows.extend(rows)
             raise
+        self._keys[rows] = keys
+        num_before = len(self._rows)
+        self._rows.update(zip(keys, rows, strict=True))
+        assert len(self._rows) == num_before + count, "a key was there"
         self._tick += count
-        return staged
-
-    def show_many(self, staged: Staged, host: int) -> None:
-        """Publish staged rows. REQUIRES: as of ``insert_many``."""
-        assert host not in self._lost_hosts, host
-        rows, num_before = staged.rows, len(self._rows)
-        self._rows.update(zip(staged.keys, rows, strict=True))
-        assert len(self._rows) == num_before + len(rows), "a key was there"
-        self._passes.fill(rows, [(self._flags, _ALIVE), (self._live, 1), (self._memory, 1)])
-        self._passes.fill(staged.places, [(self._replica_host, host)])
-        self.total_bytes += staged.total_bytes
-
-    def unstage_many(self, staged: Staged) -> None:
-        """Give back staged rows that are not published."""
-        self._keys[staged.rows] = None
-        self._spare_rows.extend(staged.rows)
-        self._spare_replicas.extend(staged.places)
+        self.total_bytes += sum(sizes)
+        return rows
 
     def remove(self, row: int) -> list[Replica]:
         """Drop an object and return its replicas; their space is the caller's to give back."""
@@ -447,12 +373,7 @@ class Directory:
         chosen = np.asarray(rows, dtype=np.int64)
         good = (view(self._num_disks)[chosen] == 0) & (view(self._live)[chosen] > 0)
         good &= view(self._lease_until_ms)[chosen] <= now_ms
-        hosts_good = np.frombuffer(is_plain, np.uint8).astype(bool)
-        at = view(self._first)[chosen].astype(np.int64)
-        hosts, after = view(self._replica_host), view(self._replica_next)
-        while (live := np.flatnonzero(good & (at >= 0))).size:
-            good[live] &= hosts_good[hosts[at[live]]]
-            at[live] = after[at[live]]
+        good[good] = self._copies.are_on(chosen[good], is_plain)
         return chosen[good].tolist(), chosen[~good].tolist()
 
     def remove_many(self, rows: Sequence[int]) -> dict[int, tuple[list[int], list[int]]]:
@@ -462,20 +383,7 @@ class Directory:
         """
         chosen = np.asarray(rows, dtype=np.int64)
         keys, key_rows, soft = self._keys[chosen].tolist(), self._rows, self._soft_until_ms
-        places: dict[int, tuple[list[int], list[int]]] = {}
-        at = view(self._first)[chosen].astype(np.int64)
-        owners = chosen
-        while at.size:
-            hosts = view(self._replica_host)[at]
-            for host in np.unique(hosts).tolist():
-                here = hosts == host
-                row_list, offset_list = places.setdefault(host, ([], []))
-                row_list += owners[here].tolist()
-                offset_list += view(self._replica_offset)[at[here]].tolist()
-            view(self._replica_host)[at] = _FREE_HOST
-            self._spare_replicas.frombytes(at.astype(np.int32).tobytes())
-            after = view(self._replica_next)[at].astype(np.int64)
-            at, owners = after[after >= 0], owners[after >= 0]
+        places = self._copies.drop_all(chosen)
         self.total_bytes -= int(view(self._size)[chosen].sum())
         for column in (self._flags, self._wanted, self._live, self._memory):
             view(column)[chosen] = 0
@@ -490,25 +398,18 @@ class Directory:
 
     def add_replica(self, row: int, replica: Replica) -> None:
         """Add a copy. REQUIRES: none of the object's is on that host."""
-        assert not self._has(row, replica.host), replica
-        self._chain(row, replica.host, replica.offset)
+        self._add(row, replica.host, replica.offset)
 
     def add_disk(self, row: int, host: int) -> None:
         """Add a copy on a disk. REQUIRES: none of the object's is on that one."""
-        assert not self._has(row, host | _DISK), host
-        self._chain(row, host | _DISK, 0)
+        self._add(row, host | DISK, 0)
         self._num_disks[row] += 1
 
-    def _chain(self, row: int, tag: int, offset: int) -> None:
-        at = self._spare_replicas.pop() if self._spare_replicas else self._take_replicas(1)[0]
-        self._replica_host[at] = tag
-        self._replica_offset[at] = offset
-        self._replica_row[at] = row
-        self._replica_next[at] = self._first[row]
-        self._first[row] = at
-        if tag & ~_DISK in self._lost_hosts:
+    def _add(self, row: int, tag: int, offset: int) -> None:
+        self._copies.add(row, tag, offset)
+        if tag & ~DISK in self._lost_hosts:
             return
-        if tag < _DISK:
+        if tag < DISK:
             self._memory[row] += 1
         if self._is_on_other_tier(row, tag):
             return
@@ -516,50 +417,36 @@ class Directory:
             self._num_unreadable -= 1
         self._live[row] += 1
 
-    def _has(self, row: int, tag: int) -> bool:
-        at = self._first[row]
-        while at >= 0 and self._replica_host[at] != tag:
-            at = self._replica_next[at]
-        return at >= 0
-
     def _is_on_other_tier(self, row: int, tag: int) -> bool:
         """Return True if the host of this copy has one on its other tier as well."""
-        return (tag >= _DISK or self._num_disks[row] > 0) and self._has(row, tag ^ _DISK)
+        return (tag >= DISK or self._num_disks[row] > 0) and self._copies.has(row, tag ^ DISK)
 
     def drop_replica(self, row: int, host: int) -> Replica | None:
         """Forget the copy in the memory of ``host`` and return it; None if there is none.
 
         An object without copies stays, unreadable, until it is removed.
         """
-        return self._unchain(row, host)
+        offset = self._drop(row, host)
+        return None if offset is None else Replica(host, offset)
 
     def drop_disk(self, row: int, host: int) -> bool:
         """Forget the copy on the disk of ``host``; returns whether there was one."""
-        if not self._num_disks[row] or self._unchain(row, host | _DISK) is None:
+        if not self._num_disks[row] or self._drop(row, host | DISK) is None:
             return False
         self._num_disks[row] -= 1
         return True
 
-    def _unchain(self, row: int, tag: int) -> Replica | None:
-        before, at = -1, self._first[row]
-        while at >= 0 and self._replica_host[at] != tag:
-            before, at = at, self._replica_next[at]
-        if at < 0:
-            return None
-        if before < 0:
-            self._first[row] = self._replica_next[at]
-        else:
-            self._replica_next[before] = self._replica_next[at]
-        self._replica_host[at] = _FREE_HOST
-        self._spare_replicas.append(at)
-        if tag & ~_DISK not in self._lost_hosts:
-            if tag < _DISK:
-                self._memory[row] -= 1
-            if not self._is_on_other_tier(row, tag):
-                self._live[row] -= 1
-                if self._live[row] == 0:
-                    self._num_unreadable += 1
-        return Replica(tag, self._replica_offset[at])
+    def _drop(self, row: int, tag: int) -> int | None:
+        offset = self._copies.drop(row, tag)
+        if offset is None or tag & ~DISK in self._lost_hosts:
+            return offset
+        if tag < DISK:
+            self._memory[row] -= 1
+        if not self._is_on_other_tier(row, tag):
+            self._live[row] -= 1
+            if self._live[row] == 0:
+                self._num_unreadable += 1
+        return offset
 
     def lose_host(self, host: int) -> None:
         """Count the copies on ``host`` as out of reach, without forgetting them."""
@@ -585,7 +472,7 @@ class Directory:
 
     def _rows_of_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the rows in its memory, and those on any tier."""
-        in_memory, on_disk = self._rows_on_host(host), self._rows_on_host(host | _DISK)
+        in_memory, on_disk = map(self._copies.rows_with, (host, host | DISK))
         return in_memory, np.union1d(in_memory, on_disk) if len(on_disk) else in_memory
 
     def touch(self, row: int) -> None:
@@ -616,7 +503,7 @@ class Directory:
         """
         if host in self._lost_hosts:
             return []
-        rows = self._rows_on_host(host)
+        rows = self._copies.rows_with(host)
         memory, wanted = view(self._memory)[rows], view(self._wanted)[rows]
         rows = rows[(memory > wanted) & (view(self._lease_until_ms)[rows] <= now_ms)]
         rows = rows[np.argsort(view(self._used_tick)[rows])]
@@ -637,10 +524,6 @@ class Directory:
         mean_bytes = max(1, self.total_bytes // max(1, len(self._rows)))
         return self._victims.pick(now_ms, min_bytes, host, mean_bytes)
 
-    def _rows_on_host(self, host: int) -> npt.NDArray[np.int64]:
-        at = np.flatnonzero(view(self._replica_host) == host)
-        return view(self._replica_row)[at].astype(np.int64)
-
     def _take_row(self) -> int:
         return self._spare_rows.pop() if self._spare_rows else self._take_rows(1)[0]
 
@@ -649,30 +532,10 @@ class Directory:
             self._size, self._version, self._checksum, self._lease_until_ms, self._used_tick,
             self._flags, self._wanted, self._live, self._memory, self._num_disks, self._first,
         )  # fmt: skip
-        rows = _take(self._spare_rows, columns, count)
+        rows = take_rows(self._spare_rows, columns, count)
         if len(self._size) > len(self._keys):
             before = len(self._keys)
             grown = np.empty(len(self._size) + max(16, before // 4), dtype=object)
             grown[:before] = self._keys
             self._keys = grown
         return rows
-
-    def _take_replicas(self, count: int) -> list[int]:
-        columns = (
-            self._replica_host, self._replica_offset, self._replica_next, self._replica_row,
-        )  # fmt: skip
-        return _take(self._spare_replicas, columns, count)
-
-
-def _take(spare: "array[int]", columns: "Sequence[array[int]]", count: int) -> list[int]:
-    """Take rows of a table out of the spare ones; the rest of them is added to its columns."""
-    reused = min(count, len(spare))
-    taken = spare[len(spare) - reused :].tolist()
-    del spare[len(spare) - reused :]
-    missing = count - reused
-    if missing:
-        first = len(columns[0])
-        for column in columns:
-            column.frombytes(bytes(column.itemsize * missing))
-        taken += range(first, first + missing)
-    return taken

@@ -74,7 +74,8 @@ TRANSITIONS: dict[tuple[Space, Event], Space] = {
     (Space.QUARANTINED, Event.PROVE): Space.FREE,
 }
 
-_LISTED: tuple[Space, ...] = (Space.HELD, Space.WIPING, Space.LEASED, Space.QUARANTINED)
+_DROPPED: tuple[Space, ...] = (Space.WIPING, Space.LEASED, Space.QUARANTINED)
+_LISTED: tuple[Space, ...] = (Space.HELD, *_DROPPED)
 
 
 class Allocator(Protocol):
@@ -175,38 +176,23 @@ class SpaceLedger:
         elif target is not Space.SEALED:
             self._enter(target, offsets, lengths)
 
-    def drop(self, extent: Extent) -> None:
-        """Note that an object is shown no more, or never will be: its header is to be wiped.
+    def drop(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Note that objects are shown no more, or never will be: their headers are to be wiped.
 
-        Raises: InternalError if one was dropped there already.
+        Raises: InternalError if one was dropped there already; none has changed then.
         """
-        offset, length = extent
-        if offset in self._extents[Space.HELD]:
-            self.move(Event.DROP, [offset])
-        elif self.is_in(offset, *_LISTED):
-            raise InternalError("store.space", f"DROP of what is listed at {offset}")
-        else:
-            self._enter(TRANSITIONS[Space.SEALED, Event.DROP], [offset], [length])
+        if any(not self._extents[space].keys().isdisjoint(offsets) for space in _DROPPED):
+            raise InternalError("store.space", f"DROP of {len(offsets)} ranges, some dropped")
+        held = self._extents[Space.HELD].keys() & set(offsets)
+        self.move(Event.DROP, sorted(held))
+        sealed = [extent for extent in zip(offsets, lengths, strict=True) if extent[0] not in held]
+        if sealed:
+            self._enter(TRANSITIONS[Space.SEALED, Event.DROP], *zip(*sealed, strict=True))
 
-    def drop_many(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """Do as ``drop``, of sealed objects alone.
-
-        Raises: InternalError if one of them is listed; none has changed then.
-        """
-        if any(not extents.keys().isdisjoint(offsets) for extents in self._extents.values()):
-            raise InternalError("store.space", f"DROP of {len(offsets)} ranges, some listed")
-        self._enter(TRANSITIONS[Space.SEALED, Event.DROP], offsets, lengths)
-
-    def wipe(self, offset: int, *, until_ms: int, now_ms: int, is_guarded: bool) -> bool:
-        """Note that a header is gone; return True if the range is free now, False if it is
-        leased.
-        """
-        if until_ms <= now_ms and not is_guarded:
-            self.move(Event.WIPE, [offset])
-            return True
+    def lease(self, offset: int, until_ms: int) -> None:
+        """Note that a header is gone, while readers may rely on the bytes."""
         self.move(Event.LEASE, [offset])
         heapq.heappush(self._leases, (until_ms, offset))
-        return False
 
     def end_leases(self, now_ms: int, guarded: Collection[int]) -> list[int]:
         """Free space without reader leases or copies in progress; returns the offsets."""

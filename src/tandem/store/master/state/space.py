@@ -1,14 +1,12 @@
-"""One host as its master sees it: its orders, its space, and what must be done to free that.
+"""One host as its master sees it: its session, the orders that it gets, and its space.
 
-What space is used for is the ledger's (``ledger.py``); here are the orders that change it, and the
-futures of their waiters.
+What space is used for is the ledger's (``ledger.py``); who may write there is told by ``writers``,
+and what becomes of dropped objects by ``drops``.
 """
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,6 +18,7 @@ from tandem.core.errors import CorruptionError, DeadlineError, PeerLostError, Ta
 from tandem.store.formats import layout
 from tandem.store.master.policies import HostView
 from tandem.store.master.state.answering import Answering
+from tandem.store.master.state.drops import Drops
 from tandem.store.master.state.ledger import Event, Extent, Space, SpaceLedger
 from tandem.store.master.state.orders import OrderLine
 from tandem.store.master.state.writers import Writers
@@ -27,7 +26,6 @@ from tandem.store.messages import (
     Ack,
     DiskStatus,
     Endpoint,
-    ForgetObjects,
     HostStage,
     JoinHost,
     Order,
@@ -42,41 +40,9 @@ T = TypeVar("T")
 
 ORDER_TIMEOUT_S = 5.0
 RETRY_S = 0.25
-WIPE_BATCH = 2_000
 LOAD_HALF_LIFE_S = 1.0
 QUICK_ORDERS = frozenset({"seal", "wipe", "repin", "open_writer"})
 """Those that wait for nothing but the host's own thread."""
-
-
-class _Going:
-    """Dropped objects that somebody waits for: ``done`` ends when none of them is left."""
-
-    __slots__ = ("count", "done")
-
-    def __init__(self, count: int) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.count = count
-
-    def end(self, count: int = 1) -> None:
-        """So many are gone."""
-        self.count -= count
-        if self.count <= 0:
-            _settle(self.done)
-
-
-@dataclass(slots=True)
-class _Drop:
-    extent: Extent
-    free_at_ms: int
-    going: _Going | None
-    is_wiped: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Forget:
-    key: str
-    version: int
-    done: asyncio.Future[None]
 
 
 class HostSpace:
@@ -141,24 +107,13 @@ class HostSpace:
         self.confirmed: dict[int, int] = {}
         """By row: lengths of the extents that the current inventory has."""
         self.ledger = SpaceLedger()
-        self.guarded: set[int] = set()
-        """Offsets that another host copies from: not free before that has ended."""
         self._clock = clock
         self._epoch = epoch
         self._on_space = on_space
-        self.writers = Writers(name, self.ledger, self.order, self.spawn, on_space)
-        self._lease_ms = lease_ms
-        self._read_until_ms = 0
-        """While it is away: when the last lease on its objects ends."""
-        self._unwiped: list[tuple[int, _Going]] = []
-        """Ranges that could not be wiped, and the moment at which they are as good as wiped."""
-        self._drops: dict[int, _Drop] = {}
-        """By offset: dropped objects whose space is not free yet."""
-        self._to_wipe: list[_Drop] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_wiping = False
-        self._to_forget: list[_Forget] = []
-        self._is_forgetting = False
+        ways = self.ledger, self.order, self.spawn, on_space
+        self.writers = Writers(name, *ways)
+        self.drops = Drops(name, *ways, clock=clock, lease_ms=lease_ms)
         self._load_bytes = 0.0
         self._load_at_s = 0.0
         self._answering = Answering(ORDER_TIMEOUT_S)
@@ -250,6 +205,7 @@ class HostSpace:
         self.confirmed.clear()
         self.purging.clear()
         self.disk, self.disk_number = join.disk, -1
+        self.drops.begin_session(has_disk=join.disk is not None)
         if join.disk_id != self.disk_id:
             self.disk_id, self.is_disk_known = join.disk_id, False
         self.confirmed_disk.clear()
@@ -259,7 +215,6 @@ class HostSpace:
         over.
         """
         self.caller, self.session = None, -1
-        self._read_until_ms = self._now_ms() + self._lease_ms
         if self.line is not None:
             self.line.end()
             self.line = None
@@ -268,19 +223,8 @@ class HostSpace:
             task.cancel()
         self._answering.reset()
         self.purging.clear()
-        self._is_wiping = False
         self.writers.end()
-        self._to_wipe.clear()
-        self._is_forgetting = False
-        for forget in self._to_forget:
-            _settle(forget.done)
-        self._to_forget.clear()
-        # A reader's lease outlives the session; objects not wiped are in the next inventory.
-        self.ledger.close()
-        for offset, dropped in list(self._drops.items()):
-            if not dropped.is_wiped:
-                del self._drops[offset]
-                self._finish_unwiped(dropped)
+        self.drops.end_session()
 
     def rebuild(self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:
         """Make the allocator, with these extents taken, and what readers may still rely on.
@@ -303,8 +247,7 @@ class HostSpace:
         except CorruptionError:
             _fill(allocator, offsets, lengths)
             carried = []
-        kept = {extent.offset for extent in carried}
-        self._drops = {offset: drop for offset, drop in self._drops.items() if offset in kept}
+        self.drops.keep({extent.offset for extent in carried})
         self.ledger.open(allocator, carried)
         self._on_space()
 
@@ -326,23 +269,11 @@ class HostSpace:
         **fields: Any,
     ) -> T:
         """Have the host do something. Raises: PeerLostError if it is gone; see ``OrderLine``."""
-        return await self.begin_order(method, kind, response, timeout_s=timeout_s, **fields)
-
-    def begin_order(
-        self,
-        method: str,
-        kind: type[Order],
-        response: type[T],
-        *,
-        timeout_s: float = ORDER_TIMEOUT_S,
-        **fields: Any,
-    ) -> Awaitable[T]:
-        """Do as ``order``, but the host has been told when this returns."""
         if self.line is None:
             raise PeerLostError("store.order", f"host {self.name} is not connected")
         sent_s = self._clock.now_s()
         answer = self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
-        return self._watch(answer, sent_s) if method in QUICK_ORDERS else answer
+        return await (self._watch(answer, sent_s) if method in QUICK_ORDERS else answer)
 
     async def _watch(self, answering: Awaitable[T], sent_s: float) -> T:
         """Wait for the answer to an order that does not take long by itself."""
@@ -425,189 +356,6 @@ class HostSpace:
         """Free ranges that were just allocated. Waiters are not woken: they were free before."""
         self.ledger.move(Event.GIVE_BACK, offsets)
 
-    # Objects that go.
-
-    def drop(
-        self, extent: Extent, free_at_ms: int, *, wait: bool = False
-    ) -> asyncio.Future[None] | None:
-        """Wipe an object's header; its space is free after that and not before ``free_at_ms``.
-
-        Returns: if ``wait``, a future that is done once no reader takes the object for present:
-            its header is gone; or the host is, and so are the leases of those who may reach it.
-        """
-        going = _Going(1) if wait else None
-        done = None if going is None else going.done
-        dropped = _Drop(extent, free_at_ms, going)
-        if self.caller is None:
-            self._finish_unwiped(dropped)
-            return done
-        self.ledger.drop(extent)
-        self._drops[extent.offset] = dropped
-        self._to_wipe.append(dropped)
-        self._begin_wipes()
-        return done
-
-    def drop_many(
-        self, offsets: Sequence[int], lengths: Sequence[int], free_at_ms: int
-    ) -> asyncio.Future[None]:
-        """Do as ``drop``, of sealed objects, with one future for all. REQUIRES: it is connected."""
-        going = _Going(len(offsets))
-        self.ledger.drop_many(offsets, lengths)
-        extents = map(Extent._make, zip(offsets, lengths, strict=True))
-        dropped = [_Drop(extent, free_at_ms, going) for extent in extents]
-        self._drops.update(zip(offsets, dropped, strict=True))
-        self._to_wipe += dropped
-        self._begin_wipes()
-        return going.done
-
-    def _begin_wipes(self) -> None:
-        if not self._is_wiping:
-            self._is_wiping = True
-            self.spawn(self._wipe())
-
-    def forget(
-        self, key: str, version: int, *, after: "asyncio.Future[None] | None" = None
-    ) -> asyncio.Future[None]:
-        """Have the host forget what its disk has of a key, up to a version.
-
-        Args:
-            key: of the object.
-            version: and all below.
-            after: not before this is done: a copy in memory could be written to the disk anew.
-
-        Returns: done when no restart shows it any more, or the host is gone.
-        """
-        forget = _Forget(key, version, asyncio.get_running_loop().create_future())
-        if after is None or after.done():
-            self._queue_forget(forget, self.session)
-        else:
-            session = self.session
-            after.add_done_callback(lambda _: self._queue_forget(forget, session))
-        return forget.done
-
-    def _queue_forget(self, forget: _Forget, session: int) -> None:
-        if self.caller is None or session != self.session or self.disk is None:
-            _settle(forget.done)
-            return
-        self._to_forget.append(forget)
-        if not self._is_forgetting:
-            self._is_forgetting = True
-            self.spawn(self._send_forgets())
-
-    async def _send_forgets(self) -> None:
-        while self._to_forget:
-            batch = self._to_forget[:WIPE_BATCH]
-            keys = [forget.key for forget in batch]
-            versions = [forget.version for forget in batch]
-            try:
-                await self.order("forget", ForgetObjects, Ack, keys=keys, versions=versions)
-            except TandemError as error:
-                logger.debug("event=forget_failed host=%s reason=%s", self.name, error)
-                await asyncio.sleep(RETRY_S)
-                continue
-            del self._to_forget[: len(batch)]
-            for forget in batch:
-                _settle(forget.done)
-        self._is_forgetting = False
-
-    @property
-    def has_dropped(self) -> bool:
-        """True if the space of any dropped object is not free yet."""
-        return bool(self._drops)
-
-    def is_dropping(self, offset: int) -> bool:
-        """Return True if the object there has been dropped, and its space is not free yet."""
-        return offset in self._drops
-
-    def watch_wipe(self, offset: int) -> "asyncio.Future[None] | None":
-        """Return a future, done when the object dropped there is wiped; None if it is.
-
-        It is also done when the host is lost: then it may not be.
-        """
-        dropped = self._drops[offset]
-        if dropped.is_wiped:
-            return None
-        if dropped.going is None:
-            dropped.going = _Going(1)
-        return dropped.going.done
-
-    def free_leased(self, now_ms: int) -> None:
-        """Free the space whose last lease has ended; data of lost hosts cannot be read any more."""
-        if self._unwiped:
-            for _, going in [item for item in self._unwiped if item[0] <= now_ms]:
-                going.end()
-            self._unwiped = [item for item in self._unwiped if item[0] > now_ms]
-        freed = self.ledger.end_leases(now_ms, self.guarded)
-        for offset in freed:
-            del self._drops[offset]
-        if freed:
-            self._on_space()
-
-    async def _wipe(self) -> None:
-        while self._to_wipe:
-            batch, self._to_wipe = self._to_wipe[:WIPE_BATCH], self._to_wipe[WIPE_BATCH:]
-            try:
-                await self.order(
-                    "wipe", WipeExtents, Ack, offsets=[dropped.extent.offset for dropped in batch]
-                )
-            except TandemError as error:
-                logger.debug("event=wipe_failed host=%s reason=%s", self.name, error)
-                self._to_wipe[:0] = batch
-                await asyncio.sleep(RETRY_S)
-                continue
-            now_ms = self._now_ms()
-            for dropped in self._free_wiped(batch, now_ms):
-                dropped.is_wiped = True
-                offset = dropped.extent.offset
-                if self._drops.get(offset) is dropped and self.ledger.wipe(
-                    offset,
-                    until_ms=dropped.free_at_ms,
-                    now_ms=now_ms,
-                    is_guarded=offset in self.guarded,
-                ):
-                    del self._drops[offset]
-                    self._on_space()
-                self._finish(dropped)
-        self._is_wiping = False
-
-    def _free_wiped(self, batch: "list[_Drop]", now_ms: int) -> "list[_Drop]":
-        """Free at once the space of those that nobody reads; return the others."""
-        drops, guarded = self._drops, self.guarded
-        free: list[_Drop] = []
-        rest: list[_Drop] = []
-        for dropped in batch:
-            offset = dropped.extent.offset
-            is_free = dropped.free_at_ms <= now_ms and offset not in guarded
-            (free if is_free and drops.get(offset) is dropped else rest).append(dropped)
-        if free:
-            offsets = [dropped.extent.offset for dropped in free]
-            self.ledger.move(Event.WIPE, offsets)
-            for dropped, offset in zip(free, offsets, strict=True):
-                dropped.is_wiped = True
-                del drops[offset]
-            for going, count in Counter(dropped.going for dropped in free).items():
-                if going is not None:
-                    going.end(count)
-            self._on_space()
-        return rest
-
-    def _finish_unwiped(self, dropped: _Drop) -> None:
-        """Note that the host is away: a client that reaches it all the same may still find the
-        header.
-        """
-        until_ms = min(dropped.free_at_ms, self._read_until_ms)
-        if dropped.going is None or until_ms <= self._now_ms():
-            self._finish(dropped)
-        else:
-            self._unwiped.append((until_ms, dropped.going))
-
-    def _now_ms(self) -> int:
-        return int(self._clock.now_s() * 1e3)
-
-    def _finish(self, dropped: _Drop) -> None:
-        if dropped.going is not None:
-            dropped.going.end()
-
 
 def _fill(
     allocator: SegmentAllocator,
@@ -616,8 +364,3 @@ def _fill(
 ) -> None:
     order = np.argsort(offsets, kind="stable")
     allocator.rebuild(offsets[order], lengths[order])
-
-
-def _settle(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)

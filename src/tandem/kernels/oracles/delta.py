@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tandem.kernels.reference import silu
+from tandem.kernels.oracles.reference import silu
 from tandem.kernels.tolerance import ACCUMULATE_EPS, EXP_ULPS, SMALLEST, UNIT_ROUNDOFF
 
 __all__ = ["DeltaWeights", "gated_delta", "gated_delta_bound"]

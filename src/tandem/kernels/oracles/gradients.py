@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.core.model.layers import Activation
-from tandem.kernels.cpu.packed_oracle import (
+from tandem.kernels.oracles.packed import (
     ACTIVATION_ROUNDINGS,
     ARGUMENT_ROUNDINGS,
     EPS,

@@ -1,0 +1,54 @@
+// Checks that the bindings of all layers with a state share; each raises a ShapeError of the operator `where`.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bindings/kernels/tensor_view.h"
+#include "bindings/status.h"
+
+namespace tandem::bindings {
+
+// Returns the size of a contiguous float32 vector.
+inline size_t check_floats(const char* where, const char* name, const TensorView& view) {
+  if (view.num_dims() != 1 || !view.is_float32() || !view.is_dense_from(0) || view.shape(0) < 1)
+    refuse_view(where, name, view, "give a contiguous float32 vector");
+  return view.shape(0);
+}
+
+// Returns the number of slots of this shape.
+inline size_t check_slots(const char* where, const char* name, const TensorView& view,
+                          const std::vector<size_t>& shape, bool has_type) {
+  bool is_right = view.num_dims() == shape.size() + 1 && has_type && view.is_dense_from(1);
+  for (size_t i = 0; is_right && i < shape.size(); ++i) is_right = view.shape(i + 1) == shape[i];
+  if (is_right) return view.shape(0);
+  std::string text;
+  for (const size_t size : shape) text += ", " + std::to_string(size);
+  refuse_view(where, name, view, "give [slots" + text + "], dense slots");
+}
+
+inline void check_sequences(const char* where, size_t rows, size_t num_slots,
+                            const std::vector<int64_t>& query_start,
+                            const std::vector<int64_t>& slots) {
+  if (query_start.size() != slots.size() + 1 || query_start.front() != 0 ||
+      !std::is_sorted(query_start.begin(), query_start.end()) ||
+      query_start.back() != static_cast<int64_t>(rows))
+    raise({Code::kShape, where,
+           std::to_string(query_start.size()) + " bounds of " + std::to_string(slots.size()) +
+               " sequences: give one more than sequences, ascending from 0 to " +
+               std::to_string(rows),
+           "query_start"});
+  std::vector<int64_t> sorted = slots;
+  std::sort(sorted.begin(), sorted.end());
+  const bool is_unique = std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
+  if (!is_unique || (!sorted.empty() && (sorted.front() < 0 ||
+                                         sorted.back() >= static_cast<int64_t>(num_slots))))
+    raise({Code::kShape, where,
+           "slots that are used twice or beyond the " + std::to_string(num_slots) +
+               " there are: give each sequence its own",
+           "slots"});
+}
+
+}  // namespace tandem::bindings

@@ -1,0 +1,91 @@
+// Mamba2's state space (arXiv:2405.21060) over the tokens of many sequences, from the projection's results to what the
+// output projection takes: short convolution, time steps, the recurrence, skip, gate and norm.
+//
+// The recurrence runs token by token: S = decay S + B (dt x)^T; y = S^T C + D x. Each sum has one order, so that a
+// token's result is bitwise the same in any chunk and batch, for any number of threads, on every ISA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/status.h"
+#include "base/threads/thread_pool.h"
+#include "kernels/recurrent/gated_delta.h"
+#include "kernels/state_space/state_space.h"
+#include "kernels/vectors/float_type.h"
+
+namespace tandem {
+
+// A state is [head][head_dim / 32][state_dim][32] floats, as that of a gated delta rule whose keys are B.
+struct Mamba2Shape {
+  size_t num_heads = 0;   // A multiple of num_groups: group i serves the i-th part of the heads.
+  size_t head_dim = 0;    // At most kMaxStateDim.
+  size_t num_groups = 0;  // Of B and C, and of the norm.
+  size_t state_dim = 0;   // Of a B or C, at most kMaxStateDim.
+  size_t conv_width = 0;  // Inputs that an output of the convolution sees, 1 to kMaxConvWidth.
+};
+
+// Not members, as in gated_delta.h.
+static inline size_t num_values_of(const Mamba2Shape& shape) {
+  return shape.num_heads * shape.head_dim;
+}
+static inline size_t num_channels_of(const Mamba2Shape& shape) {
+  return num_values_of(shape) + 2 * shape.num_groups * shape.state_dim;
+}
+static inline size_t num_panels_of(const Mamba2Shape& shape) {
+  return (shape.head_dim + kStatePanel - 1) / kStatePanel;
+}
+static inline size_t state_size_of(const Mamba2Shape& shape) {
+  return shape.num_heads * num_panels_of(shape) * shape.state_dim * kStatePanel;
+}
+
+// What a layer is made of; borrowed.
+struct Mamba2Weights {
+  const float* conv = nullptr;        // [conv_width][num_channels], the oldest input first.
+  const float* conv_bias = nullptr;   // [num_channels], or null.
+  const float* decay_rate = nullptr;  // [num_heads]: the logarithm of a decay is -rate * dt.
+  const float* dt_bias = nullptr;     // [num_heads]: dt is softplus(dt + bias) within the limits.
+  const float* skip = nullptr;        // [num_heads]: D.
+  const float* norm = nullptr;        // [num_values].
+  float norm_eps = 0.0f;
+  float dt_min = 0.0f;
+  float dt_max = 0.0f;  // May be infinite.
+};
+
+// Rows of all sequences, one after another. Strides count items.
+struct Mamba2Task {
+  Mamba2Shape shape;
+  Mamba2Weights weights;
+  const void* x = nullptr;  // [rows][num_channels]: x, B, C before the convolution.
+  size_t x_stride = 0;
+  const void* z = nullptr;  // [rows][num_values].
+  size_t z_stride = 0;
+  FloatType type = FloatType::kFloat32;  // Of x, z, carried and out.
+  const void* dt = nullptr;              // [rows][num_heads].
+  size_t dt_stride = 0;
+  FloatType dt_type = FloatType::kFloat32;
+  void* out = nullptr;  // [rows][num_values].
+  size_t out_stride = 0;
+  float* mixed = nullptr;  // [rows][num_values]: y before gate and norm; scratch.
+  // Slots of sequences that go on: states, and the last conv_width - 1 rows of x. Read, then written.
+  float* states = nullptr;
+  size_t state_stride = 0;
+  void* carried = nullptr;
+  size_t carried_stride = 0;
+  const int64_t* query_start = nullptr;  // [num_sequences + 1] rows.
+  const int64_t* slots = nullptr;        // [num_sequences], no two alike.
+  size_t num_sequences = 0;
+};
+
+// Heads [begin, end) of one group, over the rows of one sequence.
+struct Mamba2Item {
+  size_t sequence, group, begin, end;
+};
+
+size_t mamba2_scratch(const Mamba2Shape& shape);
+
+// Runs all rows, on `pool` if it is given and there is enough to share. REQUIRES: what the structs say; pointers are
+// borrowed for the call. Errors: kCapacity (no memory for scratch).
+Status run_mamba2(const StateSpaceKernels& kernels, ThreadPool* pool, const Mamba2Task& task);
+
+}  // namespace tandem

@@ -1,0 +1,1 @@
+"""Routed experts of other shapes than gated blocks."""

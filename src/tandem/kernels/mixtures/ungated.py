@@ -1,0 +1,100 @@
+"""Routed experts without a gate: two matrices each, in any format of a matrix.
+
+A chosen expert runs over its tokens together; its products are those of a matrix, so that a row
+depends on nothing beside it, and a token adds its experts in the order of their ids.
+
+Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ShapeError
+from tandem.core.model.layers import ExpertsSpec
+from tandem.kernels.activation import apply_function
+from tandem.kernels.interfaces import Matrix, WeightReader
+from tandem.kernels.operators.experts import RoutedExperts
+from tandem.kernels.operators.operator import allocate_scratch
+from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
+
+__all__ = ["UngatedExperts"]
+
+
+class UngatedExperts(RoutedExperts):
+    """Experts that are ``down(f(up(x)))``, each scaled by its router weight.
+
+    Args:
+        spec: their sizes and activation.
+        settings: how their matrices are stored and run.
+    """
+
+    def __init__(self, spec: ExpertsSpec, settings: MatrixSettings = TENSORS) -> None:
+        super().__init__(spec)
+        assert not spec.is_gated and not spec.has_bias, "gated experts have a bank of their own"
+        self.settings = settings
+
+    def load(self, reader: WeightReader, name: str) -> None:
+        """Read either layout: one tensor for all experts, or two for each."""
+        size, hidden = self.intermediate_size, self.hidden_size
+        shapes = (("up_proj", size, hidden), ("down_proj", hidden, size))
+        self._matrices: list[tuple[Matrix, ...]] = []
+        stacked: list[Tensor] = []
+        if reader.has(f"{name}.up_proj"):
+            for part, rows, columns in shapes:
+                whole = allocate_scratch(self.num_experts, rows, columns, dtype=reader.dtype)
+                reader.read_into(f"{name}.{part}", whole)
+                stacked.append(whole)
+        for i in range(self.num_experts):
+            if stacked:
+                pair = [
+                    make_matrix(
+                        self, f"{part}_{i}_", self.settings, self._own(whole[i], reader), None
+                    )
+                    for (part, _, _), whole in zip(shapes, stacked, strict=True)
+                ]
+            else:
+                pair = [
+                    read_matrix(
+                        self,
+                        f"{part}_{i}_",
+                        reader,
+                        self.settings,
+                        [(f"{name}.{i}.{part}", rows)],
+                        columns,
+                    )
+                    for part, rows, columns in shapes
+                ]
+            self._matrices.append(tuple(pair))
+
+    def _own(self, weight: Tensor, reader: WeightReader) -> Tensor:
+        """Return a weight that is packed at once, or a tensor of its own on the model's device."""
+        if self.settings.weight_format is not None:
+            return weight
+        return weight.to(reader.device, copy=True)
+
+    def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
+        """Add the weighted sum; see ``RoutedExperts``."""
+        if ids_TK.shape != w_TK.shape or len(ids_TK) != len(x_TD):
+            raise ShapeError(
+                "kernels.run_experts",
+                f"ids {tuple(ids_TK.shape)}, weights {tuple(w_TK.shape)}, {len(x_TD)} tokens: "
+                "give [tokens, top_k] of both",
+            )
+        total = torch.zeros(residual_TD.shape, dtype=torch.float32, device=residual_TD.device)
+        chosen: list[int] = ids_TK.unique().tolist()
+        if chosen and not -1 <= chosen[0] <= chosen[-1] < self.num_experts:
+            what = f"expert ids {chosen[0]} to {chosen[-1]} of {self.num_experts} experts"
+            raise ShapeError("kernels.run_experts", f"{what}: pass -1 for one elsewhere")
+        inner = x_TD.dtype if self.settings.weight_format is None else torch.float32
+        for expert_id in chosen:
+            if expert_id < 0:
+                continue
+            up, down = self._matrices[expert_id]
+            is_chosen = ids_TK == expert_id
+            rows = is_chosen.any(-1).nonzero()[:, 0]
+            weights = (w_TK.float() * is_chosen).sum(-1)[rows]
+            raised = up.forward(x_TD[rows].contiguous(), dtype=inner)
+            hidden = apply_function(self.activation.name, raised)
+            out = down.forward(hidden, dtype=torch.float32)
+            total.index_add_(0, rows, out * weights[:, None])
+        residual_TD += total

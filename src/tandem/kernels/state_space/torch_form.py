@@ -1,0 +1,96 @@
+"""State spaces in torch, on any device.
+
+Shapes: T rows, W convolution width, C channels, H heads, P items of a head, N items of B and C.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor
+
+from tandem.kernels.gated_delta import StateSlots
+from tandem.kernels.state_space.rules import Mamba2Rule, ShortConvRule, StateRows
+
+__all__ = ["run_mamba2", "run_short_conv"]
+
+
+def run_short_conv(
+    rule: ShortConvRule, x_T3C: Tensor, rows: StateRows, slots: StateSlots
+) -> Tensor:
+    """Return [T, C], new, of the dtype of ``x_T3C``, which is B, C and x; moves the slots on."""
+    outs = [x_T3C[:0, : x_T3C.shape[1] // 3]]
+    for part, slot in _list_parts(rows):
+        b, c, x = x_T3C[part].chunk(3, -1)
+        seen = torch.cat([slots.carried.tensor[slot], b * x])
+        mixed = _convolve(seen, rule.conv_WC, rule.bias_C)
+        slots.carried.tensor[slot] = seen[len(x) :]
+        outs.append((c.float() * mixed).to(x.dtype))
+    return torch.cat(outs)
+
+
+def run_mamba2(
+    rule: Mamba2Rule,
+    x_TC: Tensor,
+    z_THP: Tensor,
+    dt_TH: Tensor,
+    rows: StateRows,
+    slots: StateSlots,
+) -> Tensor:
+    """Return [T, H * P], new, of the dtype of ``x_TC``; moves the slots on.
+
+    Args:
+        rule: gives the weights.
+        x_TC: before the convolution.
+        z_THP: [T, H * P], the gate.
+        dt_TH: before its bias.
+        rows: of the sequences.
+        slots: of their states.
+    """
+    outs = [z_THP[:0]]
+    for part, slot in _list_parts(rows):
+        seen = torch.cat([slots.carried.tensor[slot], x_TC[part]])
+        mixed = F.silu(_convolve(seen, rule.conv_WC, rule.conv_bias_C))
+        slots.carried.tensor[slot] = seen[len(seen) - len(rule.conv_WC) + 1 :]
+        y = _scan(rule, mixed, dt_TH[part].float(), slots.states.tensor[slot])
+        gated = y * F.silu(z_THP[part].float())
+        grouped = gated.unflatten(-1, (rule.num_groups, -1))
+        normed = torch.rms_norm(grouped, grouped.shape[-1:], None, rule.norm_eps).flatten(1)
+        outs.append((normed * rule.norm_HP).to(x_TC.dtype))
+    return torch.cat(outs)
+
+
+def _list_parts(rows: StateRows) -> Iterator[tuple[slice, int]]:
+    for i, slot in enumerate(rows.slot_ids):
+        part = slice(rows.query_start[i], rows.query_start[i + 1])
+        if part.stop > part.start:
+            yield part, slot
+
+
+def _convolve(seen: Tensor, conv_WC: Tensor, bias_C: Tensor | None) -> Tensor:
+    weight = conv_WC.T[:, None]
+    return F.conv1d(seen.float().T[None], weight, bias_C, groups=len(weight))[0].T
+
+
+def _scan(rule: Mamba2Rule, mixed_TC: Tensor, dt_TH: Tensor, state_HKNc: Tensor) -> Tensor:
+    """Return what is read of the state, with the skip, [T, H * P]; moves the state on."""
+    heads, groups, size = rule.num_heads, rule.num_groups, rule.head_dim
+    keys = groups * rule.state_dim
+    x, b, c = mixed_TC.split([rule.num_values, keys, keys], -1)
+    x = x.unflatten(-1, (heads, size))
+    b, c = (
+        part.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for part in (b, c)
+    )
+    low, high = rule.dt_limits
+    dt = F.softplus(dt_TH + rule.dt_bias_H).clamp(low, high)
+    decay = torch.exp(-rule.decay_rate_H * dt)
+    state = state_HKNc.transpose(1, 2).flatten(2)[..., :size]
+    outs: list[Tensor] = []
+    for t in range(len(x)):
+        update = dt[t][:, None] * x[t]
+        state = state * decay[t][:, None, None] + b[t][:, :, None] * update[:, None]
+        outs.append((state * c[t][:, :, None]).sum(1) + rule.skip_H[:, None] * x[t])
+    panels = state_HKNc.shape[1]
+    whole = F.pad(state, (0, panels * state_HKNc.shape[3] - size))
+    state_HKNc.copy_(whole.unflatten(-1, (panels, -1)).transpose(1, 2))
+    return torch.stack(outs).flatten(1)

@@ -1,0 +1,145 @@
+"""The cache object of a sequence, fed so that its content depends on the sequence alone.
+
+torch chooses the order of sums by sizes, so the pieces in which a cache object is fed decide its
+last bits. They are fixed: a prompt is fed from token 0 in pieces of one size and an end that is
+shorter, and then each token of the answer by itself, in whatever chunks the tokens come. What does
+not fill a piece yet waits. So a request gives the same bits alone and beside others, from a copy
+of a cache and after it was computed anew.
+"""
+
+import inspect
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tandem.core.errors import ShapeError, UnsupportedError
+
+__all__ = ["CacheSlots", "SequenceCache"]
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems")
+"""Names under which classes take their cache object and return it; 5.24 renamed several."""
+
+
+class SequenceCache:
+    """The cache object that a model makes for one sequence, and the tokens that wait to be fed."""
+
+    def __init__(self) -> None:
+        self.past: Any = None
+        """None before the first piece."""
+        self.num_fed = 0
+        self.pending: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came."""
+        return self.num_fed + len(self.pending)
+
+    def copy(self) -> "SequenceCache":
+        """Return another one that shares no memory with this one."""
+        other = SequenceCache()
+        other.num_fed, other.pending = self.num_fed, [*self.pending]
+        other.past = deepcopy(self.past)
+        return other
+
+    def extend(
+        self, model: Any, token_ids: list[int], *, piece: int, prompt_len: int, num_rows: int
+    ) -> list[Tensor]:
+        """Take in the next tokens; return the logits of the last ``num_rows`` of them.
+
+        Args:
+            model: transformers' own, in inference mode.
+            token_ids: that follow those that came.
+            piece: tokens of a piece of the prompt.
+            prompt_len: position of the first token of the answer.
+            num_rows: at most as many as there are tokens.
+
+        Returns: tensors [rows, V], one after the other, in the model's dtype.
+
+        Raises: UnsupportedError (the class returns no cache object).
+        """
+        self.pending += token_ids
+        first_row = self.num_tokens - num_rows
+        rows: list[Tensor] = []
+        while self.pending:
+            size = self._find_size(piece, prompt_len)
+            is_whole = size <= len(self.pending)
+            if not is_whole and not num_rows:
+                break
+            # Logits within a piece that goes on are of a copy: what it is fed stays a piece.
+            cache = self if is_whole else self.copy()
+            wanted = cache.num_fed + min(size, len(cache.pending)) - max(cache.num_fed, first_row)
+            logits = cache._feed(model, min(size, len(cache.pending)), max(wanted, 0))
+            if wanted > 0:
+                rows.append(logits)
+            if not is_whole:
+                break
+        return rows
+
+    def _find_size(self, piece: int, prompt_len: int) -> int:
+        """Return how many tokens are fed next."""
+        if self.num_fed >= prompt_len:
+            return 1
+        return min(piece - self.num_fed % piece, prompt_len - self.num_fed)
+
+    def _feed(self, model: Any, size: int, num_rows: int) -> Tensor:
+        ids, self.pending = self.pending[:size], self.pending[size:]
+        taken = _list_arguments(type(model))
+        name = next((n for n in CACHE_NAMES if n in taken), "")
+        given: dict[str, Any] = {} if self.past is None else {name: self.past}
+        if "logits_to_keep" in taken:
+            given["logits_to_keep"] = max(num_rows, 1)
+        output = model(input_ids=torch.tensor([ids]), use_cache=True, **given)
+        held = next((n for n in CACHE_NAMES if output.get(n) is not None), "")
+        if not (name and held):
+            what = f"{type(model).__name__} returns no cache object to go on from"
+            raise UnsupportedError("models.feed_cache", what)
+        self.past = output[held]
+        self.num_fed += size
+        logits = output.logits[0]
+        return logits[len(logits) - num_rows :]
+
+
+@cache
+def _list_arguments(kind: type) -> frozenset[str]:
+    """Return the names of the arguments that a class's ``forward`` takes."""
+    forward: Any = getattr(kind, "forward")  # noqa: B009 - not known of a type
+    return frozenset(inspect.signature(forward).parameters)
+
+
+class CacheSlots:
+    """The cache objects of running sequences, and copies of them that are kept, by slot.
+
+    Args:
+        num_slots: ids are 0 to ``num_slots - 1``.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._caches: dict[int, SequenceCache] = {}
+
+    def get(self, slot: int) -> SequenceCache:
+        """Return the cache object in a slot.
+
+        Raises: ShapeError (there is none).
+        """
+        held = self._caches.get(slot)
+        if held is None:
+            what = f"slot {slot} of {self.num_slots} holds no sequence: begin it at token 0"
+            raise ShapeError("models.find_cache", what)
+        return held
+
+    def clear(self, slot: int) -> None:
+        """Make a slot that of a sequence before its first token."""
+        self._caches[slot] = SequenceCache()
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot to another. Raises: as ``get``."""
+        self._caches[target] = self.get(source).copy()
+
+    def drop(self, slot: int) -> None:
+        """Free the memory of a slot that nobody goes on from."""
+        self._caches.pop(slot, None)

@@ -1,0 +1,375 @@
+"""The proof that a class's own cache object, continued, computes what the whole sequence does.
+
+As the proof of our operators is: a tiny random model of the configuration's class, saved by
+transformers and loaded as a checkpoint is, must give the logits of eager in float64, with a prompt
+in pieces, decoding, from a copy of a cache and beside another sequence. Tried are pieces, then the
+whole prompt at once, then token by token; what none serves is refused.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem._native import ThreadPool
+from tandem.core.errors import TandemError, UnsupportedError
+from tandem.core.model.plan import NO_FORMAT, WHOLE_PROMPT, FormatChoice, ModelPlan, OwnModules
+from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.models.families import Checkpoint
+from tandem.models.identity import list_config_values
+from tandem.models.own.gate import open_own
+from tandem.models.own.model import OwnModel, load_own
+from tandem.models.own.shrink import MAX_WEIGHTS, TINY_VOCAB, list_tiny
+from tandem.models.proof.prove import hash_code
+from tandem.models.proof.result import Check
+from tandem.models.proof.shrink import NUM_TOKENS
+from tandem.models.proof.tiny import build_eager, save_tiny
+
+__all__ = ["OwnProof", "find_own_proof", "prove_own", "require_own_proof"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_ROOT = Path("~/.cache/tandem/proofs")
+MAX_BYTES = 1 << 20
+TINY_PIECE, PROMPT_LEN = 16, 46
+"""Tokens of a piece of the tiny model, and of its prompt; the other tokens are decoded."""
+CHUNKS = (5, 16, 20, 33, 46)
+"""Ends of chunks as a scheduler may cut them."""
+BRANCH = 32
+"""Tokens that another sequence shares, at the end of a piece."""
+CONDITION, FLOOR = 4.0, 4e-6
+"""Bound: so many times what eager's own float32 is off, and at least so much of the largest
+logit."""
+MAX_EAGER = 1e-3
+"""Share of the largest logit that eager's own float32 may be off, to tell errors from roundings."""
+SEEDS = (0, 1)
+GAIN, SPREAD = 1.3, 0.3
+"""On matrices, and of vectors, as of ``proof.tiny``."""
+
+
+class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
+    """The result for one configuration."""
+
+    key: str
+    """SHA-256 over the code, transformers' version and the tiny configuration; empty: not kept."""
+    model_type: str
+    transformers: str
+    piece: int = 0
+    """Tokens of a piece that is proved, 1 or ``WHOLE_PROMPT``; 0: any."""
+    checks: tuple[Check, ...] = ()
+    problem: str = ""
+    """Why it is refused; empty: proved."""
+
+    @property
+    def is_proved(self) -> bool:
+        """True if models of this configuration may run."""
+        return not self.problem
+
+
+def require_own_proof(checkpoint: Checkpoint, piece: int, root: Path = DEFAULT_ROOT) -> int:
+    """Return the tokens of a checkpoint's pieces: ``piece`` where any piece is proved.
+
+    Args:
+        checkpoint: as of ``open_own``.
+        piece: tokens that are wanted.
+        root: where proofs are kept.
+
+    Raises: UnsupportedError (not proved, with why).
+    """
+    proof = find_own_proof(checkpoint, root)
+    if not proof.is_proved:
+        raise UnsupportedError("models.prove_own", proof.problem, field="model_type")
+    return proof.piece or piece
+
+
+def find_own_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> OwnProof:
+    """Return the proof of a checkpoint's class, from the cache or made now.
+
+    Args:
+        checkpoint: as of ``open_own``.
+        root: where proofs are kept; None makes it anew and keeps nothing.
+    """
+    kept = None if root is None else _find_kept(checkpoint, root.expanduser())
+    if kept is not None:
+        return kept
+    logger.info("event=own_proof_begins model_type=%s", checkpoint.spec.model_type)
+    proof = prove_own(checkpoint.config)
+    logger.info("event=own_proof_ended problem=%r piece=%d", proof.problem, proof.piece)
+    if root is not None and proof.key:
+        _write(root.expanduser() / f"own-{proof.key}.json", proof)
+    return proof
+
+
+def prove_own(config: Any) -> OwnProof:
+    """Prove, or not, that its own cache object serves a configuration's class.
+
+    Args:
+        config: transformers' configuration; any size.
+    """
+    import transformers
+
+    kept = config.model_type, transformers.__version__
+    proof = OwnProof(key="", model_type=kept[0], transformers=kept[1])
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        proof = msgspec.structs.replace(proof, key=_find_key(config))
+        return _prove_any(proof, config)
+    except TandemError as error:
+        return _refuse(proof, error.what)
+    except Exception as error:  # noqa: BLE001 - as its code may raise anything
+        return _refuse(proof, _describe(error))
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        torch.set_num_threads(num_threads)
+
+
+def _refuse(proof: OwnProof, problem: str) -> OwnProof:
+    return msgspec.structs.replace(proof, problem=problem)
+
+
+def _describe(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"transformers fails: {type(error).__name__}: {text[:300]}"
+
+
+def _find_key(config: Any) -> str:
+    import transformers
+
+    tiny = [json.dumps(list_config_values(t), sort_keys=True) for t in list_tiny(config)]
+    parts = [hash_code(), transformers.__version__, type(config).__name__, *tiny]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _prove_any(proof: OwnProof, config: Any) -> OwnProof:
+    """Try tiny configurations until one runs."""
+    found = _refuse(proof, "no tiny configuration of its class can be made")
+    first = None
+    for tiny in list_tiny(config):
+        for seed in SEEDS:
+            try:
+                found = _prove_once(proof, tiny, seed)
+            except TandemError as error:
+                found = _refuse(proof, error.what)
+                break
+            except Exception as error:  # noqa: BLE001 - as its code may raise anything
+                found = _refuse(proof, _describe(error))
+                break
+            if found.is_proved:
+                return found
+        if found.checks:
+            return found
+        first = found if first is None else first
+    # The smallest one's failure says most: of others it may be that they are large.
+    return found if first is None else first
+
+
+def _prove_once(proof: OwnProof, tiny: Any, seed: int) -> OwnProof:
+    with torch.device("meta"):
+        size = sum(p.numel() for p in build_eager(tiny).parameters())
+    if size > MAX_WEIGHTS:
+        return _refuse(proof, f"its smallest model has {size:,} weights: too many for a proof")
+    eager = _make_tiny(tiny, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    vocab = min(TINY_VOCAB, eager.get_output_embeddings().weight.shape[0])
+    tokens = torch.randint(3, vocab, (NUM_TOKENS,), generator=generator)
+    with TemporaryDirectory(prefix="tandem-proof-") as folder:
+        save_tiny(eager, Path(folder))
+        rounded = _run_whole(eager, tokens)
+        with _float64():
+            exact = _run_whole(eager.double(), tokens).numpy()
+        top = float(np.max(np.abs(exact)))
+        off = float(np.max(np.abs(rounded.double().numpy() - exact)))
+        if not off <= MAX_EAGER * top:
+            what = f"eager's own float32 is {off:.3g} off, where logits reach {top:.3g}"
+            return _refuse(proof, what)
+        bound = max(CONDITION * off, FLOOR * top)
+        checks: list[Check] = []
+        problems: list[str] = []
+        for name, piece in (("pieces", TINY_PIECE), ("whole", WHOLE_PROMPT), ("steps", 1)):
+            try:
+                model = load_own(_plan_tiny(Path(folder), piece), ThreadPool(1))
+                found = [*_check(model, tokens.tolist(), exact, bound, name)]
+            except Exception as error:  # noqa: BLE001 - as its code may raise anything
+                problems.append(f"{name}: {_describe(error)}")
+                continue
+            checks += found
+            wrong = next((check for check in found if not check.is_ok), None)
+            if wrong is None:
+                served = 0 if piece == TINY_PIECE else piece
+                return msgspec.structs.replace(proof, piece=served, checks=tuple(checks))
+            problems.append(f"{wrong.name}: {wrong.excess:.3g} times the bound")
+    what = "its cache computes something else when it is continued: " + "; ".join(problems)
+    return msgspec.structs.replace(proof, checks=tuple(checks), problem=what)
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    """Make float64 what torch takes where code names no dtype, or float32 by ``Tensor.float``."""
+    before, to_float = torch.get_default_dtype(), Tensor.float
+    torch.set_default_dtype(torch.float64)
+    # Code that goes up to float32 for a part would go down to it.
+    Tensor.float = Tensor.double
+    try:
+        yield
+    finally:
+        Tensor.float = to_float
+        torch.set_default_dtype(before)
+
+
+@torch.inference_mode()
+def _run_whole(eager: Any, tokens: Tensor) -> Tensor:
+    logits = eager(input_ids=tokens[None], use_cache=False).logits[0]
+    if len(logits) != len(tokens):
+        what = f"{type(eager).__name__} gives {len(logits)} rows of logits for {len(tokens)} tokens"
+        raise UnsupportedError("models.prove_own", what)
+    return logits
+
+
+def _make_tiny(config: Any, seed: int) -> Any:
+    """Build eager's model of a tiny configuration with random weights."""
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        model = build_eager(config)
+    finally:
+        torch.random.set_rng_state(state)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if parameter.dim() > 1:
+                parameter.copy_(GAIN * noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(SPREAD * noise)
+    return model
+
+
+def _plan_tiny(folder: Path, piece: int) -> ModelPlan:
+    checkpoint = open_own(folder)
+    plain = FormatChoice(weight_format=NO_FORMAT, reason="")
+    return ModelPlan(
+        folder=str(folder),
+        spec=msgspec.structs.replace(checkpoint.spec, dtype="float32"),
+        device="cpu",
+        config=list_config_values(checkpoint.config),
+        layers=(),
+        modules=(),
+        other_matrices=(),
+        vector_bytes=0,
+        experts=plain,
+        linear=plain,
+        router=plain,
+        expert_parts=1,
+        packed_cache="off",
+        own=OwnModules(reason="", piece=piece, token_bytes=0, fixed_bytes=0),
+    )
+
+
+class _Runner:
+    """Feeds a model as the engine does, with blocks that hold nothing."""
+
+    def __init__(self, model: OwnModel) -> None:
+        self._model = model
+        self.slots = model.allocate_states(3)
+
+    def run(self, *chunks: tuple[int, list[int], int]) -> Tensor:
+        """Return the logits of all tokens of chunks: (slot, tokens, start)."""
+        sequences = [
+            SequenceChunk(
+                ids, start, range(NUM_TOKENS), "all", state_slot=slot, prompt_len=PROMPT_LEN
+            )
+            for slot, ids, start in chunks
+        ]
+        return self._model.forward(PagedBatch.build(sequences, TINY_PIECE), self.slots)
+
+    def decode(self, tokens: list[int], slot: int) -> list[Tensor]:
+        return [self.run((slot, [tokens[i]], i)) for i in range(PROMPT_LEN, len(tokens))]
+
+
+def _feed_whole(runner: _Runner, tokens: list[int]) -> Tensor:
+    prompt = runner.run((0, tokens[:PROMPT_LEN], 0))
+    return torch.cat([prompt, *runner.decode(tokens, 0)])
+
+
+def _feed_chunked(runner: _Runner, tokens: list[int]) -> Tensor:
+    rows = [runner.run((0, tokens[a:b], a)) for a, b in zip((0, *CHUNKS), CHUNKS, strict=False)]
+    return torch.cat([*rows, *runner.decode(tokens, 0)])
+
+
+def _feed_reused(runner: _Runner, tokens: list[int]) -> Tensor:
+    """Go on from a copy, after the sequence that it was copied of has gone on."""
+    first = runner.run((0, tokens[:BRANCH], 0))
+    runner.slots.copy(0, 1)
+    runner.run((0, [*reversed(tokens[: PROMPT_LEN - BRANCH])], BRANCH))
+    rest = runner.run((1, tokens[BRANCH:PROMPT_LEN], BRANCH))
+    return torch.cat([first, rest, *runner.decode(tokens, 1)])
+
+
+def _feed_beside(runner: _Runner, tokens: list[int]) -> Tensor:
+    other = [*reversed(tokens)]
+    both = runner.run((2, other[:PROMPT_LEN], 0), (0, tokens[:PROMPT_LEN], 0))
+    rows = [both[PROMPT_LEN:]]
+    rows += [
+        runner.run((2, [other[i]], i), (0, [tokens[i]], i))[1:]
+        for i in range(PROMPT_LEN, len(tokens))
+    ]
+    return torch.cat(rows)
+
+
+FEEDS: dict[str, Callable[[_Runner, list[int]], Tensor]] = {
+    "whole": _feed_whole,
+    "chunked": _feed_chunked,
+    "reused prefix": _feed_reused,
+    "in company": _feed_beside,
+}
+
+
+def _check(
+    model: OwnModel, tokens: list[int], exact: np.ndarray, bound: float, way: str
+) -> Iterator[Check]:
+    """Compare each feed with eager; and the bits of decoded tokens with each other."""
+    decoded: list[np.ndarray] = []
+    for name, feed in FEEDS.items():
+        logits = feed(_Runner(model), tokens).numpy()
+        off = float(np.max(np.abs(logits.astype(np.float64) - exact))) / bound
+        yield Check(name=f"{way}, {name}", excess=off if np.isfinite(off) else float("inf"))
+        decoded.append(logits[PROMPT_LEN:])
+    is_equal = all(np.array_equal(decoded[0], other) for other in decoded[1:])
+    yield Check(name=f"{way}, same bits", excess=0.0 if is_equal else float("inf"))
+
+
+def _find_kept(checkpoint: Checkpoint, root: Path) -> OwnProof | None:
+    """Return a kept proof; None where there is none to be believed."""
+    try:
+        key = _find_key(checkpoint.config)
+        path = root / f"own-{key}.json"
+        info = path.stat()
+        if info.st_uid != os.getuid() or info.st_mode & 0o022 or info.st_size > MAX_BYTES:
+            return None
+        proof = msgspec.json.decode(path.read_bytes(), type=OwnProof)
+    except Exception:  # noqa: BLE001 - what transformers raises, the proof reports
+        return None
+    return proof if proof.key == key else None
+
+
+def _write(path: Path, proof: OwnProof) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(msgspec.json.encode(proof))
+        Path(file.name).replace(path)
+    except OSError as error:
+        logger.warning("event=proof_not_kept path=%s why=%r", path, str(error))

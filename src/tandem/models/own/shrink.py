@@ -1,0 +1,183 @@
+"""Tiny configurations of any class of transformers, for the proof of its own cache object.
+
+No field is understood here: fields are told by their names, and sizes shrink by one ratio, so that
+what they are to each other stays. Where transformers refuses the result, less is shrunk.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["MAX_WEIGHTS", "TINY_VOCAB", "list_tiny"]
+
+Values = dict[str, Any]
+
+TINY_VOCAB = 131
+MAX_WEIGHTS = 64_000_000
+"""Weights of a model that a proof computes in float64."""
+WINDOW, CHUNK, NUM_LAYERS, NUM_EXPERTS, TOP_K = 11, 16, 3, 8, 3
+CHOSEN_TOKENS = 16
+"""In place of the tokens that attention with an index chooses."""
+MIN_WIDTH = 8
+INDEX_HEADS = 16
+"""Of an index that chooses tokens: with few, scores behind a ReLU tie at 0, and any may be chosen.
+"""
+
+HEAD_NAMES = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "decoder_attention_heads",
+    "attention_heads",
+    "num_decoder_attention_heads",
+)
+WIDTH_NAMES = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim")
+LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+HEADS = re.compile(
+    r"(^|_)(n_heads?|num_heads|num_attention_heads|attention_heads|n_mamba_heads|mamba_n_heads"
+    r"|mamba_num_heads|num_v_heads|linear_num_heads|linear_num_(key|value)_heads)$"
+)
+KV_HEADS = re.compile(r"(key_value_heads|num_kv_heads|num_query_groups|n_kv_heads)$")
+LAYERS = re.compile(r"(^|_)(n_layers?|num_layers|num_hidden_layers|layers)$")
+WIDTH = re.compile(
+    r"hidden|intermediate|ffn|inner|dff|dim_ff|d_ff|d_model|n_embd|emb_dim|embedding_(dim|size)"
+    r"|proj_dim|lru_width|backbone|d_ssm|feed_forward|mid_dim"
+)
+OTHER_WIDTH = re.compile(r"head_dim|lora|rank|per_layer|multiplier|ratio|dropout")
+EXPERTS = re.compile(r"(num_experts|num_local_experts|routed_experts)$")
+CHOSEN = re.compile(r"(experts_per_tok(en)?|top_k|moe_topk)$")
+CHUNKS = re.compile(r"chunk_size$|^block_size$|index_block_size|chunk_length$")
+WINDOWS = ("sliding_window", "attention_window_size", "local_attention", "attention_chunk_size")
+PERIODS = re.compile(r"layer_period$|window_pattern$|attention_interval$|layer_group_size$")
+INDICES = re.compile(r"(_indices|_layers|_layer_ids)$")
+"""Lists of numbers of layers."""
+GROUPS = re.compile(r"^(n_groups|mamba_n_?groups|n_group|num_expert_group)$")
+DROPPED = ("architectures", "transformers_version", "dtype", "_name_or_path")
+
+
+def list_tiny(config: Any) -> Iterator[Any]:
+    """Yield tiny configurations of the same class, the smallest first.
+
+    Those that transformers refuses to make are left out; whether a model runs is the caller's.
+    """
+    for num_layers, is_narrow in ((NUM_LAYERS, True), (0, True), (NUM_LAYERS, False)):
+        values = config.to_dict()
+        _shrink(values, num_layers, is_narrow=is_narrow)
+        try:
+            yield type(config).from_dict(values)
+        except Exception:  # noqa: BLE001, S112 - as its checks raise anything
+            continue
+
+
+def _shrink(values: Values, num_layers: int, *, is_narrow: bool) -> None:
+    """Shrink in place; ``num_layers`` 0 keeps all layers."""
+    for name in DROPPED:
+        values.pop(name, None)
+    for name, value in values.items():
+        if isinstance(value, dict) and name.endswith("_config") and name != "per_layer_config":
+            _shrink(value, num_layers, is_narrow=is_narrow)
+    total = _find(values, LAYER_NAMES)
+    chosen = _choose_layers(values, total, num_layers or total)
+    heads, width = _find(values, HEAD_NAMES), _find(values, WIDTH_NAMES)
+    small = (2 if heads % 2 == 0 else 1) if heads else 0
+    ratio = heads // small if small else max(width // 64, 1)
+    while width % ratio or heads % ratio:
+        ratio -= 1
+    _shrink_fields(values, len(chosen), ratio, small, heads, is_narrow=is_narrow)
+    inner = values.get("per_layer_config")
+    if isinstance(inner, dict):
+        kept = {chosen.index(int(key)): v for key, v in inner.items() if int(key) in chosen}
+        for own in kept.values():
+            if isinstance(own, dict):
+                _shrink_fields(own, len(chosen), ratio, small, heads, is_narrow=is_narrow)
+        values["per_layer_config"] = kept
+
+
+def _find(values: Values, names: tuple[str, ...]) -> int:
+    return next((values[n] for n in names if _is_count(values.get(n))), 0)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _choose_layers(values: Values, total: int, num_layers: int) -> list[int]:
+    """Choose layers of every kind that lists of layers tell, and cut these lists."""
+    lists = [n for n, v in values.items() if isinstance(v, list) and len(v) == total and total > 1]
+    inner = values.get("per_layer_config")
+    own = inner if isinstance(inner, dict) else {}
+    rows = [
+        repr([*(values[n][i] for n in lists), own.get(i, own.get(str(i)))]) for i in range(total)
+    ]
+    begins = [i for i, row in enumerate(rows) if row not in rows[:i]]
+    others = [i for i in range(total) if i not in begins]
+    count = max(num_layers, len(begins))
+    chosen = sorted((begins + others)[:count])
+    for name in lists:
+        values[name] = [values[name][i] for i in chosen]
+    return chosen
+
+
+def _shrink_fields(
+    values: Values, num_layers: int, ratio: int, small: int, heads: int, *, is_narrow: bool
+) -> None:
+    for name, value in list(values.items()):
+        if name.endswith("token_id"):
+            is_list = isinstance(value, list)
+            if is_list or (_is_count(value) and value >= TINY_VOCAB):
+                values[name] = TOKENS.get(name, 3)
+        elif _is_count(value):
+            made = _shrink_count(name, value, num_layers)
+            if made == value and is_narrow:
+                made = (
+                    value if name == "index_n_heads" else _narrow(name, value, ratio, small, heads)
+                )
+            values[name] = made
+        elif value and isinstance(value, list) and INDICES.search(name) and num_layers:
+            # Of names, which such lists may hold too, there is nothing to keep.
+            kept = {v for v in value if isinstance(v, int) and v < num_layers}
+            is_numbers = all(isinstance(v, int) for v in value)
+            values[name] = sorted(kept or {num_layers - 1}) if is_numbers else value
+
+
+def _shrink_count(name: str, value: int, num_layers: int) -> int:
+    """Return a smaller count of what is no width."""
+    if "vocab_size" in name:
+        return min(value, TINY_VOCAB)
+    if name == "num_kv_shared_layers":
+        return 1
+    if LAYERS.search(name):
+        return min(value, num_layers) if num_layers else value
+    for pattern, most in (
+        (EXPERTS, NUM_EXPERTS),
+        (CHOSEN, TOP_K),
+        (PERIODS, 2),
+        (GROUPS, 2),
+        (CHUNKS, CHUNK),
+    ):
+        if pattern.search(name):
+            return min(value, most)
+    if name in WINDOWS:
+        return min(value, WINDOW)
+    if name == "index_n_heads":
+        return min(value, INDEX_HEADS)
+    if name.endswith(("layer_offset", "topk_group")):
+        return 1
+    if name.startswith("index_topk"):
+        return min(value, CHOSEN_TOKENS if name == "index_topk" else 2)
+    return value
+
+
+def _narrow(name: str, value: int, ratio: int, small: int, heads: int) -> int:
+    """Return a smaller width, by the ratio by which all shrink."""
+    if KV_HEADS.search(name):
+        return max(1, min(value // ratio, small)) if small and value != heads else small or value
+    if HEADS.search(name):
+        return max(1, value // ratio) if value % ratio == 0 or value < ratio else value
+    if not WIDTH.search(name) or OTHER_WIDTH.search(name):
+        return value
+    if value % ratio == 0 and value // ratio >= MIN_WIDTH:
+        return value // ratio
+    return min(value, 64) if "intermediate" in name or "ffn" in name else value

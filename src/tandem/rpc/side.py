@@ -1,0 +1,101 @@
+"""The part that both sides of the control channel share: a name, methods, limits, callbacks."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Required, TypedDict, Unpack
+
+from tandem.core.clock import Clock, MonotonicClock
+from tandem.core.errors import TandemError
+from tandem.rpc.config import RpcConfig
+from tandem.rpc.counters import RpcCounters
+from tandem.rpc.handshake import CompatCheck, check_compat_equal
+from tandem.rpc.lane import LaneRouter
+from tandem.rpc.methods import EventCallback, MethodTable
+from tandem.rpc.peer import Peer, PeerContext
+from tandem.rpc.trust.auth import Auth
+from tandem.rpc.wire.endpoint import parse_endpoint
+from tandem.rpc.wire.frames import Identity
+
+__all__ = ["RpcSide", "SideOptions"]
+
+logger = logging.getLogger(__name__)
+
+
+class SideOptions(TypedDict, total=False):
+    """The arguments that both sides take."""
+
+    identity: Required[Identity]
+    """Names this process; see ``make_identity``."""
+    auth: Required[Auth]
+    """Decides which peers are trusted, and proves us; must fit the endpoint."""
+    config: RpcConfig | None
+    """Limits and intervals; None: the defaults."""
+    methods: MethodTable | None
+    """Methods for peers, and the listener of their events; None: an empty table of its own."""
+    check_compat: CompatCheck
+    """Accepts or refuses each peer by its handshake."""
+    clock: Clock | None
+    """Clock of the leases."""
+    lanes: LaneRouter | None
+    """Lanes of this process, for calls beside the socket; borrowed. None: there are none."""
+
+
+class RpcSide:
+    """One side of the channel.
+
+    Args:
+        endpoint: ``ipc:///absolute/path`` or ``tcp://host:port``.
+        options: see ``SideOptions``.
+    """
+
+    def __init__(self, endpoint: str, **options: Unpack[SideOptions]) -> None:
+        self.identity = options["identity"]
+        self.counters = RpcCounters()
+        self._endpoint = parse_endpoint(endpoint)
+        self._auth = options["auth"]
+        config, methods, clock = options.get("config"), options.get("methods"), options.get("clock")
+        self._config = RpcConfig() if config is None else config
+        self._methods = MethodTable() if methods is None else methods
+        self._check_compat = options.get("check_compat", check_compat_equal)
+        self._peer_context = PeerContext(
+            self._config,
+            self._methods,
+            self.counters,
+            MonotonicClock() if clock is None else clock,
+            options.get("lanes"),
+        )
+        self._on_peer: Callable[[Peer], None] | None = None
+        self._on_peer_lost: Callable[[Peer, TandemError], None] | None = None
+
+    def on_event(self, callback: EventCallback, event_type: Any) -> None:
+        """Give the events of all peers to ``callback``; see ``MethodTable.listen``."""
+        self._methods.listen(callback, event_type)
+
+    def on_peer(self, callback: Callable[[Peer], None]) -> None:
+        """Call ``callback(peer)`` when a session begins, the first and every later one."""
+        self._on_peer = callback
+
+    def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
+        """Call ``callback(peer, error)`` once when a session ends, by either side."""
+        self._on_peer_lost = callback
+
+    def _note_joined(self, peer: Peer) -> None:
+        self.counters.peers_joined += 1
+        logger.info(
+            "event=peer_joined peer=%s id=%s epoch=%d", peer.name, peer.instance_id, peer.epoch
+        )
+        if self._on_peer is not None:
+            self._tell(self._on_peer, peer)
+
+    def _note_lost(self, peer: Peer, error: TandemError) -> None:
+        self.counters.peers_lost += 1
+        logger.info("event=peer_lost peer=%s id=%s reason=%s", peer.name, peer.instance_id, error)
+        if self._on_peer_lost is not None:
+            self._tell(self._on_peer_lost, peer, error)
+
+    def _tell(self, callback: Callable[..., None], peer: Peer, *more: object) -> None:
+        try:
+            callback(peer, *more)
+        except Exception:
+            self.counters.callback_errors += 1
+            logger.exception("event=peer_callback_failed peer=%s", peer.name)

@@ -1,0 +1,435 @@
+"""A put on its master: it takes space, its client writes there, hosts seal it, and it is shown.
+
+The client is let in on each host; then the objects' keys are held, the hosts write tables and
+headers, and the directory has the objects. A batch that comes with its values differs in one point
+alone: the hosts write the values too, and no client is let in.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from tandem.core.errors import CapacityError, ConfigError, DeadlineError, TandemError
+from tandem.store.election import Tombstone
+from tandem.store.formats import layout
+from tandem.store.master.burials import Burials
+from tandem.store.master.departures import Departures
+from tandem.store.master.state.index import NO_ROW, Replica
+from tandem.store.master.state.space import Extent, HostSpace
+from tandem.store.master.state.state import StoreState
+from tandem.store.messages import (
+    Ack,
+    CommitStatus,
+    ExtentRecords,
+    HostExtents,
+    SealExtents,
+    StartedPut,
+    StartPut,
+    StartStatus,
+)
+
+__all__ = ["Blob", "PutBatch", "PutParts"]
+
+logger = logging.getLogger(__name__)
+
+UNSURE_LOOK_S = 0.01
+"""Seconds between two looks whether a host that may have an object has come back."""
+
+
+class PutParts(NamedTuple):
+    """The parts of a master that its puts change."""
+
+    state: StoreState
+    departures: Departures
+    burials: Burials
+
+
+class Blob:
+    """Bytes of a batch's objects, one after the other: values, or tables."""
+
+    def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
+        self.is_values = is_values
+        self._data = data
+        self._sizes = sizes
+
+    def take(self, objects: Sequence[int]) -> bytes:
+        """Return those of some objects, in their order."""
+        if len(objects) == len(self._sizes):
+            return self._data
+        data, sizes = memoryview(self._data), self._sizes
+        ends = list(itertools.accumulate(sizes))
+        return b"".join(data[ends[i] - sizes[i] : ends[i]] for i in objects)
+
+    def pick(self, objects: Sequence[int]) -> "Blob":
+        """Return the same of some objects alone."""
+        return Blob(self.take(objects), [self._sizes[i] for i in objects], is_values=self.is_values)
+
+
+class PutBatch:
+    """The new objects of one request. An object is a number: its place among these keys.
+
+    Args:
+        parts: of the master.
+        client: instance id of the client that puts them.
+        request: its request.
+        wanted: positions of the objects in the request, one at least.
+        lengths: bytes of the extents of all objects of the request.
+    """
+
+    def __init__(
+        self,
+        parts: PutParts,
+        client: str,
+        request: StartPut,
+        wanted: Sequence[int],
+        lengths: list[int],
+    ) -> None:
+        is_whole = len(wanted) == len(request.keys)
+        self.client = client
+        self.request = request
+        self.positions = wanted
+        self.keys = request.keys if is_whole else [request.keys[i] for i in wanted]
+        self.sizes = request.sizes if is_whole else [request.sizes[i] for i in wanted]
+        self.lengths = lengths if is_whole else [lengths[i] for i in wanted]
+        self.places: dict[int, dict[int, int]] = {}
+        """Offsets of the extents by host and object."""
+        self.grant = 0
+        self.expires_ms = 0
+        self._sessions: dict[int, int] = {}
+        """Sessions of the hosts when the space was taken: in a later one it means nothing."""
+        self._first_version = 0
+        self._state, self._departures, self._burials = parts
+
+    # Space.
+
+    def list_offsets(self, host: int) -> list[int]:
+        """Return where the space on a host begins."""
+        return list(self.places[host].values())
+
+    def note_taken(self) -> None:
+        """Note that ``places`` are taken: they are this batch's until it expires."""
+        state = self._state
+        self._sessions = {number: state.hosts[number].session for number in self.places}
+        self.grant = state.versions.take()
+        self.expires_ms = state.now_ms() + state.config.put_timeout_ms
+
+    def release(self, objects: Iterable[int] | None = None) -> None:
+        """Free the space of objects (all if None) without a writer that were not sealed."""
+        chosen = None if objects is None else set(objects)
+        for number, places in self.places.items():
+            gone = [i for i in places if chosen is None or i in chosen]
+            self._state.hosts[number].release([places.pop(i) for i in gone])
+
+    def _forget_lost(self) -> list[int]:
+        """Forget space on hosts that have gone, or come back: the inventory has settled it.
+
+        Returns: the objects that had some there.
+        """
+        hosts = self._state.hosts
+        lost = [n for n in self.places if hosts[n].session != self._sessions[n]]
+        return [i for number in lost for i in self.places.pop(number)]
+
+    # Start: the client is let in.
+
+    def hold(self) -> dict[int, int]:
+        """Hold the space for the client's writes; return the bases of hosts that let it in."""
+        bases: dict[int, int] = {}
+        for number in self.places:
+            writers = self._state.hosts[number].writers
+            writers.hold(self.client, self.grant, self.list_offsets(number))
+            if (base := writers.find(self.client)) >= 0:
+                bases[number] = base
+        return bases
+
+    async def open_writers(self, bases: dict[int, int]) -> None:
+        """Have the other hosts let the client write, and add their bases."""
+        asked = [self._state.hosts[n] for n in sorted(self.places) if n not in bases]
+        answers = await asyncio.gather(*map(self._open_writer, asked), return_exceptions=True)
+        for host, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, int):
+                bases[host.number] = answer
+            elif not isinstance(answer, TandemError):
+                raise answer
+
+    async def _open_writer(self, host: HostSpace) -> int:
+        # The host is asked until it answers; it is only this put that goes on without it.
+        try:
+            async with asyncio.timeout(self._state.patience_s(host)):
+                return await host.writers.open(self.client)
+        except TimeoutError:
+            host.doubt()
+            raise DeadlineError("store.write", f"host {host.name} does not answer") from None
+
+    def describe(self, bases: dict[int, int]) -> StartedPut:
+        """Return where the client may write: on the hosts that have a base."""
+        positions, count = self.positions, len(self.request.keys)
+        is_whole = len(positions) == count
+        statuses = bytearray([StartStatus.GRANTED if is_whole else StartStatus.EXISTS]) * count
+        for position in () if is_whole else positions:
+            statuses[position] = StartStatus.GRANTED
+        places = [
+            HostExtents(
+                number,
+                list(offsets) if is_whole else [positions[i] for i in offsets],
+                list(offsets.values()),
+            )
+            for number, offsets in sorted(self.places.items())
+            if number in bases
+        ]
+        return StartedPut(
+            statuses=bytes(statuses),
+            grant=self.grant,
+            places=places,
+            endpoints=[self._state.hosts[p.host].endpoint(bases[p.host]) for p in places],
+        )
+
+    # Write: the client's, of which only the end is seen here.
+
+    def end_writing(self, failed_hosts: Iterable[int]) -> list[int]:
+        """Note that the client writes no more, but perhaps late bytes to hosts where it failed.
+
+        Returns: those hosts; the space held there stays the writer's until it is shut out.
+        """
+        failed = sorted(set(failed_hosts) & set(self.places))
+        for number in failed:
+            del self.places[number]
+        for number in self.places:
+            was_held = self._state.hosts[number].writers.unhold(self.client, self.grant)
+            assert was_held, "a fence takes space from puts"
+        return failed
+
+    def cut_tables(self, tables: bytes) -> Blob:
+        """Return the tables of the objects. Raises: ConfigError if they do not fit the values."""
+        sizes = [4 * count for count in layout.count_chunks_each(self.sizes)]
+        if sum(sizes) != len(tables):
+            self.release()
+            raise ConfigError("store.commit", "tables that do not fit the values")
+        return Blob(tables, sizes, is_values=False)
+
+    # Seal: the objects survive their hosts, and are shown.
+
+    async def seal(self, checksums: Sequence[int], blob: Blob) -> bytes:
+        """Seal and show; return a ``CommitStatus`` for each object.
+
+        Raises: CapacityError if no tombstones can be kept for what is replaced.
+        """
+        await self._wait_room()
+        async with self._hold_keys():
+            self._forget_lost()
+            statuses = bytearray([CommitStatus.EXPIRED]) * len(self.keys)
+            if self._is_unsure():
+                self.release()  # It could not be found out in time: to be put again.
+                return bytes(statuses)
+            if not self.request.upsert:
+                taken = self._state.directory.exists_many(self.keys)
+                came_late = [i for i, is_taken in enumerate(taken) if is_taken]
+                self.release(came_late)
+                for i in came_late:
+                    statuses[i] = CommitStatus.EXISTS
+            self._first_version = self._state.versions.take(len(self.keys))
+            try:
+                sealed = await self._seal_all(checksums, blob)
+            except Exception:
+                self._forget_lost()
+                self._wipe_all(self.places)
+                raise
+            for i in self._forget_lost():
+                self._departures.note_unlisted(self.keys[i])  # Perhaps sealed before it went.
+            self._wipe_all([number for number in self.places if number not in sealed])
+            await self._show(checksums, statuses)
+            return bytes(statuses)
+
+    @contextlib.asynccontextmanager
+    async def _hold_keys(self) -> AsyncGenerator[None]:
+        """Hold the keys against other commits, all at once and, for a time, not while unsure."""
+        state = self._state
+        deadline_s = state.clock.now_s() + state.config.put_timeout_ms / 1e3
+        held = state.committing
+        while True:
+            left_s = deadline_s - state.clock.now_s()
+            if left_s > 0 and self._is_unsure():
+                await state.awaited.wait_learnt(left_s)
+                await asyncio.sleep(UNSURE_LOOK_S)
+            elif held and (busy := [held[key] for key in self.keys if key in held]):
+                await asyncio.shield(busy[0])
+            else:
+                break
+        released: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        held.update(dict.fromkeys(self.keys, released))
+        try:
+            yield
+        finally:
+            for key in self.keys:
+                del held[key]
+            released.set_result(None)
+
+    def _is_unsure(self) -> bool:
+        """Return True if a host that is waited for may have what the batch is not to replace."""
+        if self.request.upsert or not self._state.can_be_unsure:
+            return False
+        taken = self._state.directory.exists_many(self.keys)
+        missing = [key for key, is_taken in zip(self.keys, taken, strict=True) if not is_taken]
+        return bool(missing) and self._state.is_unsure(missing)
+
+    async def _seal_all(self, checksums: Sequence[int], blob: Blob) -> set[int]:
+        """Have all hosts seal their part; return those that have."""
+        numbers = sorted(number for number, places in self.places.items() if places)
+        work = [self._seal_on(number, checksums, blob) for number in numbers]
+        if len(work) == 1:  # Without a task of its own.
+            answers: list[bool | BaseException] = [await work[0]]
+        else:
+            answers = await asyncio.gather(*work, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return {number for number, answer in zip(numbers, answers, strict=True) if answer}
+
+    async def _seal_on(self, number: int, checksums: Sequence[int], blob: Blob) -> bool:
+        """Return True if a host has sealed its part."""
+        host, objects = self._state.hosts[number], list(self.places[number])
+        part = blob.take(objects)
+        try:
+            await host.order(
+                "seal",
+                SealExtents,
+                Ack,
+                timeout_s=self._state.patience_s(host, len(objects)),
+                records=self._make_records(number, objects, checksums),
+                has_values=blob.is_values,
+                blob=part if blob.is_values else b"",
+                tables=b"" if blob.is_values else part,
+            )
+        except TandemError as error:
+            logger.warning("event=seal_failed host=%s reason=%s", host.name, error)
+            return False
+        return True
+
+    def _make_records(
+        self, number: int, objects: Sequence[int], checksums: Sequence[int]
+    ) -> ExtentRecords:
+        request, count = self.request, len(objects)
+        return ExtentRecords(
+            keys=[self.keys[i] for i in objects],
+            sizes=[self.sizes[i] for i in objects],
+            versions=[self._first_version + i for i in objects],
+            checksums=[checksums[i] for i in objects],
+            offsets=self.list_offsets(number),
+            wanted=[request.replicas] * count,
+            hard_pins=[request.hard_pin] * count,
+            soft_pin_ms=[request.soft_pin_ms] * count,
+        )
+
+    def _wipe_all(self, numbers: Iterable[int]) -> None:
+        """Have hosts wipe what they may have sealed: their answer was lost or negative."""
+        for number in list(numbers):
+            for i, offset in self.places.pop(number).items():
+                self._departures.wipe_copy(
+                    self.keys[i],
+                    self._state.hosts[number],
+                    Extent(offset, self.lengths[i]),
+                    version=self._first_version + i,
+                    was_shown=False,
+                )
+
+    async def _show(self, checksums: Sequence[int], statuses: bytearray) -> None:
+        """Publish objects sealed on any host; return when no older ones can come back.
+
+        Until then nobody is told of the new ones: a crash, or a host that was away, could bring
+        back an older one after it.
+        """
+        departures, unlisted = self._departures, self._state.unlisted
+        is_blind = self.request.upsert and self._burials.is_blind
+        replaced = self._find_replaced()
+        for key in replaced:
+            departures.hide(key)
+        try:
+            gone = self._insert(checksums, statuses)
+            if not replaced:
+                return
+            for wiped in gone:
+                await asyncio.shield(wiped)
+            dead = set(replaced) if is_blind else unlisted.intersection(replaced)
+            if dead:
+                versions = enumerate(self.keys, self._first_version - 1)
+                await self._burials.bury([Tombstone(k, n) for n, k in versions if k in dead])
+        finally:
+            for key in replaced:
+                departures.show(key)
+
+    def _insert(self, checksums: Sequence[int], statuses: bytearray) -> "list[asyncio.Future[Any]]":
+        """Add the objects to the directory; returns futures, done when older ones are wiped."""
+        state, directory, request = self._state, self._state.directory, self.request
+        for number in self.places:
+            state.hosts[number].seal(self.list_offsets(number))
+        # An upsert does not wait for hosts that may have had an object.
+        is_unsure = request.upsert and state.awaited.is_learning
+        shown = sorted({i for places in self.places.values() for i in places})
+        for i in shown:
+            statuses[i] = CommitStatus.REPLACED if is_unsure else CommitStatus.CREATED
+        replaced: list[asyncio.Future[Any]] = []
+        if self._departures.may_have_older(()) or directory.has_any(self.keys):
+            for i in shown:
+                going = self._departures.find_replaced(self.keys[i])
+                if going is not None:  # Evicted a moment ago, and maybe still read.
+                    replaced.append(going)
+                row = directory.find(self.keys[i])
+                if row != NO_ROW:
+                    statuses[i] = CommitStatus.REPLACED
+                    replaced += self._departures.drop_row(row)
+        rows: dict[int, int] = {}
+        # The last first: a row's newest replica is its first.
+        for number, places in reversed(self.places.items()):
+            new = [i for i in places if i not in rows]
+            for i in places.keys() & rows.keys():
+                directory.add_replica(rows[i], Replica(number, places[i]))
+            inserted = directory.insert_many(
+                [self.keys[i] for i in new],
+                sizes=[self.sizes[i] for i in new],
+                checksums=[checksums[i] for i in new],
+                versions=[self._first_version + i for i in new],
+                wanted=request.replicas,
+                host=number,
+                offsets=[places[i] for i in new],
+            )
+            rows.update(zip(new, inserted, strict=True))
+        if request.hard_pin or request.soft_pin_ms:
+            soft_until_ms = state.now_ms() + request.soft_pin_ms if request.soft_pin_ms else 0
+            for row in rows.values():
+                directory.set_pins(row, hard=request.hard_pin, soft_until_ms=soft_until_ms)
+        state.counters.objects_created += len(rows)
+        return replaced
+
+    # Older objects of the same keys.
+
+    async def _wait_room(self) -> None:
+        """Wait for room for the tombstones that showing the batch may take.
+
+        Raises: CapacityError.
+        """
+        if self._burials.is_whole or not (count := len(self._find_replaced())):
+            return
+        try:
+            await self._burials.wait_room(count, self._state.config.put_wait_ms / 1e3)
+        except CapacityError:
+            self._forget_lost()
+            self.release()
+            raise
+
+    def _find_replaced(self) -> Sequence[str]:
+        """Return the keys of which there is, or may be, an older copy anywhere."""
+        keys, state = self.keys, self._state
+        if self.request.upsert and self._burials.is_blind:
+            return keys
+        directory, departures = state.directory, self._departures
+        if not directory.has_any(keys) and not departures.may_have_older(keys):
+            return ()
+        return [
+            key
+            for key in keys
+            if directory.find(key) != NO_ROW
+            or departures.find_replaced(key) is not None
+            or key in state.unlisted
+        ]

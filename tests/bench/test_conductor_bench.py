@@ -1,0 +1,42 @@
+"""The conductor's live benchmark: slices have whole conversations; all cases run at toy size."""
+
+import msgspec
+import pytest
+
+from tandem.bench.conductor_live import make_live_cases, slice_conversations
+from tandem.bench.harness import run_cases
+from tandem.core.loads.traces import TraceRow
+
+
+def draw_trace(count):
+    """Return conversations of three turns, mixed; hash 0 is what all requests begin with."""
+    rows = []
+    for number in range(count):
+        talk, turn = number % (count // 3), number // (count // 3)
+        ids = [0, *(800 * (talk + 1) + part for part in range(2 * (turn + 1)))]
+        rows.append(TraceRow(number * 500.0, 512 * len(ids), 16, ids))
+    return rows
+
+
+def test_a_slice_has_every_turn_of_its_conversations():
+    rows = draw_trace(30)
+    kept = slice_conversations(rows, 1600)
+    assert {row.hash_ids[1] for row in kept} == {1600, 3200, 4800, 6400, 8000}
+    assert len(kept) == 15
+    assert [row.timestamp for row in kept] == sorted(row.timestamp for row in kept)
+    alone = TraceRow(0.0, 100, 1, [0])
+    assert slice_conversations([alone], 1600) == [alone]
+
+
+@pytest.mark.slow
+def test_cases_at_toy_size(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in draw_trace(18)))
+    cases = make_live_cases(trace, quick=True)
+    records = list(run_cases("conductor", cases, budget_s=0.1, rounds=1))
+    assert [record.check for record in records] == ["ok"] * 6
+    assert all(record.ours is not None for record in records)
+    by_metric = {record.case.split("metric=")[1].split()[0]: record for record in records}
+    assert 0 < by_metric["hits"].ours < 1
+    assert by_metric["attainment"].ours <= 1
+    assert by_metric["goodput"].baseline > 0
