@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem._native import ThreadPool
+from tandem.core.errors import UnsupportedError
 from tandem.finetune.forecast.fake_step import StepShape, _run_step, simulate_step
 from tandem.finetune.training.model import load_frozen
 from tandem.kernels.cpu.delta_scan import NativeScan
@@ -61,6 +62,19 @@ FAMILIES = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "deepseek_v3": {**MOE, **LATENT},
     "qwen3_next": {**MOE, **STATES, "shared_expert_intermediate_size": 48},
+    "lfm2_moe": {
+        **MOE,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+    },
     # transformers saves its convolution in three parts of one size, whatever heads have.
     "olmo_hybrid": {**STATES, "linear_value_head_dim": 8},
 }
@@ -119,6 +133,16 @@ def test_a_wrong_gradient_of_experts_is_seen(part, tmp_path, monkeypatch):
     assert measure_angle("qwen3_moe", tmp_path) > LARGEST_ANGLE
 
 
+def test_experts_without_a_gate_are_refused(tmp_path):
+    """They are served; nothing here takes a gradient through them."""
+    config = CONFIG_MAPPING["nemotron_h"](
+        **COMMON | {"layers_block_type": ["full_attention", "moe"], "n_routed_experts": 4}
+    )
+    save_tiny(make_tiny(config, 0), tmp_path)
+    with pytest.raises(UnsupportedError, match="without a gate"):
+        load_frozen(str(tmp_path), pool=ThreadPool(2))
+
+
 def test_a_wrong_gradient_of_a_recurrence_is_seen(tmp_path, monkeypatch):
     """It is the native one; a fifth less of what flows to its values is beyond the bound."""
     scan = NativeScan.__call__
@@ -142,7 +166,13 @@ def test_answers_with_a_cache_are_those_without(tmp_path):
     assert torch.equal(cached, whole)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+LATE = ("lfm2_moe", "granitemoehybrid")
+"""Families whose mixers transformers runs, as it does others: one more of a kind."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LATE else n for n in FAMILIES]
+)
 def test_every_family_takes_a_step_without_memory(name, adapt):
     """No operation depends on values, and one layer of each kind shows what all layers need."""
     shape = StepShape(

@@ -615,6 +615,10 @@ def describe_frozen_experts(module: Any, view: ModuleView) -> ExpertsSpec:
     spec = describe_experts(module, view)
     if spec.scales_input:
         raise UnfitModuleError(f"{type(module).__name__} takes inputs that its router has scaled")
+    if not spec.is_gated:
+        raise UnfitModuleError(
+            "experts without a gate have no gradient here, so that it is served and not trained"
+        )
     return spec
 
 

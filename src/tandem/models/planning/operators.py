@@ -201,7 +201,11 @@ for _entry in (
         needs_format=True,
     ),
     OperatorEntry(
-        "FrozenExperts", describe_frozen_experts, absorbs=True, takes_format=True, needs_format=True
+        "FrozenExperts",
+        describe_frozen_experts,
+        absorbs=True,
+        takes_format=True,
+        needs_format=True,
     ),
     OperatorEntry("MoeBlock", describe_moe_block, is_optional=True),
     OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),
