@@ -46,19 +46,22 @@ def open_own(path_or_id: str | Path) -> Checkpoint:
     raw = read_json(folder / "config.json")
     model_type = raw.get("model_type")
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
+    listed = raw.get("architectures")
+    if known is None and model_type in CONFIG_MAPPING and isinstance(listed, list):
+        # The decoder of a model that takes images has a type of its own, and its class that of all.
+        known = next((n for n in listed if n in _list_classes()), None)
     if known is None or not isinstance(model_type, str):
         what = f"transformers has no class that generates text for model_type {model_type!r}"
         raise UnsupportedError(WHERE, what, field="model_type")
     names = [known] if isinstance(known, str) else list(known)
-    listed = raw.get("architectures") or names
-    if not set(listed) <= set(names):
+    if not set(listed or names) <= set(names):
         what = f"architectures {listed}: only {', '.join(names)} generates text alone"
         raise UnsupportedError(WHERE, what, field="architectures")
     if raw.get("quantization_config"):
         what = "its weights are in codes, which only operators read"
         raise UnsupportedError(WHERE, what, field="quantization_config")
     try:
-        config: Any = CONFIG_MAPPING[model_type].from_dict(dict(raw))
+        config: Any = CONFIG_MAPPING[model_type].from_pretrained(folder, local_files_only=True)
     except Exception as error:
         text = " ".join(str(error).split())[:300]
         raise ConfigError(WHERE, f"config.json is not valid: {text}") from error
@@ -70,12 +73,22 @@ def open_own(path_or_id: str | Path) -> Checkpoint:
 
 
 def find_class(config: Any) -> Any:
-    """Return the class of transformers that generates text for a configuration."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    """Return the class of transformers that generates text for a configuration of ``open_own``."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    found = mapping[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if known is None:
+        known = next(n for n in config.architectures if n in _list_classes())
+    return getattr(transformers, known if isinstance(known, str) else known[0])
+
+
+def _list_classes() -> set[str]:
+    """Return the names of all classes that generate text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names: list[Any] = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()]
+    return {name for name in names if isinstance(name, str)}
 
 
 def _make_spec(name: str, config: Any, architecture: str, eos: object) -> ModelSpec:
@@ -83,7 +96,7 @@ def _make_spec(name: str, config: Any, architecture: str, eos: object) -> ModelS
     stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     hidden = _find(text, ("hidden_size", "d_model", "n_embd", "emb_dim"), 1)
     heads = _find(text, ("num_attention_heads", "decoder_attention_heads", "n_heads"), 1)
-    ends = [*_list_ids(text.eos_token_id), *_list_ids(eos)]
+    ends = [*_list_ids(getattr(text, "eos_token_id", None)), *_list_ids(eos)]
     return ModelSpec(
         name=name,
         model_type=config.model_type,

@@ -44,6 +44,7 @@ class OwnModel:
         self.dtype = TORCH_DTYPES[plan.spec.dtype]
         self.weights_digest = weights_digest
         self.ignored_weights: dict[str, str] = {}
+        self.packed_folders: list[Path] = []
         self.modules = modules
         self._piece = plan.own.piece
 

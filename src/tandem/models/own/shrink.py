@@ -135,11 +135,11 @@ def _shrink_fields(
                     value if name == "index_n_heads" else _narrow(name, value, ratio, small, heads)
                 )
             values[name] = made
-        elif value and isinstance(value, list) and INDICES.search(name) and num_layers:
-            # Of names, which such lists may hold too, there is nothing to keep.
-            kept = {v for v in value if isinstance(v, int) and v < num_layers}
-            is_numbers = all(isinstance(v, int) for v in value)
-            values[name] = sorted(kept or {num_layers - 1}) if is_numbers else value
+        elif value and isinstance(value, list) and all(_is_count(v) or v == 0 for v in value):
+            if WIDTH.search(name) and is_narrow:
+                values[name] = [_narrow(name, v, ratio, small, heads) for v in value]
+            elif INDICES.search(name) and num_layers not in (0, len(value)):
+                values[name] = sorted({v for v in value if v < num_layers} or {num_layers - 1})
 
 
 def _shrink_count(name: str, value: int, num_layers: int) -> int:

@@ -1,0 +1,196 @@
+"""Goal: of all decoder classes of transformers, at least 88 % are served, and none is served wrong.
+
+Method: the list of ``test_sweep``. Those that operators do not run are proved by transformers' own
+modules with a tiny model of the class's default configuration, and refused with a reason if that
+fails. Eager in float64 is the oracle.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tandem.core.model.plan import WHOLE_PROMPT
+from tandem.models.own import caches
+from tandem.models.own.prove import prove_own
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
+
+from test_sweep import BROKEN_DEFAULTS, SERVED
+
+MIN_SHARE = 0.88
+PIECES = [
+    "axk2",
+    "bailing_hybrid",
+    "bart",
+    "beam",
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "bigbird_pegasus",
+    "biogpt",
+    "blenderbot-small",
+    "bloom",
+    "camembert",
+    "codegen",
+    "cohere2_moe",
+    "cohere_compass_text",
+    "ctrl",
+    "data2vec-text",
+    "dbrx",
+    "deepseek_v2",
+    "deepseek_v32",
+    "deepseek_v4",
+    "diffllama",
+    "doge",
+    "dots3_note_text",
+    "electra",
+    "emu3",
+    "ernie",
+    "falcon",
+    "falcon_h1",
+    "fuyu",
+    "gemma3",
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
+    "git",
+    "glm4_moe",
+    "glm_moe_dsa",
+    "got_ocr2",
+    "gpt-sw3",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "gpt_neox_japanese",
+    "gptj",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "hy_v4",
+    "inkling2_loop_text",
+    "inkling2_text",
+    "inkling_text",
+    "jetmoe",
+    "lara_mini",
+    "lfm2",
+    "lfm3",
+    "llama4",
+    "llama4_text",
+    "longcat_flash",
+    "mamba2",
+    "marian",
+    "mbart",
+    "megatron-bert",
+    "mimo_v2_flash",
+    "minicpm3",
+    "minimax",
+    "minimax_m3_vl_text",
+    "mllama",
+    "modernbert-decoder",
+    "moss_transcribe_diarize",
+    "mpt",
+    "mvp",
+    "nanochat",
+    "opt",
+    "pegasus",
+    "persimmon",
+    "phi",
+    "phi4_multimodal",
+    "plbart",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "rwkv",
+    "sarvam_moe",
+    "trocr",
+    "whisper",
+    "xglm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+    "zaya",
+]
+"""Classes that are served in pieces, those that operators run now among them."""
+WHOLE = [
+    "falcon_mamba",
+    "jamba",
+    "mamba",
+]
+STEPS = []
+"""Classes whose cache is right after a whole prompt, and after single tokens, alone."""
+DECODERS = [
+    "bert",
+    "bert-generation",
+    "big_bird",
+    "camembert",
+    "data2vec-text",
+    "electra",
+    "ernie",
+    "megatron-bert",
+    "prophetnet",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+]
+"""Classes that are encoders unless their configuration says otherwise."""
+SETTINGS = {
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "dbrx": {"attn_config": {"rope_theta": 500000.0, "kv_n_heads": 1, "clip_qkv": 8.0}},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50000.0},
+        }
+    },
+}
+"""Fields that a class leaves open and every checkpoint of it has."""
+NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - BROKEN_DEFAULTS)
+
+
+def make_config(name):
+    fields = SETTINGS.get(name, {}) | ({"is_decoder": True} if name in DECODERS else {})
+    return CONFIG_MAPPING[name](**fields)
+
+
+def test_the_lists_are_of_the_classes_and_enough():
+    served = {*SERVED, *PIECES, *WHOLE, *STEPS}
+    assert served <= set(NAMES)
+    assert len(served) >= MIN_SHARE * len(NAMES)
+
+
+def test_a_cache_that_forgets_is_refused(monkeypatch):
+    """The mutant goes on without what the sequence before a piece gave."""
+    extend = caches.SequenceCache.extend
+
+    def forget(self, *args, **fields):
+        rows = extend(self, *args, **fields)
+        self.past = None
+        return rows
+
+    monkeypatch.setattr(caches.SequenceCache, "extend", forget)
+    proof = prove_own(CONFIG_MAPPING["gpt2"](n_layer=1, n_embd=32, n_head=2))
+    assert "computes something else" in proof.problem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in SERVED])
+def test_every_other_decoder_is_served_by_its_own_modules_or_refused(name):
+    proof = prove_own(make_config(name))
+    assert proof.is_proved is (name in {*PIECES, *WHOLE, *STEPS}), proof.problem
+    if proof.is_proved:
+        piece = WHOLE_PROMPT if name in WHOLE else 1 if name in STEPS else 0
+        assert proof.piece == piece
