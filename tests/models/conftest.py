@@ -21,6 +21,8 @@ from transformers import (  # noqa: E402
     DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
@@ -43,6 +45,8 @@ CONFIGS = {
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
     "qwen3_next": Qwen3NextConfig,
+    "lfm2": Lfm2Config,
+    "granitemoehybrid": GraniteMoeHybridConfig,
 }
 
 COMMON = {
@@ -88,6 +92,15 @@ MOE = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 40,
+    },
+    "lfm2": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+        "residual_multiplier": 0.6,
     },
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "deepseek_v3": {**LATENT, "q_lora_rank": 32, "n_group": 4, "topk_group": 2},

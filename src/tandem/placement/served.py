@@ -68,7 +68,7 @@ def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
         ops = 2 * mixer.num_heads * (2 * mixer.rank + mixer.rope)
         kind, window = "mla", 0
     else:
-        ops, kind, window = 4 * mixer.num_heads * mixer.head_dim, "gqa", mixer.window
+        ops, kind, window = 4 * mixer.num_heads * mixer.head_dim, "gqa", mixer.reach
     return msgspec.structs.replace(
         read,
         kind=kind,

@@ -47,6 +47,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
+    "chunked_attention",
     "linear_attention",
     "conv",
     "mlp",
@@ -303,6 +304,14 @@ def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
             "models.check_config",
             "layers of sliding_attention, and sliding_window is None",
             field="sliding_window",
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    is_chunked = "chunked_attention" in layer_types
+    if is_chunked and (type(chunk) is not int or not 1 <= chunk < 1 << 31):
+        raise ConfigError(
+            "models.check_config",
+            f"attention_chunk_size is {chunk!r}: need a number of tokens",
+            field="attention_chunk_size",
         )
     _check_rope(config)
 
