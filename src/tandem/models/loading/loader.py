@@ -38,6 +38,7 @@ from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
 from tandem.kernels.lanes.uploads import Split, UploadLane
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
+from tandem.kernels.operators.linear import Embedding
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.operator import Operator, freeze, running
 from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
@@ -122,6 +123,7 @@ class CausalModel:
         )
         self._head = skeleton.lm_head
         layers = list(base.layers)
+        self._layer_inputs = _find_layer_inputs(base)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
         self.moe = find_moe_layers(plan) if self.is_fused else None
         """The layers that choose experts; None where ``choices`` stays None."""
@@ -185,7 +187,7 @@ class CausalModel:
             is_captured=is_captured,
             lane=lane,
         )
-        if is_captured and not self._execution.is_native:
+        if is_captured and not self._execution.is_native and self._layer_inputs is None:
             self._fixed = {}
         return self._hybrid
 
@@ -439,10 +441,13 @@ class CausalModel:
             hidden = hidden.index_select(0, batch.logit_rows)
         else:
             hidden = self._embed(batch.token_ids)
+            if self._layer_inputs is not None:
+                assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
+                step.layer_inputs = self._layer_inputs(batch.token_ids, hidden)
             if self._hybrid is not None and len(batch.query_start) - 1 == batch.num_tokens:
                 assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
                 # A step with memory of its own is captured where its operators look it up anew.
-                is_captured = None if self._fixed is None else False
+                is_captured = None if self._execution.is_native else False
                 self._hybrid.run(step, routing, hidden, is_captured=is_captured)
             else:
                 for layer in self._fused:
@@ -630,6 +635,22 @@ def _choose_packed_root(plan: ModelPlan) -> Path | None:
     return choose_root(plan.packed_cache, Path(plan.folder), size_bytes)
 
 
+def _find_layer_inputs(base: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return what gives a step's layers inputs of their own; None: they have none.
+
+    They are [T, layers, items], of tokens [T] and their embeddings [T, D]: rows of a table by
+    token, and a projection of the embeddings, which transformers' module sums.
+    """
+    if getattr(base, "embed_tokens_per_layer", None) is None:
+        return None
+
+    def compute(token_ids: Tensor, embedded: Tensor) -> Tensor:
+        rows = base.get_per_layer_inputs(token_ids[None])
+        return base.project_per_layer_inputs(embedded[None], rows)[0]
+
+    return compute
+
+
 def _find_ropes(
     module: nn.Module | None, plan: ModelPlan, device: torch.device
 ) -> tuple[Angles, ...]:
@@ -695,7 +716,9 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     first = checkpoint.config.num_hidden_layers
     prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
     why = "of a layer that predicts tokens further ahead"
-    harmless |= {name: why for name in source.entries if name.startswith((*prefixes, "mtp."))}
+    harmless |= {
+        name: why for name in source.entries if name.startswith((*prefixes, "mtp.", "model.mtp."))
+    }
     why = "of a layer that shares the keys and values of another one"
     num_shared = getattr(checkpoint.config, "num_kv_shared_layers", None) or 0
     shared = "|".join(str(i) for i in range(first - num_shared, first))
@@ -736,7 +759,9 @@ def _load_plain(
 ) -> None:
     """Load a module that the rules left as it is."""
     if name == "lm_head" and checkpoint.config.tie_word_embeddings:
-        module.weight = model.get_input_embeddings().weight  # type: ignore[operator]
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        is_ours = isinstance(embedding, Embedding) and embedding.packed is not None
+        module.weight = freeze(embedding.read_weight()) if is_ours else embedding.weight
         return
     parameters = {key: p for key, p in module._parameters.items() if p is not None}
     weights = {
