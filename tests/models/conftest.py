@@ -29,6 +29,7 @@ from transformers import (  # noqa: E402
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk  # noqa: E402
@@ -111,7 +112,8 @@ def make_config() -> Callable[..., PreTrainedConfig]:
     """Return ``make(model_type, **changes)``: a tiny configuration of a family."""
 
     def make(model_type: str, **changes: Any) -> PreTrainedConfig:
-        return CONFIGS[model_type](**{**COMMON, **MOE.get(model_type, {}), **changes})
+        kind = CONFIGS.get(model_type) or CONFIG_MAPPING[model_type]
+        return kind(**{**COMMON, **MOE.get(model_type, {}), **changes})
 
     return make
 

@@ -1228,6 +1228,14 @@ class PackedMatrix:
         Raises: ShapeError.
         """
 
+    def take_rows(self, pool: ThreadPool, outputs: object, out: object) -> None:
+        """
+        Write the weights of `outputs`, int64, as numbers to `out`, float32 or bfloat16
+        [outputs, inputs].
+
+        Raises: ShapeError (also for an output that is not there).
+        """
+
     def read_weights(self, pool: ThreadPool) -> None:
         """Read the packed bytes: a ceiling for benchmarks."""
 

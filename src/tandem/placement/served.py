@@ -35,7 +35,8 @@ def read_served(plan: ModelPlan, *, kv_bytes: int) -> ModelShape:
         vocab_size=spec.vocab_size,
         layers=layers,
         embedding_weights=sizes.get("embedding", spec.vocab_size * spec.hidden_size),
-        head_weights=sizes.get("head", 0),
+        # Without bytes of its own the embedding reads its rows from the head.
+        head_weights=sizes.get("head", 0) if "embedding" in sizes else 0,
         max_context=spec.max_position_embeddings,
     )
 

@@ -131,7 +131,7 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
         case RotarySpec():
             return build_rotary(spec)
         case EmbeddingSpec():
-            return Embedding(spec.vocab_size, spec.hidden_size, spec.scale)
+            return Embedding(spec.vocab_size, spec.hidden_size, spec.scale, stored=settings)
         case HeadSpec():
             return LmHead(
                 spec.in_features,

@@ -38,6 +38,7 @@ from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
 from tandem.kernels.lanes.uploads import Split, UploadLane
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
+from tandem.kernels.operators.linear import Embedding
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.operator import Operator, freeze, running
 from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
@@ -714,7 +715,9 @@ def _load_plain(
 ) -> None:
     """Load a module that the rules left as it is."""
     if name == "lm_head" and checkpoint.config.tie_word_embeddings:
-        module.weight = model.get_input_embeddings().weight  # type: ignore[operator]
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        is_ours = isinstance(embedding, Embedding) and embedding.packed is not None
+        module.weight = freeze(embedding.read_weight()) if is_ours else embedding.weight
         return
     parameters = {key: p for key, p in module._parameters.items() if p is not None}
     weights = {
