@@ -146,7 +146,7 @@ def render_models() -> str:
             "  transformers' own modules: other state beside KV (Mamba1, lightning attention),",
             "  attention that chooses tokens by an index. Refused: encoders, images and sound.",
             "- Of a model that also takes images the decoder runs, and takes text: "
-            + ", ".join(f"`{f.composite}`" for f in FAMILIES.values() if f.composite)
+            + ", ".join(dict.fromkeys(f"`{f.composite}`" for f in FAMILIES.values() if f.composite))
             + ".",
             "",
             "| `quant_method` | what of it runs |",
