@@ -146,7 +146,7 @@ def render_models() -> str:
             "- Layers with a state: gated delta rules, Mamba2, short convolutions. Left to",
             "  transformers' own modules: other state beside KV (Mamba1, lightning attention),",
             "  attention that chooses tokens by an index. Refused: encoders, images and sound.",
-            "- Proved by transformers' own modules in the slow tests (operators win where they can),",
+            "- Proved by transformers' own modules in the slow tests (operators win over them),",
             f"  with a prompt in pieces: {', '.join(f'`{name}`' for name in IN_PIECES)};",
             "  with a prompt at once, and so without prefixes: "
             + ", ".join(f"`{name}`" for name in WHOLE_PROMPTS)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tandem.bench.conductor_live import make_live_cases, slice_conversations
+from tandem.bench.conductor_live import count_ideal_hits, make_live_cases, slice_conversations
 from tandem.bench.harness import run_cases
 from tandem.core.loads.traces import TraceRow
 
@@ -26,6 +26,12 @@ def test_a_slice_has_every_turn_of_its_conversations():
     assert [row.timestamp for row in kept] == sorted(row.timestamp for row in kept)
     alone = TraceRow(0.0, 100, 1, [0])
     assert slice_conversations([alone], 1600) == [alone]
+
+
+def test_a_cache_without_bounds_has_what_was_asked_before():
+    rows = [TraceRow(0.0, 1024, 1, [0, 1]), TraceRow(1.0, 1536, 1, [0, 1, 2]),
+            TraceRow(2.0, 1000, 1, [0, 3])]  # fmt: skip
+    assert count_ideal_hits(rows) == (1024 + 512) / (1024 + 1536 + 1000)
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ from transformers import (
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
+    MiMoV2FlashConfig,
     MistralConfig,
     Olmo3Config,
     Qwen3Config,
@@ -84,6 +86,8 @@ FAMILIES = {
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
     "gemma4": Gemma4TextConfig,
+    "llama4": Llama4TextConfig,
+    "mimo": MiMoV2FlashConfig,
     "mistral": MistralConfig,
     "olmo3": Olmo3Config,
     "qwen3": Qwen3Config,
@@ -95,6 +99,12 @@ def save_family(name, place):
     if name == "gemma4":
         return save_sharing(place)
     sizes = {key: SIZES[key] for key in SIZES if "expert" not in key} | {"num_hidden_layers": 6}
+    if name == "llama4":
+        sizes |= {"attention_chunk_size": WINDOW, "num_local_experts": 4, "floor_scale": 32}
+        del sizes["sliding_window"]
+    if name == "mimo":
+        sizes |= {"v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        sizes |= {"moe_intermediate_size": 24, "num_key_value_heads": 1, "head_dim": 24}
     if name == "qwen3":
         sizes |= {"use_sliding_window": True, "max_window_layers": 3}
     save_tiny(make_tiny(FAMILIES[name](**sizes), 0), place)

@@ -216,6 +216,22 @@ def test_sums_of_the_largest_codes_do_not_saturate(
     assert np.allclose(want, signs[0] * signs[1] * INS * 15 / 16, rtol=0.01)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_those_of_the_unpacked_matrix(name: str, isa: str, pool: ThreadPool):
+    """Bitwise, in any order, as float32 and rounded once; the last panel has fewer outputs."""
+    linear = make_linear(name, pool, isa)
+    values = linear.unpack()
+    wanted = torch.tensor([OUTS - 1, 0, 17, 63 % OUTS, 17])
+    assert torch.equal(linear.take_rows(wanted), values[wanted])
+    narrow = linear.take_rows(wanted, dtype=torch.bfloat16)
+    assert torch.equal(narrow, values[wanted].bfloat16())
+    assert linear.take_rows(torch.empty(0, dtype=torch.int64)).shape == (0, INS)
+    for absent in (-1, OUTS):
+        with pytest.raises(ShapeError, match=f"row {absent} of {OUTS}"):
+            linear.take_rows(torch.tensor([0, absent]))
+
+
 def test_concurrent_callers_get_their_own_results(pool: ThreadPool):
     linear = make_linear("int8g128", pool)
     inputs = [draw(rows, INS, seed=rows) for rows in (1, 30, 2, 201)]

@@ -21,12 +21,15 @@ from transformers import (  # noqa: E402
     DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk  # noqa: E402
@@ -42,6 +45,8 @@ CONFIGS = {
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
     "qwen3_next": Qwen3NextConfig,
+    "lfm2": Lfm2Config,
+    "granitemoehybrid": GraniteMoeHybridConfig,
 }
 
 COMMON = {
@@ -88,6 +93,15 @@ MOE = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 40,
     },
+    "lfm2": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 16,
+        "residual_multiplier": 0.6,
+    },
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "deepseek_v3": {**LATENT, "q_lora_rank": 32, "n_group": 4, "topk_group": 2},
 }
@@ -98,7 +112,8 @@ def make_config() -> Callable[..., PreTrainedConfig]:
     """Return ``make(model_type, **changes)``: a tiny configuration of a family."""
 
     def make(model_type: str, **changes: Any) -> PreTrainedConfig:
-        return CONFIGS[model_type](**{**COMMON, **MOE.get(model_type, {}), **changes})
+        kind = CONFIGS.get(model_type) or CONFIG_MAPPING[model_type]
+        return kind(**{**COMMON, **MOE.get(model_type, {}), **changes})
 
     return make
 

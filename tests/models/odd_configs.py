@@ -118,10 +118,14 @@ def make_odd(model_type: str, seed: int) -> Any:
     if "rope_parameters" not in default:
         return kind(**values)
     is_layered = any(isinstance(value, dict) for value in default["rope_parameters"].values())
+    if "llama_4_scaling_beta" in default["rope_parameters"]:
+        _put_position_scale(values, ropes[0], draw)
     values["rope_parameters"] = dict(zip(WINDOWS, ropes, strict=True)) if is_layered else ropes[0]
     if any(rope["rope_type"] == "dynamic" for rope in ropes) and values.get("sliding_window") == 1:
         # Eager runs token by token then, and its cache keeps all of a window of one.
         values["sliding_window"] = 2
+    if "attention_chunk_size" in default:
+        _put_chunks(values, draw)
     if "num_kv_shared_layers" in default:
         _put_sharing(values, default, draw)
     values["max_position_embeddings"] = draw.choice((NUM_TOKENS // 2, 4 * NUM_TOKENS))
@@ -144,6 +148,11 @@ def _put_sizes(values: dict[str, Any], default: dict[str, Any], draw: random.Ran
         values |= {"num_key_value_heads": heads, "hidden_size": heads * draw.choice((6, 10, 14))}
     elif "head_dim" in default:
         values |= {"head_dim": head_dim, "hidden_size": heads * draw.choice((6, 10, 14))}
+        if "v_head_dim" in default:
+            values["v_head_dim"] = draw.choice((5, 8))
+            values["attention_value_scale"] = draw.choice((0.5, 1.5, None))
+            # Layers with a window have twice as many KV heads.
+            values |= {"num_attention_heads": 2 * kv_heads * draw.choice((1, 2))}
 
 
 def _put_experts(
@@ -187,6 +196,11 @@ def _put_windows(
         values["use_sliding_window"] = seed == 0 or draw.random() < 0.7
         values["max_window_layers"] = draw.choice((0, 1, 2))
     elif "layer_types" in default:
+        if "mlp_layer_types" in default:
+            kinds = ("dense", "sparse")
+            values["mlp_layer_types"] = [
+                draw.choice(kinds) for _ in range(values["num_hidden_layers"])
+            ]
         count = values["num_hidden_layers"]
         values["layer_types"] = [draw.choice(WINDOWS) for _ in range(count - 1)]
         values["layer_types"] += ["full_attention" if seed == 0 else draw.choice(WINDOWS)]
@@ -220,6 +234,31 @@ def _put_states(values: dict[str, Any], default: dict[str, Any], draw: random.Ra
     kinds = ("linear_attention", "full_attention")
     drawn = [draw.choice(kinds) for _ in range(count - 2)]
     values["layer_types"] = draw.sample([*drawn, *kinds], count)
+
+
+def _put_chunks(values: dict[str, Any], draw: random.Random) -> None:
+    """Llama 4: chunks, layers without RoPE whose queries grow, experts in some layers."""
+    count = values["num_hidden_layers"]
+    values["no_rope_layers"] = draw.sample([0, 1, *(draw.choice((0, 1)) for _ in range(2))], 4)
+    values["no_rope_layers"] = [0, 1, *values["no_rope_layers"]][:count]
+    values["moe_layers"] = [i for i in range(count) if i == 0 or draw.random() < 0.5]
+    values |= {"attention_chunk_size": draw.choice((5, 16, 17)), "floor_scale": draw.choice((4, 9))}
+    values |= {
+        "attn_scale": draw.choice((0.3, 0.8)),
+        "intermediate_size_mlp": draw.choice((40, 56)),
+    }
+    values["attn_temperature_tuning"] = draw.choice((True, False))
+
+
+def _put_position_scale(values: dict[str, Any], rope: dict[str, Any], draw: random.Random) -> None:
+    """Ministral 3 and Mistral 4: queries grow with the position."""
+    rope["llama_4_scaling_beta"] = draw.choice((0.2, 0.7))
+    rope["original_max_position_embeddings"] = draw.choice((12, 16))
+    rope.pop("partial_rotary_factor", None)
+    if "qk_rope_head_dim" in values:
+        # Its class makes the angles of a share of the whole head.
+        rotated = values["qk_rope_head_dim"]
+        rope["partial_rotary_factor"] = rotated / (rotated + values["qk_nope_head_dim"])
 
 
 def _put_state_spaces(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
@@ -287,6 +326,7 @@ PARTIAL = (
     "glm4",
     "glm4_moe",
     "minimax_m2",
+    "mimo_v2_flash",
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
@@ -299,6 +339,9 @@ def _make_rope(draw: random.Random, model_type: str, seed: int) -> dict[str, Any
     if seed == 0 or model_type == "phi3":
         # Phi-3 has no other but LongRoPE, which is refused.
         rope_type = "default"
+    if model_type == "mistral4":
+        # Its class rotates all of a head with a plain RoPE, which its attention does not.
+        rope_type = "yarn"
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": draw.choice((50.0, 3e3, 7e5))}
     if rope_type == "default" or model_type in PARTIAL:
         rope["partial_rotary_factor"] = draw.choice((0.5, 0.75))

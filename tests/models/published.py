@@ -138,6 +138,23 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4_moe-groups": ("glm4_moe", {"head_dim": 128, "n_group": 8, "topk_group": 4}),
+    # Scout.
+    "llama4_text": (
+        "llama4_text",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0001,
+                "original_max_position_embeddings": 8192,
+            }
+        },
+    ),
+    "mimo_v2_flash": ("mimo_v2_flash", {}),
+    "ministral3": ("ministral3", {}),
+    "mistral4": ("mistral4", {}),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 64, "hidden_size": 3072}),
     "gpt_oss": ("gpt_oss", {}),
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": True, "intermediate_size": 5120}),
@@ -298,7 +315,6 @@ FIRST_USE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("arcee", {}),
-    "ministral3": ("ministral3", {}),
     "starcoder2": ("starcoder2", {}),
     "hy_v3": ("hy_v3", {}),
 }

@@ -6,6 +6,7 @@ word by word as their formats are documented, and share no code with what reads 
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,48 @@ def code_fp8_tensor(weights: Tensor) -> Coded:
     return tensors, codes.float() * scale
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def round_to_e2m1(values: Tensor) -> Tensor:
+    """Return the codes of the nearest floats of 4 bits, of either sign."""
+    grid = torch.tensor([*E2M1, *(-x for x in E2M1)])
+    return (values[..., None] - grid).abs().argmin(-1).to(torch.uint8)
+
+
+def decode_e2m1(codes: Tensor) -> Tensor:
+    return torch.tensor([*E2M1, *(-x for x in E2M1)])[codes.int()]
+
+
+def code_nvfp4(weights: Tensor, *, divides: bool) -> Coded:
+    """Code as NVIDIA's modelopt does, or, where the number of the tensor divides, as
+    compressed-tensors."""
+    groups = weights.unflatten(1, (-1, 16))
+    number = weights.abs().max() / (448 * 6)
+    number = (1 / number if divides else number).float()
+    steps = groups.abs().amax(-1) / 6
+    scales = (steps * number if divides else steps / number).to(torch.float8_e4m3fn)
+    factors = scales.float() / number if divides else scales.float() * number
+    codes = round_to_e2m1(groups / factors.clamp(min=1e-30)[..., None]).flatten(1)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    values = (decode_e2m1(codes).unflatten(1, (-1, 16)) * factors[..., None]).flatten(1)
+    if divides:
+        parts = {"weight_packed": packed, "weight_global_scale": number.view(1)}
+        return parts | {"weight_scale": scales, "input_global_scale": torch.ones(1)}, values
+    parts = {"weight": packed, "weight_scale_2": number, "input_scale": torch.tensor(0.02)}
+    return parts | {"weight_scale": scales}, values
+
+
+def code_mxfp4(weights: Tensor) -> Coded:
+    """mxfp4-pack-quantized of compressed-tensors."""
+    groups = weights.unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(-1) / 6).clamp(min=1e-30).log2().ceil()
+    codes = round_to_e2m1(groups / 2 ** exponents[..., None]).flatten(1)
+    values = (decode_e2m1(codes).unflatten(1, (-1, 32)) * 2 ** exponents[..., None]).flatten(1)
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    return {"weight_packed": packed, "weight_scale": (exponents + 127).to(torch.uint8)}, values
+
+
 def code_compressed(weights: Tensor, layout: str, args: dict[str, Any]) -> Coded:
     """Code with the package itself, scales by its own observer's formula."""
     from compressed_tensors.compressors.base import BaseCompressor
@@ -142,6 +185,17 @@ def _ct(layout: str, **weights: Any) -> tuple[Callable[[Tensor], Coded], dict[st
         "quantization_status": "compressed",
     }
     return lambda w: code_compressed(w, layout, weights), config
+
+
+def _fp4(layout: str, code: Callable[[Tensor], Coded], **weights: Any):
+    """As ``_ct``, coded here."""
+    _, config = _ct(layout, num_bits=4, type="float", symmetric=True, **weights)
+    return code, config
+
+
+def _modelopt(algorithm: str, code: Callable[[Tensor], Coded]):
+    config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "*gate"]}
+    return code, config
 
 
 def _gptq(bits: int, size: int, *, sym: bool = True, v2: bool = False, desc_act: bool = False):
@@ -190,6 +244,15 @@ CODERS: dict[str, tuple[Callable[[Tensor], Coded], dict[str, Any]]] = {
     "ct fp8 block": _ct(
         "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]
     ),
+    "ct nvfp4": _fp4(
+        "nvfp4-pack-quantized",
+        partial(code_nvfp4, divides=True),
+        strategy="tensor_group",
+        group_size=16,
+    ),
+    "ct mxfp4": _fp4("mxfp4-pack-quantized", code_mxfp4, strategy="group", group_size=32),
+    "modelopt nvfp4": _modelopt("NVFP4", partial(code_nvfp4, divides=False)),
+    "modelopt fp8": _modelopt("FP8", code_fp8_tensor),
     "gptq 4 g128": _gptq(4, 128),
     "gptq 4 g32 asym": _gptq(4, 32, sym=False),
     "gptq 4 g64 v2": _gptq(4, 64, v2=True),
@@ -211,6 +274,8 @@ SLOW = frozenset(
         "ct int4 g128 asym",
         "ct w8a8 asym",
         "ct fp8 block",
+        "ct mxfp4",
+        "modelopt fp8",
         "gptq 4 g64 v2",
         "gptq 4 rows",
         "gptq 8 g128",

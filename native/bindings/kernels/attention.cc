@@ -156,7 +156,7 @@ class PlannedAttention {
   }
 
   void attend(size_t layer_idx, const TensorView& q, const TensorView& out, float scale,
-              int64_t window, float soft_cap, const TensorView* sinks) const {
+              int64_t window, float soft_cap, const TensorView* sinks, int64_t chunk) const {
     constexpr const char* kWhere = "kernels.attention";
     const KvView& kv = step_.kv;
     if (out.num_dims() != 3 || out.shape(0) != num_tokens() || out.shape(1) == 0 ||
@@ -175,6 +175,7 @@ class PlannedAttention {
     check_same_type(kWhere, "q", q, out);
     if (layer_idx >= kv.num_layers) refuse("no such layer", "layer_idx");
     if (window < 0) refuse("a window of " + std::to_string(window) + " tokens", "window");
+    if (chunk < 0) refuse("chunks of " + std::to_string(chunk) + " tokens", "chunk");
     if (!(soft_cap >= 0.0f)) refuse("a negative cap", "soft_cap");
     if (sinks != nullptr && (sinks->num_dims() != 1 || sinks->shape(0) != out.shape(1) ||
                              !sinks->is_dense_from(0) || !sinks->is_float32()))
@@ -188,7 +189,7 @@ class PlannedAttention {
     call.num_heads = out.shape(1);
     call.layer_idx = layer_idx;
     call.rule = {scale, soft_cap, window,
-                 sinks == nullptr ? nullptr : static_cast<const float*>(sinks->data())};
+                 sinks == nullptr ? nullptr : static_cast<const float*>(sinks->data()), chunk};
     run_released([&] { return run_attention(*kernels_, pool_pointer_, step_, call); });
   }
 
@@ -296,7 +297,7 @@ void bind_attention(nb::module_& module) {
            "Raises: ShapeError (shape, type, a block or length out of bounds); ConfigError or\n"
            "    UnsupportedError (isa).")
       .def("attend", &PlannedAttention::attend, "layer_idx"_a, "q"_a, "out"_a, "scale"_a,
-           "window"_a = 0, "soft_cap"_a = 0.0f, "sinks"_a.none() = nb::none(),
+           "window"_a = 0, "soft_cap"_a = 0.0f, "sinks"_a.none() = nb::none(), "chunk"_a = 0,
            "Attend each token to its sequence's context up to itself.\n\n"
            "Args:\n"
            "    layer_idx: whose keys and values; this step's were stored before.\n"
@@ -306,6 +307,7 @@ void bind_attention(nb::module_& module) {
            "    window: a token sees itself and window - 1 before it; 0 is all.\n"
            "    soft_cap: a score becomes cap * tanh(score / cap); 0 is none.\n"
            "    sinks: float32 [heads], a logit that takes weight and adds nothing.\n"
+           "    chunk: no key before the last multiple of it up to the token is seen; 0 is all.\n"
            "A token's result is bitwise the same alone and in company, prefilled whole or in\n"
            "chunks or decoded, for any number of threads. Raises: ShapeError.")
       .def("store", &PlannedAttention::store, "layer_idx"_a, "rows"_a, "first_head"_a = 0,

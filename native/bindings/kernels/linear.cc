@@ -141,6 +141,23 @@ void run_matrix(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& x,
                    first_column, columns);
 }
 
+void take_matrix_rows(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& outputs,
+                      const AnyOutput& out) {
+  constexpr const char* kWhere = "kernels.take_rows";
+  if (outputs.ndim() != 1 || outputs.dtype() != nb::dtype<int64_t>() || !is_contiguous(outputs) ||
+      outputs.device_type() != nb::device::cpu::value)
+    raise({Code::kShape, kWhere,
+           "outputs are " + describe_array(outputs) + ": give contiguous int64 on the CPU",
+           "outputs"});
+  const bool has_dtype = is_float(out.dtype()) || is_bf16(out.dtype());
+  check_matrix(out, kWhere, "out", has_dtype, "float32 or bfloat16", outputs.shape(0),
+               matrix.in_features());
+  run_released([&] {
+    return matrix.take_rows(pool, static_cast<const int64_t*>(outputs.data()), outputs.shape(0),
+                            out.data(), is_bf16(out.dtype()));
+  });
+}
+
 void run_matrix_back(const PackedMatrix& matrix, ThreadPool& pool, const AnyInput& d_out,
                      const AnyOutput& d_x, bool is_added) {
   constexpr const char* kWhere = "kernels.linear_backward";
@@ -298,6 +315,10 @@ void bind_linear(nb::module_& module) {
           "pool"_a, "out"_a, nb::sig("def unpack(self, pool: ThreadPool, out: object) -> None"),
           "Write the weights as numbers to `out`, float32 [out_features, in_features].\n\n"
           "Raises: ShapeError.")
+      .def("take_rows", &take_matrix_rows, "pool"_a, "outputs"_a, "out"_a,
+           nb::sig("def take_rows(self, pool: ThreadPool, outputs: object, out: object) -> None"),
+           "Write the weights of `outputs`, int64, as numbers to `out`, float32 or bfloat16\n"
+           "[outputs, inputs].\n\nRaises: ShapeError (also for an output that is not there).")
       .def(
           "read_weights",
           [](const PackedMatrix& matrix, ThreadPool& pool) {

@@ -53,6 +53,16 @@ MatrixView view_codes(const WeightFormat& format, const nb::object& codes, const
   const size_t groups = size == 0 ? 1 : (columns + size - 1) / size;
   const bool is_block = format.is_float && format.bits == 8 && format.group_size != 0;
   const auto scale_array = nb::cast<AnyInput>(scales);
+  if (format.table == CodeTable::kE2m1) {
+    check_matrix(scale_array, where, (text + ".scales").c_str(),
+                 scale_array.dtype() == nb::dtype<uint8_t>(), "uint8", rows, groups);
+    const auto factor_array = nb::cast<AnyInput>(minima);
+    check_matrix(factor_array, where, (text + ".factors").c_str(), is_float(factor_array.dtype()),
+                 "float32", rows, 1);
+    MatrixView view{code_array.data(), false, rows, columns, scale_array.data()};
+    view.factors = static_cast<const float*>(factor_array.data());
+    return view;
+  }
   check_matrix(scale_array, where, (text + ".scales").c_str(),
                format.is_float ? is_float(scale_array.dtype()) : is_fp16(scale_array.dtype()),
                format.is_float ? "float32" : "float16",

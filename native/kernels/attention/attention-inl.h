@@ -567,7 +567,7 @@ inline Visible find_visible(const SplitTask& task, size_t row, size_t tile) {
       task.first_position + static_cast<int64_t>((task.first_row + row) / task.group);
   const int64_t start = static_cast<int64_t>(tile);
   const int64_t last = position - start + 1;
-  const int64_t first = task.rule.window > 0 ? last - task.rule.window : 0;
+  const int64_t first = task.rule.first_seen(position) - start;
   const int64_t size = static_cast<int64_t>(kTile);
   return {static_cast<size_t>(first < 0 ? 0 : (first > size ? size : first)),
           static_cast<size_t>(last < 0 ? 0 : (last > size ? size : last))};

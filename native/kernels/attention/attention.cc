@@ -119,8 +119,7 @@ class Run {
       for (size_t row = 0; row < num_rows; row += kTileRows) {
         const size_t count = std::min(kTileRows, num_rows - row);
         const int64_t last_position = first + static_cast<int64_t>((row + count - 1) / group_);
-        int64_t seen = first + static_cast<int64_t>(row / group_) - call_.rule.window + 1;
-        if (call_.rule.window == 0 || seen < 0) seen = 0;
+        const int64_t seen = call_.rule.first_seen(first + static_cast<int64_t>(row / group_));
         const size_t begin = static_cast<size_t>(seen) / kTileTokens * kTileTokens;
         const size_t end = round_up(static_cast<size_t>(last_position) + 1, kTileTokens);
         for (size_t head = 0; head < step_.kv.num_kv_heads; ++head)

@@ -45,6 +45,14 @@ struct AttentionRule {
   float soft_cap = 0.0f;   // score = cap * tanh(score / cap); 0 is none.
   int64_t window = 0;      // A query sees its own and window - 1 earlier keys; 0 is all.
   const float* sinks = nullptr;  // [num_heads] logits that take weight and give nothing.
+  int64_t chunk = 0;  // A query sees no key before the last multiple of this; 0 is no such border.
+
+  // The first key that a query sees.
+  int64_t first_seen(int64_t position) const {
+    int64_t first = window > 0 ? position - window + 1 : 0;
+    if (chunk > 0 && position / chunk * chunk > first) first = position / chunk * chunk;
+    return first > 0 ? first : 0;
+  }
 };
 
 // Rows of one sequence and KV head: row r is query head r % group of token r / group.

@@ -14,6 +14,8 @@ namespace {
 constexpr size_t kMinHugeBytes = size_t{16} << 20;
 // Outputs that share a scale in e4m3: rows are packed in whole blocks of them.
 constexpr size_t kBlockRows = 128;
+// Rows that one task takes.
+constexpr size_t kTakenRows = 4;
 
 }  // namespace
 
@@ -241,6 +243,35 @@ Status PackedMatrix::unpack(ThreadPool& pool, float* out) const {
         for (size_t r = 0; r < num_rows; ++r)
           for (size_t i = 0; i < count; ++i)
             out[(row + r) * in_features_ + k + i] = values[i * kPanelColumns + r];
+      }
+    }
+  });
+}
+
+Status PackedMatrix::take_rows(ThreadPool& pool, const int64_t* outputs, size_t num_rows, void* out,
+                               bool is_bf16) const {
+  for (size_t i = 0; i < num_rows; ++i)
+    if (outputs[i] < 0 || static_cast<uint64_t>(outputs[i]) >= out_features_)
+      return {Code::kShape, "kernels.take_rows",
+              "row " + std::to_string(outputs[i]) + " of " + std::to_string(out_features_),
+              "outputs"};
+  const size_t size = padded_size(format_, in_features_);
+  return pool.parallel_for(num_rows, kTakenRows, [&](size_t begin, size_t end, int) {
+    alignas(64) float values[kMaxGroupSize * kRowColumns];
+    for (size_t i = begin; i < end; ++i) {
+      const auto row = static_cast<size_t>(outputs[i]);
+      const size_t column = row % kPanelColumns, in_vector = column % kRowColumns;
+      const uint8_t* panel = data_ + row / kPanelColumns * panel_bytes_;
+      for (size_t k = 0; k < in_features_; k += kMaxGroupSize) {
+        kernels_->widen({format_, panel, k, std::min<size_t>(kMaxGroupSize, size - k), values, true,
+                         column - in_vector});
+        const size_t count = std::min<size_t>(kMaxGroupSize, in_features_ - k);
+        const size_t at = i * in_features_ + k;
+        for (size_t j = 0; j < count; ++j) {
+          const float value = values[j * kRowColumns + in_vector];
+          if (is_bf16) static_cast<uint16_t*>(out)[at + j] = narrow_to_bf16(value);
+          else static_cast<float*>(out)[at + j] = value;
+        }
       }
     }
   });

@@ -101,6 +101,11 @@ class PackedMatrix {
   // ThreadPool.
   Status unpack(ThreadPool& pool, float* out) const;
 
+  // Writes the weights of some outputs as numbers, [num_rows, in_features], fp32 or, rounded once, bf16.
+  // Errors: kShape (an output that is not there), those of ThreadPool.
+  Status take_rows(ThreadPool& pool, const int64_t* outputs, size_t num_rows, void* out,
+                   bool is_bf16) const;
+
   // As of ExpertBank.
   Status read_weights(ThreadPool& pool) const;
   Status multiply_registers(ThreadPool& pool, size_t num_macs) const;

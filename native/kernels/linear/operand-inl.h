@@ -32,6 +32,7 @@ inline size_t code_group_size(const WeightFormat& format) {
 
 // Returns the code that stands for zero.
 inline int32_t code_centre(const WeightFormat& format) {
+  if (format.table == CodeTable::kE2m1) return kE2m1Centre;
   return format.table != CodeTable::kNone ? 128 : 1 << (format.bits - 1);
 }
 

@@ -22,10 +22,12 @@ inline void store_bf16(uint16_t* out, const float* values, size_t size) {
 inline F32 widen_fp16(const uint8_t* p) { return load_fp16(reinterpret_cast<const uint16_t*>(p)); }
 
 // The values of whole chunks: w = scale * (code - centre) + minimum, rounded once, as a file's own
-// decoder has it: products of scales and codes are exact in fp32, but for the 25 bits of Q6_K's.
+// decoder has it: products of scales and codes are exact in fp32, but for the 25 bits of Q6_K's. Of
+// kColumns outputs from `first_column` on.
 // REQUIRES: num_k <= kUnpackedInputs.
+template <size_t kColumns>
 void widen_ints(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
-                float* tile) {
+                size_t first_column, float* tile) {
   Unpacked weights;
   choose_unpacking(format)(format, panel, first_k, num_k, weights);
   const size_t size = code_group_size(format);
@@ -33,13 +35,15 @@ void widen_ints(const WeightFormat& format, const uint8_t* panel, size_t first_k
       set_f32(format.has_minimum ? 0.0f : static_cast<float>(code_centre(format)));
   for (size_t k = 0; k < num_k; k += 4) {
     const size_t group = (first_k + k) / size - first_k / size;
-    for (size_t c = 0; c < kPanelColumns; c += kLanes) {
-      const F32 scale = load_f32(weights.scales[group] + c);
+    for (size_t i = 0; i < kColumns; i += kLanes) {
+      const size_t c = first_column + i;
+      F32 scale = load_f32(weights.scales[group] + c);
+      if (format.table == CodeTable::kE2m1) scale = apply_factor(scale, panel, c);
       const F32 minimum = load_f32(weights.minima[group] + c);
       const I32 words = load_i32(weights.codes + k * kPanelColumns + c * 4);
-      unroll<4>([&](auto i) TANDEM_INLINE {
-        const I32 code = (words >> (8 * i.value)) & set_i32(0xff);
-        store_f32(tile + (k + i.value) * kPanelColumns + c,
+      unroll<4>([&](auto j) TANDEM_INLINE {
+        const I32 code = (words >> (8 * j.value)) & set_i32(0xff);
+        store_f32(tile + (k + j.value) * kColumns + i,
                   fma(scale, to_f32(code) - centre, minimum));
       });
     }
@@ -76,8 +80,9 @@ inline F32 odd_of(Bf16Pair w) {
 }
 
 // Scaled weights are exact for powers of two, else rounded once.
-template <int kBits, FloatScales kScales>
-void widen_floats(const uint8_t* panel, size_t first_k, size_t num_k, float* tile) {
+template <size_t kColumns, int kBits, FloatScales kScales>
+void widen_floats(const uint8_t* panel, size_t first_k, size_t num_k, size_t first_column,
+                  float* tile) {
   constexpr size_t kGroup = kBits == 8 ? 128 : 32;
   constexpr size_t kStep = kBits == 8 ? 4 : 8;
   constexpr size_t kHeader = kFloatGroupHeader<kScales>;
@@ -86,14 +91,15 @@ void widen_floats(const uint8_t* panel, size_t first_k, size_t num_k, float* til
     const size_t k = first_k + i;
     const uint8_t* p = panel + kFloatPanelHeader<kScales> + k / kGroup * kGroupBytes;
     const uint8_t* codes = p + kHeader + k % kGroup / kStep * kStepBytes;
-    for (size_t c = 0; c < kPanelColumns; c += kLanes) {
+    for (size_t column = 0; column < kColumns; column += kLanes) {
+      const size_t c = first_column + column;
       F32 scale = load_float_scale<kBits, kScales>(p, c);
       if constexpr (kScales == FloatScales::kRow)
         scale = scale * load_f32(reinterpret_cast<const float*>(panel) + c);
       const I32 words = load_i32(codes + c * 4);
       const auto put = [&](size_t at, Bf16Pair w) TANDEM_INLINE {
-        store_f32(tile + (i + at) * kPanelColumns + c, even_of(w) * scale);
-        store_f32(tile + (i + at + 1) * kPanelColumns + c, odd_of(w) * scale);
+        store_f32(tile + (i + at) * kColumns + column, even_of(w) * scale);
+        store_f32(tile + (i + at + 1) * kColumns + column, odd_of(w) * scale);
       };
       if constexpr (kBits == 8) {
         Bf16Pair w[2];
@@ -107,17 +113,38 @@ void widen_floats(const uint8_t* panel, size_t first_k, size_t num_k, float* til
   }
 }
 
-// [num_k][64 outputs] in fp32, of formats of codes.
+// [num_k][kColumns outputs] in fp32, of formats of codes.
+template <size_t kColumns>
 void widen_values(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
-                  float* out) {
+                  size_t first_column, float* out) {
   if (format.is_float && format.bits == 8 && format.group_size == 0)
-    widen_floats<8, FloatScales::kRow>(panel, first_k, num_k, out);
+    widen_floats<kColumns, 8, FloatScales::kRow>(panel, first_k, num_k, first_column, out);
   else if (format.is_float && format.bits == 8)
-    widen_floats<8, FloatScales::kGroup>(panel, first_k, num_k, out);
+    widen_floats<kColumns, 8, FloatScales::kGroup>(panel, first_k, num_k, first_column, out);
   else if (format.is_float)
-    widen_floats<4, FloatScales::kGroup>(panel, first_k, num_k, out);
+    widen_floats<kColumns, 4, FloatScales::kGroup>(panel, first_k, num_k, first_column, out);
   else
-    widen_ints(format, panel, first_k, num_k, out);
+    widen_ints<kColumns>(format, panel, first_k, num_k, first_column, out);
+}
+
+// [num_k][kRowColumns outputs] in fp32, of any format.
+void widen_narrow(const WidenTask& task) {
+  const uint8_t* panel = task.panel;
+  if (task.format.bits < 16)
+    return widen_values<kRowColumns>(task.format, panel, task.first_k, task.num_k,
+                                     task.first_column, task.out);
+  for (size_t k = 0; k < task.num_k; ++k) {
+    for (size_t i = 0; i < kRowColumns; ++i) {
+      const size_t at = task.first_k + k, column = task.first_column + i;
+      float& value = task.out[k * kRowColumns + i];
+      if (task.format.bits == 32)
+        value = reinterpret_cast<const float*>(panel)[at * kPanelColumns + column];
+      else
+        value = float_of(uint32_t{reinterpret_cast<const uint16_t*>(
+                             panel)[at / 2 * 2 * kPanelColumns + 2 * column + at % 2]}
+                         << 16);
+    }
+  }
 }
 
 // [kTileInputs][64 outputs] in bf16 of a panel's inputs from first_k on; zero beyond num_k.
@@ -127,11 +154,12 @@ void make_tile(const WeightFormat& format, const uint8_t* panel, size_t first_k,
     __builtin_memset(tile + num_k * kPanelColumns, 0, (kTileInputs - num_k) * kPanelColumns * 2);
   if (format.bits == 16) return split_bf16(panel, first_k, num_k, tile);
   alignas(64) float wide[kTileInputs * kPanelColumns];
-  widen_values(format, panel, first_k, num_k, wide);
+  widen_values<kPanelColumns>(format, panel, first_k, num_k, 0, wide);
   store_bf16(tile, wide, num_k * kPanelColumns);
 }
 
 void widen(const WidenTask& task) {
+  if (task.is_narrow) return widen_narrow(task);
   const uint8_t* panel = task.panel;
   if (task.format.bits == 32) {
     const size_t count = task.num_k * kPanelColumns;
@@ -145,7 +173,7 @@ void widen(const WidenTask& task) {
         task.out[i * kPanelColumns + c] = float_of(uint32_t{tile[c]} << 16);
     }
   } else {
-    widen_values(task.format, panel, task.first_k, task.num_k, task.out);
+    widen_values<kPanelColumns>(task.format, panel, task.first_k, task.num_k, 0, task.out);
   }
 }
 

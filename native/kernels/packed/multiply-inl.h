@@ -55,11 +55,65 @@ TANDEM_INLINE inline void add_step(I32 (&acc)[kRows][kVectors], const uint8_t* c
   });
 }
 
+// The same in 16 bits: the products of a step become `sums`, or are added to them.
+template <class Narrow, bool kIsFirst, int kRows, int kVectors>
+TANDEM_INLINE inline void add_narrow_step(I32 (&sums)[kRows][kVectors],
+                                          const uint8_t* const (&a)[kRows], size_t k,
+                                          const I32 (&w)[kVectors]) {
+  unroll<kRows>([&](auto r) TANDEM_INLINE {
+    const I32 row = Narrow::row(a[r.value] + k);
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      const I32 products = Narrow::multiply(w[v.value], row);
+      I32& sum = sums[r.value][v.value];
+      sum = kIsFirst ? products : Narrow::add(sum, products);
+    });
+  });
+}
+template <class Narrow, int kRows, int kVectors>
+TANDEM_INLINE inline void add_narrow_sums(I32 (&acc)[kRows][kVectors],
+                                          const I32 (&sums)[kRows][kVectors]) {
+  unroll<kRows>([&](auto r) TANDEM_INLINE {
+    unroll<kVectors>([&](auto v) TANDEM_INLINE {
+      acc[r.value][v.value] += Narrow::widen(sums[r.value][v.value]);
+    });
+  });
+}
+
+// As add_codes, with sums of kNarrowSteps steps in 16 bits.
+template <class Format, int kRows, int kVectors>
+TANDEM_INLINE inline void add_narrow_codes(I32 (&acc)[kRows][kVectors],
+                                           const uint8_t* const (&a)[kRows], size_t k,
+                                           size_t group_size, const uint8_t* codes, size_t column) {
+  using Narrow = NarrowSums<Format::kMaxCode>;
+  constexpr size_t kSteps = Format::kNarrowSteps, kChunkSteps = Format::kChunk / 4;
+  // Steps in whole chunks and whole sums.
+  constexpr size_t kRun = kChunkSteps < kSteps ? kSteps : kChunkSteps;
+  static_assert(kRun % kChunkSteps == 0 && kRun % kSteps == 0);
+  I32 sums[kRows][kVectors];
+  for (size_t done = 0; done < group_size; done += 4 * kRun) {
+    unroll<kRun>([&](auto i) TANDEM_INLINE {
+      if constexpr (i.value % kChunkSteps == 0)
+        unroll<Format::kChunkBytes / kStepBytes>([&](auto j) TANDEM_INLINE {
+          prefetch_step<kVectors>(codes + j.value * kStepBytes + column * 4);
+        });
+      I32 w[kVectors];
+      unroll<kVectors>([&](auto v) TANDEM_INLINE {
+        w[v.value] = unpack_codes<Format, i.value % kChunkSteps>(codes, column + v.value * kLanes);
+      });
+      add_narrow_step<Narrow, i.value % kSteps == 0>(sums, a, k + done + 4 * i.value, w);
+      if constexpr (i.value % kSteps == kSteps - 1) add_narrow_sums<Narrow>(acc, sums);
+      if constexpr (i.value % kChunkSteps == kChunkSteps - 1) codes += Format::kChunkBytes;
+    });
+  }
+}
+
 // Adds the products of a group's codes, the columns of kVectors vectors from `column` on.
 template <class Format, int kRows, int kVectors>
 TANDEM_INLINE inline void add_codes(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
                                     size_t k, size_t group_size, const uint8_t* codes,
                                     size_t column) {
+  if constexpr (Format::kNarrowSteps != 0)
+    return add_narrow_codes<Format>(acc, a, k, group_size, codes, column);
   for (size_t done = 0; done < group_size; done += Format::kChunk, codes += Format::kChunkBytes) {
     unroll<Format::kChunkBytes / kStepBytes>([&](auto i) TANDEM_INLINE {
       prefetch_step<kVectors>(codes + i.value * kStepBytes + column * 4);
@@ -90,6 +144,18 @@ inline void scale_row(float* out, const uint8_t* panel) {
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel);
   for (size_t c = 0; c < kPanelColumns; c += kLanes)
     store_f32(out + c, load_f32(out + c) * load_fp16(scales + c));
+}
+
+// Scales of the columns of a group times the number of each output that stands before a panel, or
+// divided by it where it is negative: in one rounding, as a checkpoint's own decoder does.
+inline F32 apply_factor(F32 scale, const uint8_t* panel, size_t column) {
+  const F32 factor = load_f32(reinterpret_cast<const float*>(panel) + column);
+  const F32 divided = scale / (zero_f32() - factor);
+  return as_f32(select(is_less(factor, zero_f32()), as_i32(divided), as_i32(scale * factor)));
+}
+inline void apply_factors(float* out, const uint8_t* panel) {
+  for (size_t c = 0; c < kPanelColumns; c += kLanes)
+    store_f32(out + c, load_f32(out + c) * apply_factor(set_f32(1.0f), panel, c));
 }
 
 // The same of e4m3, whose scales are fp32.
@@ -138,7 +204,7 @@ void tile_int(const Tile& tile, size_t first_row) {
     for (size_t c = 0; c < kPanelColumns; c += kLanes) store_f32(out[r.value] + c, zero_f32());
   });
   GroupScales<Format> scales;
-  const uint8_t* p = tile.panel + (Format::kIsRow ? kScaleBytes : 0);
+  const uint8_t* p = tile.panel + Format::kPanelHeaderBytes;
   for (size_t k = 0, group = 0; k < tile.size; k += group_size, ++group) {
     const uint8_t* codes = scales.enter(p, group);
     for (size_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
@@ -165,6 +231,8 @@ void tile_int(const Tile& tile, size_t first_row) {
   }
   if constexpr (Format::kIsRow)
     unroll<kRows>([&](auto r) TANDEM_INLINE { scale_row(out[r.value], tile.panel); });
+  if constexpr (Format::kHasFactor)
+    unroll<kRows>([&](auto r) TANDEM_INLINE { apply_factors(out[r.value], tile.panel); });
 }
 
 template <int kRows, int kVectors>

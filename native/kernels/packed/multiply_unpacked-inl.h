@@ -59,12 +59,46 @@ inline UnpackSpan choose_unpacking(const WeightFormat& format) {
   return visit_int_format(format, [](auto f) -> UnpackSpan { return unpack_span<decltype(f)>; });
 }
 
+// The largest code that sums of so many steps in 16 bits are possible for.
+constexpr int max_narrow_code(int steps) { return 32767 / 256 / steps; }
+
+// Adds the products of a group.
+template <int kNarrowSteps, int kRows, int kVectors>
+TANDEM_INLINE inline void add_unpacked_group(I32 (&acc)[kRows][kVectors],
+                                             const uint8_t* const (&a)[kRows], size_t k,
+                                             size_t group_size, const uint8_t* codes) {
+  if constexpr (kNarrowSteps == 0) {
+    for (size_t i = 0; i < group_size; i += 4, codes += kStepBytes) {
+      IntWeights w[kVectors];
+      unroll<kVectors>([&](auto v) TANDEM_INLINE {
+        w[v.value] = int_weights(load_i32(codes + v.value * kLanes * 4));
+      });
+      add_step(acc, a, k + i, w);
+    }
+  } else {
+    using Narrow = NarrowSums<max_narrow_code(kNarrowSteps)>;
+    I32 sums[kRows][kVectors];
+    for (size_t i = 0; i < group_size; i += 4 * kNarrowSteps) {
+      unroll<kNarrowSteps>([&](auto step) TANDEM_INLINE {
+        I32 w[kVectors];
+        unroll<kVectors>([&](auto v) TANDEM_INLINE {
+          w[v.value] = load_i32(codes + v.value * kLanes * 4);
+        });
+        add_narrow_step<Narrow, step.value == 0>(sums, a, k + i + 4 * step.value, w);
+        codes += kStepBytes;
+      });
+      add_narrow_sums<Narrow>(acc, sums);
+    }
+  }
+}
+
 // Adds the products with unpacked inputs from `first_k` on to the output.
 struct UnpackedSpan {
   const Unpacked* weights;
   size_t first_k, num_k, group_size;
+  int narrow_steps;
 };
-template <int kRows, int kVectors, bool kHasMinimum>
+template <int kRows, int kVectors, bool kHasMinimum, int kNarrowSteps>
 void add_unpacked(const Tile& tile, const UnpackedSpan& span, size_t first_row) {
   const Operand operand = *tile.a;
   const uint8_t* a[kRows];
@@ -85,13 +119,7 @@ void add_unpacked(const Tile& tile, const UnpackedSpan& span, size_t first_row) 
         unroll<kVectors>([&](auto v) TANDEM_INLINE { acc[r.value][v.value] = start; });
       });
       const uint8_t* codes = span.weights->codes + k * kPanelColumns + column * 4;
-      for (size_t i = 0; i < span.group_size; i += 4, codes += kStepBytes) {
-        IntWeights w[kVectors];
-        unroll<kVectors>([&](auto v) TANDEM_INLINE {
-          w[v.value] = int_weights(load_i32(codes + v.value * kLanes * 4));
-        });
-        add_step(acc, a, k + i, w);
-      }
+      add_unpacked_group<kNarrowSteps>(acc, a, k, span.group_size, codes);
       unroll<kVectors>([&](auto v) TANDEM_INLINE {
         const size_t at = column + v.value * kLanes;
         const F32 scale = load_f32(span.weights->scales[group] + at);
@@ -107,18 +135,32 @@ void add_unpacked(const Tile& tile, const UnpackedSpan& span, size_t first_row) 
   }
 }
 
+template <int kRows, int kNarrowSteps>
+void run_block_unpacked(const Tile& tile, const UnpackedSpan& span, size_t row) {
+  constexpr int kVectors = vectors_beside(kRows);
+  if (tile.format.has_minimum)
+    return add_unpacked<kRows, kVectors, true, kNarrowSteps>(tile, span, row);
+  return add_unpacked<kRows, kVectors, false, kNarrowSteps>(tile, span, row);
+}
+
 template <int kRows>
 void run_rows_unpacked(const Tile& tile, const UnpackedSpan& span, size_t row, size_t count) {
   if (count == kRows) {
-    constexpr int kVectors = vectors_beside(kRows);
-    if (tile.format.has_minimum) return add_unpacked<kRows, kVectors, true>(tile, span, row);
-    return add_unpacked<kRows, kVectors, false>(tile, span, row);
+    // Where there are none, no format asks for them.
+    if constexpr (NarrowSums<1>::kSteps != 0) {
+      if (span.narrow_steps == 8) return run_block_unpacked<kRows, 8>(tile, span, row);
+      if (span.narrow_steps == 4) return run_block_unpacked<kRows, 4>(tile, span, row);
+      if (span.narrow_steps == 2) return run_block_unpacked<kRows, 2>(tile, span, row);
+    }
+    return run_block_unpacked<kRows, 0>(tile, span, row);
   }
   if constexpr (kRows > 1) run_rows_unpacked<kRows - 1>(tile, span, row, count);
 }
 
 void multiply_unpacked(const Tile& tile, size_t num_rows) {
   const UnpackSpan unpack = choose_unpacking(tile.format);
+  const int narrow_steps =
+      visit_int_format(tile.format, [](auto f) { return decltype(f)::kNarrowSteps; });
   Unpacked weights;
   for (size_t row = 0; row < num_rows; ++row)
     for (size_t c = 0; c < kPanelColumns; c += kLanes)
@@ -127,7 +169,8 @@ void multiply_unpacked(const Tile& tile, size_t num_rows) {
   for (size_t k = 0; k < tile.size; k += kUnpackedInputs) {
     const size_t num_k = tile.size - k < kUnpackedInputs ? tile.size - k : kUnpackedInputs;
     unpack(tile.format, tile.panel, k, num_k, weights);
-    const UnpackedSpan span{&weights, k, num_k, static_cast<size_t>(tile.format.group_size)};
+    const UnpackedSpan span{&weights, k, num_k, static_cast<size_t>(tile.format.group_size),
+                            narrow_steps};
     size_t row = 0;
     for (size_t left = num_blocks; left > 0; --left) {
       const size_t count = (num_rows - row + left - 1) / left;
@@ -135,4 +178,7 @@ void multiply_unpacked(const Tile& tile, size_t num_rows) {
       row += count;
     }
   }
+  if (tile.format.table != CodeTable::kE2m1) return;
+  for (size_t row = 0; row < num_rows; ++row)
+    apply_factors(tile.out + row * tile.out_stride, tile.panel);
 }

@@ -170,7 +170,18 @@ int32_t read_memory(const uint8_t* data, size_t size_bytes) {
   return first;
 }
 
+template <class Narrow>
+TANDEM_INLINE inline I32 add_narrow_product(I32 sum, I32 w, I32 row) {
+  if constexpr (Narrow::kSteps != 0)
+    return Narrow::add(sum, Narrow::multiply(w, row));
+  else
+    return dot(sum, int_weights(w), IntRow{});
+}
+
 int32_t multiply_registers(const WeightFormat& format, size_t num_steps) {
+  const bool is_narrow =
+      has_codes(format) &&
+      visit_int_format(format, [](auto f) { return decltype(f)::kNarrowSteps != 0; });
   // Twelve chains of 16 lanes: enough to hide the latency of any dot product here.
   constexpr size_t kChains = 12;
   constexpr size_t kParts = 16 / kLanes;
@@ -191,6 +202,9 @@ int32_t multiply_registers(const WeightFormat& format, size_t num_steps) {
       else if (!has_codes(format))
         for (size_t c = 0; c < kChains; ++c)
           floats[c] = dot(floats[c], bf16_weights(w), bf16_row(bytes));
+      else if (is_narrow)
+        for (size_t c = 0; c < kChains; ++c)
+          ints[c] = add_narrow_product<NarrowSums<15>>(ints[c], w, w);
       else
         for (size_t c = 0; c < kChains; ++c) ints[c] = dot(ints[c], int_weights(w), int_row(bytes));
     }

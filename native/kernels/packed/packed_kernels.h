@@ -150,13 +150,19 @@ struct TurnTask {
   uint8_t* out;
 };
 
+// Outputs whose values are widened together where one of them is wanted: as many as the widest vector
+// has lanes.
+inline constexpr size_t kRowColumns = 16;
+
 // The values of inputs [first_k, first_k + num_k) of a panel, whole steps, or chunks, of the format.
 struct WidenTask {
   WeightFormat format;
   const uint8_t* panel;
-  size_t first_k;  // A multiple of 32.
+  size_t first_k;  // A multiple of 32; of kMaxGroupSize for more than 32 inputs, and at most as many.
   size_t num_k;
-  float* out;      // [num_k][64 outputs]
+  float* out;      // [num_k][64 outputs], or [num_k][kRowColumns] from `first_column` on.
+  bool is_narrow = false;
+  size_t first_column = 0;  // A multiple of kRowColumns.
 };
 
 // From the gradient of h = f(gate) * (up + up_offset) to those of gate, up and the router weights,

@@ -3,9 +3,18 @@
 // share. Included by multiply-inl.h; weight_format.h says where what lies.
 
 // The numbers beside codes, in fp16 or made of a superblock's.
-enum class Scales { kGroup, kGroupMinimum, kGroupZero, kRow };
+enum class Scales { kGroup, kGroupMinimum, kGroupZero, kGroupE4m3, kRow };
 
 constexpr size_t kScaleBytes = kPanelColumns * 2;
+
+// The largest power of two up to `most`, and to the steps of a group: of 32 inputs, if it is known at
+// run time only.
+constexpr int count_narrow_steps(int most, int group_size) {
+  const int whole = group_size == 16 ? 4 : 8;
+  int steps = 0;
+  for (int n = 1; n <= most && n <= whole; n *= 2) steps = n;
+  return steps;
+}
 
 // kGroupSize 0: the format's own, known at run time.
 template <int kCodeBits, Scales kKind, int kLevelBits = 0, int kGroupSize = 0,
@@ -16,7 +25,9 @@ struct IntFormat {
   static constexpr int kScaleBits = kLevelBits;
   static constexpr CodeTable kTable = kCodeTable;
   static constexpr bool kHasTable = kTable != CodeTable::kNone;
-  static constexpr bool kIsBook = kTable > CodeTable::kIq4Nl;
+  static constexpr bool kIsBook = kTable > CodeTable::kE2m1;
+  // An fp32 number of each output, which multiplies whole sums.
+  static constexpr bool kHasFactor = kKind == Scales::kGroupE4m3;
   // Levels that lie above the signs of each group.
   static constexpr bool kLevelsAside = kTable == CodeTable::kIq2Xxs || kTable == CodeTable::kIq3Xxs;
   // Upper bits of indices, one for every four inputs.
@@ -28,15 +39,27 @@ struct IntFormat {
   // True if products of several rows unpack the weights first, into memory.
   static constexpr bool kKeepsUnpacked = kIsSuper || kHasTable || kHasZeros || kCodeBits == 5;
   // The value of code 0, before the scale.
-  static constexpr int32_t kCentre = kHasMinimum ? 0 : kHasTable ? 128 : 1 << (kCodeBits - 1);
+  static constexpr int32_t kCentre = kHasMinimum  ? 0
+                                     : kHasFactor ? kE2m1Centre
+                                     : kHasTable  ? 128
+                                                  : 1 << (kCodeBits - 1);
+  // The largest code that is unpacked, and how many steps of products of such codes are summed in 16
+  // bits: a power of two, within a group; 0: none.
+  static constexpr int kMaxCode = kHasFactor                ? 2 * kE2m1Centre
+                                  : kHasTable || kBits == 8 ? 255
+                                                            : (1 << kBits) - 1;
+  static constexpr int kNarrowSteps = count_narrow_steps(NarrowSums<kMaxCode>::kSteps, kGroupSize);
   // Inputs that are unpacked together.
   static constexpr size_t kChunk =
       kIsBook ? kGroupSize : kBits == 8 ? 4 : kBits == 4 ? 8 : kBits == 5 ? 32 : 16;
   static constexpr size_t kChunkBytes =
       kPanelColumns * kChunk * kBits / 8 + (kHasUpper ? kPanelColumns * kChunk / 32 : 0);
-  static constexpr size_t kHalfBytes = kIsRow      ? 0
-                                       : kHasZeros ? kScaleBytes + kPanelColumns / 2
-                                                   : (kHasMinimum ? 2 : 1) * kScaleBytes;
+  static constexpr size_t kHalfBytes = kIsRow       ? 0
+                                       : kHasFactor ? kPanelColumns
+                                       : kHasZeros  ? kScaleBytes + kPanelColumns / 2
+                                                    : (kHasMinimum ? 2 : 1) * kScaleBytes;
+  // Before all groups of a panel.
+  static constexpr size_t kPanelHeaderBytes = kIsRow ? kScaleBytes : kHasFactor ? kRowHeaderBytes : 0;
   // Of a superblock: groups, integers of scales and minima, and bytes before the codes.
   static constexpr size_t kGroups = kIsSuper ? kSuperblockSize / kGroupSize : 1;
   static constexpr size_t kLevels =
@@ -96,6 +119,8 @@ inline auto visit_int_format(const WeightFormat& format, const Visit& visit) {
   if (format.bits == 5)
     return format.has_minimum ? visit(IntFormat<5, kMinimum, 0, 32>{})
                               : visit(IntFormat<5, kPlain, 0, 32>{});
+  if (format.table == CodeTable::kE2m1)
+    return visit(IntFormat<4, Scales::kGroupE4m3, 0, 16, CodeTable::kE2m1>{});
   if (format.table != CodeTable::kNone)
     return visit(IntFormat<4, kPlain, 0, 32, CodeTable::kIq4Nl>{});
   if (format.has_zeros) return visit(IntFormat<4, Scales::kGroupZero>{});
@@ -105,6 +130,9 @@ inline auto visit_int_format(const WeightFormat& format, const Visit& visit) {
 // IQ4_NL's values plus 128, so that they are unsigned.
 alignas(16) constexpr uint8_t kTableCodes[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                  129, 141, 153, 166, 181, 197, 217, 241};
+// Twice what e2m1's codes stand for, plus kE2m1Centre.
+alignas(16) constexpr uint8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                12, 11, 10, 9,  8,  6,  4,  0};
 
 // Seven signs of eight inputs from bit kShift on: those of the first or the second four, from bit 0 on.
 template <int kShift, bool kIsSecond>
@@ -167,7 +195,9 @@ TANDEM_INLINE inline I32 unpack_codes(const uint8_t* chunk, size_t column) {
   } else if constexpr (kBits == 4) {
     const I32 v = load_i32(at);
     const I32 codes = kStep == 0 ? low_nibbles(v) : high_nibbles(v);
-    if constexpr (Format::kHasTable)
+    if constexpr (Format::kHasFactor)
+      return look_up(kE2m1Codes, codes);
+    else if constexpr (Format::kHasTable)
       return look_up(kTableCodes, codes);
     else
       return codes;
@@ -199,6 +229,7 @@ class GroupScales {
       group_ = group % Format::kGroups;
       if (group_ != 0) return p;
       unpack_levels(p + Format::kHalfBytes);
+      widen_halves(reinterpret_cast<const uint16_t*>(p));
       codes_ = p + Format::kHeaderBytes;
     }
     halves_ = reinterpret_cast<const uint16_t*>(p);
@@ -210,16 +241,18 @@ class GroupScales {
   TANDEM_INLINE inline F32 scale(size_t column) const {
     if constexpr (Format::kIsRow) {
       return set_f32(1.0f);
+    } else if constexpr (Format::kHasFactor) {
+      // Half of it, as codes are of doubled numbers. Moved to fp32's exponent, e4m3 is 2^120 too small;
+      // none has a sign.
+      const uint8_t* bytes = reinterpret_cast<const uint8_t*>(halves_);
+      return as_f32(load_u8(bytes + column) << 20) * set_f32(0x1p119f);
     } else if constexpr (Format::kIsBook) {
-      constexpr float kPart = Format::kTable == CodeTable::kIq3S     ? 1.0f
-                              : Format::kTable == CodeTable::kIq3Xxs ? 0.25f
-                                                                     : 0.125f;
       const I32 level = load_level(column);
-      return to_f32(level + level + 1) * (load_fp16(halves_ + column) * set_f32(kPart));
+      return to_f32(level + level + 1) * load_f32(steps_ + column);
     } else if constexpr (Format::kIsSuper) {
       I32 level = load_u8(levels_ + group_ * kPanelColumns + column);
       if constexpr (!Format::kHasMinimum) level = level - set_i32(1 << (Format::kScaleBits - 1));
-      return to_f32(level) * load_fp16(halves_ + column);
+      return to_f32(level) * load_f32(steps_ + column);
     } else {
       return load_fp16(halves_ + column);
     }
@@ -229,9 +262,8 @@ class GroupScales {
     if constexpr (!Format::kHasMinimum) {
       return set_f32(-0.0f);
     } else if constexpr (Format::kIsSuper) {
-      const F32 step = load_fp16(halves_ + kPanelColumns + column) * set_f32(-1.0f);
       const size_t at = (Format::kGroups + group_) * kPanelColumns + column;
-      return to_f32(load_u8(levels_ + at)) * step;
+      return to_f32(load_u8(levels_ + at)) * load_f32(steps_ + kPanelColumns + column);
     } else if constexpr (Format::kHasZeros) {
       constexpr size_t kHalf = kPanelColumns / 2;
       const uint8_t* nibbles = reinterpret_cast<const uint8_t*>(halves_ + kPanelColumns);
@@ -251,6 +283,21 @@ class GroupScales {
     } else {
       const uint8_t* chunk = codes_ + group_ * Format::kChunkBytes;
       return (load_i32(chunk + Format::kChunkBytes - kStepBytes + column * 4) >> 28) & 15;
+    }
+  }
+
+  // The fp16 numbers of a superblock as the products of each group need them: those of minima negative,
+  // and of codebooks times what their levels are parts of.
+  TANDEM_INLINE inline void widen_halves(const uint16_t* halves) {
+    constexpr float kPart = !Format::kIsBook                         ? 1.0f
+                            : Format::kTable == CodeTable::kIq3S   ? 1.0f
+                            : Format::kTable == CodeTable::kIq3Xxs ? 0.25f
+                                                                   : 0.125f;
+    for (size_t c = 0; c < kPanelColumns; c += kLanes) {
+      store_f32(steps_ + c, load_fp16(halves + c) * set_f32(kPart));
+      if constexpr (Format::kHasMinimum)
+        store_f32(steps_ + kPanelColumns + c,
+                  load_fp16(halves + kPanelColumns + c) * set_f32(-1.0f));
     }
   }
 
@@ -288,6 +335,7 @@ class GroupScales {
   const uint8_t* levels_ = nullptr;
   const uint8_t* codes_ = nullptr;  // The superblock's first code.
   size_t group_ = 0;
+  alignas(64) float steps_[Format::kIsSuper ? 2 * kPanelColumns : 1] = {};
   static constexpr bool kIsUnpacked = Format::kLevels != 0 && Format::kScaleBits != 8;
   alignas(64) uint8_t unpacked_[kIsUnpacked ? Format::kLevels * kPanelColumns : 1];
 };
@@ -299,5 +347,5 @@ inline const uint8_t* find_group(const WeightFormat& format, const uint8_t* pane
   if constexpr (Format::kIsSuper) return panel + k / kSuperblockSize * Format::kSuperBytes;
   const size_t size = Format::group_size(format);
   const size_t bytes = Format::kHeaderBytes + size / Format::kChunk * Format::kChunkBytes;
-  return panel + (Format::kIsRow ? kScaleBytes : 0) + k / size * bytes;
+  return panel + Format::kPanelHeaderBytes + k / size * bytes;
 }

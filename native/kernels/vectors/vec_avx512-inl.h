@@ -68,6 +68,10 @@ inline IntRow int_row(const uint8_t* p) { return {broadcast(p)}; }
 inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   return (I32)_mm512_dpbusd_epi32(raw(acc), raw(w.v), raw(a.v));
 }
+template <int kMaxCode>
+struct NarrowSums {
+  static constexpr int kSteps = 0;
+};
 #else
 struct IntWeights {
   I32 even, odd;
@@ -85,6 +89,15 @@ inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   acc += (I32)_mm512_madd_epi16(raw(w.even), raw(a.even));
   return acc + (I32)_mm512_madd_epi16(raw(w.odd), raw(a.odd));
 }
+// As with AVX2.
+template <int kMaxCode>
+struct NarrowSums {
+  static constexpr int kSteps = 32767 / (256 * kMaxCode);
+  static I32 row(const uint8_t* p) { return broadcast(p); }
+  static I32 multiply(I32 w, I32 a) { return (I32)_mm512_maddubs_epi16(raw(w), raw(a)); }
+  static I32 add(I32 a, I32 b) { return (I32)_mm512_add_epi16(raw(a), raw(b)); }
+  static I32 widen(I32 sums) { return (I32)_mm512_madd_epi16(raw(sums), _mm512_set1_epi16(1)); }
+};
 #endif
 inline I32 load_u16(const uint8_t* p) {
   return (I32)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

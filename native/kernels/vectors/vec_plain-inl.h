@@ -113,6 +113,12 @@ inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   }
   return acc;
 }
+// Sums of the products of some steps in fewer bits, where a target gains by them: of codes up to
+// kMaxCode with int8, kSteps steps.
+template <int kMaxCode>
+struct NarrowSums {
+  static constexpr int kSteps = 0;
+};
 // Sixteen bits a lane, zero-extended.
 inline I32 load_u16(const uint8_t* p) {
   uint16_t halves[kLanes];

@@ -75,7 +75,8 @@ struct Recoding {
 Recoding plan_recoding(const WeightFormat& format, const BlockType& type) {
   if (type.has_minimum || format == type.format) return {0, 0, false};
   const int plain_centre = 1 << (type.plain.bits - 1);
-  const bool is_by_table = type.format.table == CodeTable::kIq4Nl;
+  const bool is_by_table =
+      type.format.table == CodeTable::kIq4Nl || type.format.table == CodeTable::kE2m1;
   if (format.has_minimum)
     return {static_cast<uint8_t>(plain_centre - type.offset), static_cast<float>(plain_centre),
             is_by_table};
@@ -88,17 +89,19 @@ bool take_integers(const WeightFormat& format, const BlockType& type, const uint
   const Recoding recoding = plan_recoding(format, type);
   const size_t num_groups = type.weights / type.group_size;
   const auto times = type.group_size / static_cast<size_t>(format.group_size);
+  const uint8_t* table = type.format.table == CodeTable::kE2m1 ? kE2m1Codes : kIq4Codes;
+  const bool is_e2m1 = format.table == CodeTable::kE2m1;
   BlockCodes block;
   size_t group = 0;
   bool is_finite = true;
   for (size_t k = 0; k < num_weights; k += type.weights, blocks += type.bytes) {
     split_block(type.kind, blocks, &block);
     for (size_t i = 0; i < type.weights; ++i) {
-      const uint8_t code = recoding.is_by_table ? kIq4Codes[block.codes[i]] : block.codes[i];
+      const uint8_t code = recoding.is_by_table ? table[block.codes[i]] : block.codes[i];
       out->codes[k + i] = static_cast<uint8_t>(code + recoding.added);
     }
     for (size_t g = 0; g < num_groups; ++g) {
-      const uint16_t scale = narrow_to_half(block.scales[g]);
+      const uint16_t scale = is_e2m1 ? block.levels[g] : narrow_to_half(block.scales[g]);
       uint16_t minimum = 0;
       if (type.has_minimum) minimum = narrow_to_half(block.minima[g]);
       else if (format.has_minimum) minimum = narrow_to_half(widen_half(scale) * -recoding.centre);
@@ -216,6 +219,13 @@ Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uin
   const auto size = static_cast<size_t>(format.group_size);
   const size_t piece = group_bytes(format, size);
   const size_t num_code_bytes = code_bytes(format, size);
+  const bool is_byte = format.is_float || format.table == CodeTable::kE2m1;
+  if (format.table == CodeTable::kE2m1) {
+    // Nothing multiplies a file's scales.
+    constexpr float kOne = 1.0f;
+    for (size_t c = 0; c < num_columns; ++c) std::memcpy(panel + c * sizeof kOne, &kOne, sizeof kOne);
+    panel += kRowHeaderBytes;
+  }
   ChunkCodes chunk;
   // A part may begin within a block.
   for (size_t first = source.first_k / kChunkInputs * kChunkInputs; first < source.last_k;
@@ -240,7 +250,7 @@ Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uin
       for (size_t k = begin; k < end; k += size) {
         uint8_t* body = panel + (k - source.first_k) / size * piece;
         const size_t group = (k - first) / size;
-        if (format.is_float) {
+        if (is_byte) {
           body[c] = static_cast<uint8_t>(chunk.scales[group]);
         } else {
           std::memcpy(body + c * 2, &chunk.scales[group], 2);

@@ -17,7 +17,7 @@ constexpr uint16_t kFp16Exponent = 0x7c00;
 struct Layout {
   WeightFormat format;
   size_t unit;           // Inputs of a group; of the padding, where a row has one scale.
-  size_t row_bytes;      // Of scales before the panel, where a row has one.
+  size_t row_bytes;      // Of scales or factors before the panel, where a row has one.
   size_t header_bytes;   // Before the codes of each group.
   uint8_t padding;       // The code of what is not there.
   bool is_row;
@@ -25,7 +25,10 @@ struct Layout {
 
 Layout make_layout(const WeightFormat& format) {
   const bool is_row = format.group_size == 0;
-  const size_t row_bytes = !is_row ? 0 : format.is_float ? kRowHeaderBytes : kPanelColumns * 2;
+  const size_t row_bytes = format.table == CodeTable::kE2m1 ? kRowHeaderBytes
+                           : !is_row                        ? 0
+                           : format.is_float                ? kRowHeaderBytes
+                                                            : kPanelColumns * 2;
   const size_t unit = unit_size(format);
   const size_t code_bytes = kPanelColumns * unit * static_cast<size_t>(format.bits) / 8;
   const bool is_centred = has_codes(format) && !format.has_minimum;
@@ -88,9 +91,24 @@ Status place_zero(size_t row, uint16_t half, size_t column, uint8_t* nibbles) {
   return {};
 }
 
+// Writes the number of one output that stands before a panel of NVFP4.
+Status place_factor(const MatrixView& matrix, size_t row, size_t column, uint8_t* panel) {
+  const float factor = matrix.factors[row];
+  if (!std::isfinite(factor) || factor == 0)
+    return refuse(row, "a scale of its tensor that is zero or not finite");
+  std::memcpy(panel + column * sizeof factor, &factor, sizeof factor);
+  return {};
+}
+
 // Writes scale and minimum of a group, or of a row, of one column.
 Status place_scale(const Layout& layout, const MatrixView& matrix, size_t row, size_t group,
                    size_t num_groups, size_t column, uint8_t* out) {
+  if (layout.format.table == CodeTable::kE2m1) {
+    const uint8_t scale = static_cast<const uint8_t*>(matrix.scales)[row * num_groups + group];
+    if (scale >= 0x7f) return refuse(row, "a scale that is negative or no number");
+    out[column] = scale;
+    return {};
+  }
   if (!layout.format.is_float) {
     const size_t at = row * num_groups + group;
     const uint16_t scale = static_cast<const uint16_t*>(matrix.scales)[at];
@@ -130,14 +148,12 @@ Status lay_out_panel(const WeightFormat& format, const PanelSource& source, uint
   const size_t num_columns = std::min(kPanelColumns, matrix.rows - source.first_row);
   const size_t num_groups = layout.is_row ? 1 : (matrix.columns + layout.unit - 1) / layout.unit;
   if (num_columns < kPanelColumns) std::memset(panel, 0, panel_bytes(format, size));
-  uint8_t* body = panel;
-  if (layout.is_row) {
-    for (size_t c = 0; c < num_columns; ++c) {
-      const Status placed =
-          place_scale(layout, matrix, source.first_row + c, 0, num_groups, c, panel);
-      if (!placed.is_ok()) return placed;
-    }
-    body += layout.row_bytes;
+  uint8_t* body = panel + layout.row_bytes;
+  for (size_t c = 0; layout.row_bytes != 0 && c < num_columns; ++c) {
+    const size_t row = source.first_row + c;
+    const Status placed = layout.is_row ? place_scale(layout, matrix, row, 0, num_groups, c, panel)
+                                        : place_factor(matrix, row, c, panel);
+    if (!placed.is_ok()) return placed;
   }
   uint8_t codes[kMaxGroupSize];
   for (size_t k = 0; k < size; k += layout.unit, body += group_bytes(format, layout.unit)) {

@@ -26,6 +26,7 @@ constexpr WeightFormat kStoredFormats[] = {
     {3, 16, false, false, 6},
     {4, 32, false, false, 6, CodeTable::kIq4Nl},
     {4, 32, false, false, 0, CodeTable::kIq4Nl},
+    {4, 16, false, false, 0, CodeTable::kE2m1},
     {2, 32, false, false, 4, CodeTable::kIq2Xxs},
     {2, 16, false, false, 4, CodeTable::kIq2Xs},
     {2, 16, false, false, 4, CodeTable::kIq2S},
@@ -36,6 +37,7 @@ constexpr WeightFormat kStoredFormats[] = {
 // Of a group, a superblock, or a panel with one scale a row.
 size_t header_bytes(const WeightFormat& format) {
   if (format.is_float) return format.group_size == 0 ? kRowHeaderBytes : kFloatHeaderBytes;
+  if (format.table == CodeTable::kE2m1) return kPanelColumns;
   if (format.has_zeros) return kPanelColumns * 2 + kPanelColumns / 2;
   const size_t level_bits = count_levels(format) * static_cast<size_t>(format.scale_bits);
   return kPanelColumns * (2 * (format.has_minimum ? 2 : 1) + level_bits / 8);
@@ -82,7 +84,7 @@ Status check_format(const WeightFormat& format) {
                std::to_string(format.bits) + " bits in groups of " + std::to_string(g) +
                    ": there are kernels for fp32, bf16, e4m3 in blocks of 128 or in rows, e2m1 in groups of 32, 8 "
                    "bits in groups of 16 to 128 or in rows, 5 bits in groups of 32, 4 bits in groups of 32 "
-                   "to 128, and for GGUF's superblocks, tables and codebooks",
+                   "to 128, and for NVFP4 and GGUF's superblocks, tables and codebooks",
                "format"};
 }
 
@@ -129,7 +131,9 @@ size_t group_bytes(const WeightFormat& format, size_t num_inputs) {
 
 size_t panel_bytes(const WeightFormat& format, size_t size) {
   const bool is_row = format.bits < 16 && format.group_size == 0;
-  return group_bytes(format, padded_size(format, size)) + (is_row ? header_bytes(format) : 0);
+  const size_t factor_bytes = format.table == CodeTable::kE2m1 ? kRowHeaderBytes : 0;
+  return group_bytes(format, padded_size(format, size)) +
+         (is_row ? header_bytes(format) : factor_bytes);
 }
 
 size_t pieces_per_task(const ThreadPool& pool, size_t count) {
@@ -154,7 +158,7 @@ Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
   if (matrix.scales != nullptr) return lay_out_panel(format, source, panel);
   if (format.scale_bits != 0 || format.table != CodeTable::kNone || format.has_zeros)
     return Error{Code::kUnsupported, "kernels.pack",
-                 "superblocks, tables, codebooks and zero points are laid out from a file's blocks and codes, "
+                 "superblocks, tables, codebooks, zero points and NVFP4 are laid out from a file's blocks and codes, "
                  "not coded from values: choose another format",
                  "format"};
   const int64_t refused = kernels.pack(

@@ -32,9 +32,10 @@ struct MatrixView {
   size_t rows = 0;
   size_t columns = 0;
   // Of codes. Integer formats: fp16 [rows, groups]. e4m3: fp32, a row for 128 rows. e2m1: fp32
-  // powers of two, [rows, groups].
+  // powers of two, [rows, groups]. NVFP4: e4m3, [rows, groups], without signs.
   const void* scales = nullptr;
   const uint16_t* minima = nullptr;  // fp16 [rows, groups], of formats with minimum: those, or zeros.
+  const float* factors = nullptr;  // fp32 [rows], of NVFP4: see weight_format.h.
   // Of blocks; of kinds that the format holds.
   const BlockRow* block_rows = nullptr;
 };

@@ -34,6 +34,7 @@ constexpr BlockType kBlockTypes[] = {
     {BlockKind::kIq4Nl, "IQ4_NL", 32, 18, 32, 128, false, {4, 32, false, false, 0, CodeTable::kIq4Nl}, kInt8},
     {BlockKind::kIq4Xs, "IQ4_XS", 256, 136, 32, 128, false, {4, 32, false, false, 6, CodeTable::kIq4Nl}, kInt8},
     {BlockKind::kMxfp4, "MXFP4", 32, 17, 32, 0, false, kMxfp4Format, kMxfp4Format},
+    {BlockKind::kNvfp4, "NVFP4", 64, 36, 16, kE2m1Centre, false, {4, 16, false, false, 0, CodeTable::kE2m1}, kInt8Fine},
     {BlockKind::kIq2Xxs, "IQ2_XXS", 256, 66, 32, 128, false, {2, 32, false, false, 4, CodeTable::kIq2Xxs}, kInt8},
     {BlockKind::kIq2Xs, "IQ2_XS", 256, 74, 16, 128, false, {2, 16, false, false, 4, CodeTable::kIq2Xs}, kInt8Fine},
     {BlockKind::kIq2S, "IQ2_S", 256, 82, 16, 128, false, {2, 16, false, false, 4, CodeTable::kIq2S}, kInt8Fine},
@@ -181,11 +182,20 @@ void split_mxfp4(const uint8_t* block, BlockCodes* out) {
   out->scales[0] = float_of_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
 }
 
-uint16_t round_to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+// The package takes no notice of signs, and takes the code of no number for 0.
+void split_nvfp4(const uint8_t* block, BlockCodes* out) {
+  split_nibbles<8>(block + 4, 32, out->codes);
+  for (size_t group = 0; group < 4; ++group) {
+    const uint8_t scale = block[group] == 0x7f ? 0 : block[group] & 0x7f;
+    out->levels[group] = scale;
+    // Half of it, as codes are of doubled numbers.
+    out->scales[group] = float_of_bits(uint32_t{scale} << 20) * 0x1p119f;
+  }
+}
+
+uint8_t look_up_code(const BlockType& type, uint8_t code) {
+  if (type.format.table == CodeTable::kIq4Nl) return kIq4Codes[code];
+  return type.format.table == CodeTable::kE2m1 ? kE2m1Codes[code] : code;
 }
 
 // `codes` counts from 0 where the block has minima. Operations are separate: no fused multiply-add.
@@ -201,7 +211,7 @@ void compute_values(const BlockType& type, const BlockCodes& block, float* out) 
     float* values = out + group * type.group_size;
     const float scale = block.scales[group];
     for (size_t i = 0; i < type.group_size; ++i) {
-      const uint8_t code = type.format.table == CodeTable::kIq4Nl ? kIq4Codes[codes[i]] : codes[i];
+      const uint8_t code = look_up_code(type, codes[i]);
       values[i] = (static_cast<float>(code) - offset) * scale;
     }
     if (!type.has_minimum) continue;
@@ -219,7 +229,7 @@ void decode_row(const BlockRow& row, size_t columns, void* out, bool is_bf16) {
     if (is_bf16) {
       compute_values(type, block, values);
       auto* to = static_cast<uint16_t*>(out) + k;
-      for (size_t i = 0; i < type.weights; ++i) to[i] = round_to_bf16(values[i]);
+      for (size_t i = 0; i < type.weights; ++i) to[i] = narrow_to_bf16(values[i]);
     } else {
       compute_values(type, block, static_cast<float*>(out) + k);
     }
@@ -230,6 +240,14 @@ void decode_row(const BlockRow& row, size_t columns, void* out, bool is_bf16) {
 
 const uint8_t kIq4Codes[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                129, 141, 153, 166, 181, 197, 217, 241};
+const uint8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+uint16_t narrow_to_bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
 
 const BlockType& block_type(BlockKind kind) { return kBlockTypes[static_cast<size_t>(kind)]; }
 
@@ -295,6 +313,7 @@ void split_codes(BlockKind kind, const uint8_t* block, BlockCodes* out) {
       return;
     case BlockKind::kIq4Xs: return split_iq4_xs(block, out);
     case BlockKind::kMxfp4: return split_mxfp4(block, out);
+    case BlockKind::kNvfp4: return split_nvfp4(block, out);
     default: return split_codebook_block(kind, block, out);
   }
 }

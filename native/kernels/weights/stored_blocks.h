@@ -16,7 +16,7 @@
 namespace tandem {
 
 enum class BlockKind : uint8_t {
-  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kMxfp4,
+  kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2K, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl, kIq4Xs, kMxfp4, kNvfp4,
   kIq2Xxs, kIq2Xs, kIq2S, kIq3Xxs, kIq3S
 };
 
@@ -56,7 +56,7 @@ struct BlockCodes {
   // By table: its indices; by codebook: 128 plus what was looked up.
   alignas(64) uint8_t codes[kMaxBlockWeights];
   // Of superblocks: the fp16 numbers of scales and of minima; the integers that they multiply,
-  // unsigned, scales before minima.
+  // unsigned, scales before minima. Of NVFP4: scales in e4m3, without signs.
   uint16_t halves[2];
   uint8_t levels[2 * kMaxBlockGroups];
   // Of each group. MXFP4: half of the scale, as its codes are of doubled numbers; and e8m0.
@@ -67,6 +67,10 @@ struct BlockCodes {
 
 // What codes by table stand for, plus BlockType::offset.
 extern const uint8_t kIq4Codes[16];
+extern const uint8_t kE2m1Codes[16];
+
+// Rounds to nearest even; NaN stays NaN.
+uint16_t narrow_to_bf16(float value);
 
 void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out);
 

@@ -6,6 +6,8 @@
 //   with zeros    w = scale * (u - zero), zero an integer of 4 bits
 //   by table      w = scale * table[u], the table being that of GGUF's IQ4_NL
 //   by codebook   w = scale * +-book[index], of four or eight weights at once (GGUF's IQ2 and IQ3)
+//   e2m1          w = value[u] * scale * factor (NVFP4): scale an e4m3 number of 16 weights, factor an
+//                 fp32 number of the output, which divides where it is stored as its opposite
 // with scale and minimum in fp16, or, in superblocks of kSuperblockSize weights, integers of
 // `scale_bits` bits times an fp16 number of the superblock: scale = d * (s - 2^(scale_bits-1)), with
 // minimum scale = d * s and minimum = -(m * t). Unsigned codes are what VNNI's vpdpbusd wants of one operand; the
@@ -47,6 +49,7 @@
 //     One scale a row: fp32 scale[64], then the codes of all K, in whole groups of 128.
 //   e2m1:    for each 32 inputs { e8m0 scale[64]; codes[4][64 columns][8 k] }, where the four bytes
 //     of a column hold k = 0, 2, 4, 6 in the nibbles of the lower half and 1, 3, 5, 7 in the upper.
+//   NVFP4: fp32 factor[64]; for each 16 inputs { e4m3 scale[64]; codes as of 4 bits }.
 // Outputs beyond N and inputs beyond K are zero.
 #pragma once
 
@@ -65,9 +68,12 @@ inline constexpr size_t kFloatHeaderBytes = 64;
 inline constexpr size_t kSuperblockSize = 256;
 // Bytes of scales before a panel of e4m3 with one scale a row.
 inline constexpr size_t kRowHeaderBytes = kPanelColumns * 4;
+// The value of the code 0 of NVFP4, whose codes are looked up as twice the number plus this.
+inline constexpr int kE2m1Centre = 12;
 
-// The table that codes are looked up in, named by its type of GGUF; from kIq2Xxs on codebooks.
-enum class CodeTable : uint8_t { kNone, kIq4Nl, kIq2Xxs, kIq2Xs, kIq2S, kIq3Xxs, kIq3S };
+// The table that codes are looked up in, named by its type of GGUF; from kIq2Xxs on codebooks. kE2m1:
+// of NVFP4.
+enum class CodeTable : uint8_t { kNone, kIq4Nl, kE2m1, kIq2Xxs, kIq2Xs, kIq2S, kIq3Xxs, kIq3S };
 
 // No member functions: sources compiled for a wide ISA share this header with all others.
 struct WeightFormat {
@@ -76,7 +82,8 @@ struct WeightFormat {
   bool has_minimum;
   bool is_float = false;  // 8 bits: e4m3; 4 bits: e2m1. Values are floats either way.
   int32_t scale_bits = 0;  // Of integers in superblocks, 4, 6 or 8; 0: each group has fp16 numbers.
-  CodeTable table = CodeTable::kNone;  // kIq4Nl: 4 bits; codebooks: 2 or 3, rounded down.
+  // kIq4Nl and kE2m1: 4 bits; codebooks: 2 or 3, rounded down.
+  CodeTable table = CodeTable::kNone;
   bool has_zeros = false;  // With minimum: it is -(scale * zero), the zero an integer of 4 bits.
 };
 

@@ -1228,6 +1228,14 @@ class PackedMatrix:
         Raises: ShapeError.
         """
 
+    def take_rows(self, pool: ThreadPool, outputs: object, out: object) -> None:
+        """
+        Write the weights of `outputs`, int64, as numbers to `out`, float32 or bfloat16
+        [outputs, inputs].
+
+        Raises: ShapeError (also for an output that is not there).
+        """
+
     def read_weights(self, pool: ThreadPool) -> None:
         """Read the packed bytes: a ceiling for benchmarks."""
 
@@ -1300,7 +1308,7 @@ class PlannedAttention:
             UnsupportedError (isa).
         """
 
-    def attend(self, layer_idx: int, q: TensorView, out: TensorView, scale: float, window: int = 0, soft_cap: float = 0.0, sinks: TensorView | None = None) -> None:
+    def attend(self, layer_idx: int, q: TensorView, out: TensorView, scale: float, window: int = 0, soft_cap: float = 0.0, sinks: TensorView | None = None, chunk: int = 0) -> None:
         """
         Attend each token to its sequence's context up to itself.
 
@@ -1312,6 +1320,7 @@ class PlannedAttention:
             window: a token sees itself and window - 1 before it; 0 is all.
             soft_cap: a score becomes cap * tanh(score / cap); 0 is none.
             sinks: float32 [heads], a logit that takes weight and adds nothing.
+            chunk: no key before the last multiple of it up to the token is seen; 0 is all.
         A token's result is bitwise the same alone and in company, prefilled whole or in
         chunks or decoded, for any number of threads. Raises: ShapeError.
         """

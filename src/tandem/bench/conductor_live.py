@@ -13,6 +13,7 @@ the first token of single requests. Then:
 """
 
 import contextlib
+import itertools
 import json
 import shutil
 import statistics
@@ -34,10 +35,10 @@ from tandem.bench.serving.model import write_random_model
 from tandem.core.errors import DeadlineError, InternalError
 from tandem.core.loads.figures import Objectives
 from tandem.core.loads.records import LoadReport, RequestRecord
-from tandem.core.loads.traces import TraceRow, read_rows
+from tandem.core.loads.traces import BLOCK_TOKENS, TraceRow, read_rows
 from tandem.models.loading.hub import DEMO_FOLDER
 
-__all__ = ["make_live_cases", "slice_conversations"]
+__all__ = ["count_ideal_hits", "make_live_cases", "slice_conversations"]
 
 SHAPE = {
     "hidden_size": 512,
@@ -68,6 +69,8 @@ LOAD_SHARE = 0.8
 OVERLOAD = 2.0
 SHARES_WITHOUT_OVERLOAD, QUICK_SHARES = (0.5, 0.8, 1.0), (0.8,)
 MIN_PREFILL_SHARE = 0.8
+HIT_SLACK = 0.02
+"""Share of prompt tokens by which counts may differ: requests have tokens beside the prompt."""
 SLO_FACTOR = 10.0
 """Objectives, as multiples of what single requests see."""
 NUM_WARMUP, NUM_SINGLE = 24, 16
@@ -84,6 +87,18 @@ def slice_conversations(rows: Iterable[TraceRow], num_slices: int) -> list[Trace
     The first hash is of what all requests begin with; the second one tells conversations apart.
     """
     return [row for row in rows if row.hash_ids[:2][-1] % num_slices == 0]
+
+
+def count_ideal_hits(rows: Iterable[TraceRow]) -> float:
+    """Return the share of prompt tokens that one cache without bounds, empty at first, has."""
+    seen: set[int] = set()
+    num_hits = num_tokens = 0
+    for row in rows:
+        known = list(itertools.takewhile(seen.__contains__, row.hash_ids))
+        num_hits += min(len(known) * BLOCK_TOKENS, row.input_length)
+        num_tokens += row.input_length
+        seen.update(row.hash_ids)
+    return num_hits / max(num_tokens, 1)
 
 
 class _Process:
@@ -322,17 +337,19 @@ class _Live:
         """Return the run of a policy at a share of the saturating rate; it is run once."""
         key = policy, share
         if key not in self._runs:
+            # Known before the server is there, whose caches are empty: both send requests.
+            rate, objectives = share * self.saturating_rate, self.single[1]
             with self.serve(policy) as server:
-                rate = share * self.saturating_rate
-                self._runs[key] = self.replay(server, rate, self.single[1])
+                self._runs[key] = self.replay(server, rate, objectives)
         return self._runs[key]
 
     @cached_property
     def overload(self) -> _Outcome:
         objectives = self.single[1]
+        rate = OVERLOAD * self.saturating_rate
         slo = f"ttft_ms={objectives.ttft},tpot_ms={objectives.tpot}"
         with self.serve(OURS, "--cluster.admission", "predicted", "--server.slo", slo) as server:
-            return self.replay(server, OVERLOAD * self.saturating_rate, objectives)
+            return self.replay(server, rate, objectives)
 
     def check(self) -> str:
         share = self.single[0]
@@ -344,9 +361,11 @@ class _Live:
         """Run all policies; each must have answered every request."""
         problem = self.check()
         for policy in policies if problem == "ok" else ():
-            report = self.run(policy, LOAD_SHARE).report
-            if report.failed:
-                problem = f"{policy}: {report.failed} requests failed: {report.errors}"
+            outcome = self.run(policy, LOAD_SHARE)
+            if outcome.report.failed:
+                problem = f"{policy}: {outcome.report.failed} failed: {outcome.report.errors}"
+            elif outcome.hit_rate > count_ideal_hits(self.rows) + HIT_SLACK:
+                problem = f"{policy}: {outcome.hit_rate:.2f} of tokens cached, more than there are"
         return problem
 
 

@@ -48,6 +48,8 @@ class AttentionRule:
     """A score becomes cap * tanh(score / cap); 0 is none."""
     sinks: Buffer | None = None
     """float32 [H]: a logit that takes weight and adds nothing."""
+    chunk: int = 0
+    """A token sees none before the last multiple of this up to its position; 0 is no border."""
 
 
 PLAIN = AttentionRule()

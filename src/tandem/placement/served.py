@@ -35,7 +35,8 @@ def read_served(plan: ModelPlan, *, kv_bytes: int) -> ModelShape:
         vocab_size=spec.vocab_size,
         layers=layers,
         embedding_weights=sizes.get("embedding", spec.vocab_size * spec.hidden_size),
-        head_weights=sizes.get("head", 0),
+        # Without bytes of its own the embedding reads its rows from the head.
+        head_weights=sizes.get("head", 0) if "embedding" in sizes else 0,
         max_context=spec.max_position_embeddings,
     )
 
@@ -67,7 +68,7 @@ def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
         ops = 2 * mixer.num_heads * (2 * mixer.rank + mixer.rope)
         kind, window = "mla", 0
     else:
-        ops, kind, window = 4 * mixer.num_heads * mixer.head_dim, "gqa", mixer.window
+        ops, kind, window = 4 * mixer.num_heads * mixer.head_dim, "gqa", mixer.reach
     return msgspec.structs.replace(
         read,
         kind=kind,

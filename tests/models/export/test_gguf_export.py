@@ -143,7 +143,20 @@ FAMILIES = {
     "llama": {},
     "qwen3_moe": EXPERTS,
     "qwen3": {"tie_word_embeddings": True},
+    "phi3": {"original_max_position_embeddings": 512, "pad_token_id": None, "head_dim": 64},
+    "glm4_moe": {
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32},
 }
+
+
+FAST = ("llama", "qwen3_moe")
 
 
 def write_tokenizer(folder: Path, *, pattern: str = QWEN2[0]) -> None:
@@ -164,7 +177,11 @@ def write_tokenizer(folder: Path, *, pattern: str = QWEN2[0]) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3_moe", pytest.param("qwen3", marks=pytest.mark.slow)]
+    "family",
+    [
+        *("llama", "qwen3_moe"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n not in FAST),
+    ],
 )
 def test_a_model_is_itself_as_gguf(family, checkpoint, tmp_path, open_session):
     """From the folder and from the file alone; Q8_0 is near enough to tell models apart."""
@@ -176,7 +193,7 @@ def test_a_model_is_itself_as_gguf(family, checkpoint, tmp_path, open_session):
     (file,) = (tmp_path / "out").glob("*.gguf")
     assert report.size_bytes <= file.stat().st_size < report.size_bytes + (1 << 16)
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(file).tensors}
-    assert kinds["blk.1.attn_q.weight"] == "Q8_0"
+    assert kinds["blk.1.attn_output.weight"] == "Q8_0"
     assert kinds["blk.1.attn_norm.weight"] == "F32"
     plan = plan_model(file, dtype="bfloat16")
     assert {m.weight_format for m in plan.matrices if m.role in ("qkv", "experts", "down")} <= {

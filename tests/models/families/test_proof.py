@@ -25,6 +25,7 @@ from tandem.kernels.interfaces import AttentionRule
 from tandem.kernels.mixtures.ungated import UngatedExperts
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.linear import Embedding, LmHead
 from tandem.kernels.operators.mla import MlaAttention
@@ -45,6 +46,11 @@ from tandem.models.proof.shrink import shrink_config
 
 LONG = {
     "gemma4_text-of-26b-a4b",
+    "values not scaled",
+    "llama4_text",
+    "borders of chunks crossed",
+    "queries without RoPE do not grow",
+    "weights of experts on their outputs",
     "a layer that shares KV reads another layer's",
     "all pairs of a head rotated",
     "factor of a layer left out",
@@ -499,6 +505,36 @@ MUTANTS = {
         "gemma4_text",
         forget(Attention, "layer_idx", lambda a: a.layer_idx - (2 if a.layer_idx > 2 else 0)),
         "self_attn (Attention)",
+    ),
+    "values not scaled": (
+        "mimo_v2_flash",
+        respec(Attention, value_scale=1.0),
+        "self_attn (Attention)",
+    ),
+    "queries of latents not scaled by position": (
+        "mistral4",
+        respec(MlaAttention, position_scale=None),
+        "self_attn (MlaAttention)",
+    ),
+    "borders of chunks crossed": (
+        "llama4_text",
+        forget(Attention, "rule", lambda a: replace(a.rule, chunk=0)),
+        "self_attn (Attention)",
+    ),
+    "chunks of another size": (
+        "llama4_text",
+        forget(Attention, "rule", lambda a: replace(a.rule, chunk=a.rule.chunk and 12)),
+        "self_attn (Attention)",
+    ),
+    "queries without RoPE do not grow": (
+        "llama4_text",
+        respec(Attention, position_scale=None),
+        "self_attn (Attention)",
+    ),
+    "weights of experts on their outputs": (
+        "llama4_text",
+        respec(RoutedExperts, scales_input=False),
+        "feed_forward",
     ),
     "values not normed": (
         "gemma4_text",

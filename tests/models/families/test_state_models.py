@@ -233,6 +233,13 @@ def test_a_class_names_the_family(name, tmp_path):
             open_checkpoint(tmp_path)
 
 
+def test_a_number_that_json_has_not_is_read(tmp_path):
+    """transformers writes infinity as an object; limits of time steps are such."""
+    save_tiny(make_tiny(OTHERS["state spaces"], 0), tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert open_checkpoint(tmp_path).config.time_step_limit == (0.0, float("inf"))
+
+
 def test_a_checkpoint_in_codes_leaves_gates_and_convolutions_as_they_are(tmp_path):
     """What decides how a state decays stays in values; the rest is coded."""
     # All experts are chosen, as of two that score alike another could be.

@@ -59,7 +59,9 @@ SERVED = [
     "lfm2",
     "lfm2_moe",
     "llama",
+    "llama4_text",
     "mellum",
+    "mimo_v2_flash",
     "minimax_m2",
     "ministral",
     "ministral3",
@@ -103,7 +105,7 @@ SETTINGS = {
     "hunyuan_v1_dense": {"head_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 32},
     "lfm2": {"full_attn_idxs": [1]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 32},
     "nemotron": {"num_key_value_heads": 8},
 }

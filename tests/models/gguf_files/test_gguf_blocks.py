@@ -20,7 +20,7 @@ from tandem.kernels.weights.recode import can_hold, join_formats, recode
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, dequantize, unpack
 from tandem.models.sources.gguf_header import BLOCK_SIZES, TYPE_IDS
 
-EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+EXACT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4")
 FP16_ROUNDING = 2.0**-11
 FP16_STEP = 2.0**-24
 """Of subnormal numbers."""
@@ -41,6 +41,7 @@ HALVES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "MXFP4": (),
+    "NVFP4": (),
 } | dict.fromkeys(
     ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
     (0,),
@@ -55,6 +56,8 @@ def draw_sane(kind: str, count: int) -> np.ndarray:
         raw[:, at + 1] = 0x20 | (raw[:, at + 1] & 0x87)  # exponents from 2^-7 to 2^-6
     if kind == "MXFP4":
         raw[:, 0] = raw[:, 0] % 200 + 10
+    if kind == "NVFP4":
+        raw[:, :4] %= 0x7F
     return raw
 
 

@@ -72,6 +72,8 @@ def draw_codes(weights: np.ndarray, kind: str) -> np.ndarray:
     if kind == "Q2_K":
         # As large a minimum as a scale: with 1.5 times the step, values have the mean 0.
         raw[:, :16] = (raw[:, :16] & 15) * 17
+    if kind == "NVFP4":
+        raw[:, :4] = 0x0C + raw[:, :4] % 4
     steps = {"Q2_K": -8, "Q3_K": -10, "IQ4_XS": -14, "IQ3_XXS": -11, "IQ3_S": -11}
     step = 2.0 ** steps.get(kind, -10)
     for at, factor in zip(HALVES[kind], (1.0, 1.5), strict=False):
@@ -99,11 +101,16 @@ def compare(path: Path, open_session: Any) -> tuple[Any, float]:
     ours = open_session(model).run(tokens)
     tensors = load_checkpoint(path, dtype="float32", linear_format="none", expert_format="none")
     theirs = open_session(tensors).run(tokens)
+    # Rows of the embedding are read from codes, and are bitwise those of the decoded matrix.
+    ids = torch.tensor([95, 0, 3, 64, 3])
+    rows = [m.skeleton.model.embed_tokens(ids) for m in (model, tensors)]
+    assert torch.equal(rows[0], rows[1].bfloat16())
+    assert model.weight_bytes == plan.weight_bytes
     return plan, float((ours - theirs).norm() / theirs.norm())
 
 
 SLOW = (
-    *("IQ2_XS", "IQ2_S", "IQ3_XXS"),
+    *("IQ2_XS", "IQ2_S", "IQ3_XXS", "NVFP4"),
     *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_NL"),
 )
 """Types that the ones beside them are like; ``test_gguf_stored`` has all of them."""
@@ -125,7 +132,7 @@ def test_logits_of_every_type(kind, tmp_path, open_session):
     assert plan.spec.checkpoint_dtype == ("float16" if kind == "F16" else "bfloat16")
     formats = {m.role: m.weight_format for m in plan.matrices}
     assert formats == {
-        "embedding": "none",
+        "embedding": wanted if kind in BLOCK_TYPES else "none",
         "qkv": wanted,
         "attention_out": wanted,
         "experts": wanted,
@@ -135,7 +142,8 @@ def test_logits_of_every_type(kind, tmp_path, open_session):
     assert distance < LARGEST_ERROR
     if kind in BLOCK_TYPES:
         stored = sum(m.stored_bytes for m in plan.matrices)
-        reasons = {m.reason for m in plan.matrices if m.role in ("qkv", "experts", "head")}
+        coded = ("qkv", "experts", "head", "embedding")
+        reasons = {m.reason for m in plan.matrices if m.role in coded}
         assert reasons == {f"as the checkpoint stores it: {kind}"}
         assert stored > 0
 
@@ -183,8 +191,16 @@ def test_a_tied_head_takes_the_codes_of_the_embedding(tmp_path, open_session):
     path = tmp_path / "model.gguf"
     write(path, LlamaConfig(**COMMON, tie_word_embeddings=True), "Q6_K")
     plan, distance = compare(path, open_session)
-    assert {m.weight_format for m in plan.matrices if m.role == "head"} == {"q6k"}
+    found = {m.role: m for m in plan.matrices}
+    assert found["head"].weight_format == found["embedding"].weight_format == "q6k"
+    # One matrix, whose bytes are the head's.
+    assert found["embedding"].size_bytes == 0
+    assert found["head"].size_bytes == 2 * 64 * 210
     assert distance < LARGEST_ERROR
+    asked = load_checkpoint(path, dtype="bfloat16", linear_format="int8g128")
+    formats = {m.role: m.weight_format for m in asked.plan.matrices}
+    assert (formats["embedding"], formats["head"]) == ("none", "int8g128")
+    assert asked.weight_bytes == asked.plan.weight_bytes
 
 
 def test_experts_of_gpt_oss_keep_their_mxfp4(tmp_path, open_session):

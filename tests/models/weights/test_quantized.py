@@ -6,6 +6,7 @@ they are, weights must be the same to the fp16 rounding of scales, and logits wi
 bf16 activations change.
 """
 
+import json
 import shutil
 
 import numpy as np
@@ -55,6 +56,10 @@ HELD = {
     "ct fp8 channel": "fp8row",
     "ct fp8 tensor": "fp8",
     "ct fp8 block": "fp8",
+    "ct nvfp4": "nvfp4",
+    "ct mxfp4": "mxfp4",
+    "modelopt nvfp4": "nvfp4",
+    "modelopt fp8": "fp8",
     "gptq 4 g128": "int4g128sym",
     "gptq 4 g32 asym": "int4g32zp",
     "gptq 4 g64 v2": "int4g64sym",
@@ -139,7 +144,8 @@ def test_projections_of_a_state_keep_their_codes(kind, coded, open_session):
 
 @pytest.mark.parametrize("kind", list_kinds())
 def test_logits_are_those_of_the_decoded_weights(kind, coded, open_session):
-    family = "qwen3_moe" if "g32" in kind or "fp8" in kind or "rows" in kind else "llama"
+    is_moe = any(word in kind for word in ("g32", "fp8", "fp4", "rows"))
+    family = "qwen3_moe" if is_moe else "llama"
     folder, plain = coded(family, kind)
     exact, bound = eager(plain)
     decoded = load_checkpoint(folder, dtype="float32", expert_format="none", linear_format="none")
@@ -166,7 +172,9 @@ def test_packed_codes_are_the_values(kind, coded):
             values = torch.empty(packed.codes.shape)
             source.read_into(name, values)
             off = np.abs(dequantize(packed) - values.double().numpy()).max()
+            is_exact = HELD[kind] in ("nvfp4", "mxfp4")
             rounding = 2.0**-23 if HELD[kind] in ("fp8", "fp8row") else 2.0**-10
+            rounding = 0.0 if is_exact else rounding
             assert off <= rounding * values.abs().max().item()
 
 
@@ -266,6 +274,45 @@ def test_modules_that_are_not_coded_keep_their_values(coded, edit_config, open_s
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_tied"), [("ct int4 g32 sym", True), ("ct fp8 channel", False)], ids=str
+)
+def test_an_embedding_in_codes_is_read_row_by_row(kind, is_tied, coded, open_session):
+    """Bitwise its decoded rows; a head that shares it has no matrix of its own."""
+
+    def is_coded(name):
+        return is_linear(name) or "embed_tokens" in name
+
+    folder, plain = coded("llama", kind, is_coded, tie_word_embeddings=is_tied)
+    exact, _ = eager(plain)
+    model = load_checkpoint(folder, dtype="float32")
+    found = {m.role: m for m in model.plan.matrices}
+    assert found["embedding"].weight_format == HELD[kind]
+    assert found["head"].weight_format == (HELD[kind] if is_tied else "f32")
+    assert (found["embedding"].size_bytes == 0) == is_tied
+    assert model.weight_bytes == model.plan.weight_bytes
+    decoded = load_checkpoint(folder, dtype="float32", linear_format="none")
+    ids = torch.tensor(IDS)
+    rows = [m.skeleton.model.embed_tokens(ids) for m in (model, decoded)]
+    # Scales of integers are rounded to fp16.
+    assert torch.allclose(rows[0], rows[1], rtol=2.0**-10 if is_tied else 0, atol=0)
+    assert relative(open_session(model).run(IDS), exact) < LARGEST_ERROR
+
+
+def test_modelopts_own_file_says_how_weights_are_coded(coded, edit_config, open_session):
+    """Where ``config.json`` does not, as modelopt's older versions leave it."""
+    folder, plain = coded("llama", "modelopt nvfp4")
+    edit_config(folder, quantization_config=None)
+    said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    producer = {"name": "modelopt", "version": "0.23.0"}
+    content = {"producer": producer, "quantization": said | {"kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(content))
+    model = load_checkpoint(folder, dtype="float32")
+    assert {m.weight_format for m in model.plan.matrices if m.role == "qkv"} == {"nvfp4"}
+    assert any("KV cache" in note for note in model.plan.notes)
+    assert relative(open_session(model).run(IDS), eager(plain)[0]) < LARGEST_ERROR
+
+
 def test_plans_without_weights_follow_the_configuration(coded):
     folder, _ = coded("qwen3_moe", "gptq 4 g128")
     with_weights = plan_model(folder)
@@ -334,6 +381,50 @@ PUBLISHED = {
             "mlp.shared_experts.up_proj": None,
             "mlp.up_proj": None,
         },
+    ),
+    "NVFP4 of llm-compressor": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "nvfp4-pack-quantized",
+            "config_groups": {
+                "group_0": {
+                    "format": "nvfp4-pack-quantized",
+                    "input_activations": {"dynamic": "local", "group_size": 16, "num_bits": 4},
+                    "targets": ["Linear"],
+                    "weights": {
+                        "actorder": None,
+                        "dynamic": False,
+                        "group_size": 16,
+                        "num_bits": 4,
+                        "observer": "static_minmax",
+                        "scale_dtype": "torch.float8_e4m3fn",
+                        "strategy": "tensor_group",
+                        "symmetric": True,
+                        "type": "float",
+                    },
+                }
+            },
+            "ignore": ["lm_head", "re:.*mlp.gate$"],
+            "quantization_status": "compressed",
+        },
+        {"mlp.experts.3.up_proj": "nvfp4", "mlp.gate": None},
+    ),
+    "NVFP4 of modelopt": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "config_groups": {
+                "group_0": {
+                    "input_activations": {"dynamic": False, "num_bits": 4, "group_size": 16},
+                    "weights": {"dynamic": False, "num_bits": 4, "group_size": 16},
+                    "targets": ["Linear"],
+                }
+            },
+            "ignore": ["lm_head", "model.layers.0.self_attn*", "*.mlp.gate"],
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "producer": {"name": "modelopt", "version": "0.33.0"},
+        },
+        {"mlp.experts.3.up_proj": "nvfp4", "self_attn.o_proj": None, "mlp.gate": None},
     ),
     "GPTQModel": (
         {

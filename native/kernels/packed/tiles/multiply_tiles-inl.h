@@ -127,6 +127,8 @@ void tiles_int(const TileRows& rows) {
   }
   if (is_row)
     for (size_t i = 0; i < rows.count; ++i) scale_row(find_out(rows, i), tile.panel);
+  if (format.table == CodeTable::kE2m1)
+    for (size_t i = 0; i < rows.count; ++i) apply_factors(find_out(rows, i), tile.panel);
 }
 
 // Adds inputs [first, last) of the rows, in steps of `step` values of bf16, to the tiles.

@@ -74,7 +74,7 @@ uint8_t read_level(BlockKind kind, const uint8_t* block, size_t group) {
 }  // namespace
 
 bool is_codebook_kind(BlockKind kind) {
-  return block_type(kind).format.table > CodeTable::kIq4Nl;
+  return block_type(kind).format.table > CodeTable::kE2m1;
 }
 
 std::vector<uint8_t> list_codebook(BlockKind kind) {

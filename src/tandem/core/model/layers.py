@@ -157,13 +157,14 @@ class LayerNormSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 class PositionScale(msgspec.Struct, frozen=True):
-    """A factor on the queries of position p: ``1 + beta * log(1 + p // length)``.
+    """A factor on the queries of position p: ``1 + beta * log(1 + (p + offset) // length)``.
 
     Llama 4's temperature, which Ministral 3 has too.
     """
 
     beta: float
     length: PositiveInt
+    offset: NonNegativeInt = 0
 
 
 class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="gqa"):
@@ -189,6 +190,8 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """Items of a head that the checkpoint rotates as neighbours, from the first on."""
     window: NonNegativeInt = 0
     """Tokens that a token sees, itself included; 0 is all."""
+    chunk: NonNegativeInt = 0
+    """A token sees none before the last multiple of this up to its position; 0 is no border."""
     soft_cap: float = 0.0
     """A score becomes cap * tanh(score / cap); 0 is none."""
     has_sinks: bool = False
@@ -206,13 +209,37 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """Number of the layer whose keys and values it reads in place of its own; -1: it has own ones.
     Such a layer projects queries alone."""
 
+    is_norm_plain: bool = False
+    """True if the norm of queries and keys has no weight."""
+    value_size: NonNegativeInt = 0
+    """Items of a head's value, at most ``head_dim``; 0 is as many. Blocks hold ``head_dim``, the
+    rest of which are zeros."""
+    value_scale: float = 1.0
+    """On values."""
+
+    @property
+    def value_dim(self) -> int:
+        """Items of a head's value."""
+        return self.value_size or self.head_dim
+
+    @property
+    def reach(self) -> int:
+        """The most tokens that a token sees, itself included; 0 is all."""
+        return self.window or self.chunk
+
+    @property
+    def is_rearranged(self) -> bool:
+        """True if what is projected is not yet queries, keys and values of one size each."""
+        return self.keys_are_values or self.value_dim < self.head_dim
+
     @property
     def num_projected(self) -> int:
-        """Heads that the projections give: queries, gates of outputs, keys and values."""
-        queries = self.num_heads * (2 if self.has_out_gate else 1)
+        """Outputs of the projections: queries, gates of outputs, keys and values."""
+        queries = self.num_heads * self.head_dim * (2 if self.has_out_gate else 1)
         if self.shares_kv_of >= 0:
             return queries
-        return queries + (1 if self.keys_are_values else 2) * self.num_kv_heads
+        values = 0 if self.keys_are_values else self.value_dim
+        return queries + (self.head_dim + values) * self.num_kv_heads
 
     @property
     def is_full_norm(self) -> bool:
@@ -245,6 +272,8 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """True if the checkpoint's rotated items are pairs of neighbours."""
     rope_idx: NonNegativeInt = 0
     """The RoPE of the layer, among those of the model."""
+    position_scale: PositionScale | None = None
+    """On queries, after they are rotated."""
 
     @property
     def head(self) -> int:
@@ -423,9 +452,21 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     activation: Activation = SILU
     has_bias: bool = False
     is_transposed: bool = False
-    """True if the checkpoint holds inputs first: gate_up [E, D, 2 F], down [E, F, D]."""
+    """True if the checkpoint holds inputs first: gate_up [E, D, 2 F], down [E, F, D], where the
+    outputs of gate and up take turns."""
+    has_halves: bool = False
+    """True if, of such a checkpoint, those of gate come before those of up."""
+    scales_input: bool = False
+    """True if a router's weight multiplies an expert's input, not its output."""
     is_gated: bool = True
     """False if an expert is ``down(f(up(x)))``."""
+
+    @property
+    def gate_up_rows(self) -> tuple[slice, slice]:
+        """The outputs of gate and of up among those of both in the checkpoint."""
+        if self.is_transposed and not self.has_halves:
+            return slice(0, None, 2), slice(1, None, 2)
+        return slice(0, self.intermediate_size), slice(self.intermediate_size, None)
 
 
 class MoeBlockSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe_block"):
@@ -452,6 +493,13 @@ class DecoderLayerSpec(
     mlp_name: str = "mlp"
     scale_name: str = ""
     """The name of a factor on what the layer returns, one number; empty is none."""
+    beside_norms: tuple[str, ...] = ()
+    """Names of the norms after the MLP, before the experts and after them, where experts run beside
+    the MLP on the same residual; their sum goes through the last of ``norms``. Empty is none."""
+    input_norm: str = ""
+    """The name of the norm after what the layer adds of an input of its own; empty is none."""
+    input_activation: str = "silu"
+    """On the gate of that input."""
 
 
 OperatorSpec = (

@@ -602,11 +602,7 @@ class NativeExperts(RoutedExperts):
             gate, up, down = (reader.read_packed(n) for n in names)
             return gate, up, down
         both = reader.read_packed(f"{name}.gate_up_proj", expert_id)
-        half = both.shape[0] // 2
-        rows = (slice(0, None, 2), slice(1, None, 2))
-        if not self.is_transposed:
-            rows = (slice(0, half), slice(half, None))
-        gate, up = (select_outputs(both, part) for part in rows)
+        gate, up = (select_outputs(both, part) for part in self.spec.gate_up_rows)
         return gate, up, reader.read_packed(f"{name}.down_proj", expert_id)
 
     def _code(self, reader: WeightReader, name: str) -> None:
@@ -619,7 +615,7 @@ class NativeExperts(RoutedExperts):
             reader.read_into(f"{name}.down_proj", down)
             for i in range(self.num_experts):
                 turned = gate_up[i].t()
-                gate, up = (turned[half::2].contiguous() for half in (0, 1))
+                gate, up = (turned[rows].contiguous() for rows in self.spec.gate_up_rows)
                 self._experts.pack_expert(i, gate, up, down[i].t().contiguous())
             return
         is_stacked = reader.has(f"{name}.gate_up_proj")

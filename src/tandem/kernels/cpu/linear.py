@@ -204,6 +204,21 @@ class PackedLinear:
         self._matrix.unpack(self._pool, out_NK)
         return out_NK
 
+    def take_rows(self, outputs_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weights of some outputs as numbers, [T, K], new.
+
+        They are those of ``unpack``, rounded once.
+
+        Args:
+            outputs_T: int64, on the CPU, of any strides.
+            dtype: of the result: float32 or bfloat16.
+
+        Raises: ShapeError (an output that is not there).
+        """
+        out = torch.empty(len(outputs_T), self.in_features, dtype=dtype)
+        self._matrix.take_rows(self._pool, outputs_T.contiguous(), out)
+        return out
+
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return ``x W^T + b``.
 

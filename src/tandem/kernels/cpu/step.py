@@ -19,12 +19,12 @@ from tandem.kernels.cpu.latents import LatentBuffers
 from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.operators.attention import Attention
-from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.decoder_layer import BesideExperts, DecoderLayer, LayerInput
 from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
-from tandem.kernels.operators.moe import ExpertChoice, MoeBlock
+from tandem.kernels.operators.moe import ExpertChoice, MoeBlock, Router
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import Unrotated, scale_positions
 from tandem.kernels.paged import LayerPlace, PagedBatch, PagedKvCache
@@ -73,6 +73,8 @@ class CpuStep:
         angles = [rope.compute(batch.positions, dtype) for rope in ropes]
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
         self._positions = batch.positions
+        self.layer_inputs: Tensor | None = None
+        """[T, layers, items], of models whose layers have inputs of their own; set before them."""
         self._no_angles: tuple[_native.TensorView, _native.TensorView] | None = None
         self._dtype = dtype
         self._on_layer = on_layer
@@ -125,7 +127,12 @@ class CpuStep:
             late = None if self._routing is None else self._routing.take_carried()
             if late is not None:
                 x.tensor.add_(late)
-            self._run_mlp(mlp, x, h, mlp_out_norm)
+            if layer.beside is not None and mlp_out_norm is not None:
+                self._run_beside(layer.beside, mlp, mlp_out_norm, x, h)
+            else:
+                self._run_mlp(mlp, x, h, mlp_out_norm)
+            if layer.own_input is not None:
+                self._add_input(layer, layer.own_input, x)
             if layer.scale != 1.0:
                 self.complete_(x_TD)
                 x_TD *= layer.scale
@@ -221,13 +228,16 @@ class CpuStep:
         spec, layer_idx = attention.spec, attention.layer_idx
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         gates = heads if spec.has_out_gate else 0
-        qkv = product = self._head_buffer("qkv", spec.num_projected, d)
-        mixed = self._head_buffer("mixed", heads, d)
+        if spec.is_rearranged:
+            product = self._buffer("projected", spec.num_projected)
+        else:
+            product = self._head_buffer("qkv", spec.num_projected // d, d)
+        qkv, mixed = product, self._head_buffer("mixed", heads, d)
         attention.qkv_matrix.run(h_TD, product)
         if gates:
             qkv = self._part(product, gates * d, product.tensor.shape[1], d)
-        if spec.keys_are_values:
-            qkv = self._double_keys(spec, product)
+        if spec.is_rearranged:
+            qkv = self._place_values(spec, product)
         shares = spec.shares_kv_of >= 0
         by_head = qkv.view
         q, k = attention.held_q, attention.held_k
@@ -256,14 +266,23 @@ class CpuStep:
         if gates:
             gate, rows = self._part(product, 0, gates * d), self._part(mixed, 0, gates * d)
             _native.gate(gate.view, rows.view, "sigmoid", None, self._pool, up=rows.view)
+        if spec.value_dim < d:
+            values = self._buffer("mixed_values", heads * spec.value_dim)
+            part = mixed.tensor.unflatten(1, (heads, d))[..., : spec.value_dim]
+            values.tensor.unflatten(1, (heads, -1)).copy_(part)
+            return values
         return mixed
 
-    def _double_keys(self, spec: GqaSpec, product: Buffer) -> Buffer:
-        """Return queries, keys and, again, keys, which become the values."""
+    def _place_values(self, spec: GqaSpec, product: Buffer) -> Buffer:
+        """Return queries, keys and values, each of as many items: keys again, or with zeros."""
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv, end = self._head_buffer("qkkv", heads + 2 * kv_heads, d), (heads + kv_heads) * d
-        qkv.tensor[:, :end].copy_(product.tensor)
-        qkv.tensor[:, end:].copy_(product.tensor[:, heads * d :])
+        qkv, end = self._head_buffer("placed", heads + 2 * kv_heads, d), (heads + kv_heads) * d
+        qkv.tensor[:, :end].copy_(product.tensor[:, :end])
+        first = heads * d if spec.keys_are_values else end
+        source = product.tensor[:, first:].unflatten(1, (kv_heads, -1))
+        values = qkv.tensor[:, end:].unflatten(1, (kv_heads, d))
+        torch.mul(source, spec.value_scale, out=values[..., : spec.value_dim])
+        values[..., spec.value_dim :] = 0
         return qkv
 
     def _norm_values(self, attention: Attention, qkv: Buffer) -> None:
@@ -343,6 +362,10 @@ class CpuStep:
         # The key is there: others may have it while queries are still made.
         self._store(layer_idx, rows, spec.num_heads)
         attention.key_heads.run(buffers.plain, buffers.absorbed)
+        if spec.position_scale is not None:
+            queries = buffers.rows.tensor[:, : spec.num_heads]
+            scale = scale_positions(spec.position_scale, self._positions, self._dtype)
+            queries *= scale[:, None, None]
         mixed = buffers.mixed
         self._attend(layer_idx, rows, mixed.view, spec.scale, attention.rule)
         attention.value_heads.run(mixed, buffers.value_heads)
@@ -358,7 +381,8 @@ class CpuStep:
     ) -> None:
         sinks = None if rule.sinks is None else rule.sinks.view
         attention, place = self._find_layer(layer_idx)
-        attention.attend(place.layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks)
+        chunk = (rule.chunk,) if rule.chunk else ()
+        attention.attend(place.layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks, *chunk)
 
     def _find_layer(self, layer_idx: int) -> tuple[_native.PlannedAttention, LayerPlace]:
         place = self._places[layer_idx]
@@ -400,21 +424,89 @@ class CpuStep:
         gate_T1: Buffer | None = None,
     ) -> None:
         """Add the MLP's output to the residual; with a norm, leave it pending."""
+        if out_norm is None:
+            self._multiply_mlp(mlp, x_TD, residual_TD, gate_T1, is_added=True)
+        else:
+            branch = self._buffer("mlp_out", mlp.spec.hidden_size)
+            self._multiply_mlp(mlp, x_TD, branch, gate_T1)
+            self._norm_branch(out_norm, branch)
+
+    def _multiply_mlp(
+        self,
+        mlp: Mlp,
+        x_TD: Buffer,
+        out_TD: Buffer,
+        gate_T1: Buffer | None = None,
+        *,
+        is_added: bool = False,
+    ) -> None:
+        """Write the MLP's output, or add it."""
         gate_up_matrix, down_matrix = mlp.matrices
         gate_up = self._buffer("gate_up", 2 * mlp.spec.intermediate_size)
         hidden = self._buffer("hidden", mlp.spec.intermediate_size)
         gate_up_matrix.run(x_TD, gate_up)
         row_gate = None if gate_T1 is None else gate_T1.view
         _native.gate(gate_up.view, hidden.view, mlp.activation.name, row_gate, self._pool)
-        if out_norm is None:
-            down_matrix.run(hidden, residual_TD, is_added=True)
+        down_matrix.run(hidden, out_TD, is_added=is_added)
+
+    def _run_beside(
+        self, beside: BesideExperts, mlp: Mlp, out_norm: RmsNorm, x_TD: Buffer, h_TD: Buffer
+    ) -> None:
+        """Leave an MLP and the experts beside it, normed, to the next norm to add."""
+        size = mlp.spec.hidden_size
+        branch = self._buffer("mlp_out", size)
+        self._multiply_mlp(mlp, h_TD, branch)
+        self._norm_rows(beside.mlp_norm, branch, branch)
+        router, experts = beside.router, beside.experts
+        scored = x_TD
+        if router.spec.norm_eps is not None:
+            scored, eps = self._buffer("router_in", size), router.spec.norm_eps
+            _native.rms_norm(x_TD.view, router.held_scale.view, scored.view, eps, None, self._pool)
+        ids, weights = self._route(router, scored)
+        given, chosen = self._buffer("experts_in", size), self._buffer("experts_sum", size)
+        self._norm_rows(beside.norm, x_TD, given)
+        if isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
+            out = self._buffer("experts_out", size, torch.float32)
+            experts.run(given, ids, weights, out)
+            chosen.tensor.copy_(out.tensor)
         else:
-            branch = self._buffer("mlp_out", mlp.spec.hidden_size)
-            down_matrix.run(hidden, branch)
-            self._norm_branch(out_norm, branch)
+            chosen.tensor.zero_()
+            experts.add_into_(chosen.tensor, given.tensor, ids.tensor, weights.tensor)
+        self._norm_rows(beside.experts_norm, chosen, chosen)
+        branch.tensor += chosen.tensor
+        self._norm_branch(out_norm, branch)
+
+    def _add_input(self, layer: DecoderLayer, parts: LayerInput, x_TD: Buffer) -> None:
+        """Leave a layer's own input, normed, to the next norm to add."""
+        assert self.layer_inputs is not None, "a layer with an input of its own without inputs"
+        self.complete_(x_TD.tensor)
+        own = self.layer_inputs[:, layer.layer_idx]
+        gate, gated = self._buffer("input_gate", own.shape[1]), self._buffer("gated", own.shape[1])
+        branch = self._buffer("input_out", parts.norm.size)
+        parts.gate.matrix.run(x_TD, gate)
+        up = view_tensor(own)
+        _native.gate(gate.view, gated.view, parts.activation, None, self._pool, up=up)
+        parts.projection.matrix.run(gated, branch)
+        self._norm_branch(parts.norm, branch)
+
+    def _norm_rows(self, norm: RmsNorm, x_TD: Buffer, out_TD: Buffer) -> None:
+        _native.rms_norm(
+            x_TD.view,
+            norm.held.view,
+            out_TD.view,
+            norm.eps,
+            None,
+            self._pool,
+            weight_offset=norm.offset,
+        )
 
     def _choose(self, block: MoeBlock, residual_TD: Buffer, x_TD: Buffer) -> "ExpertChoice":
         router, experts = block.operators
+        ids, weights = self._route(router, x_TD)
+        return ExpertChoice(block, experts, residual_TD, x_TD, ids, weights)
+
+    def _route(self, router: Router, x_TD: Buffer) -> tuple[Buffer, Buffer]:
+        """Return the experts of each row, and their weights."""
         dtype = router.matrix.out_dtype
         logits = self._buffer("router_logits", router.num_experts, dtype)
         weights = self._buffer("router_weights", router.top_k, dtype)
@@ -424,6 +516,7 @@ class CpuStep:
         else:
             ids = routing.find_choices()
         router.matrix.run(x_TD, logits)
+        router.scale_logits_(logits.tensor)
         rule, bias = router.rule, router.choice_bias
         _native.route(
             logits.view,
@@ -437,7 +530,8 @@ class CpuStep:
             self._pool,
             num_group_choices=rule.num_group_choices,
         )
-        return ExpertChoice(block, experts, residual_TD, x_TD, ids, weights)
+        router.scale_weights_(weights.tensor, ids.tensor)
+        return ids, weights
 
     def _add_deferring(
         self,

@@ -44,7 +44,7 @@ class Attention(Operator):
         super().__init__()
         self.spec = spec
         self.layer_idx = layer_idx
-        self.rule = AttentionRule(spec.window, spec.soft_cap)
+        self.rule = AttentionRule(spec.window, spec.soft_cap, chunk=spec.chunk)
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
@@ -65,7 +65,13 @@ class Attention(Operator):
             order=self._order_rows(),
         )
         self.output_matrix: Matrix = read_matrix(
-            self, "o_", reader, settings, output, heads * d, has_bias=spec.has_o_bias
+            self,
+            "o_",
+            reader,
+            settings,
+            output,
+            heads * spec.value_dim,
+            has_bias=spec.has_o_bias,
         )
         if spec.has_sinks:
             sinks = torch.empty(heads, dtype=torch.float32, device=reader.device)
@@ -79,6 +85,11 @@ class Attention(Operator):
             return
         if spec.has_value_norm:
             self.held_v = Buffer(torch.ones(d, dtype=reader.dtype, device=reader.device))
+        if spec.is_norm_plain:
+            self.held_q = self.held_k = Buffer(
+                torch.ones(d, dtype=reader.dtype, device=reader.device)
+            )
+            return
         q_size, k_size = (heads * d, spec.num_kv_heads * d) if spec.is_full_norm else (d, d)
         q_name, k_name = spec.norm_names
         names = [(f"{name}.{q_name}.weight", q_size), (f"{name}.{k_name}.weight", k_size)]
@@ -101,16 +112,16 @@ class Attention(Operator):
             own = None if order is None else order[first : first + size] - first
             parts[f"{name}.{part}"] = AdaptedRows(qkv, spec.hidden_size, size, first, own)
             first += size
-        o_size = spec.num_heads * spec.head_dim
+        o_size = spec.num_heads * spec.value_dim
         return {**parts, f"{name}.{spec.out_name}": AdaptedRows(output, o_size, spec.hidden_size)}
 
     def _list_sizes(self) -> tuple[int, ...]:
         """Return the outputs of each of ``qkv_names``."""
         d, heads, kv_heads = self.spec.head_dim, self.spec.num_heads, self.spec.num_kv_heads
         queries = heads * d * (2 if self.spec.has_out_gate else 1)
-        sizes = (queries, kv_heads * d, kv_heads * d)
+        sizes = (queries, kv_heads * d, kv_heads * self.spec.value_dim)
         if len(self.spec.qkv_names) == 1:
-            return (self.spec.num_projected * d,)
+            return (self.spec.num_projected,)
         return sizes[: len(self.spec.qkv_names)]
 
     def _order_rows(self) -> Tensor | None:

@@ -7,15 +7,17 @@ from torch import Tensor
 
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.operators.attention import Attention
+from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.gated_delta import GatedDelta
+from tandem.kernels.operators.linear import Linear
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
-from tandem.kernels.operators.moe import MoeBlock
+from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.operator import Operator, current_step
 from tandem.kernels.state_space.mixers import Mamba2, ShortConv
 
-__all__ = ["DecoderLayer", "LayerParts"]
+__all__ = ["BesideExperts", "DecoderLayer", "LayerInput", "LayerParts"]
 
 
 class LayerParts(NamedTuple):
@@ -33,6 +35,25 @@ class LayerParts(NamedTuple):
     mlp_out_norm: RmsNorm | None
 
 
+class BesideExperts(NamedTuple):
+    """The experts that a layer runs beside its MLP: x += out(mlp_norm(mlp) + norm(experts))."""
+
+    mlp_norm: RmsNorm
+    router: Router
+    norm: RmsNorm
+    experts: RoutedExperts
+    experts_norm: RmsNorm
+
+
+class LayerInput(NamedTuple):
+    """The parts that add an input of the layer's own: x += norm(projection(f(gate(x)) * input))."""
+
+    gate: Linear
+    projection: Linear
+    norm: RmsNorm
+    activation: str
+
+
 class DecoderLayer(Operator):
     """norm, attention, norm, residual, norm, MLP or MoE, norm, residual.
 
@@ -44,10 +65,25 @@ class DecoderLayer(Operator):
         parts: the operators; which norms there are depends on the family.
         names: what the checkpoint calls each of them.
         scale_name: what it calls the factor on the result; empty is none.
+        beside: experts beside the MLP.
+        own_input: what adds an input of the layer's own.
+        layer_idx: number of the layer, whose input that is.
     """
 
-    def __init__(self, parts: LayerParts, names: dict[str, Operator], scale_name: str = "") -> None:
+    def __init__(
+        self,
+        parts: LayerParts,
+        names: dict[str, Operator],
+        scale_name: str = "",
+        *,
+        beside: BesideExperts | None = None,
+        own_input: LayerInput | None = None,
+        layer_idx: int = 0,
+    ) -> None:
         super().__init__()
+        self.beside = beside
+        self.own_input = own_input
+        self.layer_idx = layer_idx
         self.scale = 1.0
         self._scale_name = scale_name
         for name, module in names.items():

@@ -77,9 +77,19 @@ class RoutedExperts(Operator):
         Raises:
             ShapeError: an id outside of [-1, E), or shapes that do not fit together.
         """
+        if self.spec.scales_input:
+            return self._run_scaled(hidden_states, top_k_index, top_k_weights)
         out = torch.zeros_like(hidden_states)
         self.add_into_(out, hidden_states, top_k_index, top_k_weights)
         return out
+
+    def _run_scaled(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
+        """Do as ``forward`` with the weights on the inputs: a row for each chosen expert."""
+        rows = (x_TD[:, None] * w_TK[..., None].to(x_TD.dtype)).flatten(0, 1)
+        out = torch.zeros_like(rows)
+        ids = ids_TK.reshape(-1, 1)
+        self.add_into_(out, rows, ids, torch.ones_like(ids, dtype=w_TK.dtype))
+        return out.view(*ids_TK.shape, -1).sum(1)
 
     @abstractmethod
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
@@ -144,6 +154,5 @@ def read_biases(
     down = torch.empty(count, experts.hidden_size, dtype=reader.dtype, device=reader.device)
     reader.read_into(f"{name}.gate_up_proj_bias", gate_up)
     reader.read_into(f"{name}.down_proj_bias", down)
-    if experts.is_transposed:
-        return gate_up[:, 0::2], gate_up[:, 1::2], down
-    return gate_up[:, :size], gate_up[:, size:], down
+    gate, up = experts.spec.gate_up_rows
+    return gate_up[:, gate], gate_up[:, up], down

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.interfaces import AdaptedPart, MatrixWrapper, WeightReader
 from tandem.kernels.operators.lora import AdaptedRows
 from tandem.kernels.operators.operator import Operator, freeze, read_rows
@@ -60,23 +61,58 @@ class Linear(Operator):
 
 
 class Embedding(Operator):
-    """Rows of W [V, D] by token id, times ``scale``, which is rounded to the dtype of W."""
+    """Rows of W [V, D] by token id, times ``scale``, which is rounded to the dtype of W.
 
-    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0) -> None:
+    Args:
+        vocab_size: V.
+        hidden_size: D.
+        scale: on the rows.
+        stored: a weight format keeps the codes that the checkpoint has in it, from which rows are
+            read: bitwise those of the decoded matrix. Without one W is a tensor.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        scale: float = 1.0,
+        *,
+        stored: MatrixSettings = TENSORS,
+    ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.scale = scale
+        self.stored = stored
+        self.packed: PackedLinear | None = None
+        """W in codes; None: ``weight`` has it."""
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight``."""
+        self.scale = torch.tensor(self.scale, dtype=reader.dtype).item()
+        self._dtype = reader.dtype
+        if self.stored.weight_format is not None:
+            parts = [(name, self.vocab_size)]
+            matrix = read_matrix(self, "", reader, self.stored, parts, self.hidden_size)
+            assert isinstance(matrix, PackedLinear), "one part in one format"
+            self.packed = matrix
+            return
         rows = [(f"{name}.weight", self.vocab_size)]
         self.weight = freeze(read_rows(reader, rows, self.hidden_size))
-        self.scale = torch.tensor(self.scale, dtype=reader.dtype).item()
+
+    def read_weight(self) -> Tensor:
+        """Return W [V, D]: the tensor, or new from codes, in the dtype of the model."""
+        return self.weight if self.packed is None else self.packed.unpack().to(self._dtype)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Return [..., D], new; an id outside of [0, V) raises torch's ``IndexError``."""
-        found = functional.embedding(token_ids, self.weight)
+        """Return [..., D], new; an id outside of [0, V) raises torch's ``IndexError``, or
+        ``ShapeError`` where W is in codes.
+        """
+        if self.packed is None:
+            found = functional.embedding(token_ids, self.weight)
+        else:
+            found = self.packed.take_rows(token_ids.flatten(), dtype=self._dtype)
+            found = found.view(*token_ids.shape, self.hidden_size)
         return found if self.scale == 1.0 else found.mul_(self.scale)
 
 
@@ -90,7 +126,8 @@ class LmHead(Linear):
             with a weight of its own.
         soft_cap: a logit becomes cap * tanh(logit / cap); 0 is none.
         scale: on the logits, before the cap.
-        settings: how the matrix is stored and run; a packed one is a copy of the embedding's.
+        settings: how the matrix is stored and run; a packed one is a copy of the embedding's,
+            unless that is in codes of the same format.
     """
 
     def __init__(
@@ -112,12 +149,21 @@ class LmHead(Linear):
     def load(self, reader: WeightReader, name: str) -> None:
         """Read ``weight``, or share the embedding's, which must have been loaded before."""
         self._execution = reader.execution
+        tied = None if self._tied_to is None else self._tied_to()
+        codes = tied.packed if isinstance(tied, Embedding) else None
+        if (
+            codes is not None
+            and codes.weight_format == self.settings.weight_format
+            and not self.has_bias
+        ):
+            self.matrix = codes
+            return
         # Codes that the checkpoint has under this name, too, are those of the embedding.
         is_packed = self.settings.weight_format is not None
-        if self._tied_to is None or (is_packed and reader.find_format(f"{name}.weight")):
+        if tied is None or (is_packed and reader.find_format(f"{name}.weight")):
             super().load(reader, name)
             return
-        weight: Any = self._tied_to().weight
+        weight: Any = tied.read_weight() if isinstance(tied, Embedding) else tied.weight
         rows = [(f"{name}.bias", self.out_features)]
         bias = read_rows(reader, rows) if self.has_bias else None
         self.matrix = make_matrix(self, "", self.settings, weight, bias)

@@ -189,7 +189,8 @@ class Unrotated:
 
 def scale_positions(scale: PositionScale, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the factor on the queries of each position [T], of ``dtype``."""
-    return (1 + scale.beta * torch.log(1 + torch.floor(positions / scale.length))).to(dtype)
+    count = torch.floor((positions + scale.offset) / scale.length)
+    return (1 + scale.beta * torch.log(1 + count)).to(dtype)
 
 
 def apply_rope_(out: Tensor, x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> None:

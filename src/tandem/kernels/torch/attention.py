@@ -50,22 +50,27 @@ class DecodeGroup:
     """int64 [S * K]: context of each."""
     is_even: bool
     """True if all lengths agree."""
-    masks: dict[int, Tensor | None]
-    """By window, made once a step: [S * K, 1, C] of 0 and -inf; None where every key is seen."""
+    masks: dict[tuple[int, int], Tensor | None]
+    """By window and chunk, made once a step: [S * K, 1, C] of 0 and -inf; None where every key is
+    seen."""
 
-    def find_mask(self, window: int, dtype: torch.dtype) -> Tensor | None:
+    def find_mask(self, rule: AttentionRule, dtype: torch.dtype) -> Tensor | None:
         """Return what is added to scores."""
-        if window not in self.masks:
-            self.masks[window] = self._make_mask(window, dtype)
-        return self.masks[window]
+        key = (rule.window, rule.chunk)
+        if key not in self.masks:
+            self.masks[key] = self._make_mask(*key, dtype)
+        return self.masks[key]
 
-    def _make_mask(self, window: int, dtype: torch.dtype) -> Tensor | None:
-        if self.is_even and (window == 0 or window >= self.num_keys):
+    def _make_mask(self, window: int, chunk: int, dtype: torch.dtype) -> Tensor | None:
+        is_short = all(size == 0 or size >= self.num_keys for size in (window, chunk))
+        if self.is_even and is_short:
             return None
         keys = torch.arange(self.num_keys, device=self.lens.device)
         hidden = keys >= self.lens[:, None]
         if window:
             hidden |= keys < self.lens[:, None] - window
+        if chunk:
+            hidden |= keys < ((self.lens - 1) // chunk * chunk)[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         return mask.masked_fill_(hidden, float("-inf"))[:, None]
 
@@ -155,7 +160,7 @@ def attend_decodes(
         rows = rows.to(q_SHd.dtype)
     keys, values = _split_kv(layout, rows, batch, group.num_keys)
     q = q_SHd.reshape(batch, num_heads // layout.num_kv_heads, head_dim)
-    mask = group.find_mask(rule.window, q.dtype)
+    mask = group.find_mask(rule, q.dtype)
     # A cap bends scores before the mask.
     added = None if rule.soft_cap else mask
     bias = q.new_zeros(1) if added is None else added
@@ -221,7 +226,8 @@ def attend_prefill(
         end = min(num_tokens, first + CAUSAL_ROWS)
         rows, position = q[:, :, first:end], earlier + first
         own = keys[:, :end], values[:, :end]
-        mixed, lse = _attend_part(rows, *own, scale, rule, position - earlier, is_causal=True)
+        place = (position, position - earlier)
+        mixed, lse = _attend_part(rows, *own, scale, rule, place, is_causal=True)
         tile_start = 0
         for index, num_keys in prefill.tiles:
             distance, tile_start = position - tile_start, tile_start + num_keys
@@ -231,7 +237,8 @@ def attend_prefill(
             if gathered.dtype != q.dtype:
                 gathered = gathered.to(q.dtype)
             tile = _split_kv(layout, gathered, heads, num_keys)
-            other = _attend_part(rows, *tile, scale, rule, distance, is_causal=False)
+            place = (position, distance)
+            other = _attend_part(rows, *tile, scale, rule, place, is_causal=False)
             mixed, lse = _merge(mixed, lse, *other)
         if rule.sinks is not None:
             merged = torch.logaddexp(lse, rule.sinks.tensor.view(heads, -1, 1))
@@ -252,15 +259,16 @@ def _attend_part(
     v_KCd: Tensor,
     scale: float,
     rule: AttentionRule,
-    distance: int,
+    place: tuple[int, int],
     *,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return float32 (mixed values [K, G, T, d], log-sum-exp of the scores [K, G, T]).
 
-    ``distance``: of the first query from the first key, in tokens. Causal: the last T keys are the
-    queries' own. A query that sees no key has a log-sum-exp of -inf.
+    ``place``: position of the first query, and its distance from the first key, in tokens. Causal:
+    the last T keys are the queries' own. A query that sees no key has a log-sum-exp of -inf.
     """
+    position, distance = place
     scores = torch.matmul(q_KGTd, k_KCd[:, None].transpose(-1, -2)).float() * scale
     if rule.soft_cap:
         scores = _cap(scores, rule.soft_cap)
@@ -269,8 +277,13 @@ def _attend_part(
         scores += infinite.triu(distance + 1)
     if rule.window:
         scores += infinite.tril(distance - rule.window)
+    if rule.chunk:
+        queries = torch.arange(position, position + scores.shape[-2], device=scores.device)
+        keys = torch.arange(scores.shape[-1], device=scores.device) + (position - distance)
+        hidden = keys < (queries // rule.chunk * rule.chunk)[:, None]
+        scores = scores.masked_fill(hidden, float("-inf"))
     lse = torch.logsumexp(scores, -1)
-    if rule.window:
+    if rule.window or rule.chunk:
         # Not a softmax, whose sum is 0 for a query that sees no key.
         shares = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp_()
     else:

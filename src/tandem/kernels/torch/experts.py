@@ -38,7 +38,8 @@ class Experts(RoutedExperts):
             stored = allocate_scratch(e, d, 2 * f, dtype=reader.dtype)
             reader.read_into(f"{name}.gate_up_proj", stored)
             reader.read_into(f"{name}.down_proj", down)
-            gate_up[..., :f], gate_up[..., f:] = stored[..., 0::2], stored[..., 1::2]
+            gate, up = self.spec.gate_up_rows
+            gate_up[..., :f], gate_up[..., f:] = stored[..., gate], stored[..., up]
         else:
             read_experts(reader, name, gate_up.transpose(1, 2), down.transpose(1, 2))
         self._is_host = reader.execution.is_host

@@ -8,14 +8,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tandem.kernels.activation import apply_function
 from tandem.kernels.gated_delta import GatedDeltaRows
 from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.attention import Attention
-from tandem.kernels.operators.decoder_layer import DecoderLayer
+from tandem.kernels.operators.decoder_layer import BesideExperts, DecoderLayer, LayerInput
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
+from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import ExpertChoice, MoeBlock
+from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import apply_rope_, scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
@@ -61,6 +64,17 @@ def _norm_heads(attention: Attention, qk_THd: Tensor) -> Tensor:
         normed = torch.rms_norm(rows, (rows.shape[-1],), None, norm.eps)
         parts.append((normed * weight).to(part.dtype).view(part.shape))
     return torch.cat(parts, 1)
+
+
+def _place_values(attention: Attention, product_TN: Tensor) -> Tensor:
+    """Return queries, keys and values, each of as many items: keys again, or with zeros."""
+    spec = attention.spec
+    heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    end = (heads + kv_heads) * d
+    first = heads * d if spec.keys_are_values else end
+    values = product_TN[:, first:].unflatten(1, (kv_heads, -1)) * spec.value_scale
+    padded = torch.nn.functional.pad(values, (0, d - spec.value_dim))
+    return torch.cat((product_TN[:, :end], padded.flatten(1)), 1)
 
 
 def _norm_values(attention: Attention, v_TKd: Tensor) -> None:
@@ -110,6 +124,8 @@ class TorchStep:
         """The residual stream of the layer that has chosen experts."""
         self._angles = [_compute_angles(rope, batch.positions, dtype) for rope in ropes]
         self._positions = batch.positions
+        self.layer_inputs: Tensor | None = None
+        """[T, layers, items], of models whose layers have inputs of their own; set before them."""
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """See ``Step``."""
@@ -143,13 +159,34 @@ class TorchStep:
         late = None if routing is None else routing.take_carried()
         if late is not None:
             x_TD += late
-        if mlp_out_norm is None:
+        if layer.beside is not None and mlp_out_norm is not None:
+            self._run_beside_(layer.beside, mlp, mlp_out_norm, x_TD, h)
+        elif mlp_out_norm is None:
             mlp.add_into_(x_TD, h)
         else:
             x_TD += mlp_out_norm(mlp(h))
+        if layer.own_input is not None:
+            self._add_input_(layer, layer.own_input, x_TD)
         if layer.scale != 1.0:
             x_TD *= layer.scale
         return None
+
+    def _run_beside_(
+        self, beside: BesideExperts, mlp: Mlp, out_norm: RmsNorm, x_TD: Tensor, h_TD: Tensor
+    ) -> None:
+        """Add an MLP and the experts beside it to the residual stream."""
+        _, weights, ids = beside.router.route(x_TD)
+        if self._routing is not None:
+            self._routing.find_choices().tensor.copy_(ids)
+        chosen = beside.experts(beside.norm(x_TD), ids, weights)
+        x_TD += out_norm(beside.mlp_norm(mlp(h_TD)) + beside.experts_norm(chosen))
+
+    def _add_input_(self, layer: DecoderLayer, parts: LayerInput, x_TD: Tensor) -> None:
+        """Add a layer's own input to the residual stream."""
+        assert self.layer_inputs is not None, "a layer with an input of its own without inputs"
+        gate = apply_function(parts.activation, parts.gate(x_TD))
+        gated = gate * self.layer_inputs[:, layer.layer_idx]
+        x_TD += parts.norm(parts.projection(gated))
 
     def _choose(self, block: MoeBlock, x_TD: Tensor, h_TD: Tensor) -> ExpertChoice:
         router, experts = block.operators
@@ -188,11 +225,11 @@ class TorchStep:
         assert isinstance(attention, Attention), "attention that is not ours"
         spec = attention.spec
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype).view(len(h_TD), -1, d)
+        product = attention.qkv_matrix.forward(h_TD, dtype=h_TD.dtype)
+        qkv = _place_values(attention, product) if spec.is_rearranged else product
+        qkv = qkv.view(len(h_TD), -1, d)
         gate = qkv[:, :heads] if spec.has_out_gate else None
         qkv = qkv if gate is None else qkv[:, heads:]
-        if spec.keys_are_values:
-            qkv = torch.cat((qkv, qkv[:, heads:]), 1)
         qk = qkv[:, : heads + kv_heads]
         normed = _norm_heads(attention, qk)
         cos, signed_sin = self._angles[spec.rope_idx]
@@ -210,6 +247,8 @@ class TorchStep:
         if spec.position_scale is not None:
             q = q * scale_positions(spec.position_scale, self._positions, q.dtype)[:, None, None]
         mixed = self.attend(attention.layer_idx, q, kv, spec.scale, attention.rule)
+        if spec.value_dim < d:
+            mixed = mixed.view(-1, heads, d)[..., : spec.value_dim].flatten(1)
         return mixed if gate is None else mixed * torch.sigmoid(gate.flatten(1))
 
     def _mix_states(self, layer: GatedDelta, h_TD: Tensor) -> Tensor:
@@ -224,6 +263,8 @@ class TorchStep:
     def _mix_latents(self, attention: MlaAttention, h_TD: Tensor) -> Tensor:
         spec = attention.spec
         q, key = project_latents(attention, h_TD, *self._angles[spec.rope_idx])
+        if spec.position_scale is not None:
+            q *= scale_positions(spec.position_scale, self._positions, q.dtype)[:, None, None]
         self.write_kv(attention.layer_idx, key[:, 0])
         mixed = self.attend(attention.layer_idx, q, key, spec.scale, attention.rule)
         heads = mixed.view(len(q), spec.num_heads, spec.rank)

@@ -43,7 +43,7 @@ BLOCK_ROWS = 128
 """Outputs that share a scale in fp8."""
 SUPERBLOCK_SIZE = 256
 """Inputs whose scales and minima are integers times the same fp16 numbers."""
-TABLES = ("", "iq4nl", "iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s")
+TABLES = ("", "iq4nl", "e2m1", "iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s")
 """The same as the native core counts them."""
 LEVELS_ASIDE = ("iq2xxs", "iq3xxs")
 """Codebooks whose levels lie above the signs, within the bits of codes."""
@@ -76,6 +76,7 @@ class WeightFormat:
     Formats that hold a file's codes as they are (``is_stored_only``): scales and minima of groups
     are integers times an fp16 number of 256 weights (``q4k``), codes are looked up in a table
     (``iq4nl``), or a group has an integer zero point (``int4g128zp``: ``scale * (code - zero)``).
+    ``nvfp4`` has e2m1 codes, a scale in e4m3 for 16 inputs and a float32 factor for each output.
     They are laid out from blocks and codes, never coded from values.
     """
 
@@ -107,6 +108,11 @@ class WeightFormat:
     def is_stored_only(self) -> bool:
         """True if weights come from codes of a file alone, as nothing here codes values so."""
         return self.scale_bits > 0 or bool(self.table) or self.has_zeros
+
+    @property
+    def has_factor(self) -> bool:
+        """True if scales are multiplied by a number of the output, or divided by its opposite."""
+        return self.table == "e2m1"
 
     @property
     def holds_values(self) -> bool:
@@ -157,6 +163,8 @@ class WeightFormat:
             return self.bits + 8 / self.group_size
         if not self.is_integer or self.group_size == 0:
             return float(self.bits)
+        if self.has_factor:
+            return self.bits + 8 / self.group_size
         if self.has_zeros:
             return self.bits + (16 + 4) / self.group_size
         numbers = 1 + self.has_minimum
@@ -188,6 +196,7 @@ def _list_formats() -> list[WeightFormat]:
     formats += [WeightFormat("q4k", 4, 32, True, scale_bits=6)]
     formats += [WeightFormat("q5k", 5, 32, True, scale_bits=6)]
     formats += [WeightFormat("q6k", 6, 16, scale_bits=8)]
+    formats += [WeightFormat("nvfp4", 4, 16, table="e2m1")]
     formats += [WeightFormat("iq4nl", 4, 32, table="iq4nl")]
     formats += [WeightFormat("iq4xs", 4, 32, scale_bits=6, table="iq4nl")]
     books = (
@@ -205,7 +214,8 @@ def _list_formats() -> list[WeightFormat]:
 
 WEIGHT_FORMATS = {weight_format.name: weight_format for weight_format in _list_formats()}
 """By name. ``int4...`` and ``int5...`` have a minimum unless they say ``sym``, ``int8...`` if it
-says ``min``; ``q...`` and ``iq...`` hold blocks of the GGUF types of these names."""
+says ``min``; ``q...`` and ``iq...`` hold blocks of the GGUF types of these names, ``nvfp4`` what
+modelopt and compressed-tensors call so."""
 
 _ALIASES = {"int8": "int8g128", "int4": "int4g32"}
 
@@ -254,14 +264,15 @@ class QuantizedMatrix:
     """A matrix [N, K] in a format of codes.
 
     Codes are uint8 [N, K]. Scales are [N, G], fp16; float32 for fp8, one row for 128 outputs, for
-    fp8row, and for mxfp4, powers of two. Minima are fp16 [N, G], or the zero points of formats
-    that have these.
+    fp8row, and for mxfp4, powers of two; e4m3 codes for nvfp4. Minima are fp16 [N, G], the zero
+    points of formats that have these, or the factors of nvfp4, float32 [N, 1], of which negative
+    ones divide.
     """
 
     weight_format: WeightFormat
     codes: NDArray[np.uint8]
-    scales: NDArray[np.float16 | np.float32]
-    minima: NDArray[np.float16] | None
+    scales: NDArray[np.float16 | np.float32 | np.uint8]
+    minima: NDArray[np.float16 | np.float32] | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -450,6 +461,8 @@ def dequantize(matrix: QuantizedMatrix) -> FloatArray:
         codes = list_floats(weight_format.bits).astype(np.float64)[matrix.codes]
         scales = matrix.scales.astype(np.float32)
         return codes * _spread(scales, rows, size, codes.shape)
+    if weight_format.has_factor:
+        return _dequantize_nvfp4(matrix)
     size = weight_format.group_size or matrix.codes.shape[1]
     codes = matrix.codes.astype(np.float64).reshape(len(matrix.codes), -1, size)
     scales = matrix.scales.astype(np.float64)[..., None]
@@ -460,3 +473,13 @@ def dequantize(matrix: QuantizedMatrix) -> FloatArray:
     else:
         weights = scales * codes + matrix.minima.astype(np.float64)[..., None]
     return weights.reshape(matrix.codes.shape)
+
+
+def _dequantize_nvfp4(matrix: QuantizedMatrix) -> FloatArray:
+    """Return the weights in the arithmetic of the checkpoint's own decoders, float32."""
+    assert matrix.minima is not None, "no factors"
+    factors = matrix.minima.astype(np.float32)
+    scales = list_floats(8)[matrix.scales]
+    steps = np.where(factors > 0, scales * factors, scales / np.abs(factors))
+    values = list_floats(4)[matrix.codes] * steps.repeat(matrix.weight_format.group_size, 1)
+    return values.astype(np.float64)

@@ -23,6 +23,7 @@ PLAIN_FORMATS = {
     "int4g32zp": "int4g32",
     "int4g64zp": "int4g64",
     "int4g128zp": "int4g128",
+    "nvfp4": "int8g16",
     "q2k": "int8g16min",
     "q3k": "int8g16",
     "q4k": "int4g32",
@@ -49,7 +50,7 @@ def can_hold(wide: WeightFormat, narrow: WeightFormat) -> bool:
     """Return True if codes of ``narrow`` can be laid out in ``wide``."""
     if wide == narrow:
         return True
-    if wide.is_stored_only:
+    if wide.is_stored_only or narrow.has_factor:
         return False
     narrow = make_plain(narrow)
     return (
@@ -91,6 +92,9 @@ def _join(a: WeightFormat, b: WeightFormat) -> WeightFormat | None:
     if a == b:
         return a
     if not (a.is_integer and b.is_integer and a.group_size and b.group_size):
+        return None
+    if a.has_factor or b.has_factor:
+        # No other scales hold such products.
         return None
     a, b = make_plain(a), make_plain(b)
     size, has_minimum = gcd(a.group_size, b.group_size), a.has_minimum or b.has_minimum

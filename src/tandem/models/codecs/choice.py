@@ -3,6 +3,7 @@
 from tandem.models.codecs.awq import AwqCodec
 from tandem.models.codecs.codec import Codec
 from tandem.models.codecs.compressed_tensors import CompressedTensorsCodec
+from tandem.models.codecs.fp4 import ModeloptCodec
 from tandem.models.codecs.fp8 import Fp8Codec
 from tandem.models.codecs.gptq import GptqCodec
 from tandem.models.codecs.mxfp4 import Mxfp4Codec
@@ -27,10 +28,13 @@ def make_codec(quantization: Quantization) -> Codec:
     """Return what reads the coded weights of a checkpoint."""
     if quantization.method == "mxfp4":
         return Mxfp4Codec()
-    kinds: dict[str, type[Fp8Codec | GptqCodec | AwqCodec | CompressedTensorsCodec]] = {
+    kinds: dict[
+        str, type[Fp8Codec | GptqCodec | AwqCodec | CompressedTensorsCodec | ModeloptCodec]
+    ] = {
         "fp8": Fp8Codec,
         "gptq": GptqCodec,
         "awq": AwqCodec,
         "compressed-tensors": CompressedTensorsCodec,
+        "modelopt": ModeloptCodec,
     }
     return kinds[quantization.method](quantization)

@@ -1,7 +1,8 @@
 """compressed-tensors, as llm-compressor stores it.
 
-Three layouts, told apart by the tensors of a weight: ``weight_packed`` int32 [N, K bits / 32] with
-``weight_shape`` (pack-quantized), ``weight`` I8 [N, K] (int-quantized), ``weight`` F8_E4M3 [N, K]
+Four layouts, told apart by the tensors of a weight: ``weight_packed`` int32 [N, K bits / 32] with
+``weight_shape`` (pack-quantized), ``weight_packed`` U8 [N, K / 2] (nvfp4- and
+mxfp4-pack-quantized), ``weight`` I8 [N, K] (int-quantized), ``weight`` F8_E4M3 [N, K]
 (float-quantized); each with ``weight_scale`` and, where it is not symmetric,
 ``weight_zero_point``: I8 [N, G], or int32 [N bits / 32, G]. Integers are stored signed in I8 and
 offset by half their range in words.
@@ -20,6 +21,7 @@ from tandem.models.codecs.codec import (
     split_name,
     view_matrix,
 )
+from tandem.models.codecs.fp4 import BYTES, Fp4Matrix, read_fp4
 from tandem.models.codecs.fp8 import E4M3, read_fp8
 from tandem.models.codecs.integers import IntegerMatrix, split_bytes
 from tandem.models.planning.quantization import Quantization, Scheme
@@ -29,6 +31,10 @@ __all__ = ["CompressedTensorsCodec"]
 
 SIGNED = {"I8": torch.int8}
 SIZES = {"I64": torch.int64, "I32": torch.int32}
+
+
+def _is_fp4(scheme: Scheme) -> bool:
+    return scheme.is_float and scheme.bits == 4
 
 
 class CompressedTensorsCodec:
@@ -52,7 +58,10 @@ class CompressedTensorsCodec:
         found = {n: entry.shape for n, entry in stored.entries.items() if self.holds(stored, n)}
         for name in stored.entries:
             stem = name.removesuffix(".weight_packed")
-            if stem != name:
+            if stem != name and stored.entries[name].dtype in BYTES:
+                outputs, pairs = stored.entries[name].shape
+                found[f"{stem}.weight"] = (outputs, pairs * 2)
+            elif stem != name:
                 shape = stored.view(f"{stem}.weight_shape", SIZES, (2,))
                 found[f"{stem}.weight"] = tuple(int(size) for size in shape)
         return found
@@ -64,7 +73,9 @@ class CompressedTensorsCodec:
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
         """Decode a weight [N, K]."""
         scheme = find_scheme(self._quantization, name)
-        if scheme.is_float:
+        if _is_fp4(scheme):
+            self._read_fp4(stored, name, tuple(out.shape), scheme).read_into(out)
+        elif scheme.is_float:
             read_fp8(stored, name, tuple(out.shape), scheme).read_into(out)
         else:
             self._read(stored, name, tuple(out.shape), scheme).read_into(out)
@@ -77,7 +88,8 @@ class CompressedTensorsCodec:
             inputs = shape[-1] if shape else 0
         else:
             shape = stored.entries[f"{split_name(name)}.weight_packed"].shape
-            inputs = shape[-1] * 32 // scheme.bits if shape else 0
+            word_bits = 8 if _is_fp4(scheme) else 32
+            inputs = shape[-1] * word_bits // scheme.bits if shape else 0
         return scheme.find_format(inputs) if inputs else None
 
     def read_packed(
@@ -87,9 +99,16 @@ class CompressedTensorsCodec:
         del expert_id
         scheme = find_scheme(self._quantization, name)
         weight_format = require_format(self.find_format(stored, name), name)
+        if _is_fp4(scheme):
+            return self._read_fp4(stored, name, None, scheme).pack()
         if scheme.is_float:
             return read_fp8(stored, name, None, scheme).pack(name)
         return self._read(stored, name, None, scheme).pack(weight_format)
+
+    def _read_fp4(
+        self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None, scheme: Scheme
+    ) -> Fp4Matrix:
+        return read_fp4(stored, name, f"{split_name(name)}.weight_packed", shape, scheme)
 
     def _read(
         self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None, scheme: Scheme

@@ -172,6 +172,16 @@ def _split_q6_k(raw: Bytes) -> Blocks:
     return Blocks(codes.reshape(len(raw), 256), 32, _half(raw[:, 208:]) * scales, None)
 
 
+E2M1_CODES = (E2M1_DOUBLED + 12).astype(np.uint8)
+
+
+def _split_nvfp4(raw: Bytes) -> Blocks:
+    """Scales are e4m3 without signs, whose code of no number is 0."""
+    levels = np.where(raw[:, :4] == 0x7F, 0, raw[:, :4] & 0x7F).astype(np.uint32)
+    scales = (levels << 20).astype(np.uint32).view(np.float32) * np.float32(2.0**119)
+    return Blocks(E2M1_CODES[_nibbles(raw[:, 4:], 8)], 12, scales, None)
+
+
 def _split_by_codebook(name: str) -> Callable[[Bytes], Blocks]:
     def split(raw: Bytes) -> Blocks:
         codes, scales = split_codebook(name, raw)
@@ -196,6 +206,7 @@ BLOCK_TYPES = {
         BlockType("IQ4_NL", "iq4nl", _split_iq4_nl),
         BlockType("IQ4_XS", "iq4xs", _split_iq4_xs),
         BlockType("MXFP4", "mxfp4", None),
+        BlockType("NVFP4", "nvfp4", _split_nvfp4),
         BlockType("IQ2_XXS", "iq2xxs", _split_by_codebook("IQ2_XXS")),
         BlockType("IQ2_XS", "iq2xs", _split_by_codebook("IQ2_XS")),
         BlockType("IQ2_S", "iq2s", _split_by_codebook("IQ2_S")),

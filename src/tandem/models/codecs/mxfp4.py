@@ -11,7 +11,7 @@ from tandem.core.errors import ShapeError
 from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat, find_format
 from tandem.models.sources.source import StoredTensors
 
-__all__ = ["E2M1", "Mxfp4Codec", "decode_mxfp4", "unpack_nibbles"]
+__all__ = ["E2M1", "Mxfp4Codec", "decode_mxfp4", "pack_mxfp4", "unpack_nibbles"]
 
 BYTES = {"U8": torch.uint8}
 
@@ -76,16 +76,7 @@ class Mxfp4Codec:
         if expert_id is None or len(shape) != 4:
             what = f"tensor {name!r} is experts of shape {list(shape)}: name one of them"
             raise ShapeError("models.read_weights", what)
-        codes, steps = unpack_nibbles(blocks[expert_id]), exponents[expert_id]
-        tiny = steps == 0
-        if tiny.any():
-            # Our kernels have no 2^-127: twice that, and codes of half the value.
-            halves = codes[tiny]
-            codes[tiny] = HALVES[(halves & 7).int()] | (halves & 8)
-            steps = steps.clamp(min=1)
-        scales = _make_scales(steps)
-        packed = codes.flatten(1).contiguous()
-        return QuantizedMatrix(find_format("mxfp4"), packed.numpy(), scales.numpy(), None)
+        return pack_mxfp4(blocks[expert_id], exponents[expert_id])
 
     def _view(
         self, stored: StoredTensors, name: str, shape: tuple[int, ...]
@@ -93,6 +84,20 @@ class Mxfp4Codec:
         """Return blocks [..., G, 16] and exponents [..., G]."""
         blocks = stored.view(f"{name}{BLOCKS}", BYTES, (*shape, GROUP_SIZE // 2))
         return blocks, stored.view(f"{name}{SCALES}", BYTES, shape)
+
+
+def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> QuantizedMatrix:
+    """Return the codes of blocks [N, G, 16] with exponents [N, G] in mxfp4."""
+    codes = unpack_nibbles(blocks)
+    tiny = exponents == 0
+    if tiny.any():
+        # Our kernels have no 2^-127: twice that, and codes of half the value.
+        halves = codes[tiny]
+        codes[tiny] = HALVES[(halves & 7).int()] | (halves & 8)
+        exponents = exponents.clamp(min=1)
+    scales = _make_scales(exponents)
+    packed = codes.flatten(1).contiguous()
+    return QuantizedMatrix(find_format("mxfp4"), packed.numpy(), scales.numpy(), None)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:

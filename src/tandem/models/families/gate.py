@@ -22,7 +22,12 @@ from tandem.models.families.registry import (
     take_decoder,
 )
 from tandem.models.loading.hub import resolve_folder
-from tandem.models.planning.quantization import Quantization, read_quantization
+from tandem.models.planning.quantization import (
+    MODELOPT_FILE,
+    Quantization,
+    read_quantization,
+    take_modelopt,
+)
 from tandem.models.sources.foreign import refuse_foreign_files
 
 __all__ = [
@@ -42,6 +47,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
+    "chunked_attention",
     "linear_attention",
     "conv",
     "mlp",
@@ -104,6 +110,9 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     if path.is_dir() and config.is_file():
         generation = path / "generation_config.json"
         raw: dict[str, Any] = _restore_floats(read_json(config))
+        other = path / MODELOPT_FILE
+        if other.is_file() and raw.get("quantization_config") is None:
+            raw["quantization_config"] = take_modelopt(read_json(other))
         return path, raw, read_json(generation) if generation.exists() else {}
     from tandem.models.gguf.config import read_gguf_config
     from tandem.models.sources.gguf_files import find_gguf
@@ -295,6 +304,14 @@ def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
             "models.check_config",
             "layers of sliding_attention, and sliding_window is None",
             field="sliding_window",
+        )
+    chunk = getattr(config, "attention_chunk_size", None)
+    is_chunked = "chunked_attention" in layer_types
+    if is_chunked and (type(chunk) is not int or not 1 <= chunk < 1 << 31):
+        raise ConfigError(
+            "models.check_config",
+            f"attention_chunk_size is {chunk!r}: need a number of tokens",
+            field="attention_chunk_size",
         )
     _check_rope(config)
 

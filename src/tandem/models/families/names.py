@@ -26,10 +26,16 @@ from tandem.models.sources.source import TensorEntry
 __all__ = ["IMAGE_PARTS", "RenamedReader", "rename_reader"]
 
 DECODER = "model.language_model."
+WHOLE_DECODER = "language_model."
 IMAGE_PARTS = (
     "model.visual.",
     "visual.",
     "model.vision_tower.",
+    "vision_tower.",
+    "model.multi_modal_projector.",
+    "multi_modal_projector.",
+    "model.vision_model.",
+    "vision_model.",
     "model.vision_embedder.",
     "model.embed_vision.",
     "model.audio_tower.",
@@ -209,6 +215,8 @@ def rename_reader(
         reader = RenamedReader(reader, partial(_replace_start, start="lm_head.", by="score."))
     if "embed_tokens.weight" in known:
         reader = RenamedReader(reader, partial(_replace_start, start="model.", by=""))
+    if any(name.startswith(f"{WHOLE_DECODER}model.") for name in known):
+        return RenamedReader(reader, lambda name: WHOLE_DECODER + name)
     if any(name.startswith(DECODER) for name in known):
         return RenamedReader(reader, _rename_decoder)
     if any(norm in name for name in known for norm in HYBRID_NORMS.values()):

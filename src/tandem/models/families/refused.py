@@ -71,8 +71,6 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
     kind = next((kind for kind in kinds if STATE_LAYERS.search(kind)), None)
     if kind is not None:
         return "layer_types", f"{model_type} has layers of {kind}: it {BESIDE_KV}"
-    if "chunked_attention" in kinds:
-        return "layer_types", f"{model_type} has layers whose attention ends at borders of chunks"
     states = [] if has_states else [key for key in raw if STATE_FIELDS.search(key)]
     field = next((key for key in states if raw[key]), None)
     if field is not None:

@@ -11,7 +11,15 @@ from typing import Any
 from tandem.models.families import deepseek, gpt_oss
 from tandem.models.families.refused import WITH_STATES
 
-__all__ = ["FAMILIES", "PROVED_WITH", "Family", "classifies", "find_family", "take_decoder"]
+__all__ = [
+    "FAMILIES",
+    "PROVED_WITH",
+    "Family",
+    "choose_auto_class",
+    "classifies",
+    "find_family",
+    "take_decoder",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +30,8 @@ class Family:
     config_type: str = ""
     """The ``model_type`` of transformers that reads its configuration; empty is its own."""
     composite: str = ""
-    """The ``model_type`` of models of this decoder that also take images; only text runs."""
+    """The ``model_type`` of models of this decoder that also take images; only text runs. Where
+    several decoders have the same, that of the part for text says which it is."""
     is_moe: bool = False
     """True if it has routed experts: for the nearest family that a refusal names."""
     expert_formats: tuple[str, ...] = ()
@@ -33,9 +42,16 @@ class Family:
     @property
     def architecture(self) -> str:
         """The class of transformers that generates text; empty if it knows none."""
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        )
 
-        return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(self.config_type or self.model_type, "")
+        name = self.config_type or self.model_type
+        found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "")
+        # Some decoders are registered for what their composite does alone.
+        other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name, "")
+        return found or (other if str(other).endswith("ForCausalLM") else "")
 
     @property
     def image_class(self) -> str:
@@ -62,7 +78,10 @@ FAMILIES = {
     family.model_type: family
     for family in (
         Family(model_type="llama"),
-        Family(model_type="mistral"),
+        Family(model_type="llama4_text", composite="llama4", is_moe=True),
+        Family(model_type="mistral", composite="mistral3"),
+        Family(model_type="ministral3", composite="mistral3"),
+        Family(model_type="mistral4", composite="mistral3", is_moe=True),
         Family(model_type="qwen2"),
         Family(model_type="qwen3"),
         Family(model_type="gemma2"),
@@ -77,6 +96,7 @@ FAMILIES = {
         Family(model_type="olmoe", is_moe=True),
         Family(model_type="glm4_moe", is_moe=True),
         Family(model_type="minimax_m2", is_moe=True),
+        Family(model_type="mimo_v2_flash", is_moe=True),
         Family(model_type="deepseek_v2", is_moe=True, find_problem=deepseek.find_problem),
         Family(model_type="deepseek_v3", is_moe=True, find_problem=deepseek.find_problem),
         Family(
@@ -113,7 +133,9 @@ def take_decoder(raw: dict[str, Any]) -> dict[str, Any]:
     Returns: ``raw`` itself where that changes nothing, or no family here is meant.
     """
     name, inner = raw.get("model_type"), raw.get("text_config")
-    family = next((f for f in FAMILIES.values() if name and f.composite == name), None)
+    families = [f for f in FAMILIES.values() if name and f.composite == name]
+    own = inner.get("model_type") if isinstance(inner, dict) else None
+    family = next((f for f in families if f.model_type == own), next(iter(families), None))
     if family is None and isinstance(name, str):
         known = find_family(name)
         if known is None:
@@ -162,6 +184,15 @@ OF_THE_WHOLE = (
     "pad_token_id",
 )
 """Fields that a composite configuration may state for its parts."""
+
+
+def choose_auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes the decoder of a configuration object."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
 def find_family(model_type: str) -> Family | None:

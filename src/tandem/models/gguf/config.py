@@ -388,6 +388,9 @@ def _gemma3(facts: Facts) -> Config:
 def _phi3(facts: Facts) -> Config:
     window = facts.count("attention.sliding_window", 0)
     config: Config = {"model_type": "phi3", "sliding_window": window or None}
+    original = facts.count("rope.scaling.original_context_length", 0)
+    if original:
+        config["original_max_position_embeddings"] = original
     if facts.has("rope_factors_long.weight"):
         config["rope_parameters"] = _make_rope(facts) | {"rope_type": "longrope"}
     return config

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.core.errors import UnsupportedError
-from tandem.models.gguf.config import ROPE_FACTORS, make_config
+from tandem.models.gguf.config import ROPE_FACTORS, SIGMOID, make_config
 from tandem.models.gguf.mixtures import ModelSizes
 from tandem.models.sources.gguf_header import GgufTensor, Value
 
@@ -28,11 +28,16 @@ ARCHITECTURE_OF = {
     "olmoe": "olmoe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "phi3": "phi3",
     "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "minimax_m2": "minimax-m2",
 }
 """llama.cpp's architecture, by transformers' ``model_type``: those that are written."""
 
 WHERE = "models.export"
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of routed experts."""
 FILE_VERSION = 2
 """``general.quantization_version``."""
 
@@ -46,6 +51,7 @@ UNSAID = frozenset(
         *("return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"),
         *(
             "is_encoder_decoder",
+            "num_nextn_predict_layers",
             "use_sliding_window",
             "layer_types",
             "rope_parameters",
@@ -79,7 +85,7 @@ def read_sizes(config: Any) -> ModelSizes:
         config.num_hidden_layers,
         config.num_attention_heads,
         config.num_key_value_heads,
-        _find(config, "num_experts", "num_local_experts") or 0,
+        _find(config, *EXPERT_COUNTS) or 0,
     )
 
 
@@ -113,6 +119,9 @@ def make_metadata(config: Any, name: str, file_type: int) -> dict[str, Value]:
         facts |= _list_experts(config)
     if sizes.architecture in ("gemma2", "gemma3"):
         facts["attention.sliding_window"] = config.sliding_window
+    if sizes.architecture == "phi3":
+        facts["attention.sliding_window"] = config.sliding_window or 0
+        facts["rope.scaling.original_context_length"] = config.original_max_position_embeddings
     if sizes.architecture == "gemma2":
         facts["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
         facts["final_logit_softcapping"] = float(config.final_logit_softcapping)
@@ -129,9 +138,20 @@ def make_metadata(config: Any, name: str, file_type: int) -> dict[str, Value]:
 
 def _list_experts(config: Any) -> dict[str, Value]:
     facts: dict[str, Value] = {
-        "expert_count": _find(config, "num_experts", "num_local_experts"),
+        "expert_count": _find(config, *EXPERT_COUNTS),
         "expert_used_count": config.num_experts_per_tok,
     }
+    if config.model_type == "minimax_m2":
+        facts["expert_feed_forward_length"] = config.intermediate_size
+        facts["expert_gating_func"] = SIGMOID
+    if config.model_type == "glm4_moe":
+        facts["expert_gating_func"] = SIGMOID
+        facts["expert_shared_count"] = config.n_shared_experts
+        facts["leading_dense_block_count"] = config.first_k_dense_replace
+        facts["expert_weights_norm"] = bool(config.norm_topk_prob)
+        facts["expert_weights_scale"] = float(config.routed_scaling_factor)
+        facts["expert_group_count"] = config.n_group
+        facts["expert_group_used_count"] = config.topk_group
     if _find(config, "moe_intermediate_size"):
         facts["expert_feed_forward_length"] = config.moe_intermediate_size
     if _find(config, "shared_expert_intermediate_size"):

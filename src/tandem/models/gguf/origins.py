@@ -47,7 +47,9 @@ def list_origins(config: Any) -> dict[str, Origin]:
     sizes = read_sizes(config)
     recipes = make_recipes(sizes.architecture, _Names(sizes.num_layers))
     origins: dict[str, Origin] = {}
-    for name, parameter in build_skeleton(config).named_parameters():
+    skeleton = build_skeleton(config)
+    stored = {n: b for n, b in skeleton.named_buffers() if n.endswith(".e_score_correction_bias")}
+    for name, parameter in [*skeleton.named_parameters(), *stored.items()]:
         recipe = recipes.get(name)
         if recipe is None or recipe.how not in (How.PLAIN, How.UNPERMUTE, How.MINUS_ONE):
             what = f"{name!r} of {config.model_type} has no place in a GGUF file"

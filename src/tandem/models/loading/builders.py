@@ -33,7 +33,12 @@ from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
 from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
 from tandem.kernels.mixtures.ungated import UngatedExperts
 from tandem.kernels.operators.attention import Attention
-from tandem.kernels.operators.decoder_layer import DecoderLayer, LayerParts
+from tandem.kernels.operators.decoder_layer import (
+    BesideExperts,
+    DecoderLayer,
+    LayerInput,
+    LayerParts,
+)
 from tandem.kernels.operators.experts import RoutedExperts
 from tandem.kernels.operators.frozen_delta import freeze_mixer
 from tandem.kernels.operators.frozen_linear import FrozenLinear
@@ -118,7 +123,7 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
         case MoeBlockSpec():
             return MoeBlock(spec, dict(model.get_submodule(name).named_children()))
         case DecoderLayerSpec():
-            return _build_layer(spec, model.get_submodule(name))
+            return _build_layer(spec, model.get_submodule(name), name)
         case NormSpec():
             return RmsNorm(spec.size, spec.eps, spec.offset)
         case LayerNormSpec():
@@ -126,7 +131,7 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
         case RotarySpec():
             return build_rotary(spec)
         case EmbeddingSpec():
-            return Embedding(spec.vocab_size, spec.hidden_size, spec.scale)
+            return Embedding(spec.vocab_size, spec.hidden_size, spec.scale, stored=settings)
         case HeadSpec():
             return LmHead(
                 spec.in_features,
@@ -221,7 +226,7 @@ def build_rotary(spec: RotarySpec) -> Operator:
     return ropes[""] if len(ropes) == 1 and "" in ropes else LayeredRope(ropes)
 
 
-def _build_layer(spec: DecoderLayerSpec, module: nn.Module) -> DecoderLayer:
+def _build_layer(spec: DecoderLayerSpec, module: nn.Module, name: str) -> DecoderLayer:
     """Build a layer of the operators that are in place of the module's children."""
     operators = {n: m for n, m in module.named_children() if isinstance(m, Operator)}
     norms = [operators[name] if name else None for name in spec.norms]
@@ -234,4 +239,32 @@ def _build_layer(spec: DecoderLayerSpec, module: nn.Module) -> DecoderLayer:
     for norm in norms:
         assert norm is None or isinstance(norm, RmsNorm), norm
     parts = LayerParts(first, attention, attention_out, second, mlp, mlp_out)  # type: ignore[arg-type]
-    return DecoderLayer(parts, operators, spec.scale_name)
+    return DecoderLayer(
+        parts,
+        operators,
+        spec.scale_name,
+        beside=_take_beside(spec, operators),
+        own_input=_take_input(spec, operators),
+        layer_idx=int(name.rpartition(".")[2]),
+    )
+
+
+def _take_beside(spec: DecoderLayerSpec, operators: dict[str, Operator]) -> BesideExperts | None:
+    if not spec.beside_norms:
+        return None
+    mlp_norm, norm, experts_norm = (operators[name] for name in spec.beside_norms)
+    router, experts = operators["router"], operators["experts"]
+    assert isinstance(mlp_norm, RmsNorm) and isinstance(norm, RmsNorm), spec
+    assert isinstance(experts_norm, RmsNorm) and isinstance(router, Router), spec
+    assert isinstance(experts, RoutedExperts), experts
+    return BesideExperts(mlp_norm, router, norm, experts, experts_norm)
+
+
+def _take_input(spec: DecoderLayerSpec, operators: dict[str, Operator]) -> LayerInput | None:
+    if not spec.input_norm:
+        return None
+    gate, projection = operators["per_layer_input_gate"], operators["per_layer_projection"]
+    norm = operators[spec.input_norm]
+    assert isinstance(gate, Linear) and isinstance(projection, Linear), spec
+    assert isinstance(norm, RmsNorm), norm
+    return LayerInput(gate, projection, norm, spec.input_activation)

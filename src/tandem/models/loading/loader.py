@@ -38,6 +38,7 @@ from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
 from tandem.kernels.lanes.uploads import Split, UploadLane
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
+from tandem.kernels.operators.linear import Embedding
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.operator import Operator, freeze, running
 from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
@@ -121,6 +122,7 @@ class CausalModel:
         )
         self._head = skeleton.lm_head
         layers = list(base.layers)
+        self._layer_inputs = _find_layer_inputs(base)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
         self.moe = find_moe_layers(plan) if self.is_fused else None
         """The layers that choose experts; None where ``choices`` stays None."""
@@ -431,6 +433,9 @@ class CausalModel:
             hidden = hidden.index_select(0, batch.logit_rows)
         else:
             hidden = self._embed(batch.token_ids)
+            if self._layer_inputs is not None:
+                assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
+                step.layer_inputs = self._layer_inputs(batch.token_ids, hidden)
             if self._hybrid is not None and len(batch.query_start) - 1 == batch.num_tokens:
                 assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
                 self._hybrid.run(step, routing, hidden)
@@ -586,6 +591,22 @@ def _choose_packed_root(plan: ModelPlan) -> Path | None:
     return choose_root(plan.packed_cache, Path(plan.folder), size_bytes)
 
 
+def _find_layer_inputs(base: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return what gives a step's layers inputs of their own; None: they have none.
+
+    They are [T, layers, items], of tokens [T] and their embeddings [T, D]: rows of a table by
+    token, and a projection of the embeddings, which transformers' module sums.
+    """
+    if getattr(base, "embed_tokens_per_layer", None) is None:
+        return None
+
+    def compute(token_ids: Tensor, embedded: Tensor) -> Tensor:
+        rows = base.get_per_layer_inputs(token_ids[None])
+        return base.project_per_layer_inputs(embedded[None], rows)[0]
+
+    return compute
+
+
 def _find_ropes(
     module: nn.Module | None, plan: ModelPlan, device: torch.device
 ) -> tuple[Angles, ...]:
@@ -651,7 +672,9 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     first = checkpoint.config.num_hidden_layers
     prefixes = tuple(f"model.layers.{first + i}." for i in range(num_extra))
     why = "of a layer that predicts tokens further ahead"
-    harmless |= {name: why for name in source.entries if name.startswith((*prefixes, "mtp."))}
+    harmless |= {
+        name: why for name in source.entries if name.startswith((*prefixes, "mtp.", "model.mtp."))
+    }
     why = "of a layer that shares the keys and values of another one"
     num_shared = getattr(checkpoint.config, "num_kv_shared_layers", None) or 0
     shared = "|".join(str(i) for i in range(first - num_shared, first))
@@ -692,7 +715,9 @@ def _load_plain(
 ) -> None:
     """Load a module that the rules left as it is."""
     if name == "lm_head" and checkpoint.config.tie_word_embeddings:
-        module.weight = model.get_input_embeddings().weight  # type: ignore[operator]
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        is_ours = isinstance(embedding, Embedding) and embedding.packed is not None
+        module.weight = freeze(embedding.read_weight()) if is_ours else embedding.weight
         return
     parameters = {key: p for key, p in module._parameters.items() if p is not None}
     weights = {

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tandem.core.errors import ConfigError
 from tandem.kernels.interfaces import AttentionRule
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.operator import current_step
-from tandem.models.families import classifies
+from tandem.models.families import choose_auto_class, classifies
 from tandem.placement.rules import ModuleInfo
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def attend_paged(
     assert attention_mask is None, "the skeleton built a mask for an attention it does not know"
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    width, value_dim = key.shape[-1], value.shape[-1]
+    padded = value if value_dim == width else functional.pad(value, (0, width - value_dim))
+    kv = torch.stack((key[0], padded[0])).permute(2, 0, 1, 3)
     step = current_step()
     step.write_kv(layer_idx, kv)
     sinks = None if s_aux is None else Buffer(s_aux.float())
@@ -61,7 +64,8 @@ def attend_paged(
         0 if window is None else window, 0.0 if softcap is None else softcap, sinks
     )
     mixed = step.attend(layer_idx, query[0].transpose(0, 1), kv, scale, rule)
-    return mixed.view(1, mixed.shape[0], query.shape[1], -1), None
+    out = mixed.view(1, mixed.shape[0], query.shape[1], -1)
+    return (out if value_dim == width else out[..., :value_dim]), None
 
 
 def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreTrainedModel":
@@ -74,12 +78,12 @@ def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreT
 
     Raises: ConfigError if transformers cannot build it.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attend_paged)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = choose_auto_class(config).from_config(
                 config, attn_implementation=attention, dtype=torch.float32
             )
     except Exception as error:

@@ -13,6 +13,7 @@ import msgspec
 
 from tandem.core.errors import NotFoundError
 from tandem.core.model.layers import (
+    EmbeddingSpec,
     ExpertsSpec,
     FrozenLinearSpec,
     GatedDeltaSpec,
@@ -89,6 +90,10 @@ class DefaultFormats:
         if wish is not None and wish != NO_FORMAT:
             # `int8` means one of several.
             wish = find_format(wish).name
+        if isinstance(spec, EmbeddingSpec):
+            # Rows are looked up, not multiplied: in the codes of the checkpoint, or in values.
+            held = None if wish is not None else self.stored.find_format(name)
+            return NO_FORMAT if held is None else held.name, False
         is_score = isinstance(spec, LinearSpec) and spec.out_features == 1
         if isinstance(spec, RouterSpec) or is_score:
             # Not as the checkpoint has it: our products of codes have coded activations too.

@@ -1,6 +1,7 @@
 """The layers that choose experts, and whether a model can defer some of them."""
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.model.layers import DecoderLayerSpec
 from tandem.core.model.plan import LayerSpec, ModelPlan, ModulePlan, MoeSpec
 from tandem.kernels.routing import MoeLayers
 
@@ -30,6 +31,9 @@ def check_deferral(
         raise ConfigError(where, f"{what}: give at most as many", field=field)
     if _count_kinds(layers) > 1:
         what = "layers with different numbers of experts defer none: leave it out"
+        raise UnsupportedError(where, what, field=field)
+    if any(isinstance(m.spec, DecoderLayerSpec) and m.spec.beside_norms for m in modules):
+        what = "experts beside an MLP, whose sum is normed, are not deferred: leave it out"
         raise UnsupportedError(where, what, field=field)
     if sum(module.operator == FUSED for module in modules) < len(layers):
         what = "experts are deferred between layers that run as one operator; this model's do not"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tandem.core.errors import ConfigError
 from tandem.core.model.layers import (
+    SILU,
     Activation,
     DecoderLayerSpec,
     EmbeddingSpec,
@@ -43,7 +44,7 @@ from tandem.core.model.layers import (
 )
 from tandem.kernels.operators.rope import Rope
 from tandem.models.families.deepseek import has_interleaved_latents
-from tandem.models.families.gpt_oss import PAIR_BLOCK
+from tandem.models.families.gpt_oss import PAIR_BLOCKS
 from tandem.models.families.registry import classifies
 from tandem.models.planning.probes import (
     AttentionCall,
@@ -57,6 +58,7 @@ from tandem.models.planning.probes import (
     find_routing,
     gives_whole_angles,
     read_frequencies,
+    takes_choices,
     takes_positions,
 )
 from tandem.models.planning.roles import (
@@ -363,11 +365,20 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
     if source >= 0:
         owner = view.model.model.layers[source].self_attn
         kept = find_projections(owner)
-    d, heads = module.head_dim, output.in_features // module.head_dim
+    d, value_dim = module.head_dim, getattr(module, "v_head_dim", module.head_dim)
+    heads = output.in_features // value_dim
+    if value_dim > d or (value_dim < d and len(names) < 3):
+        raise UnfitModuleError(f"{type(module).__name__} has values of {value_dim} items")
     has_out_gate = len(names) > 1 and first.out_features == 2 * heads * d
+    if has_out_gate and (value_dim < d or names == ("q_proj", "k_proj")):
+        raise UnfitModuleError(f"{type(module).__name__} gates values that it takes elsewhere")
     if has_out_gate and call.interleaved_size:
         raise UnfitModuleError(f"{type(module).__name__} rotates neighbours and gates its output")
     norm = None if q_norm is None else describe_norm(q_norm)
+    plain = getattr(module, "qk_norm", None)
+    if plain is not None:
+        # Of queries and keys that are rotated, which changes no norm.
+        norm = NormSpec(size=d, eps=plain.eps)
     value_norm = getattr(module, "v_norm", None)
     if value_norm is not None and (norm is None or value_norm.eps != norm.eps):
         raise UnfitModuleError(f"{type(module).__name__} norms values as it norms nothing else")
@@ -385,16 +396,20 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
         has_value_norm=value_norm is not None,
         keys_are_values=names == ("q_proj", "k_proj"),
         shares_kv_of=source,
+        value_size=0 if value_dim == d else value_dim,
+        value_scale=float(getattr(module, "v_scale", 1.0)),
         qkv_names=names,
         out_name=out_name,
         norm_names=norm_names,
         rope_idx=_find_rope_idx(module, view.config, rotates=call.rotates),
         interleaved_size=call.interleaved_size,
         window=call.rule.window,
+        chunk=_find_chunk(module, view.config),
+        is_norm_plain=plain is not None,
         soft_cap=call.rule.soft_cap,
         has_sinks=call.rule.sinks is not None,
         has_out_gate=has_out_gate,
-        position_scale=_find_position_scale(module, view.config),
+        position_scale=_find_position_scale(module, view.config, rotates=call.rotates),
     )
 
 
@@ -410,7 +425,7 @@ def describe_kept_attention(module: Any, view: ModuleView) -> GqaSpec:
     first, output = getattr(module, names[0]), getattr(module, out_name)
     return GqaSpec(
         hidden_size=first.in_features,
-        num_heads=output.in_features // module.head_dim,
+        num_heads=output.in_features // getattr(module, "v_head_dim", module.head_dim),
         num_kv_heads=count_kv_heads(module, names),
         head_dim=module.head_dim,
         scale=call.scale,
@@ -424,8 +439,17 @@ def describe_kept_attention(module: Any, view: ModuleView) -> GqaSpec:
     )
 
 
-def _find_position_scale(module: Any, config: Any) -> PositionScale | None:
+def _find_chunk(module: Any, config: Any) -> int:
+    """Return the size of the chunks whose borders a layer's attention does not cross; 0: none."""
+    kinds = getattr(config, "layer_types", None) or ()
+    is_chunked = bool(kinds) and kinds[module.layer_idx] == "chunked_attention"
+    return int(config.attention_chunk_size) if is_chunked else 0
+
+
+def _find_position_scale(module: Any, config: Any, *, rotates: bool = True) -> PositionScale | None:
     """Return the factor of attentions that are told positions, by the fields that they read."""
+    if getattr(module, "attn_temperature_tuning", False) and not rotates:
+        return PositionScale(float(module.attn_scale), int(module.floor_scale), offset=1)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     beta, length = (
         rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
@@ -459,6 +483,7 @@ def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
         has_bias=_has_bias(module.kv_a_proj_with_mqa),
         is_interleaved=has_interleaved_latents(view.config),
         rope_idx=_find_rope_idx(module, view.config),
+        position_scale=_find_position_scale(module, view.config),
     )
 
 
@@ -567,10 +592,11 @@ def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
         return _describe_ungated_experts(module)
     _require(module, "gate_up_proj", "down_proj")
     count, hidden, inner = module.down_proj.shape
-    is_transposed = bool(getattr(module, "is_transposed", False))
+    is_transposed = module.gate_up_proj.shape[1:] == (inner, 2 * hidden)
     if is_transposed:
         hidden, inner = inner, hidden
-    if is_transposed == bool(getattr(module, "is_concatenated", True)):
+    is_concatenated = bool(getattr(module, "is_concatenated", True))
+    if not is_transposed and not is_concatenated:
         raise UnfitModuleError(f"{type(module).__name__} stores gate and up in another order")
     return ExpertsSpec(
         num_experts=count,
@@ -579,12 +605,16 @@ def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
         activation=find_expert_activation(module),
         has_bias=hasattr(module, "down_proj_bias"),
         is_transposed=is_transposed,
+        has_halves=is_transposed and is_concatenated,
+        scales_input=not takes_choices(module),
     )
 
 
 def describe_frozen_experts(module: Any, view: ModuleView) -> ExpertsSpec:
     """Describe routed experts that are packed while adapters are trained."""
     spec = describe_experts(module, view)
+    if spec.scales_input:
+        raise UnfitModuleError(f"{type(module).__name__} takes inputs that its router has scaled")
     if not spec.is_gated:
         raise UnfitModuleError(
             "experts without a gate have no gradient here, so that it is served and not trained"
@@ -620,7 +650,7 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
         gate_name=gate,
         shared_name=shared,
         shared_gate_name=shared_gate,
-        is_pair=type(module).__name__ == PAIR_BLOCK,
+        is_pair=type(module).__name__ in PAIR_BLOCKS,
     )
 
 
@@ -633,6 +663,9 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     _require(module, mixer, mlp_name)
     # Dropout is of training.
     names = [n for n, m in module.named_children() if not isinstance(m, nn.Dropout)]
+    has_input = hasattr(module, INPUT_GATE)
+    if has_input and "act_fn" in names:
+        names.remove("act_fn")
     parts = {n: view.operators.get(f"{view.name}.{n}") for n in names}
     strange = [name for name, spec in parts.items() if spec is None]
     if strange:
@@ -650,12 +683,18 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     ):
         raise UnfitModuleError("branches or embeddings are multiplied")
     own = parts.keys() - {mixer, mlp_name}
+    beside = _describe_beside(parts)
+    own -= {*beside, *BESIDE} if beside else set()
+    own -= {INPUT_GATE, INPUT_PROJECTION, INPUT_NORM} if has_input else set()
     norms = next((norms for norms in LAYER_NORMS if own == {n for n in norms if n}), None)
     if norms is None:
         raise UnfitModuleError(f"the norms {', '.join(sorted(own))} are of no known layer")
-    for name in own:
+    for name in (*own, *beside, *([INPUT_NORM] if has_input else ())):
         if not isinstance(parts[name], NormSpec):
             raise UnfitModuleError(f"{name} is not a norm of ours")
+    experts = view.operators.get(f"{view.name}.{mlp_name}.experts")
+    if isinstance(experts, ExpertsSpec) and experts.scales_input:
+        raise UnfitModuleError("the router scales the experts' inputs")
     if isinstance(mlp, MoeBlockSpec) and (not norms[2] or norms[3]):
         raise UnfitModuleError("experts need one norm, before them")
     buffers = {name for name, _ in module.named_buffers(recurse=False)}
@@ -663,7 +702,40 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     scale = LAYER_SCALE if LAYER_SCALE in buffers else ""
     if scale and isinstance(mlp, MoeBlockSpec):
         raise UnfitModuleError("a layer with experts has a factor on its result")
-    return DecoderLayerSpec(norms=norms, mixer_name=mixer, mlp_name=mlp_name, scale_name=scale)
+    if beside and not (norms[2] and norms[3] and isinstance(mlp, MlpSpec)):
+        raise UnfitModuleError("experts beside no MLP that is normed before and after")
+    activation = find_activation(module) if has_input else SILU
+    if activation not in GATED_NATIVELY:
+        raise UnfitModuleError("the native gate is of another activation")
+    return DecoderLayerSpec(
+        norms=norms,
+        mixer_name=mixer,
+        mlp_name=mlp_name,
+        scale_name=scale,
+        beside_norms=beside,
+        input_norm=INPUT_NORM if has_input else "",
+        input_activation=activation.name,
+    )
+
+
+BESIDE = ("router", "experts")
+"""Parts of a layer that has experts beside its MLP."""
+BESIDE_NORMS = (
+    "post_feedforward_layernorm_1",
+    "pre_feedforward_layernorm_2",
+    "post_feedforward_layernorm_2",
+)
+INPUT_GATE, INPUT_PROJECTION = "per_layer_input_gate", "per_layer_projection"
+INPUT_NORM = "post_per_layer_input_norm"
+
+
+def _describe_beside(parts: Mapping[str, OperatorSpec | None]) -> tuple[str, ...]:
+    """Return the norms of experts that a layer has beside its MLP; none: it has none."""
+    if not {*BESIDE, *BESIDE_NORMS} <= parts.keys():
+        return ()
+    if not isinstance(parts["router"], RouterSpec) or not isinstance(parts["experts"], ExpertsSpec):
+        raise UnfitModuleError("router or experts are not operators of ours")
+    return BESIDE_NORMS
 
 
 def _is_fusable(block: MoeBlockSpec, name: str, view: ModuleView) -> bool:

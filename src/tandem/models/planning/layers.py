@@ -270,9 +270,9 @@ def complete_spec(
         num_moe_layers=len(moe),
         has_qk_norm=any(mixer.qk_norm is not None for mixer in grouped),
         has_sinks=any(mixer.has_sinks for mixer in grouped),
-        sliding_window=max((mixer.window for mixer in grouped), default=0),
+        sliding_window=max((mixer.reach for mixer in grouped), default=0),
         window_layers=tuple(
-            i for i, mixer in enumerate(with_kv) if isinstance(mixer, GqaSpec) and mixer.window
+            i for i, mixer in enumerate(with_kv) if isinstance(mixer, GqaSpec) and mixer.reach
         ),
         num_shared_kv_layers=len(attentions) - len(with_kv),
         num_parameters=total,
@@ -289,7 +289,7 @@ def _add_sizes(spec: ModelSpec, mixers: list[GqaSpec]) -> ModelSpec:
         return spec
     kinds: list[set[tuple[int, int]]] = [set(), set()]
     for mixer in mixers:
-        kinds[bool(mixer.window)].add((mixer.num_kv_heads, mixer.head_dim))
+        kinds[bool(mixer.reach)].add((mixer.num_kv_heads, mixer.head_dim))
     for sizes in kinds:
         if len(sizes) > 1:
             what = f"layers that see the same tokens have KV of {len(sizes)} sizes: all need one"

@@ -68,6 +68,7 @@ def _tell_mixer(spec: MixerSpec | None) -> str:
         return f"mamba2 {heads}, convolution {spec.conv_width}"
     words = [f"gqa {spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"]
     words += [f"window {spec.window}"] if spec.window else []
+    words += [f"chunks of {spec.chunk}"] if spec.chunk else []
     words += ["sinks"] if spec.has_sinks else []
     words += ["output gate"] if spec.has_out_gate else []
     words += ["q/k norm"] if spec.qk_norm is not None else []

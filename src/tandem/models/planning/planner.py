@@ -13,7 +13,7 @@ import msgspec
 
 from tandem._native import read_topology
 from tandem.core.errors import ConfigError
-from tandem.core.model.layers import ExpertsSpec
+from tandem.core.model.layers import ExpertsSpec, HeadSpec
 from tandem.core.model.plan import (
     NO_FORMAT,
     FormatChoice,
@@ -95,7 +95,8 @@ def plan_model(
         expert_device: where routed experts do: ``device``'s name, ``cpu``, or ``auto``, which is
             ``cpu`` unless ``expert_format`` is ``none``.
         expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
-        linear_format: of the other matrices; the embedding stays a tensor.
+        linear_format: of the other matrices; the embedding keeps the codes of a checkpoint if this
+            is ``auto``, else it is a tensor.
         packed_cache: where packed experts are kept: a folder, ``off`` or ``auto``.
         expert_parts: shares that packed experts are split into, each in memory of the NUMA node
             that computes it; 0 = one for each of ``num_nodes``.
@@ -230,12 +231,14 @@ def _plan_matrices(
 ) -> Iterator[MatrixPlan]:
     by_name = {module.module: module for module in modules}
     asked = {rule.place for rule in rules if FORMAT_KWARG in rule.kwargs}
+    is_in_head = _shares_codes(raw, by_name)
     for holder, group in _group_by_holder(raw, by_name):
         module, role = by_name[holder], group[0].role
         plain = sum(prod(m.shape) for m in group) * DTYPE_BYTES[spec.dtype]
         runs = _choose_group_formats(module, group, kept)
         weight_format = "+".join(name for name, _ in runs)
-        is_view = group[0].is_shared and weight_format == NO_FORMAT
+        is_rows = role == "embedding" and is_in_head
+        is_view = is_rows or (group[0].is_shared and _shares_tensor(raw, by_name, weight_format))
         shape = (sum(m.shape[0] for m in group), *group[0].shape[1:])
         yield MatrixPlan(
             module=holder,
@@ -250,12 +253,33 @@ def _plan_matrices(
             reason=_tell_stored(
                 [stored.matrices[m.module] for m in group if m.module in stored.matrices],
                 weight_format,
-                _give_reason(module, role, choices, asked, is_view=is_view),
+                _give_reason(module, role, choices, asked, is_view=is_view and not is_rows),
                 is_kept=(module.keeps_codes or kept.find_format(holder) is not None)
                 and module.rule not in asked,
             ),
             stored_bytes=sum(stored.size_bytes.get(m.module, 0) for m in group),
         )
+
+
+def _shares_codes(raw: list[RawMatrix], by_name: dict[str, ModulePlan]) -> bool:
+    """Return True if the embedding's rows are read from the matrix of its head, in codes."""
+    embedding = next((by_name[m.module] for m in raw if m.role == "embedding"), None)
+    head = next((by_name[m.module] for m in raw if m.role == "head" and m.is_shared), None)
+    return (
+        embedding is not None
+        and head is not None
+        and isinstance(head.spec, HeadSpec)
+        and not head.spec.has_bias
+        and embedding.weight_format == head.weight_format != NO_FORMAT
+    )
+
+
+def _shares_tensor(
+    raw: list[RawMatrix], by_name: dict[str, ModulePlan], weight_format: str
+) -> bool:
+    """Return True if a matrix of this format may be the tensor of the embedding."""
+    held = {by_name[m.module].weight_format for m in raw if m.role == "embedding"}
+    return weight_format == NO_FORMAT and held <= {NO_FORMAT}
 
 
 def _has_gate(module: ModulePlan) -> bool:

@@ -38,6 +38,7 @@ __all__ = [
     "key_module",
     "observe_attention",
     "read_frequencies",
+    "takes_choices",
     "takes_positions",
 ]
 
@@ -241,7 +242,11 @@ def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
             logits = functional.linear(x, made.weight, linear_bias)
             outputs = made(x, bias) if takes_bias else made(x)
             weights, ids = (outputs[1], outputs[2]) if len(outputs) > 2 else outputs
-            theirs = torch.zeros_like(logits).scatter_(1, ids, weights.float())
+            if ids.is_floating_point():
+                # Weights of all experts, 0 of those that are not chosen, and logits.
+                theirs = weights.float()
+            else:
+                theirs = torch.zeros_like(logits).scatter_(1, ids, weights.float())
             rules = [rule for rule in rules if _gives(theirs, logits, made.top_k, rule, bias)]
         if len(rules) < 2:
             break
@@ -338,6 +343,10 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
         raise UnfitModuleError(f"{type(module).__name__} does not call the attention function")
     if angles is None:
         return recorder.call
+    if isinstance(angles, Tensor):
+        # Complex numbers, each of which turns two neighbours.
+        size = 2 * angles.shape[-1] if rotates else 0
+        return replace(recorder.call, interleaved_size=size, rotates=rotates)
     width = angles[0].shape[-1]
     is_interleaved = rotates and gives_whole_angles(rotary) and _has_interleaved_rope(module, width)
     return replace(recorder.call, interleaved_size=width if is_interleaved else 0, rotates=rotates)
@@ -351,6 +360,11 @@ def _run_attention(module: Any, x: Tensor, angles: Any, recorder: _Recorder) -> 
         stated["shared_kv_states"] = _AnyStates()
     with running(recorder):
         module(hidden_states=x, position_embeddings=angles, attention_mask=None, **stated)
+
+
+def takes_choices(module: Any) -> bool:
+    """Return True if experts are told which tokens chose them, not given tokens in their order."""
+    return len(inspect.signature(type(module).forward).parameters) > 2
 
 
 class _AnyStates(dict[str, tuple[Tensor, Tensor]]):

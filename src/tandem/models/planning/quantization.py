@@ -1,8 +1,8 @@
 """The coding of a checkpoint's weights, as its ``quantization_config`` says: plain data.
 
-Five methods are read: DeepSeek's fp8 blocks, compressed-tensors, GPTQ, AWQ and gpt-oss's mxfp4;
-what of them is not read here is refused by name. Which weights are coded is decided by the tensors
-that the checkpoint has; the configuration says how, and which must not be.
+Six methods are read: DeepSeek's fp8 blocks, compressed-tensors, modelopt, GPTQ, AWQ and gpt-oss's
+mxfp4; what of them is not read here is refused by name. Which weights are coded is decided by the
+tensors that the checkpoint has; the configuration says how, and which must not be.
 """
 
 import re
@@ -14,11 +14,20 @@ from typing import Any
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, WeightFormat
 
-__all__ = ["METHODS", "Quantization", "Scheme", "read_quantization"]
+__all__ = [
+    "METHODS",
+    "MODELOPT_FILE",
+    "Quantization",
+    "Scheme",
+    "read_quantization",
+    "take_modelopt",
+]
 
 METHODS = {
     "fp8": "DeepSeek's e4m3 in blocks, or with one scale a tensor",
-    "compressed-tensors": "pack-quantized, int-quantized and float-quantized",
+    "compressed-tensors": "pack-quantized, int-quantized, float-quantized, nvfp4- and "
+    "mxfp4-pack-quantized",
+    "modelopt": "NVFP4, and FP8 with one scale a tensor or an output",
     "gptq": "4 and 8 bits, with and without desc_act",
     "awq": "4 bits, version gemm",
     "mxfp4": "experts of gpt-oss",
@@ -29,6 +38,8 @@ BLOCK = 128
 """Outputs and inputs that share a scale in our fp8."""
 GROUPS = {4: (128, 64, 32), 8: (128, 64, 32, 16)}
 """Group sizes of our integer formats, by bits, largest first."""
+FP4_FORMATS = {16: "nvfp4", 32: "mxfp4"}
+"""Names of formats of e2m1 by the inputs that share a scale."""
 MAX_GROUP = 1 << 24
 MAX_PATTERN_CHARS = 300
 MAX_REPEATS = 3
@@ -59,7 +70,7 @@ class Scheme:
         if self.is_ordered:
             return None
         if self.is_float:
-            return self._find_float_format()
+            return self._find_float_format(inputs)
         shared = self.group_size or inputs
         if self.bits == 8 and not self.group_size and self.is_symmetric:
             return WEIGHT_FORMATS["int8row"]
@@ -70,9 +81,10 @@ class Scheme:
         suffix = {(4, True): "sym", (4, False): "zp", (8, True): "", (8, False): "min"}
         return WEIGHT_FORMATS[f"int{self.bits}g{size}{suffix[self.bits, self.is_symmetric]}"]
 
-    def _find_float_format(self) -> WeightFormat | None:
+    def _find_float_format(self, inputs: int) -> WeightFormat | None:
         if self.bits == 4:
-            return WEIGHT_FORMATS["mxfp4"]
+            name = FP4_FORMATS[self.group_size]
+            return WEIGHT_FORMATS[name] if inputs % self.group_size == 0 else None
         if self.block is None:
             return WEIGHT_FORMATS["fp8row"]
         return None if any(size % BLOCK for size in self.block) else WEIGHT_FORMATS["fp8"]
@@ -80,7 +92,7 @@ class Scheme:
     def __str__(self) -> str:
         if self.is_float:
             if self.bits == 4:
-                return "mxfp4"
+                return FP4_FORMATS[self.group_size]
             if self.block is None:
                 return "fp8 with a scale for each output"
             if self.block == (0, 0):
@@ -112,7 +124,7 @@ class Quantization:
         Args:
             module: name of a linear module, or of the experts of a layer.
         """
-        if _make_matcher(self.ignored, self.method == "compressed-tensors")(module):
+        if _make_matcher(self.ignored, self.method in ("compressed-tensors", "modelopt"))(module):
             return None
         for targets, scheme in self.schemes:
             if not targets or any(_is_target(module, target) for target in targets):
@@ -140,6 +152,7 @@ def read_quantization(raw: dict[str, Any]) -> Quantization | None:
     readers = {
         "fp8": _read_fp8,
         "compressed-tensors": _read_compressed_tensors,
+        "modelopt": _read_modelopt,
         "gptq": _read_gptq,
         "awq": _read_awq,
         "mxfp4": _read_mxfp4,
@@ -313,6 +326,8 @@ CT_FORMATS = (
     "int-quantized",
     "float-quantized",
     "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
     "mixed-precision",
 )
 
@@ -364,9 +379,17 @@ def _read_ct_weights(weights: object) -> Scheme:
         raise _refuse("compressed-tensors that code no weights", "config_groups")
     bits, kind = _int(weights, "num_bits", 8), weights.get("type", "int")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    known = ("tensor", "channel", "group", "block")
+    known = ("tensor", "channel", "group", "block", "tensor_group")
     if strategy not in known:
         raise _refuse(f"scales by {strategy!r}: read are {', '.join(known)}", "strategy")
+    if kind == "float" and bits == 4:
+        size = _group(weights)
+        scales = {16: "tensor_group", 32: "group"}
+        if scales.get(size) != strategy or not _flag(weights, "symmetric", default=True):
+            raise _refuse(
+                f"floats of 4 bits in groups of {size}, unlike NVFP4 and MXFP4", "strategy"
+            )
+        return Scheme(4, is_float=True, group_size=size)
     if kind == "float":
         if bits != 8 or strategy == "group" or not _flag(weights, "symmetric", default=True):
             raise _refuse(f"floats of {bits} bits by {strategy}, unlike fp8", "num_bits")
@@ -383,3 +406,46 @@ def _read_ct_weights(weights: object) -> Scheme:
     is_ordered = weights.get("actorder") in (True, "group", "dynamic")
     is_symmetric = _flag(weights, "symmetric", default=True)
     return Scheme(bits, group_size=size, is_symmetric=is_symmetric, is_ordered=is_ordered)
+
+
+MODELOPT_SCHEMES = {
+    "NVFP4": Scheme(4, is_float=True, group_size=16),
+    "W4A16_NVFP4": Scheme(4, is_float=True, group_size=16),
+    "FP8": Scheme(8, is_float=True, block=(0, 0)),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme(8, is_float=True),
+}
+"""What modelopt calls the codings that are read here."""
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where modelopt says how weights are coded; newer ones say it in ``config.json``, too."""
+
+
+def take_modelopt(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the ``quantization_config`` that the content of ``MODELOPT_FILE`` amounts to."""
+    inner = raw.get("quantization")
+    found = dict(inner) if isinstance(inner, dict) else {}
+    return {**found, "quant_method": "modelopt"}
+
+
+def _make_pattern(name: str) -> str:
+    return "re:" + ".*".join(re.escape(part) for part in name.split("*")) + "$"
+
+
+def _read_modelopt(config: dict[str, Any]) -> Quantization:
+    algorithm = config.get("quant_algo")
+    scheme = MODELOPT_SCHEMES.get(algorithm) if isinstance(algorithm, str) else None
+    if scheme is None:
+        known = ", ".join(MODELOPT_SCHEMES)
+        raise _refuse(f"modelopt's {algorithm!r}: read are {known}", "quant_algo")
+    size = config.get("group_size")
+    if scheme.bits == 4 and size not in (None, scheme.group_size):
+        raise _refuse(f"NVFP4 in groups of {size!r}: groups of 16 are read here", "group_size")
+    field = "ignore" if config.get("ignore") is not None else "exclude_modules"
+    names = config.get(field) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _wrong(f"{field} is {names!r}: need a list of names", field)
+    # A star stands for any characters.
+    ignored = _names({field: [_make_pattern(n) if "*" in n else n for n in names]}, field)
+    notes = ["activations in the checkpoint's format: ignored, products choose a step of their own"]
+    if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
+        notes.append("scales of the KV cache: ignored, blocks keep scales of their own")
+    return Quantization("modelopt", (((), scheme),), ignored, tuple(notes))

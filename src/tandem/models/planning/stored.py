@@ -74,8 +74,7 @@ def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
     quantization = checkpoint.quantization
     if quantization is None and find_gguf(checkpoint.folder) is None:
         return StoredModel()
-    # A head that shares the embedding's tensor may take its codes.
-    raw = [m for m in raw if m.role not in ("embedding", "router", "gates")]
+    raw = [m for m in raw if m.role not in ("router", "gates")]
     try:
         source = open_source(checkpoint.folder, quantization=quantization)
     except NotFoundError:
@@ -85,6 +84,9 @@ def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
     with source:
         reader = rename_reader(source, source.entries, checkpoint.config.model_type)
         found = {m.module: _look_up(reader, m) for m in raw}
+        # A head that shares the embedding's tensor may take its codes.
+        shared = next((found[m.module] for m in raw if m.role == "embedding"), StoredMatrix())
+        found |= {m.module: shared for m in raw if m.role == "head" and m.is_shared}
         return StoredModel(found, _count_bytes(source, {matrix.module for matrix in raw}))
 
 
@@ -120,6 +122,8 @@ def _judge(matrix: RawMatrix, storage: str, held: WeightFormat | None) -> Stored
     why = ""
     if held is None:
         why = "which no format here holds"
+    elif matrix.role == "embedding" and held.bits == 8 and held.has_minimum:
+        why = "whose zero points would be rounded"
     elif matrix.role in ("q_up", "head_matrices"):
         why = "as latent attention orders rows and takes heads apart"
     elif held.has_blocks and matrix.role in ("qkv", "gate_up"):
@@ -134,7 +138,7 @@ def _foresee(quantization: Quantization, matrix: RawMatrix) -> StoredMatrix:
     if matrix.role == "experts" and quantization.method != "mxfp4":
         name = f"{matrix.module}.0.gate_proj"
     scheme = quantization.find_scheme(name)
-    is_value = matrix.role == "head" or (
+    is_value = matrix.role in ("head", "embedding") or (
         quantization.method == "mxfp4" and matrix.role != "experts"
     )
     if scheme is None or is_value:

@@ -12,6 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from tandem.models.families import choose_auto_class
 from tandem.models.identity import IGNORED_CONFIG
 from tandem.models.proof.result import Flip
 from tandem.models.proof.tiny import Reference, build_eager, run_eager
@@ -230,8 +231,6 @@ def _describe_modules(config: Any) -> list[Any]:
 
 def list_read_fields(config: Any) -> set[str]:
     """Return the fields that transformers reads to build a model."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     read: set[str] = set()
     kind: Any = type(config)
 
@@ -243,7 +242,7 @@ def list_read_fields(config: Any) -> set[str]:
     # Of the same name: transformers looks classes up by it.
     object.__setattr__(seen, "__class__", type(kind.__name__, (kind,), {"__getattribute__": note}))
     with torch.device("meta"):
-        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
+        model_class: Any = choose_auto_class(config)._model_mapping[kind]
         model_class(seen)
     aliases: dict[str, str] = getattr(kind, "attribute_map", {})
     return read | {aliases[name] for name in read if name in aliases}

@@ -20,12 +20,17 @@ __all__ = ["NUM_TOKENS", "WINDOW", "shrink_config"]
 NUM_TOKENS = 52
 """Tokens of a proof's sequence: beyond the windows and the RoPE's thresholds of a tiny model."""
 WINDOW = 11
+CHUNK = 13
+FLOOR_SCALE = 6
+"""In place of the positions after which queries grow."""
 TRAINED_CONTEXT = 24
 """In place of the length that a RoPE's scaling starts from."""
 MAX_LAYERS = 8
 
 HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
 HEAD_DIM = 16
+VALUE_DIM = 14
+"""Items of a value, where they are fewer than a key's."""
 WIDTH_STEP = 8
 """Widths of MLPs that are rounded up are multiples of it."""
 LATENT = 24
@@ -144,7 +149,10 @@ def _shrink_layers(values: Values, count: int) -> None:
     """
     total = values.setdefault("num_hidden_layers", len(values.get("layers_block_type") or ()))
     lists = [n for n, v in values.items() if isinstance(v, list) and len(v) == total and total > 1]
-    rows = [repr([values[name][i] for name in lists]) for i in range(total)]
+    moe_layers = values.get("moe_layers") or []
+    if "moe_layers" in lists:
+        lists.remove("moe_layers")
+    rows = [repr([*(values[n][i] for n in lists), i in moe_layers]) for i in range(total)]
     begins = [i for i, row in enumerate(rows) if row not in rows[:i]]
     others = [i for i in range(total) if i not in begins]
     chosen = (begins + others * count + begins * count)[:count]
@@ -157,6 +165,8 @@ def _shrink_layers(values: Values, count: int) -> None:
     if values.get("attn_layer_indices"):
         kept = [i for i in values["attn_layer_indices"] if i < count]
         values["attn_layer_indices"] = kept or [count - 1]
+    if isinstance(values.get("moe_layers"), list):
+        values["moe_layers"] = [i for i, old in enumerate(chosen) if old in moe_layers]
     if values.get("mlp_only_layers"):
         values["mlp_only_layers"] = [i for i in values["mlp_only_layers"] if i < count] or [0]
     if isinstance(values.get("max_window_layers"), int):
@@ -192,20 +202,26 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
     group = 1 if kv_heads == heads else min(heads // kv_heads, 2)
     tiny_heads = tiny_kv * group
     true_head = stated or values["hidden_size"] // heads
-    head_dim = true_head if is_true_head else HEAD_DIM
+    head_dim = true_head if is_true_head else _choose_head_dim(values)
     values["num_attention_heads"] = tiny_heads
     if values.get("num_key_value_heads") is not None:
         values["num_key_value_heads"] = tiny_kv
     if stated is not None:
         values["head_dim"] = head_dim
+        if isinstance(values.get("v_head_dim"), int) and not is_true_head:
+            values["v_head_dim"] = min(VALUE_DIM, values["v_head_dim"])
     values["hidden_size"] = tiny_heads * head_dim if is_whole else HIDDEN
     if "kv_lora_rank" in values:
         # The head of MLA has sizes of its own; what `head_dim` says follows from them.
         values["hidden_size"] = HIDDEN
         values.pop("head_dim", None)
+        share = _find_rotated_share(values)
         for name, size in LATENT_SIZES.items():
             if values.get(name) is not None and not is_true_head:
                 values[name] = size
+        for rope in _list_ropes(values):
+            if share is not None and rope.get("partial_rotary_factor") == share:
+                rope["partial_rotary_factor"] = _find_rotated_share(values)
     for name, size in STATE_SIZES.items():
         if isinstance(values.get(name), int) and not is_true_head:
             values[name] = min(values[name], size)
@@ -223,6 +239,7 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
         values["block_multiple_of"] = min(values["block_multiple_of"], WIDTH_STEP)
     for name, size in (
         ("intermediate_size", INTERMEDIATE),
+        ("intermediate_size_mlp", SHARED_INTERMEDIATE),
         ("moe_intermediate_size", EXPERT_INTERMEDIATE),
         ("shared_expert_intermediate_size", SHARED_INTERMEDIATE),
         ("shared_intermediate_size", SHARED_INTERMEDIATE),
@@ -230,6 +247,19 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
     ):
         if isinstance(values.get(name), int):
             values[name] = size
+
+
+def _choose_head_dim(values: Values) -> int:
+    """Return a size of which an even part is rotated, as that of the model's heads is."""
+    shares = [rope.get("partial_rotary_factor") or 1.0 for rope in _list_ropes(values)]
+    sizes = (HEAD_DIM, HEAD_DIM + 8, HEAD_DIM + 4)
+    return next((d for d in sizes if all(int(d * s) % 2 == 0 for s in shares)), HEAD_DIM)
+
+
+def _find_rotated_share(values: Values) -> float | None:
+    """Return the share of a latent attention's head that is rotated."""
+    rope, nope = values.get("qk_rope_head_dim"), values.get("qk_nope_head_dim")
+    return rope / (rope + nope) if isinstance(rope, int) and isinstance(nope, int) else None
 
 
 def _shrink_state_space(values: Values, *, is_true_head: bool) -> None:
@@ -319,6 +349,10 @@ def _shrink_scales(values: Values) -> None:
     """Bring windows, caps and limits to what the tiny model reaches."""
     if isinstance(values.get("sliding_window"), int) and values["sliding_window"]:
         values["sliding_window"] = WINDOW
+    if isinstance(values.get("attention_chunk_size"), int):
+        values["attention_chunk_size"] = CHUNK
+    if isinstance(values.get("floor_scale"), int):
+        values["floor_scale"] = FLOOR_SCALE
     for name, value in values.items():
         if name.endswith(("_eps", "epsilon")) and isinstance(value, float):
             values[name] = max(value, 1e-3)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.kernels import tolerance
+from tandem.models.families import choose_auto_class
 from tandem.models.planning.roles import find_base_part
 from tandem.models.proof.shrink import NUM_TOKENS
 
@@ -61,14 +62,16 @@ class Reference:
 
 def build_eager(config: Any) -> Any:
     """Build transformers' own model of a configuration, as its authors wrote it, in float32."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(
-        config,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        dtype=torch.float32,
-    ).eval()
+    return (
+        choose_auto_class(config)
+        .from_config(
+            config,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            dtype=torch.float32,
+        )
+        .eval()
+    )
 
 
 def make_tiny(config: Any, seed: int) -> Any:

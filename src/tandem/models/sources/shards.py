@@ -91,5 +91,7 @@ def _cut_inputs(matrix: CodedMatrix, shard: Shard, size: int) -> CodedMatrix:
         matrix.weight_format,
         np.ascontiguousarray(matrix.codes[:, shard.start : shard.stop]),
         np.ascontiguousarray(matrix.scales[:, groups]),
-        None if minima is None else np.ascontiguousarray(minima[:, groups]),
+        minima
+        if minima is None or matrix.weight_format.has_factor
+        else np.ascontiguousarray(minima[:, groups]),
     )

@@ -1,0 +1,175 @@
+"""Matrices of e2m1 codes, two a byte, with a scale for each 16 or 32 inputs of an output.
+
+NVFP4 has scales in e4m3, F8_E4M3 [N, K / 16], and a float32 number for the tensor, by which they
+are multiplied (``weight_scale_2``, which modelopt writes beside ``weight``) or divided
+(``weight_global_scale``, compressed-tensors beside ``weight_packed``). OCP microscaling has powers
+of two, U8 [N, K / 32]. Codes are U8 [N, K / 2], the first of a byte in the low half.
+
+Shapes: N outputs, K inputs, G groups.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.core.errors import CorruptionError, ShapeError
+from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat, find_format
+from tandem.models.codecs.codec import FLOATS, find_scheme, require_format, split_name, view_matrix
+from tandem.models.codecs.fp8 import E4M3, Fp8Codec
+from tandem.models.codecs.mxfp4 import E2M1, decode_mxfp4, pack_mxfp4, unpack_nibbles
+from tandem.models.planning.quantization import Quantization, Scheme
+from tandem.models.sources.source import StoredTensors
+
+__all__ = ["BYTES", "Fp4Matrix", "ModeloptCodec", "read_fp4"]
+
+BYTES = {"U8": torch.uint8}
+NVFP4_GROUP = 16
+"""Inputs that share a scale in e4m3."""
+LARGEST_CODE = 0x7E
+"""The largest e4m3 code that is a positive number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp4Matrix:
+    """Bytes of codes uint8 [N, K / 2] and scales uint8 [N, G]."""
+
+    name: str
+    """Name of the weight, for messages."""
+    codes: Tensor
+    scales: Tensor
+    factor: float | None
+    """The number of the tensor, which multiplies, or divides where it is negative; None: scales are
+    exponents."""
+
+    def read_into(self, out: Tensor) -> None:
+        """Write the values, products in float32, rounded once to the dtype of ``out``."""
+        if self.factor is None:
+            blocks = self.codes.unflatten(1, (self.scales.shape[1], -1))
+            out.copy_(decode_mxfp4(blocks, self.scales))
+            return
+        scales = self.scales.view(torch.float8_e4m3fn).float()
+        # As a float32 number: a Python float would be divided by in its own precision.
+        factor = torch.tensor(abs(self.factor), dtype=torch.float32)
+        scales = scales * factor if self.factor > 0 else scales / factor
+        codes = unpack_nibbles(self.codes).int()
+        values = torch.where(codes >= 8, -E2M1[codes & 7], E2M1[codes & 7])
+        out.copy_((values.unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1))
+
+    def pack(self) -> QuantizedMatrix:
+        """Return the codes in nvfp4, or in mxfp4.
+
+        Raises: CorruptionError (a scale that is negative or no number).
+        """
+        if self.factor is None:
+            return pack_mxfp4(self.codes.unflatten(1, (self.scales.shape[1], -1)), self.scales)
+        if int(self.scales.max()) > LARGEST_CODE:
+            raise CorruptionError(
+                "models.read_weights",
+                f"weight {self.name!r} has a scale that is negative or no number: its file is "
+                "damaged, or was made so: download it again",
+            )
+        codes = np.ascontiguousarray(unpack_nibbles(self.codes).numpy())
+        factors = np.full((len(codes), 1), self.factor, np.float32)
+        scales = np.ascontiguousarray(self.scales.numpy())
+        return QuantizedMatrix(find_format("nvfp4"), codes, scales, factors)
+
+
+def read_fp4(
+    stored: StoredTensors, name: str, codes: str, shape: tuple[int, ...] | None, scheme: Scheme
+) -> Fp4Matrix:
+    """Read a weight and its scales.
+
+    Args:
+        stored: the tensors.
+        name: of the weight.
+        codes: the tensor that has its codes.
+        shape: [N, K] that it must have; None = any.
+        scheme: of its module.
+
+    Raises: as ``StoredTensors.view``; ShapeError (inputs that are no whole groups; more numbers
+        than one for the tensor); CorruptionError (a number that is no scale).
+    """
+    half = None if shape is None else (shape[0], shape[1] // 2)
+    packed = view_matrix(stored, codes, BYTES, half)
+    outputs, inputs = packed.shape[0], packed.shape[1] * 2
+    if inputs % scheme.group_size or (shape is not None and inputs != shape[1]):
+        what = f"tensor {codes!r} has {inputs} inputs: not those of the configuration, or no whole"
+        raise ShapeError("models.read_weights", f"{what} groups of {scheme.group_size}")
+    stem, grid = split_name(name), (outputs, inputs // scheme.group_size)
+    if scheme.group_size != NVFP4_GROUP:
+        return Fp4Matrix(name, packed, stored.view(f"{stem}.weight_scale", BYTES, grid), None)
+    scales = stored.view(f"{stem}.weight_scale", E4M3, grid).view(torch.uint8)
+    multiplies = f"{stem}.weight_scale_2" in stored.entries
+    factor_name = f"{stem}.weight_scale_2" if multiplies else f"{stem}.weight_global_scale"
+    number = stored.view(factor_name, FLOATS)
+    if number.numel() != 1:
+        what = f"tensor {factor_name!r} has shape {list(number.shape)}: a tensor has one number"
+        raise ShapeError("models.read_weights", what)
+    factor = float(number)
+    if not 0 < factor < float("inf"):
+        raise CorruptionError(
+            "models.read_weights",
+            f"tensor {factor_name!r} is {factor}, which is no scale: download it again",
+        )
+    return Fp4Matrix(name, packed, scales, factor if multiplies else -factor)
+
+
+class ModeloptCodec:
+    """The layouts of NVIDIA's modelopt: NVFP4, and fp8 with one scale a tensor or an output.
+
+    See the module, and ``tandem.models.codecs.codec.Codec``.
+    """
+
+    is_exact: bool = False
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._quantization = quantization
+        self._fp8 = Fp8Codec(quantization)
+
+    def holds(self, stored: StoredTensors, name: str) -> bool:
+        """Return True if the weight is stored in bytes of two codes, or in e4m3."""
+        return self._has_pairs(stored, name) or self._fp8.holds(stored, name)
+
+    def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
+        """Return all weights in this format."""
+        pairs = {n: e.shape for n, e in stored.entries.items() if self._has_pairs(stored, n)}
+        found = {n: (*shape[:-1], shape[-1] * 2) for n, shape in pairs.items()}
+        return found | self._fp8.list_weights(stored)
+
+    def tell(self, name: str) -> str:
+        """Return the scheme of a weight in words."""
+        return str(find_scheme(self._quantization, name))
+
+    def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
+        """Decode a weight [N, K]."""
+        if self._has_pairs(stored, name):
+            self._read(stored, name, tuple(out.shape)).read_into(out)
+        else:
+            self._fp8.read_into(stored, name, out)
+
+    def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
+        """Return the format that holds the codes."""
+        if not self._has_pairs(stored, name):
+            return self._fp8.find_format(stored, name)
+        inputs = stored.entries[name].shape[-1] * 2
+        return find_scheme(self._quantization, name).find_format(inputs)
+
+    def read_packed(
+        self, stored: StoredTensors, name: str, expert_id: int | None
+    ) -> QuantizedMatrix:
+        """Return the codes of a weight."""
+        if not self._has_pairs(stored, name):
+            return self._fp8.read_packed(stored, name, expert_id)
+        require_format(self.find_format(stored, name), name)
+        return self._read(stored, name, None).pack()
+
+    def _read(self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None) -> Fp4Matrix:
+        return read_fp4(stored, name, name, shape, find_scheme(self._quantization, name))
+
+    @staticmethod
+    def _has_pairs(stored: StoredTensors, name: str) -> bool:
+        entry = stored.entries.get(name)
+        is_matrix = entry is not None and entry.dtype in BYTES and len(entry.shape) == 2
+        return is_matrix and name.endswith(".weight")
