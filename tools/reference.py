@@ -28,6 +28,7 @@ from tandem.finetune.recipes.recipe_keys import IGNORED, REFUSED
 from tandem.models.families import FAMILIES
 from tandem.models.families.gate import LAYER_TYPES, ROPE_TYPES
 from tandem.models.families.registry import PROVED_WITH
+from tandem.models.own.classes import IN_PIECES, WHOLE_PROMPTS
 from tandem.models.planning.quantization import METHODS
 from tandem.server.telemetry.metrics import METRICS
 
@@ -145,6 +146,11 @@ def render_models() -> str:
             "- Layers with a state: gated delta rules, Mamba2, short convolutions. Left to",
             "  transformers' own modules: other state beside KV (Mamba1, lightning attention),",
             "  attention that chooses tokens by an index. Refused: encoders, images and sound.",
+            "- Proved by transformers' own modules in the slow tests (operators win over them),",
+            f"  with a prompt in pieces: {', '.join(f'`{name}`' for name in IN_PIECES)};",
+            "  with a prompt at once, and so without prefixes: "
+            + ", ".join(f"`{name}`" for name in WHOLE_PROMPTS)
+            + ".",
             "- Of a model that also takes images the decoder runs, and takes text: "
             + ", ".join(dict.fromkeys(f"`{f.composite}`" for f in FAMILIES.values() if f.composite))
             + ".",

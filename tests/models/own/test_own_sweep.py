@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem.core.model.plan import WHOLE_PROMPT
 from tandem.models.own import caches
+from tandem.models.own.classes import IN_PIECES, WHOLE_PROMPTS
 from tandem.models.own.prove import prove_own
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
@@ -21,111 +22,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
 from test_sweep import BROKEN_DEFAULTS, SERVED
 
 MIN_SHARE = 0.88
-PIECES = [
-    "axk2",
-    "bailing_hybrid",
-    "bart",
-    "beam",
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "bigbird_pegasus",
-    "biogpt",
-    "blenderbot-small",
-    "bloom",
-    "camembert",
-    "codegen",
-    "cohere2_moe",
-    "cohere_compass_text",
-    "ctrl",
-    "data2vec-text",
-    "dbrx",
-    "deepseek_v2",
-    "deepseek_v32",
-    "deepseek_v4",
-    "diffllama",
-    "doge",
-    "dots3_note_text",
-    "electra",
-    "emu3",
-    "ernie",
-    "falcon",
-    "falcon_h1",
-    "fuyu",
-    "gemma3",
-    "gemma4",
-    "gemma4_text",
-    "gemma4_unified",
-    "gemma4_unified_text",
-    "git",
-    "glm4_moe",
-    "glm_moe_dsa",
-    "got_ocr2",
-    "gpt-sw3",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gpt_neox",
-    "gpt_neox_japanese",
-    "gptj",
-    "granitemoe_swa",
-    "granitemoeshared",
-    "hy_v4",
-    "inkling2_loop_text",
-    "inkling2_text",
-    "inkling_text",
-    "jetmoe",
-    "lara_mini",
-    "lfm2",
-    "lfm3",
-    "llama4",
-    "llama4_text",
-    "longcat_flash",
-    "mamba2",
-    "marian",
-    "mbart",
-    "megatron-bert",
-    "mimo_v2_flash",
-    "minicpm3",
-    "minimax",
-    "minimax_m3_vl_text",
-    "mllama",
-    "modernbert-decoder",
-    "moss_transcribe_diarize",
-    "mpt",
-    "mvp",
-    "nanochat",
-    "opt",
-    "pegasus",
-    "persimmon",
-    "phi",
-    "phi4_multimodal",
-    "plbart",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "rwkv",
-    "sarvam_moe",
-    "trocr",
-    "whisper",
-    "xglm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-    "zaya",
-]
-"""Classes that are served in pieces, those that operators run now among them."""
-WHOLE = [
-    "falcon_mamba",
-    "jamba",
-    "mamba",
-]
-STEPS = []
-"""Classes whose cache is right after a whole prompt, and after single tokens, alone."""
 DECODERS = [
     "bert",
     "bert-generation",
@@ -167,7 +63,7 @@ def make_config(name):
 
 
 def test_the_lists_are_of_the_classes_and_enough():
-    served = {*SERVED, *PIECES, *WHOLE, *STEPS}
+    served = {*SERVED, *IN_PIECES, *WHOLE_PROMPTS}
     assert served <= set(NAMES)
     assert len(served) >= MIN_SHARE * len(NAMES)
 
@@ -190,7 +86,6 @@ def test_a_cache_that_forgets_is_refused(monkeypatch):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in SERVED])
 def test_every_other_decoder_is_served_by_its_own_modules_or_refused(name):
     proof = prove_own(make_config(name))
-    assert proof.is_proved is (name in {*PIECES, *WHOLE, *STEPS}), proof.problem
+    assert proof.is_proved is (name in {*IN_PIECES, *WHOLE_PROMPTS}), proof.problem
     if proof.is_proved:
-        piece = WHOLE_PROMPT if name in WHOLE else 1 if name in STEPS else 0
-        assert proof.piece == piece
+        assert proof.piece == (WHOLE_PROMPT if name in WHOLE_PROMPTS else 0)
