@@ -1,6 +1,6 @@
 """The page disaggregation_states.md: states, events and exits from the code."""
 
-from tandem.engine.cluster.table import EVENTS, STEPS, TABLE, Exit, State
+from tandem.engine.cluster.table import EFFECTS, EVENTS, TABLE, Exit, State
 
 __all__ = ["render_states"]
 
@@ -23,8 +23,8 @@ next state, have ended with the event, or be given back by a step.
 
 
 def _describe(leave: Exit) -> str:
-    steps = "; ".join(STEPS[step] for step in leave.steps)
-    return steps or "nothing"
+    effects = "; ".join(EFFECTS[effect] for effect in leave.effects)
+    return effects or "nothing"
 
 
 def render_states() -> str:

@@ -107,7 +107,7 @@ class FakeKtKernel:
     factor = 1.0
 
     def __init__(self, python: object, script: str, threads: str, *, settings: object) -> None:
-        assert script == "kt_kernel_peer.py"
+        assert script == "kt_kernel_rival.py"
         assert int(threads) >= 1
 
     def __enter__(self) -> "FakeKtKernel":
@@ -143,8 +143,8 @@ class FakeKtKernel:
 
 @pytest.fixture
 def fake_peer(monkeypatch: pytest.MonkeyPatch) -> type[FakeKtKernel]:
-    monkeypatch.setattr(moe, "PeerProcess", FakeKtKernel)
-    monkeypatch.setattr(moe, "install_peer", lambda *_, **__: Path("python"))
+    monkeypatch.setattr(moe, "RivalProcess", FakeKtKernel)
+    monkeypatch.setattr(moe, "install_rival", lambda *_, **__: Path("python"))
     monkeypatch.setattr(moe, "TOKENS", (20,))
     return FakeKtKernel
 

@@ -1,6 +1,6 @@
 """The world of ``store_world`` with three masters, of which an election makes one the leader.
 
-The candidates are the product's ``MasterSeat`` and ``Campaign``; the model is of what stands in
+The candidates are the product's ``ElectedMaster`` and ``Campaign``; the model is of what stands in
 for etcd (a lock that ends by itself, and a count), and of the ways between the parties, which can
 be cut one by one. Every process has a clock of its own: of another rate, and it may leap forward.
 """
@@ -15,9 +15,9 @@ from store_world import ClientChannel, StoreWorld
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError
 from tandem.sim import DriftingClock, Process, Session
 from tandem.store.election.campaign import Campaign, Claim
+from tandem.store.election.elected import ElectedMaster, Term
 from tandem.store.election.election import Holder
 from tandem.store.election.roster import SavedRoster
-from tandem.store.election.seat import MasterSeat, Term
 from tandem.store.master.master import StoreMaster
 from tandem.store.messages import CommitStatus, KeyBytes, LeaderAnswer
 from tandem.store.metrics import StoreCounters
@@ -145,7 +145,7 @@ class Node(NamedTuple):
     """A candidate."""
 
     process: Process
-    seat: MasterSeat
+    elected: ElectedMaster
     clock: DriftingClock
 
 
@@ -166,7 +166,7 @@ class MastersWorld(StoreWorld):
     @property
     def leader(self) -> Node | None:
         for node in self.nodes.values():
-            if node.seat.is_leader:
+            if node.elected.is_leader:
                 return node
         return None
 
@@ -174,7 +174,7 @@ class MastersWorld(StoreWorld):
     def master(self):
         leader = self.leader
         node = leader if leader is not None else next(iter(self.nodes.values()))
-        return node.seat.master
+        return node.elected.master
 
     @property
     def master_process(self) -> Process | None:
@@ -214,24 +214,24 @@ class MastersWorld(StoreWorld):
                 counters=counters,
             )
 
-        seat = MasterSeat(make_master, end_sessions=lambda _: self.end_sessions_of(process))
+        elected = ElectedMaster(make_master, end_sessions=lambda _: self.end_sessions_of(process))
         backend = SimBackend(self, process)
-        seat.campaign = Campaign(
+        elected.campaign = Campaign(
             backend,
             clock=clock,
             address=name,
             ttl_s=TTL_S,
             timeout_s=1.0,
-            on_elected=lambda epoch: self._note_term(seat, epoch),
-            on_deposed=seat.leave,
+            on_elected=lambda epoch: self._note_term(elected, epoch),
+            on_deposed=elected.leave,
         )
-        process.serve(seat.methods())
-        self.nodes[name] = Node(process, seat, clock)
-        process.spawn(seat.campaign.run())
+        process.serve(elected.methods())
+        self.nodes[name] = Node(process, elected, clock)
+        process.spawn(elected.campaign.run())
 
-    def _note_term(self, seat: MasterSeat, epoch: int) -> None:
+    def _note_term(self, elected: ElectedMaster, epoch: int) -> None:
         self.num_terms += 1
-        seat.take(epoch)
+        elected.take(epoch)
 
     def kill_master(self) -> None:
         """Kill whoever leads; any, if nobody does."""
@@ -266,7 +266,7 @@ class MastersWorld(StoreWorld):
     def on_session_end(self, session: Session) -> None:
         node = self.nodes.get(session.far.name)
         if node is not None and node.process is session.far:
-            node.process.run(node.seat.on_caller_lost, session.back)
+            node.process.run(node.elected.on_caller_lost, session.back)
 
     def start_host(self, name: str, capacity: int) -> None:
         super().start_host(name, capacity)
@@ -335,7 +335,7 @@ class MastersWorld(StoreWorld):
 
     def note_step(self) -> None:
         super().note_step()
-        leaders = [name for name, node in self.nodes.items() if node.seat.is_leader]
+        leaders = [name for name, node in self.nodes.items() if node.elected.is_leader]
         if len(leaders) > 1:
             self.violations.append(f"{leaders} lead at a time")
 
@@ -346,7 +346,7 @@ class MastersWorld(StoreWorld):
         flags = msgspec.msgpack.decode(body, type=KeyBytes).flags
         if not set(flags) & WRITES[method]:
             return  # It says that nothing was done.
-        epoch = node.seat.master.epoch
+        epoch = node.elected.master.epoch
         if epoch < self.highest_acked:
             self.violations.append(
                 f"{far.name} of epoch {epoch} acknowledges {method} after {self.highest_acked}"

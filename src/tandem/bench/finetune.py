@@ -20,7 +20,7 @@ import torch
 
 from tandem._native import read_topology, recommend_threads
 from tandem.bench.harness import BenchCase
-from tandem.bench.rivals.peers import PeerProcess
+from tandem.bench.rivals.processes import RivalProcess
 
 __all__ = ["make_cases"]
 
@@ -63,10 +63,12 @@ def make_cases(*, quick: bool = False) -> Iterator[BenchCase]:
 def _make_shape_cases(shape: Shape, folder: str, stack: ExitStack) -> Iterator[BenchCase]:
     threads = recommend_threads(read_topology()).threads
 
-    def start(kind: str) -> PeerProcess:
+    def start(kind: str) -> RivalProcess:
         arguments = (kind, folder, str(threads), str(shape.tokens))
         settings = {"OMP_WAIT_POLICY": "PASSIVE"}
-        return PeerProcess(Path(sys.executable), "finetune_peer.py", *arguments, settings=settings)
+        return RivalProcess(
+            Path(sys.executable), "finetune_rival.py", *arguments, settings=settings
+        )
 
     rivals = {
         f"peft {name}": stack.enter_context(start(f"peft:{name}")) for name in IMPLEMENTATIONS
@@ -77,11 +79,11 @@ def _make_shape_cases(shape: Shape, folder: str, stack: ExitStack) -> Iterator[B
 
 
 def _make_format_cases(
-    shape: Shape, name: str, bound: float, ours: PeerProcess, rivals: dict[str, PeerProcess]
+    shape: Shape, name: str, bound: float, ours: RivalProcess, rivals: dict[str, RivalProcess]
 ) -> Iterator[BenchCase]:
     label = f"shape={shape.name} layers={shape.num_layers} format={name} tokens={shape.tokens}"
 
-    def step(peer: PeerProcess) -> float:
+    def step(peer: RivalProcess) -> float:
         seconds, _ = peer.call("step")
         return shape.tokens / seconds
 

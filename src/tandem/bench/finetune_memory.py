@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.bench.harness import BenchCase
-from tandem.bench.rivals.peers import PeerProcess
+from tandem.bench.rivals.processes import RivalProcess
 from tandem.models.loading.hub import DEMO_FOLDER
 
 __all__ = ["make_cases"]
@@ -103,13 +103,13 @@ QUICK = (
 
 def make_cases(*, quick: bool = False) -> Iterator[BenchCase]:
     """Yield a case for each run: the gigabytes that are predicted, against the measured peak."""
-    with PeerProcess(Path(sys.executable), "forecast_peer.py") as peer:
+    with RivalProcess(Path(sys.executable), "forecast_rival.py") as peer:
         for run in QUICK if quick else RUNS:
             with tempfile.TemporaryDirectory() as folder:
                 yield _make_case(run, Path(folder), peer)
 
 
-def _make_case(run: Run, folder: Path, peer: PeerProcess) -> BenchCase:
+def _make_case(run: Run, folder: Path, peer: RivalProcess) -> BenchCase:
     found: dict[str, float] = {}
 
     def check() -> str:

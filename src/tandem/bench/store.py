@@ -33,7 +33,7 @@ from tandem._native import SegmentAllocator, fill_rows, locate_rows
 from tandem.bench.children import start_child
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.placement import on_cores
-from tandem.bench.rivals.store_peers import MooncakeStore, Redis, Rival
+from tandem.bench.rivals.store_rivals import MooncakeStore, Redis, Rival
 from tandem.core.errors import PeerLostError
 from tandem.rpc import make_runtime_dir
 from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig

@@ -53,7 +53,7 @@ from tandem._native import has_gmac
 from tandem.bench.children import start_child
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.placement import on_cores
-from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.rivals.processes import RivalProcess, install_rival
 from tandem.core.errors import PeerLostError
 from tandem.transfer import Op, PreparedBatch, Transfer, TransferConfig, TransferEngine
 
@@ -240,13 +240,13 @@ class _Rival:
         self._script = script
         self._buffer_bytes = buffer_bytes
         self._settings = settings
-        self._processes: list[PeerProcess] = []
+        self._processes: list[RivalProcess] = []
         self._at: dict[str, Any] = {}
 
     def _start(self) -> None:
         python = self._install()
         self._processes = [
-            self._stack.enter_context(PeerProcess(python, self._script, settings=self._settings))
+            self._stack.enter_context(RivalProcess(python, self._script, settings=self._settings))
             for _ in range(2)
         ]
         giver, taker = self._processes
@@ -312,24 +312,24 @@ class _Iperf:
         raise PeerLostError("bench.iperf3", said.decode(errors="replace")[-300:])
 
 
-class _Peers:
+class _Rivals:
     """The rivals and the ceiling that are not ours."""
 
     def __init__(self, stack: contextlib.ExitStack, buffer_bytes: int) -> None:
         def rival(name: str, needs: tuple[str, ...], script: str, **settings: str) -> _Rival:
-            install = lambda: install_peer(name, needs)  # noqa: E731
+            install = lambda: install_rival(name, needs)  # noqa: E731
             return _Rival(stack, install, script, buffer_bytes, settings)
 
-        mooncake = {"mooncake tcp": rival("mooncake", MOONCAKE, "mooncake_peer.py")}
-        if _has_tent(install_peer("mooncake", MOONCAKE)):
+        mooncake = {"mooncake tcp": rival("mooncake", MOONCAKE, "mooncake_rival.py")}
+        if _has_tent(install_rival("mooncake", MOONCAKE)):
             mooncake["mooncake tent"] = rival(
-                "mooncake", MOONCAKE, "mooncake_peer.py", MC_USE_TENT="1"
+                "mooncake", MOONCAKE, "mooncake_rival.py", MC_USE_TENT="1"
             )
         else:
             sys.stderr.write("mooncake's TENT is not built into its wheel: not measured\n")
-        nixl_tcp = rival("nixl", NIXL, "nixl_peer.py", UCX_TLS="tcp")
+        nixl_tcp = rival("nixl", NIXL, "nixl_rival.py", UCX_TLS="tcp")
         self.over_tcp = {**mooncake, "nixl UCX_TLS=tcp": nixl_tcp}
-        self.on_host = {**mooncake, "nixl": rival("nixl", NIXL, "nixl_peer.py")}
+        self.on_host = {**mooncake, "nixl": rival("nixl", NIXL, "nixl_rival.py")}
         program = shutil.which("iperf3")
         self.iperf = None if program is None else _Iperf(stack, program)
 
@@ -353,7 +353,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
     with contextlib.ExitStack() as stack:
         pair = _Pair(buffer_bytes)
         stack.callback(pair.close)
-        peers = _Peers(stack, buffer_bytes) if with_peers else None
+        peers = _Rivals(stack, buffer_bytes) if with_peers else None
         for transport in ("tcp", "shm", "cma", "best"):
             for op in (Op.WRITE, Op.READ):
                 for size in QUICK_SIZES if quick else SIZES:
@@ -384,7 +384,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
 
 def _make_case(
     pair: _Pair,
-    peers: _Peers | None,
+    peers: _Rivals | None,
     transport: TransportChoice,
     op: Op,
     size: int,
@@ -400,7 +400,7 @@ def _make_case(
 
 
 def _make_still_case(
-    pair: _Pair, peers: _Peers | None, op: Op, size: int, cores: Cores
+    pair: _Pair, peers: _Rivals | None, op: Op, size: int, cores: Cores
 ) -> BenchCase:
     """Ours and plain sockets, both asleep until an answer comes, on ``cores``."""
     case = _Comparison(pair, "tcp", op, [[(0, size)]])
@@ -439,7 +439,7 @@ def _make_tagged_case(pair: _Pair, tagged: _Pair, op: Op, size: int, count: int)
 
 
 def _make_kv_case(
-    pair: _Pair, peers: _Peers | None, transport: TransportChoice, op: Op
+    pair: _Pair, peers: _Rivals | None, transport: TransportChoice, op: Op
 ) -> BenchCase:
     """Blocks lie apart, as a cache has them: nothing can be merged."""
     parts, at = [], 0
@@ -474,7 +474,7 @@ def _make_call_case(pair: _Pair, size: int) -> BenchCase:
 def _compare(
     name: str,
     pair: _Pair,
-    peers: _Peers | None,
+    peers: _Rivals | None,
     transport: TransportChoice,
     op: Op,
     batches: list[list[tuple[int, int]]],
@@ -503,7 +503,7 @@ def _compare(
 
 
 def _list_rivals(
-    peers: _Peers, transport: TransportChoice, op: Op, batches: list[list[tuple[int, int]]]
+    peers: _Rivals, transport: TransportChoice, op: Op, batches: list[list[tuple[int, int]]]
 ) -> dict[str, Callable[[], float]]:
     chosen = peers.over_tcp if transport == "tcp" else peers.on_host
     return {rival: partial(process.measure_us, op, batches) for rival, process in chosen.items()}

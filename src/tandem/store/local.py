@@ -17,8 +17,8 @@ from tandem.core.errors import NotFoundError, UnsupportedError
 from tandem.rpc import Kept
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
-from tandem.store.edges import Piece
 from tandem.store.host import Segment, StoreHost
+from tandem.store.interfaces import Piece
 from tandem.store.master.master import StoreMaster
 from tandem.store.messages import Endpoint
 

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.core.errors import ConfigError, DeadlineError, NotFoundError, PeerLostError, TandemError
-from tandem.store.edges import Piece
 from tandem.store.host import Segment
+from tandem.store.interfaces import Piece
 from tandem.store.messages import Endpoint
 from tandem.transfer import Buffer, Op, TransferEngine
 from tandem.transfer import Segment as RemoteSegment

@@ -7,28 +7,28 @@ and what the steps give back, plus what they submit, must be what the next state
 import pytest
 
 from tandem.engine.cluster.table import (
+    EFFECTS,
     ENDS,
     EVENTS,
-    STEPS,
     TABLE,
     Deadline,
+    Effect,
     Event,
     Held,
     State,
-    Step,
 )
 
 SUBMITS = {
-    Step.SUBMIT_PREFILL: Held.PREFILL,
-    Step.SUBMIT_WAITING: Held.DECODE,
-    Step.SUBMIT_DECODE: Held.DECODE,
-    Step.SUBMIT_REJOINING: Held.DECODE,
-    Step.SUBMIT_ALONE: Held.DECODE,
+    Effect.SUBMIT_PREFILL: Held.PREFILL,
+    Effect.SUBMIT_WAITING: Held.DECODE,
+    Effect.SUBMIT_DECODE: Held.DECODE,
+    Effect.SUBMIT_REJOINING: Held.DECODE,
+    Effect.SUBMIT_ALONE: Held.DECODE,
 }
 GIVES_BACK = {
-    Step.DROP_PREFILL: Held.PREFILL,
-    Step.RELEASE: Held.HOLD,
-    Step.DROP_DECODE: Held.DECODE,
+    Effect.DROP_PREFILL: Held.PREFILL,
+    Effect.RELEASE: Held.HOLD,
+    Effect.DROP_DECODE: Held.DECODE,
 }
 FINAL = {State.ENDED, State.FAILED}
 EXITS = [
@@ -59,16 +59,16 @@ def sum_up(held, event, steps):
 @pytest.mark.parametrize(("state", "event"), EXITS)
 def test_an_exit_gives_back_what_the_next_state_does_not_hold(state, event):
     way = TABLE[state].exits[event]
-    assert sum_up(TABLE[state].held, event, way.steps) == set(TABLE[way.to].held)
+    assert sum_up(TABLE[state].held, event, way.effects) == set(TABLE[way.to].held)
 
 
 @pytest.mark.parametrize(("state", "event"), EXITS)
 def test_a_forgotten_release_would_be_seen(state, event):
     """The sum can fail: leaving out any step that gives something back changes it."""
     way = TABLE[state].exits[event]
-    for step in way.steps:
+    for step in way.effects:
         if step in GIVES_BACK or step in SUBMITS:
-            rest = [other for other in way.steps if other is not step]
+            rest = [other for other in way.effects if other is not step]
             assert sum_up(TABLE[state].held, event, rest) != set(TABLE[way.to].held)
 
 
@@ -98,5 +98,5 @@ def test_every_state_can_be_reached_and_left_for_an_end():
 
 def test_each_event_and_step_is_described_and_used():
     assert set(EVENTS) == set(Event) == {e for row in TABLE.values() for e in row.exits}
-    steps = {s for row in TABLE.values() for way in row.exits.values() for s in way.steps}
-    assert set(STEPS) == set(Step) == steps
+    steps = {s for row in TABLE.values() for way in row.exits.values() for s in way.effects}
+    assert set(EFFECTS) == set(Effect) == steps

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tandem.bench.rivals.llama_rivals import PEERS
-from tandem.bench.rivals.peers import PeerProcess, find_peer
+from tandem.bench.rivals.processes import RivalProcess, find_rival
 from tandem.models.gguf.mixtures import MIXTURES
 from tandem.models.gguf_export import export_gguf
 
-PYTHON = find_peer("llama-cpp", PEERS["llama.cpp"])
+PYTHON = find_rival("llama-cpp", PEERS["llama.cpp"])
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(PYTHON is None, reason="llama-cpp-python is not installed as a peer"),
@@ -40,11 +40,11 @@ TOLERANCE = 0.02
 
 @pytest.fixture(scope="module")
 def peer():
-    with PeerProcess(PYTHON, "llama_cpp_peer.py", "llama.cpp") as process:
+    with RivalProcess(PYTHON, "llama_cpp_rival.py", "llama.cpp") as process:
         yield process
 
 
-def score(peer: PeerProcess, path: Path, tokens: list[int]) -> torch.Tensor:
+def score(peer: RivalProcess, path: Path, tokens: list[int]) -> torch.Tensor:
     peer.call("load", path=str(path), threads=1, context_len=128, num_sequences=1)
     return torch.tensor(peer.call("score", prompt=tokens))
 

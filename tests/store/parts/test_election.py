@@ -15,7 +15,7 @@ from tandem.core.errors import DeadlineError, PeerLostError
 from tandem.sim import run_virtual
 from tandem.store.election import election as election_module
 from tandem.store.election.campaign import Campaign, Claim
-from tandem.store.election.election import Election, Holder, Step
+from tandem.store.election.election import Election, Holder, Question
 
 TTL_S = 3
 
@@ -265,7 +265,7 @@ def test_a_leader_with_slow_answers_and_a_slow_clock_stops_in_time():
 def make_leader(now_s: float = 10.0) -> Election:
     election = Election(TTL_S, now_s)
     election.note_observed(None, now_s)
-    assert election.next_step is Step.ACQUIRE
+    assert election.next_step is Question.ACQUIRE
     election.note_acquired(Holder("us", 4), is_ours=True, sent_s=now_s, now_s=now_s + 0.1)
     return election
 
@@ -276,7 +276,7 @@ def test_a_term_counts_from_the_question_and_ends_before_the_lease():
     assert election.holds(10.0 + 0.79 * TTL_S)
     assert not election.holds(10.0 + 0.8 * TTL_S)
     assert election.is_lapsed(10.0 + 0.8 * TTL_S)
-    assert election.next_step is Step.RENEW
+    assert election.next_step is Question.RENEW
     assert election.next_at_s < 10.0 + 0.5 * TTL_S
 
 
@@ -286,7 +286,7 @@ def test_a_term_that_lapsed_is_not_taken_up_by_a_late_answer():
     assert not election.holds(12.5)
     election.end_term(12.5)
     assert election.epoch == 0
-    assert election.next_step is Step.OBSERVE
+    assert election.next_step is Question.OBSERVE
     assert election.next_at_s > 12.5
 
 
@@ -315,7 +315,7 @@ def test_silence_is_no_proof_that_nobody_leads():
     election = Election(TTL_S, 0.0)
     election.note_observed(Holder("other", 3), 0.0)
     election.note_failed(1.0)
-    assert election.next_step is Step.OBSERVE
+    assert election.next_step is Question.OBSERVE
     assert election.leader is None
 
 

@@ -252,7 +252,7 @@ def test_a_client_goes_on_when_its_lane_breaks(tmp_path, is_polling):
                 client = service.client
                 await client.put("key", b"value")
                 assert await client.get("key") == b"value"
-                assert master.seat.counters.hits == 1
+                assert master.elected.counters.hits == 1
                 peer._outgoing._lane.close()
                 assert await client.get("key") == b"value"
                 assert not peer.has_lane

@@ -127,7 +127,7 @@ def test_orders_go_on_when_the_lane_to_a_host_breaks(tmp_path, is_polling):
         tmp_path.chmod(0o700)
         async with MasterService(config) as master, HostService(config) as host:
             await host.host.is_joined.wait()
-            space = master.seat.master.state.hosts[0]
+            space = master.elected.master.state.hosts[0]
             peer = space.caller
             while not peer.has_lane:
                 await asyncio.sleep(0.01)

@@ -16,7 +16,7 @@ from tandem.core.clock import MonotonicClock
 from tandem.core.errors import DeadlineError, InternalError, PeerLostError, UnsupportedError
 from tandem.sim import run_virtual
 from tandem.store.config import StoreElectionConfig
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.election import etcd_roster
 from tandem.store.election.election import Holder
 from tandem.store.election.etcd import EtcdBackend
@@ -154,7 +154,7 @@ async def test_a_later_term_without_members_is_no_new_store(etcd):
 @pytest.mark.asyncio
 async def test_a_flipped_bit_costs_nothing_and_is_named(tmp_path):
     """Neither a host, nor a removal, which would come undone."""
-    damage = DamageList()
+    damage = CorruptionLog()
     store = FileRosterStore(tmp_path, "m", damage)
     await store.save(ROSTER)
     await store.add((1, FIRST))
@@ -178,7 +178,7 @@ async def test_a_flipped_bit_costs_nothing_and_is_named(tmp_path):
 
 @pytest.mark.asyncio
 async def test_members_without_a_whole_copy_are_not_believed(tmp_path):
-    damage = DamageList()
+    damage = CorruptionLog()
     store = FileRosterStore(tmp_path, "m", damage)
     await store.save(ROSTER)
     path = tmp_path / "members.m"
@@ -198,7 +198,7 @@ async def test_members_without_a_whole_copy_are_not_believed(tmp_path):
 
 @pytest.mark.asyncio
 async def test_tombstones_without_a_whole_copy_are_named_and_take_no_others_along(tmp_path):
-    damage = DamageList()
+    damage = CorruptionLog()
     store = FileRosterStore(tmp_path, "m", damage)
     await store.add((1, FIRST))
     await store.add((2, SECOND))
@@ -211,7 +211,7 @@ async def test_tombstones_without_a_whole_copy_are_named_and_take_no_others_alon
 @pytest.mark.asyncio
 async def test_a_torn_line_takes_no_other_with_it(tmp_path):
     """Whoever wrote it had no answer: that is no damage."""
-    damage = DamageList()
+    damage = CorruptionLog()
     store = FileRosterStore(tmp_path, "m", damage)
     await store.add((1, FIRST))
     path = tmp_path / "tombstones.m"
@@ -232,7 +232,7 @@ async def test_a_torn_line_takes_no_other_with_it(tmp_path):
 
 @pytest.mark.asyncio
 async def test_a_round_that_failed_leaves_no_half_a_line(tmp_path, monkeypatch):
-    damage = DamageList()
+    damage = CorruptionLog()
     store = FileRosterStore(tmp_path, "m", damage)
     await store.add((1, FIRST))
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
@@ -261,7 +261,7 @@ async def test_files_of_a_later_version_are_left_alone(tmp_path, monkeypatch):
 @pytest.mark.asyncio
 async def test_what_cannot_be_read_in_etcd_is_named(etcd):
     async with make_backend(etcd, "/test/damaged") as backend:
-        holder, damage = await lead(backend), DamageList()
+        holder, damage = await lead(backend), CorruptionLog()
         store = EtcdRosterStore(backend, holder, timeout_s=5, damage=damage)
         await store.save(ROSTER)
         await store.add((1, FIRST))

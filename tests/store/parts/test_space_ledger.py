@@ -10,7 +10,7 @@ import pytest
 
 from tandem._native import SegmentAllocator
 from tandem.core.errors import InternalError
-from tandem.store.master.state.ledger import TRANSITIONS, Event, Extent, Space, SpaceLedger
+from tandem.store.master.state.ledger import TRANSITIONS, Extent, ExtentEvent, Space, SpaceLedger
 
 GRANULE = 512
 CAPACITY = 64 * GRANULE
@@ -41,7 +41,7 @@ class Model:
         found = [offset for offset, (space, _) in self.ranges.items() if space in spaces]
         return self.random.choice(found) if found else None
 
-    def set(self, offset: int, event: Event) -> None:
+    def set(self, offset: int, event: ExtentEvent) -> None:
         """What the table says of one range."""
         space, length = self.ranges.pop(offset)
         target = TRANSITIONS[space, event]
@@ -49,9 +49,9 @@ class Model:
             self.ranges[offset] = target, length
 
     def step(self) -> None:
-        kind = self.random.choice([*Event, "time", "end"])
+        kind = self.random.choice([*ExtentEvent, "time", "end"])
         ledger = self.ledger
-        if kind is Event.TAKE:
+        if kind is ExtentEvent.TAKE:
             lengths = [
                 GRANULE * self.random.randint(1, 8) for _ in range(self.random.randint(1, 4))
             ]
@@ -59,22 +59,24 @@ class Model:
             for offset, length in zip(offsets or (), lengths, strict=False):
                 assert offset not in self.ranges
                 self.ranges[offset] = Space.HELD, length
-        elif kind in {Event.GIVE_BACK, Event.SEAL, Event.FENCE}:
+        elif kind in {ExtentEvent.GIVE_BACK, ExtentEvent.SEAL, ExtentEvent.FENCE}:
             if (offset := self.choose(Space.HELD)) is not None:
                 ledger.move(kind, [offset])
                 self.set(offset, kind)
-        elif kind is Event.PROVE:
+        elif kind is ExtentEvent.PROVE:
             if (offset := self.choose(Space.QUARANTINED)) is not None:
                 ledger.move(kind, [offset])
                 self.set(offset, kind)
-        elif kind is Event.DROP:
+        elif kind is ExtentEvent.DROP:
             if (offset := self.choose(Space.HELD, Space.SEALED)) is not None:
                 ledger.drop([offset], [self.ranges[offset][1]])
                 self.set(offset, kind)
-        elif kind in {Event.WIPE, Event.LEASE}:
+        elif kind in {ExtentEvent.WIPE, ExtentEvent.LEASE}:
             if (offset := self.choose(Space.WIPING)) is not None:
-                until_ms = self.now_ms + (self.random.randint(1, 50) if kind is Event.LEASE else 0)
-                if kind is Event.WIPE:
+                until_ms = self.now_ms + (
+                    self.random.randint(1, 50) if kind is ExtentEvent.LEASE else 0
+                )
+                if kind is ExtentEvent.WIPE:
                     ledger.move(kind, [offset])
                 else:
                     ledger.lease(offset, until_ms)
@@ -92,7 +94,7 @@ class Model:
             assert set(freed) <= set(ended) - guarded
             # Those that were guarded before are looked at again some time later.
             for offset in freed:
-                self.set(offset, Event.END_LEASE)
+                self.set(offset, ExtentEvent.END_LEASE)
         elif self.random.random() < 0.1:
             self.end_session()
 
@@ -136,16 +138,16 @@ def put_into(ledger: SpaceLedger, space: Space) -> int:
     assert offsets is not None
     (offset,) = offsets
     if space is Space.QUARANTINED:
-        ledger.move(Event.FENCE, [offset])
+        ledger.move(ExtentEvent.FENCE, [offset])
     elif space is not Space.HELD:
-        ledger.move(Event.DROP, [offset])
+        ledger.move(ExtentEvent.DROP, [offset])
         if space is Space.LEASED:
             ledger.lease(offset, 9)
     return offset
 
 
 @pytest.mark.parametrize("space", LISTED)
-@pytest.mark.parametrize("event", [event for event in Event if event is not Event.TAKE])
+@pytest.mark.parametrize("event", [event for event in ExtentEvent if event is not ExtentEvent.TAKE])
 def test_what_is_not_in_the_table_does_not_happen(space, event):
     """It is refused, and changes nothing: not even the other range that it was asked of."""
     ledger = SpaceLedger()

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tandem.core.errors import UnsupportedError
 from tandem.rpc import make_identity, make_runtime_dir
 from tandem.store import ClientService, HostService, MasterService, StoreConfig
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.metrics import METRICS
 from tandem.store.services.connect import check_version
 from tandem.store.services.master import next_epoch
@@ -90,4 +90,4 @@ def test_versions_one_apart_interoperate_and_others_are_refused_by_name():
 
 
 def test_epochs_rise_with_each_master(tmp_path):
-    assert [next_epoch(tmp_path, DamageList()) for _ in range(3)] == [1, 2, 3]
+    assert [next_epoch(tmp_path, CorruptionLog()) for _ in range(3)] == [1, 2, 3]

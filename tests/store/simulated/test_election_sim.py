@@ -19,9 +19,9 @@ from tandem.core.errors import PeerLostError, TandemError
 from tandem.sim import Faults, run_virtual
 from tandem.store.election import election as election_module
 from tandem.store.election.campaign import Campaign
+from tandem.store.election.elected import ElectedMaster
 from tandem.store.election.election import Election
 from tandem.store.election.roster import MemoryRosterStore
-from tandem.store.election.seat import MasterSeat
 from tandem.store.host.host import StoreHost
 from tandem.store.master.master import StoreMaster
 
@@ -42,9 +42,9 @@ class ElectionRun(Run):
         leader = self.world.leader
         if leader is None:
             return 0
-        hosts = leader.seat.master.state.hosts.values()
+        hosts = leader.elected.master.state.hosts.values()
         joined = [host for host in hosts if host.caller is not None and host.is_known]
-        return leader.seat.master.epoch if len(joined) == len(HOSTS) else 0
+        return leader.elected.master.epoch if len(joined) == len(HOSTS) else 0
 
     async def chaos(self) -> None:
         world, chance = self.world, self.chance
@@ -105,7 +105,7 @@ class ElectionRun(Run):
         leader = self.world.leader
         if leader is not None:  # The first term may have ended before it wrote a roster.
             await asyncio.wait_for(self.world.master.state.awaited.recover(), 150)
-        leaders = [name for name, node in self.world.nodes.items() if node.seat.is_leader]
+        leaders = [name for name, node in self.world.nodes.items() if node.elected.is_leader]
         if len(leaders) != 1:
             self.fail(f"{leaders} lead in the end")
 
@@ -226,7 +226,7 @@ def elect_in_epoch_one(campaign: Campaign, sent_s: float, timeout_s: float):
 
 ACQUIRE = Campaign._acquire
 MUTANTS = {
-    "a master answers whether or not it leads": (MasterSeat, "_check_leads", lambda *_: None),
+    "a master answers whether or not it leads": (ElectedMaster, "_check_leads", lambda *_: None),
     "a term goes on until the backend says no": (Election, "holds", serve_for_ever),
     "a lease is served beyond its end": (election_module, "SERVE_SHARE", 1.3),
     "hosts obey whoever orders": (StoreHost, "_obey", lambda host, order: None),

@@ -27,7 +27,7 @@ from tandem.store import (
     PutResult,
     StoreConfig,
 )
-from tandem.store.damage import MAX_NAMED, DamageList
+from tandem.store.corruption_log import MAX_NAMED, CorruptionLog
 from tandem.store.formats import headers, layout
 from tandem.store.formats.headers import (
     COPIES_AT,
@@ -108,7 +108,7 @@ def test_no_flipped_bit_of_a_list_of_removals_brings_an_object_back():
 
 
 def test_a_medium_that_rots_away_is_told_of_by_a_count():
-    damage = DamageList()
+    damage = CorruptionLog()
     for number in range(3 * MAX_NAMED):
         damage.note(f"record {number}", "rot")
         damage.note("record 0", "rot")
@@ -344,19 +344,19 @@ def test_a_bucket_that_was_never_begun_is_no_damage():
 
 def test_a_flipped_bit_in_the_note_of_the_epoch_is_never_an_epoch(tmp_path):
     path = tmp_path / "epoch"
-    assert next_epoch(tmp_path, DamageList()) == 1
+    assert next_epoch(tmp_path, CorruptionLog()) == 1
     whole = path.read_bytes()
     for bit in range(0, 8 * (headers.HEAD.size + 12), 3):
         for copies, expected in ((COPIES_AT[:1], 2), (COPIES_AT, 1)):
             data = bytearray(whole)
             flip(data, bit, *copies)
             path.write_bytes(data)
-            damage = DamageList()
+            damage = CorruptionLog()
             assert next_epoch(tmp_path, damage) == expected, bit
             assert damage.names == ["note of the epoch"], bit
     assert (tmp_path / "epoch.quarantined").exists()
     path.write_bytes(b"17\n")  # As it was before it had a checksum.
-    assert next_epoch(tmp_path, DamageList()) == 1
+    assert next_epoch(tmp_path, CorruptionLog()) == 1
 
 
 async def tell_of_one(epoch: int):

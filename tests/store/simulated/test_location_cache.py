@@ -123,7 +123,7 @@ def test_over_real_transports_threads_share_what_is_known_until_the_session_ends
         )
         async with MasterService(config) as master, HostService(config) as host:
             await asyncio.wait_for(host.host.is_joined.wait(), 20)
-            counters = master.seat.counters
+            counters = master.elected.counters
             client = await asyncio.to_thread(StoreClient, config)
             try:
                 keys, values = ["a", "b"], [b"1" * 5000, b"2" * 100_000]

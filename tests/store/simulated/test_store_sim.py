@@ -26,7 +26,7 @@ from tandem.store.host.disk import DiskTier
 from tandem.store.host.host import StoreHost
 from tandem.store.master.put_batch import PutBatch
 from tandem.store.master.state.drops import Drops
-from tandem.store.master.state.ledger import Event
+from tandem.store.master.state.ledger import ExtentEvent
 from tandem.store.master.state.writers import Writers
 
 CAPACITY = 2**18
@@ -579,7 +579,7 @@ def test_a_crash_at_every_step(victim, has_disks, inline):
 def free_without_proof(writers: Writers, client: str) -> None:
     writer = writers._writers.pop(client, None)
     for offsets in writer.held.values() if writer is not None else ():
-        writers._ledger.move(Event.GIVE_BACK, offsets)
+        writers._ledger.move(ExtentEvent.GIVE_BACK, offsets)
         writers._on_space()
 
 

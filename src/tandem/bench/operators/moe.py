@@ -29,7 +29,7 @@ from tandem._native import ThreadPool, cpu_features, read_topology, recommend_th
 from tandem.bench.harness import BenchCase
 from tandem.bench.operators.turns import Kind, list_kinds, make_turn_case, time_torch
 from tandem.bench.rivals.isa import list_kt_settings
-from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.rivals.processes import RivalProcess, install_rival
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.weights.formats import find_format
 
@@ -155,11 +155,11 @@ class _KtKernel:
     def __init__(self, folder: Path, name: str, shape: Shape, kinds: list[Kind]) -> None:
         self._folder = folder
         self._stack = ExitStack()
-        python = install_peer("kt-kernel", KT_REQUIREMENTS, bare=[KT_VERSION])
+        python = install_rival("kt-kernel", KT_REQUIREMENTS, bare=[KT_VERSION])
         settings = list_kt_settings()
         self._processes = {
             kind: self._stack.enter_context(
-                PeerProcess(python, "kt_kernel_peer.py", str(kind[1]), settings=settings)
+                RivalProcess(python, "kt_kernel_rival.py", str(kind[1]), settings=settings)
             )
             for kind in kinds
         }

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from tandem.bench.rivals.isa import check_peer_isa, list_ggml_settings
-from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.rivals.processes import RivalProcess, install_rival
 from tandem.bench.serving.driver import Phase
 
 __all__ = ["PEERS", "LlamaCpp", "install_llama"]
@@ -27,7 +27,7 @@ def install_llama(peer: str) -> Path:
     """
     # The fork comes as a wheel.
     settings = list_ggml_settings() if peer == "llama.cpp" else {}
-    return install_peer(peer.replace(".", "-"), PEERS[peer], settings=settings)
+    return install_rival(peer.replace(".", "-"), PEERS[peer], settings=settings)
 
 
 class LlamaCpp:
@@ -56,7 +56,7 @@ class LlamaCpp:
         folder: Path | None = None,
         kind: str = "",
     ) -> None:
-        self._process = PeerProcess(install_llama(peer), "llama_cpp_peer.py", peer)
+        self._process = RivalProcess(install_llama(peer), "llama_cpp_rival.py", peer)
         if folder is not None and not path.exists():
             self._process.call(
                 "write_gguf", timeout_s=LONG_S, folder=str(folder), path=str(path), kind=kind

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from tandem import _native
 from tandem.bench.harness import BenchCase
 from tandem.bench.rivals.llama_rivals import install_llama
-from tandem.bench.rivals.peers import PeerProcess
+from tandem.bench.rivals.processes import RivalProcess
 from tandem.bench.serving.model import QUICK_SHAPE, SHAPE, write_random_model
 from tandem.core.errors import UnsupportedError
 
@@ -75,7 +75,7 @@ class _Bench:
         """Return the file of a type, written when it is first asked for."""
         path = self._folder / f"{kind}.gguf"
         if not path.exists():
-            with PeerProcess(self.python, "llama_cpp_peer.py", "llama.cpp") as peer:
+            with RivalProcess(self.python, "llama_cpp_rival.py", "llama.cpp") as peer:
                 peer.call(
                     "write_gguf",
                     timeout_s=TIMEOUT_S,
@@ -111,7 +111,7 @@ class _Bench:
     def theirs(self, kind: str) -> tuple[float, list[float]]:
         """Return seconds and logits of llama.cpp, which takes its own time, as we do."""
         threads = _native.recommend_threads(_native.read_topology()).threads
-        with PeerProcess(self.python, "llama_cpp_peer.py", "llama.cpp") as peer:
+        with RivalProcess(self.python, "llama_cpp_rival.py", "llama.cpp") as peer:
             seconds, logits = peer.call(
                 "first_token", path=str(self.file(kind)), threads=threads, prompt=self.prompt
             )

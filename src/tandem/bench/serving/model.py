@@ -270,7 +270,7 @@ class _Bench:
         """Make a case against a peer by name, or against transformers."""
         prompts: list[list[int]] = []
 
-        def find_peer() -> LlamaCpp | None:
+        def find_rival() -> LlamaCpp | None:
             return None if peer is None else self.llama(peer, weight_format, batch)
 
         def check() -> str:
@@ -278,20 +278,20 @@ class _Bench:
             shape = (batch, tokens)
             vocab_size = self.spec.vocab_size
             prompts[:] = torch.randint(0, vocab_size, shape, generator=generator).tolist()
-            wrong = self.check_logits(weight_format, prompts[0][:64], find_peer())
+            wrong = self.check_logits(weight_format, prompts[0][:64], find_rival())
             if wrong is None:
                 self.ours(weight_format).measure(phase, prompts)
                 self.ours(weight_format).take_rule_ms()
             return wrong or "ok"
 
         def measure_rival() -> float:
-            rival = find_peer()
+            rival = find_rival()
             if rival is not None:
                 return rival.measure(phase, prompts)
             return self.rival.measure(phase, prompts, self.threads)
 
         def name_rival() -> str:
-            rival = find_peer()
+            rival = find_rival()
             return self.rival_name if rival is None else rival.name
 
         words = f"tokens={tokens}" if phase == "prefill" else f"batch={batch}"

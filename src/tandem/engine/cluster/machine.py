@@ -26,7 +26,7 @@ from tandem.core.wire import (
     RequestOutput,
     SamplingParams,
 )
-from tandem.engine.cluster.table import ENDS, TABLE, Deadline, Event, Held, State, Step
+from tandem.engine.cluster.table import ENDS, TABLE, Deadline, Effect, Event, Held, State
 
 __all__ = [
     "Action",
@@ -226,26 +226,26 @@ class RequestMachine:
         self._happened = _Happened()
         self.state = State.PLACING
         self.num_fallbacks = 0
-        self._steps: Mapping[Step, Callable[[], None]] = {
-            Step.PLACE: lambda: self._place(is_held=False),
-            Step.PLACE_DECODE: lambda: self._place(is_held=True),
-            Step.SUBMIT_PREFILL: self._submit_prefill,
-            Step.SUBMIT_WAITING: lambda: self._submit_reader(awaits_continuation=True),
-            Step.SUBMIT_REJOINING: lambda: self._submit_reader(awaits_continuation=False),
-            Step.SUBMIT_DECODE: self._submit_decode,
-            Step.SUBMIT_ALONE: self._submit_alone,
-            Step.SEND_CONTINUATION: self._send_continuation,
-            Step.DELIVER: self._deliver,
-            Step.KEEP: self._keep,
-            Step.TAKE_KEPT: lambda: None,  # Once the next state is entered.
-            Step.DISCARD_KEPT: self._discard_kept,
-            Step.DROP_PREFILL: self._drop_prefill,
-            Step.DROP_DECODE: self._drop_decode,
-            Step.RELEASE: self._release,
-            Step.COUNT: self._count,
-            Step.END_TIMEOUT: lambda: self._end(FinishReason.DEADLINE),
-            Step.END_CANCELLED: lambda: self._end(FinishReason.CANCELLED),
-            Step.FAIL: self._fail,
+        self._steps: Mapping[Effect, Callable[[], None]] = {
+            Effect.PLACE: lambda: self._place(is_held=False),
+            Effect.PLACE_DECODE: lambda: self._place(is_held=True),
+            Effect.SUBMIT_PREFILL: self._submit_prefill,
+            Effect.SUBMIT_WAITING: lambda: self._submit_reader(awaits_continuation=True),
+            Effect.SUBMIT_REJOINING: lambda: self._submit_reader(awaits_continuation=False),
+            Effect.SUBMIT_DECODE: self._submit_decode,
+            Effect.SUBMIT_ALONE: self._submit_alone,
+            Effect.SEND_CONTINUATION: self._send_continuation,
+            Effect.DELIVER: self._deliver,
+            Effect.KEEP: self._keep,
+            Effect.TAKE_KEPT: lambda: None,  # Once the next state is entered.
+            Effect.DISCARD_KEPT: self._discard_kept,
+            Effect.DROP_PREFILL: self._drop_prefill,
+            Effect.DROP_DECODE: self._drop_decode,
+            Effect.RELEASE: self._release,
+            Effect.COUNT: self._count,
+            Effect.END_TIMEOUT: lambda: self._end(FinishReason.DEADLINE),
+            Effect.END_CANCELLED: lambda: self._end(FinishReason.CANCELLED),
+            Effect.FAIL: self._fail,
         }
 
     @property
@@ -424,12 +424,12 @@ class RequestMachine:
             self._prefill = None
         # Before the steps: what they ask for is answered in the next state.
         self.state, self._entered_s = way.to, self._now_s
-        if Step.COUNT in way.steps and event is not Event.NO_ROUTE:
+        if Effect.COUNT in way.effects and event is not Event.NO_ROUTE:
             # That no decode instance takes the held blocks follows from a failure that counted.
             self.num_fallbacks += 1
-        for step in way.steps:
+        for step in way.effects:
             self._steps[step]()
-        if Step.TAKE_KEPT in way.steps:
+        if Effect.TAKE_KEPT in way.effects:
             kept, self._kept = self._kept, []
             leg = self._decode
             for output in kept:

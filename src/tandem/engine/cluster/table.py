@@ -11,8 +11,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-__all__ = ["ENDS", "EVENTS", "STEPS", "TABLE", "Deadline", "Event", "Exit", "Held", "Row", "State",
-           "Step"]  # fmt: skip
+__all__ = [
+    "EFFECTS",
+    "ENDS",
+    "EVENTS",
+    "TABLE",
+    "Deadline",
+    "Effect",
+    "Event",
+    "Exit",
+    "Held",
+    "Row",
+    "State",
+]  # fmt: skip
 
 
 class State(StrEnum):
@@ -55,7 +66,7 @@ class Event(StrEnum):
     REFUSED = "refused"
 
 
-class Step(StrEnum):
+class Effect(StrEnum):
     """A step executed at an exit, in the order of the table."""
 
     PLACE = "place"
@@ -104,7 +115,7 @@ class Exit:
     """One exit of a state."""
 
     to: State
-    steps: tuple[Step, ...] = ()
+    effects: tuple[Effect, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -154,29 +165,30 @@ EVENTS: Mapping[Event, str] = MappingProxyType({
 })  # fmt: skip
 """The meaning of each event."""
 
-STEPS: Mapping[Step, str] = MappingProxyType({
-    Step.PLACE: "ask the policy for instances",
-    Step.PLACE_DECODE: "ask the policy for a decode instance",
-    Step.SUBMIT_PREFILL: "send the request to the prefill instance, prefill only",
-    Step.SUBMIT_WAITING: "send it to the decode instance, which reads blocks as they are computed "
-    "and waits for the continuation",
-    Step.SUBMIT_DECODE: "send it to the decode instance with the handle of the blocks and the "
-    "tokens so far",
-    Step.SUBMIT_REJOINING: "send it to the decode instance with the tokens so far; blocks are read "
-    "as they are computed",
-    Step.SUBMIT_ALONE: "send it to one instance with the tokens so far",
-    Step.SEND_CONTINUATION: "send first token and seed to the decode instance",
-    Step.DELIVER: "pass the output on to the client",
-    Step.KEEP: "keep the output until it is known which token it starts with",
-    Step.TAKE_KEPT: "take kept outputs as if they came now",
-    Step.DISCARD_KEPT: "discard kept outputs",
-    Step.DROP_PREFILL: "cancel at the prefill instance, and release its hold in case it just ended",
-    Step.DROP_DECODE: "cancel at the instance that decodes",
-    Step.RELEASE: "release the held blocks",
-    Step.COUNT: "count a fallback by reason",
-    Step.END_TIMEOUT: "end with finish reason `deadline`",
-    Step.END_CANCELLED: "end with finish reason `cancelled`",
-    Step.FAIL: "end with the error",
+EFFECTS: Mapping[Effect, str] = MappingProxyType({
+    Effect.PLACE: "ask the policy for instances",
+    Effect.PLACE_DECODE: "ask the policy for a decode instance",
+    Effect.SUBMIT_PREFILL: "send the request to the prefill instance, prefill only",
+    Effect.SUBMIT_WAITING: "send it to the decode instance, which reads blocks as they are "
+    "computed and waits for the continuation",
+    Effect.SUBMIT_DECODE: "send it to the decode instance with the handle of the blocks and "
+    "the tokens so far",
+    Effect.SUBMIT_REJOINING: "send it to the decode instance with the tokens so far; blocks are "
+    "read as they are computed",
+    Effect.SUBMIT_ALONE: "send it to one instance with the tokens so far",
+    Effect.SEND_CONTINUATION: "send first token and seed to the decode instance",
+    Effect.DELIVER: "pass the output on to the client",
+    Effect.KEEP: "keep the output until it is known which token it starts with",
+    Effect.TAKE_KEPT: "take kept outputs as if they came now",
+    Effect.DISCARD_KEPT: "discard kept outputs",
+    Effect.DROP_PREFILL: "cancel at the prefill instance, and release its hold in case it just "
+    "ended",
+    Effect.DROP_DECODE: "cancel at the instance that decodes",
+    Effect.RELEASE: "release the held blocks",
+    Effect.COUNT: "count a fallback by reason",
+    Effect.END_TIMEOUT: "end with finish reason `deadline`",
+    Effect.END_CANCELLED: "end with finish reason `cancelled`",
+    Effect.FAIL: "end with the error",
 })  # fmt: skip
 """The effect of each step."""
 
@@ -190,16 +202,16 @@ ENDS: Mapping[Event, Held] = MappingProxyType({
 })  # fmt: skip
 """Resources that end with an event, without a step of ours. ``PREFILLED`` also begins a hold."""
 
-_RETRY = (Step.COUNT, Step.PLACE)
-_DROP_BOTH = (Step.DROP_PREFILL, Step.DROP_DECODE)
-_HOLD_DECODE = (Step.RELEASE, Step.DROP_DECODE)
+_RETRY = (Effect.COUNT, Effect.PLACE)
+_DROP_BOTH = (Effect.DROP_PREFILL, Effect.DROP_DECODE)
+_HOLD_DECODE = (Effect.RELEASE, Effect.DROP_DECODE)
 
 
-def _last_exits(*give_back: Step) -> dict[Event, Exit]:
+def _last_exits(*give_back: Effect) -> dict[Event, Exit]:
     """Return the exits that every state has: the request's time is over, nobody wants it."""
     return {
-        Event.TIMEOUT: Exit(State.ENDED, (*give_back, Step.END_TIMEOUT)),
-        Event.CANCEL: Exit(State.ENDED, (*give_back, Step.END_CANCELLED)),
+        Event.TIMEOUT: Exit(State.ENDED, (*give_back, Effect.END_TIMEOUT)),
+        Event.CANCEL: Exit(State.ENDED, (*give_back, Effect.END_CANCELLED)),
     }
 
 
@@ -216,12 +228,12 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         Deadline.RECOVERY,
         set(),
         {
-            Event.PAIR: Exit(State.PREFILLING, (Step.SUBMIT_WAITING, Step.SUBMIT_PREFILL)),
-            Event.LATE_PAIR: Exit(State.PREFILLING_ALONE, (Step.SUBMIT_PREFILL,)),
-            Event.REJOIN: Exit(State.REJOINING, (Step.SUBMIT_REJOINING, Step.SUBMIT_PREFILL)),
-            Event.ALONE: Exit(State.SERVING, (Step.SUBMIT_ALONE,)),
-            Event.REFUSED: Exit(State.FAILED, (Step.FAIL,)),
-            Event.RECOVERY_ENDED: Exit(State.FAILED, (Step.FAIL,)),
+            Event.PAIR: Exit(State.PREFILLING, (Effect.SUBMIT_WAITING, Effect.SUBMIT_PREFILL)),
+            Event.LATE_PAIR: Exit(State.PREFILLING_ALONE, (Effect.SUBMIT_PREFILL,)),
+            Event.REJOIN: Exit(State.REJOINING, (Effect.SUBMIT_REJOINING, Effect.SUBMIT_PREFILL)),
+            Event.ALONE: Exit(State.SERVING, (Effect.SUBMIT_ALONE,)),
+            Event.REFUSED: Exit(State.FAILED, (Effect.FAIL,)),
+            Event.RECOVERY_ENDED: Exit(State.FAILED, (Effect.FAIL,)),
             **_last_exits(),
         },
     ),
@@ -232,13 +244,13 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         Deadline.REQUEST,
         {Held.PREFILL, Held.DECODE},
         {
-            Event.PREFILLED: Exit(State.CONTINUING, (Step.DELIVER, Step.SEND_CONTINUATION)),
-            Event.PREFILL_ENDED: Exit(State.ENDED, (Step.DROP_DECODE, Step.DELIVER)),
-            Event.PREFILL_LOST: Exit(State.PLACING, (Step.DROP_DECODE, *_RETRY)),
+            Event.PREFILLED: Exit(State.CONTINUING, (Effect.DELIVER, Effect.SEND_CONTINUATION)),
+            Event.PREFILL_ENDED: Exit(State.ENDED, (Effect.DROP_DECODE, Effect.DELIVER)),
+            Event.PREFILL_LOST: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
             # Its wait has ended before the prefill: it computes the same tokens by itself.
-            Event.OUTPUT: Exit(State.SERVING, (Step.COUNT, Step.DROP_PREFILL, Step.DELIVER)),
-            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.DROP_PREFILL, Step.DELIVER)),
-            Event.DECODE_LOST: Exit(State.PREFILLING_ALONE, (Step.COUNT,)),
+            Event.OUTPUT: Exit(State.SERVING, (Effect.COUNT, Effect.DROP_PREFILL, Effect.DELIVER)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Effect.DROP_PREFILL, Effect.DELIVER)),
+            Event.DECODE_LOST: Exit(State.PREFILLING_ALONE, (Effect.COUNT,)),
             **_last_exits(*_DROP_BOTH),
         },
     ),
@@ -248,10 +260,10 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         Deadline.REQUEST,
         {Held.PREFILL},
         {
-            Event.PREFILLED: Exit(State.HELD, (Step.DELIVER, Step.PLACE_DECODE)),
-            Event.PREFILL_ENDED: Exit(State.ENDED, (Step.DELIVER,)),
+            Event.PREFILLED: Exit(State.HELD, (Effect.DELIVER, Effect.PLACE_DECODE)),
+            Event.PREFILL_ENDED: Exit(State.ENDED, (Effect.DELIVER,)),
             Event.PREFILL_LOST: Exit(State.PLACING, _RETRY),
-            **_last_exits(Step.DROP_PREFILL),
+            **_last_exits(Effect.DROP_PREFILL),
         },
     ),
     State.HELD: _row(
@@ -260,10 +272,10 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         Deadline.LEASE,
         {Held.HOLD},
         {
-            Event.DECODE: Exit(State.LOADING, (Step.SUBMIT_DECODE,)),
-            Event.NO_ROUTE: Exit(State.PLACING, (Step.RELEASE, *_RETRY)),
+            Event.DECODE: Exit(State.LOADING, (Effect.SUBMIT_DECODE,)),
+            Event.NO_ROUTE: Exit(State.PLACING, (Effect.RELEASE, *_RETRY)),
             Event.LEASE_ENDED: Exit(State.PLACING, _RETRY),
-            **_last_exits(Step.RELEASE),
+            **_last_exits(Effect.RELEASE),
         },
     ),
     State.CONTINUING: _row(
@@ -272,15 +284,15 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         Deadline.REQUEST,
         {Held.HOLD, Held.DECODE},
         {
-            Event.CONTINUED: Exit(State.LOADING, (Step.TAKE_KEPT,)),
+            Event.CONTINUED: Exit(State.LOADING, (Effect.TAKE_KEPT,)),
             Event.NOT_CONTINUED: Exit(
                 State.HELD,
-                (Step.DISCARD_KEPT, Step.DROP_DECODE, Step.COUNT, Step.PLACE_DECODE),
+                (Effect.DISCARD_KEPT, Effect.DROP_DECODE, Effect.COUNT, Effect.PLACE_DECODE),
             ),
             # Whether it starts with the first token or the second, the answer will tell.
-            Event.OUTPUT: Exit(State.CONTINUING, (Step.KEEP,)),
+            Event.OUTPUT: Exit(State.CONTINUING, (Effect.KEEP,)),
             Event.DECODE_LOST: Exit(
-                State.HELD, (Step.DISCARD_KEPT, Step.COUNT, Step.PLACE_DECODE)
+                State.HELD, (Effect.DISCARD_KEPT, Effect.COUNT, Effect.PLACE_DECODE)
             ),
             **_last_exits(*_HOLD_DECODE),
         },
@@ -292,9 +304,9 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         Deadline.REQUEST,
         {Held.HOLD, Held.DECODE},
         {
-            Event.OUTPUT: Exit(State.DECODING, (Step.RELEASE, Step.DELIVER)),
-            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.RELEASE, Step.DELIVER)),
-            Event.DECODE_LOST: Exit(State.HELD, (Step.COUNT, Step.PLACE_DECODE)),
+            Event.OUTPUT: Exit(State.DECODING, (Effect.RELEASE, Effect.DELIVER)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Effect.RELEASE, Effect.DELIVER)),
+            Event.DECODE_LOST: Exit(State.HELD, (Effect.COUNT, Effect.PLACE_DECODE)),
             **_last_exits(*_HOLD_DECODE),
         },
     ),
@@ -304,10 +316,10 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         Deadline.REQUEST,
         {Held.DECODE},
         {
-            Event.OUTPUT: Exit(State.DECODING, (Step.DELIVER,)),
-            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.DELIVER,)),
+            Event.OUTPUT: Exit(State.DECODING, (Effect.DELIVER,)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Effect.DELIVER,)),
             Event.DECODE_LOST: Exit(State.PLACING, _RETRY),
-            **_last_exits(Step.DROP_DECODE),
+            **_last_exits(Effect.DROP_DECODE),
         },
     ),
     State.REJOINING: _row(
@@ -319,11 +331,11 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         {
             Event.PREFILLED: Exit(State.LOADING),
             # The reader of the blocks would wait for this prefill until its lease ends.
-            Event.PREFILL_ENDED: Exit(State.PLACING, (Step.DROP_DECODE, *_RETRY)),
-            Event.PREFILL_LOST: Exit(State.PLACING, (Step.DROP_DECODE, *_RETRY)),
-            Event.OUTPUT: Exit(State.DECODING, (Step.DROP_PREFILL, Step.DELIVER)),
-            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.DROP_PREFILL, Step.DELIVER)),
-            Event.DECODE_LOST: Exit(State.PLACING, (Step.DROP_PREFILL, *_RETRY)),
+            Event.PREFILL_ENDED: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
+            Event.PREFILL_LOST: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
+            Event.OUTPUT: Exit(State.DECODING, (Effect.DROP_PREFILL, Effect.DELIVER)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Effect.DROP_PREFILL, Effect.DELIVER)),
+            Event.DECODE_LOST: Exit(State.PLACING, (Effect.DROP_PREFILL, *_RETRY)),
             **_last_exits(*_DROP_BOTH),
         },
     ),
@@ -333,10 +345,10 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         Deadline.REQUEST,
         {Held.DECODE},
         {
-            Event.OUTPUT: Exit(State.SERVING, (Step.DELIVER,)),
-            Event.OUTPUT_ENDED: Exit(State.ENDED, (Step.DELIVER,)),
+            Event.OUTPUT: Exit(State.SERVING, (Effect.DELIVER,)),
+            Event.OUTPUT_ENDED: Exit(State.ENDED, (Effect.DELIVER,)),
             Event.DECODE_LOST: Exit(State.PLACING, _RETRY),
-            **_last_exits(Step.DROP_DECODE),
+            **_last_exits(Effect.DROP_DECODE),
         },
     ),
     State.ENDED: _row("The last output has been sent.", "nobody", Deadline.NONE, set(), {}),

@@ -23,7 +23,7 @@ from tandem.store.config import StoreConfig
 from tandem.store.master.policies import count_bytes_to_evict
 from tandem.store.master.state.index import NO_ROW, Directory, Passes, Replica
 
-__all__ = ["Segment", "SimStore", "StoreSpec"]
+__all__ = ["SimStore", "StoreShare", "StoreSpec"]
 
 
 class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 @dataclass(eq=False)
-class Segment:
+class StoreShare:
     """The part of the store on one machine."""
 
     number: int
@@ -73,15 +73,15 @@ class SimStore:
         does any more."""
         self._links, self._now_s = links, now_s
         self._config = StoreConfig()
-        self._segments: list[Segment] = []
+        self._segments: list[StoreShare] = []
 
-    def add_segment(self, tokens_bytes: int, egress: Link, ingress: Link, bus: Link) -> Segment:
+    def add_segment(self, tokens_bytes: int, egress: Link, ingress: Link, bus: Link) -> StoreShare:
         """Add the segment of a machine."""
-        segment = Segment(len(self._segments), tokens_bytes, egress, ingress, bus)
+        segment = StoreShare(len(self._segments), tokens_bytes, egress, ingress, bus)
         self._segments.append(segment)
         return segment
 
-    def put(self, segment: Segment, keys: Sequence[bytes]) -> None:
+    def put(self, segment: StoreShare, keys: Sequence[bytes]) -> None:
         """Keep blocks, unless they are there already."""
         directory = self.directory
         stored: list[bytes] = []
@@ -117,7 +117,7 @@ class SimStore:
         if self.on_change is not None and self.spec.scope == "global" and (stored or removed):
             self.on_change(stored, removed)
 
-    def count_stored(self, segment: Segment, keys: Sequence[bytes]) -> int:
+    def count_stored(self, segment: StoreShare, keys: Sequence[bytes]) -> int:
         """Return how many leading blocks of a chain an instance finds, and note their use."""
         directory = self.directory
         until_ms = int(self._now_s() * 1e3) + self._config.lease_ms
@@ -133,7 +133,7 @@ class SimStore:
 
     def load(
         self,
-        segment: Segment,
+        segment: StoreShare,
         loads: Sequence[BlockLoad],
         on_done: Callable[[Request, Sequence[BlockLoad]], None],
         on_failed: Callable[[Request, Sequence[BlockLoad]], None],
@@ -160,6 +160,6 @@ class SimStore:
         if missing:
             on_failed(request, missing)
 
-    def _name(self, segment: Segment, key: bytes) -> str:
+    def _name(self, segment: StoreShare, key: bytes) -> str:
         name = key.hex()
         return name if self.spec.scope == "global" else f"{segment.number}/{name}"

@@ -25,7 +25,7 @@ from tandem.core.errors import (
 from tandem.rpc import BegunCall
 from tandem.store.client.client import AsyncStoreClient
 from tandem.store.client.master_calls import MasterCalls
-from tandem.store.edges import Piece, ThreadChannel
+from tandem.store.interfaces import Piece, ThreadChannel
 from tandem.store.messages import Endpoint
 from tandem.transfer import Buffer, Op, Segment, TransferEngine
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tandem._native import BytesPool, HostMemory, view_new_bytes
 from tandem.core.errors import ShapeError, UnsupportedError
-from tandem.store.edges import ClientPort
+from tandem.store.interfaces import ClientPort
 
 __all__ = [
     "Part",

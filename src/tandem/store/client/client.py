@@ -35,7 +35,7 @@ from tandem.store.client.options import DEFAULT_OPTIONS, PutOptions, PutResult, 
 from tandem.store.client.put_batch import Items, PutBatch, is_inline
 from tandem.store.client.reading import ObjectReader, not_found
 from tandem.store.config import StoreConfig
-from tandem.store.edges import ClientPort, MasterChannel
+from tandem.store.interfaces import ClientPort, MasterChannel
 from tandem.store.messages import (
     Ack,
     DrainHost,

@@ -16,9 +16,9 @@ from tandem._native import BatchRead
 from tandem._native import LocationCache as NativeCache
 from tandem.core.errors import ConfigError, ShapeError, TandemError
 from tandem.store.client.buffers import Part, Result, ResultPool, ScratchPool, StoreBuffer
-from tandem.store.edges import Piece
 from tandem.store.formats import layout
 from tandem.store.formats.checksum import checksum_table, make_table
+from tandem.store.interfaces import Piece
 
 __all__ = ["RESULT_BYTES", "Destination", "NewBytes", "OneBuffer", "Ranges", "SeveralParts"]
 

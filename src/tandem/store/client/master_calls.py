@@ -11,7 +11,7 @@ import msgspec
 from tandem.core.clock import Clock
 from tandem.core.errors import DeadlineError, PeerLostError, TandemError, UnsentError
 from tandem.store.config import StoreConfig
-from tandem.store.edges import MasterChannel
+from tandem.store.interfaces import MasterChannel
 from tandem.store.messages import Change, KeyBytes, Located
 
 __all__ = ["MasterCalls", "RequestIds"]

@@ -27,9 +27,9 @@ from tandem.store.client.buffers import Part
 from tandem.store.client.master_calls import MasterCalls
 from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.config import StoreConfig
-from tandem.store.edges import ClientPort, Piece
 from tandem.store.formats import layout
 from tandem.store.formats.checksum import checksum_table, make_table
+from tandem.store.interfaces import ClientPort, Piece
 from tandem.store.messages import (
     CommitPut,
     CommitStatus,

@@ -22,7 +22,7 @@ from tandem.store.client.buffers import ScratchPool, StoreBuffer
 from tandem.store.client.destinations import Destination
 from tandem.store.client.location_cache import LocationCache
 from tandem.store.client.master_calls import FIRST_RETRY_S, MIN_TIMEOUT_S, RETRY_S, MasterCalls
-from tandem.store.edges import ClientPort, Piece
+from tandem.store.interfaces import ClientPort, Piece
 from tandem.store.messages import ON_DISK, Ack, Located, LocateObjects, ReportBadReplica
 
 __all__ = ["ObjectReader", "not_found"]

@@ -5,6 +5,7 @@ where it is used.
 """
 
 from tandem.store.election.campaign import Campaign
+from tandem.store.election.elected import ElectedMaster, Term
 from tandem.store.election.election import Holder
 from tandem.store.election.leader import PROBE_TIMEOUT_S, LeaderClient
 from tandem.store.election.roster import (
@@ -17,15 +18,14 @@ from tandem.store.election.roster import (
     Tombstones,
 )
 from tandem.store.election.roster_file import FileRosterStore
-from tandem.store.election.seat import MasterSeat, Term
 
 __all__ = [
     "PROBE_TIMEOUT_S",
     "Campaign",
+    "ElectedMaster",
     "FileRosterStore",
     "Holder",
     "LeaderClient",
-    "MasterSeat",
     "Member",
     "MemoryRosterStore",
     "Roster",

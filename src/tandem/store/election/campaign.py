@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError
-from tandem.store.election.election import Election, Holder, Step
+from tandem.store.election.election import Election, Holder, Question
 
 __all__ = ["Campaign", "Claim", "ElectionBackend"]
 
@@ -140,12 +140,12 @@ class Campaign:
         step = election.next_step
         try:
             async with asyncio.timeout(timeout_s):
-                if step is Step.RENEW:
+                if step is Question.RENEW:
                     is_alive = await self._backend.renew(timeout_s)
                     election.note_renewed(
                         is_alive=is_alive, sent_s=sent_s, now_s=self._clock.now_s()
                     )
-                elif step is Step.OBSERVE:
+                elif step is Question.OBSERVE:
                     holder = await self._backend.observe(timeout_s)
                     election.note_observed(holder, self._clock.now_s())
                 else:

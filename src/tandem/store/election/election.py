@@ -9,7 +9,7 @@ slower than ``SERVE_SHARE`` of the backend's. A term that was let lapse is never
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["SERVE_SHARE", "Election", "Holder", "Step"]
+__all__ = ["SERVE_SHARE", "Election", "Holder", "Question"]
 
 SERVE_SHARE = 0.8
 """Share of a lease that is served. The rest covers clocks of different rates (real ones differ by
@@ -29,7 +29,7 @@ class Holder(NamedTuple):
     """Epoch of its term; each term's is above those of all before."""
 
 
-class Step(Enum):
+class Question(Enum):
     """The next question to the backend."""
 
     OBSERVE = "observe"
@@ -56,7 +56,7 @@ class Election:
         """Epoch of our term; 0 while there is none."""
         self.min_epoch = 0
         """A host has obeyed this one, so the next term must be above it."""
-        self.next_step = Step.OBSERVE
+        self.next_step = Question.OBSERVE
         self.next_at_s = now_s
         self.serve_until_s = now_s
 
@@ -78,9 +78,9 @@ class Election:
         """Note that the backend has named the leader; None: there is none."""
         self.leader = holder
         if holder is None:
-            self._plan(Step.ACQUIRE, now_s)
+            self._plan(Question.ACQUIRE, now_s)
         else:
-            self._plan(Step.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
+            self._plan(Question.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
 
     def note_acquired(self, holder: Holder, *, is_ours: bool, sent_s: float, now_s: float) -> None:
         """Note that the backend has named the leader after our claim, which was sent at
@@ -88,11 +88,11 @@ class Election:
         """
         self.leader = holder
         if not is_ours:
-            self._plan(Step.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
+            self._plan(Question.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
             return
         self.epoch = holder.epoch
         self.serve_until_s = sent_s + SERVE_SHARE * self.ttl_s
-        self._plan(Step.RENEW, sent_s + RENEW_SHARE * self.ttl_s)
+        self._plan(Question.RENEW, sent_s + RENEW_SHARE * self.ttl_s)
 
     def note_renewed(self, *, is_alive: bool, sent_s: float, now_s: float) -> None:
         """Note that the backend has (not) prolonged our term, after we asked at ``sent_s``."""
@@ -101,7 +101,7 @@ class Election:
         elif self.holds(now_s):
             # Otherwise our term has lapsed, which others may have seen: it is not resumed.
             self.serve_until_s = max(self.serve_until_s, sent_s + SERVE_SHARE * self.ttl_s)
-            self._plan(Step.RENEW, sent_s + RENEW_SHARE * self.ttl_s)
+            self._plan(Question.RENEW, sent_s + RENEW_SHARE * self.ttl_s)
 
     def note_failed(self, now_s: float) -> None:
         """Note that the step had no answer. Its effect is unknown, so nothing is concluded from
@@ -109,7 +109,7 @@ class Election:
         """
         if self.epoch == 0:
             self.leader = None
-            self.next_step = Step.OBSERVE
+            self.next_step = Question.OBSERVE
         self.next_at_s = now_s + POLL_SHARE * self.ttl_s
 
     def end_term(self, now_s: float, *, min_epoch: int = 0) -> None:
@@ -118,7 +118,7 @@ class Election:
         self.leader = None
         self.serve_until_s = min(self.serve_until_s, now_s)
         self.min_epoch = max(self.min_epoch, min_epoch)
-        self._plan(Step.OBSERVE, now_s + 2 * POLL_SHARE * self.ttl_s)
+        self._plan(Question.OBSERVE, now_s + 2 * POLL_SHARE * self.ttl_s)
 
-    def _plan(self, step: Step, at_s: float) -> None:
+    def _plan(self, step: Question, at_s: float) -> None:
         self.next_step, self.next_at_s = step, at_s

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tandem.core.errors import PeerLostError
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.election.election import Holder
 from tandem.store.election.etcd import LEADER_KEY, encode_leader
 from tandem.store.election.etcd_gateway import EtcdGateway, Range, Txn, decode_value, encode_bytes
@@ -42,10 +42,10 @@ class EtcdRosterStore:
         holder: Holder,
         *,
         timeout_s: float,
-        damage: DamageList | None = None,
+        damage: CorruptionLog | None = None,
     ) -> None:
         self._gateway = gateway
-        self._damage = DamageList() if damage is None else damage
+        self._damage = CorruptionLog() if damage is None else damage
         self._epoch = holder.epoch
         self._is_ours = {
             "key": gateway.key(LEADER_KEY), "target": "VALUE", "value": encode_leader(holder),

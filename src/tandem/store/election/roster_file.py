@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.core.errors import InternalError
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.election.roster import Batch, Roster, SavedRoster, Tombstone
 from tandem.store.formats.headers import pack_line, parse_lines
 
@@ -28,11 +28,11 @@ class FileRosterStore:
         damage: told of what does not hold together; None: the log alone.
     """
 
-    def __init__(self, folder: Path, name: str, damage: DamageList | None = None) -> None:
+    def __init__(self, folder: Path, name: str, damage: CorruptionLog | None = None) -> None:
         self._folder = folder
         self._members = folder / f"members.{name}"
         self._tombstones = folder / f"tombstones.{name}"
-        self._damage = DamageList() if damage is None else damage
+        self._damage = CorruptionLog() if damage is None else damage
 
     async def load(self) -> SavedRoster:
         """See ``RosterStore``. Raises also: UnsupportedError if a later version wrote it."""

@@ -19,7 +19,7 @@ from tandem.core.errors import (
     NotFoundError,
     TandemError,
 )
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.formats import bucket as form
 from tandem.store.formats.bucket import Record
 from tandem.store.formats.headers import (
@@ -78,7 +78,7 @@ class DiskTier:
         capacity_bytes: int,
         clock: Clock,
         on_change: Callable[[], None] = lambda: None,
-        damage: DamageList | None = None,
+        damage: CorruptionLog | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.state = DiskState.ACTIVE
@@ -89,7 +89,7 @@ class DiskTier:
         self.dropped: dict[str, int] = {}
         """Gone since the master was told."""
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
-        self.damage = DamageList() if damage is None else damage
+        self.damage = CorruptionLog() if damage is None else damage
         """Damage of the files since they were opened."""
         self.write_latency = LatencyHistogram()
         self.load_latency = LatencyHistogram()

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tandem.core.errors import (
     CapacityError,
 )
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.host.disk_io import DiskBuffer
 from tandem.store.host.disk_marks import LOCK_NAME, SUFFIX, explained, lock_folder, open_own_file
 from tandem.store.host.segment import check_folder
@@ -66,7 +66,7 @@ class DiskFolder:
         self._descriptor = descriptor
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._engine = engine
-        self.damage = DamageList()
+        self.damage = CorruptionLog()
         """Damage of the folder's own note."""
         self._mark = mark
         self._opened: OrderedDict[int, _Opened] = OrderedDict()
@@ -88,7 +88,7 @@ class DiskFolder:
         check_folder(path)
         descriptor = open_own_file(path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
-            damage = DamageList()
+            damage = CorruptionLog()
             folder_id = lock_folder(path, descriptor, damage)
             mark = marks / f"{folder_id.hex()}.ssd-condemned"
             # Renamed to be the mark: that takes neither a descriptor nor space.

@@ -18,7 +18,7 @@ from tandem.core.errors import (
     PermissionDeniedError,
     TandemError,
 )
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.formats.bucket import FOLDER_MAGIC, ID_BYTES, parse_folder_id
 from tandem.store.formats.headers import HEAD_BYTES, pack_head, parse_head
 
@@ -41,7 +41,7 @@ def open_own_file(path: Path, flags: int) -> int:
     return descriptor
 
 
-def lock_folder(path: Path, descriptor: int, damage: DamageList) -> bytes:
+def lock_folder(path: Path, descriptor: int, damage: CorruptionLog) -> bytes:
     """Lock the folder and return its id, giving it one if it is new."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from tandem.core.errors import CorruptionError
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.formats import bucket as form
 from tandem.store.formats import layout
 from tandem.store.formats.bucket import Record
@@ -53,7 +53,7 @@ class RecordReader:
 
 
 async def read_buckets(
-    io: DiskIo, damage: DamageList
+    io: DiskIo, damage: CorruptionLog
 ) -> AsyncIterator[tuple[int, int, ReadBucket | None]]:
     """Yield number, bytes and contents of each bucket that is there, in their order.
 

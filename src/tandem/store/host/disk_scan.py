@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from tandem._native import crc32c
 from tandem.core.errors import CorruptionError
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.formats import bucket as form
 from tandem.store.formats import layout
 from tandem.store.formats.bucket import Record
@@ -58,7 +58,7 @@ class ReadBucket(NamedTuple):
 
 
 async def read_bucket(
-    io: DiskIo, number: int, nbytes: int, damage: DamageList
+    io: DiskIo, number: int, nbytes: int, damage: CorruptionLog
 ) -> ReadBucket | None:
     """Return the records of a bucket; what of it is damaged is noted.
 
@@ -92,7 +92,7 @@ async def read_bucket(
         io.give_buffer(buffer)
 
 
-async def _scan_bucket(window: _Window, damage: DamageList) -> ReadBucket:
+async def _scan_bucket(window: _Window, damage: CorruptionLog) -> ReadBucket:
     """Read a bucket without index, values included: what is torn ends it or is left out."""
     records: list[Record] = []
     position = form.HEAD_BYTES

@@ -30,7 +30,7 @@ from tandem.core.errors import (
     CorruptionError,
     PermissionDeniedError,
 )
-from tandem.store.damage import DamageList
+from tandem.store.corruption_log import CorruptionLog
 from tandem.store.formats import layout
 from tandem.store.formats.checksum import check_value
 from tandem.store.formats.headers import (
@@ -73,7 +73,7 @@ class Segment:
         """Bytes that will be usable, as far as is known."""
         self.segment_id = segment_id.hex()
         self.path: Path | None = None
-        self.damage = DamageList()
+        self.damage = CorruptionLog()
         """Damage of the file since it was opened."""
         self._home = int.from_bytes(segment_id[:8], "little")
         self._epoch = 0
@@ -113,7 +113,7 @@ class Segment:
         """
         capacity_bytes = _check_capacity(capacity_bytes)
         check_folder(path.parent)
-        damage = DamageList()
+        damage = CorruptionLog()
         descriptor, head = _open(path, capacity_bytes, damage)
         try:
             segment = cls._attach(path, descriptor, capacity_bytes, head)
@@ -465,7 +465,7 @@ class _FileHead(NamedTuple):
     epoch: int
 
 
-def _open(path: Path, capacity_bytes: int, damage: DamageList) -> "tuple[int, _FileHead | None]":
+def _open(path: Path, capacity_bytes: int, damage: CorruptionLog) -> "tuple[int, _FileHead | None]":
     """Return the locked file, and the head of the segment in it; None for an empty file.
 
     What cannot be attached gives way to another file. It is never shortened: clients of its last
@@ -529,7 +529,7 @@ def _check_file(path: Path, descriptor: int) -> None:
 
 
 def _read_file_head(
-    path: Path, descriptor: int, capacity_bytes: int, damage: DamageList
+    path: Path, descriptor: int, capacity_bytes: int, damage: CorruptionLog
 ) -> _FileHead | None:
     """Return the head of a segment that can be attached; None if the file is to be made anew.
 

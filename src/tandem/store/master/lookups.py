@@ -5,10 +5,10 @@ import struct
 from collections.abc import Sequence
 
 from tandem.store.master.departures import Departures
+from tandem.store.master.maintenance import Maintenance
 from tandem.store.master.policies import rank_replicas
 from tandem.store.master.state.index import NO_ROW, Replica
 from tandem.store.master.state.state import StoreState
-from tandem.store.master.upkeep import Upkeep
 from tandem.store.messages import (
     ON_DISK,
     KeyBytes,
@@ -34,10 +34,10 @@ SCAN_KEYS = 5_000
 class Lookups:
     """The master's read-only answers; they change leases and loads alone."""
 
-    def __init__(self, state: StoreState, departures: Departures, upkeep: Upkeep) -> None:
+    def __init__(self, state: StoreState, departures: Departures, maintenance: Maintenance) -> None:
         self._state = state
         self._departures = departures
-        self._upkeep = upkeep
+        self._maintenance = maintenance
 
     def locate(self, _: Caller, request: LocateObjects) -> Located:
         """Say where objects are, and lease them if asked to."""
@@ -103,7 +103,7 @@ class Lookups:
                 reads.append((host, directory.size(row), 1))
                 if further:
                     others[i] = further
-            elif directory.num_live(row) and self._upkeep.load(row) is not None:
+            elif directory.num_live(row) and self._maintenance.load(row) is not None:
                 host = ON_DISK
             NUMBER.pack_into(decided, 8 * (2 * count + i), host)
             NUMBER.pack_into(decided, 8 * (3 * count + i), offset)
@@ -124,7 +124,7 @@ class Lookups:
                 if row != NO_ROW
                 and not directory.num_in_memory(row)
                 and directory.size(row)
-                and (load := self._upkeep.load(row)) is not None
+                and (load := self._maintenance.load(row)) is not None
             ]
             if not loads:
                 break

@@ -17,6 +17,7 @@ from tandem.store.master.burials import Burials
 from tandem.store.master.departures import Departures
 from tandem.store.master.eviction import Eviction
 from tandem.store.master.lookups import Lookups
+from tandem.store.master.maintenance import Maintenance
 from tandem.store.master.membership import Membership
 from tandem.store.master.pins import Pins
 from tandem.store.master.put_batch import PutParts
@@ -25,7 +26,6 @@ from tandem.store.master.removals import Removals
 from tandem.store.master.state.results import Results
 from tandem.store.master.state.state import StoreState
 from tandem.store.master.state.versions import Versions
-from tandem.store.master.upkeep import Upkeep
 from tandem.store.messages import (
     Ack,
     CommitPut,
@@ -107,8 +107,8 @@ class StoreMaster:
         store = MemoryRosterStore() if roster is None else roster
         self.burials = burials = Burials(state, store)
         self.puts = Puts(PutParts(state, departures, burials), self.allocation, results)
-        self.upkeep = Upkeep(state, departures, eviction)
-        self.lookups = Lookups(state, departures, self.upkeep)
+        self.maintenance = Maintenance(state, departures, eviction)
+        self.lookups = Lookups(state, departures, self.maintenance)
         self.membership = Membership(
             state,
             departures,
@@ -188,8 +188,8 @@ class StoreMaster:
         self.eviction.evict_over_watermark(now_ms)
         if self.allocation.num_waiting:
             state.space_freed.set()  # A lease or a pin may have ended: they try again.
-        self.upkeep.begin_loads(now_ms)
-        self.upkeep.step(now_ms)
+        self.maintenance.begin_loads(now_ms)
+        self.maintenance.step(now_ms)
         if state.dropped_versions and not state.awaited.is_adopting:
             state.dropped_versions.clear()
 

@@ -1,4 +1,4 @@
-"""A master process: the seat of a master behind an RPC server, and what it keeps beside it."""
+"""A master process: the elected of a master behind an RPC server, and what it keeps beside it."""
 
 import asyncio
 import contextlib
@@ -16,8 +16,15 @@ from tandem.core.errors import CapacityError, ConfigError, CorruptionError, Tand
 from tandem.rpc import Kept, LaneRouter, Peer, RpcConfig, RpcServer
 from tandem.rpc.wire.endpoint import parse_endpoint
 from tandem.store.config import StoreConfig
-from tandem.store.damage import DamageList
-from tandem.store.election import Campaign, FileRosterStore, Holder, MasterSeat, RosterStore, Term
+from tandem.store.corruption_log import CorruptionLog
+from tandem.store.election import (
+    Campaign,
+    ElectedMaster,
+    FileRosterStore,
+    Holder,
+    RosterStore,
+    Term,
+)
 from tandem.store.formats.headers import MAX_EPOCH, pack_head, parse_head
 from tandem.store.master.master import StoreMaster
 from tandem.store.metrics import StoreCounters, list_families
@@ -47,7 +54,7 @@ EPOCH_MAGIC = b"TANDEPO\0"
 EPOCH = struct.Struct("<Q")
 
 
-def next_epoch(folder: Path, damage: DamageList) -> int:
+def next_epoch(folder: Path, damage: CorruptionLog) -> int:
     """Return an epoch above all that were taken in this folder, and note it there.
 
     A note that is damaged is moved aside: the hosts know the epochs that they have seen, and the
@@ -94,10 +101,10 @@ class MasterService:
         self._rpc = make_rpc_config(RpcConfig() if rpc is None else rpc, config)
         self._server: RpcServer
         self._page: MetricsPage | None = None
-        self._damage = DamageList()
+        self._damage = CorruptionLog()
         self._open = contextlib.AsyncExitStack()
         self._backend: EtcdBackend | None = None
-        self.seat: MasterSeat[StoreMaster]
+        self.elected: ElectedMaster[StoreMaster]
 
     @property
     def endpoint(self) -> str:
@@ -107,7 +114,7 @@ class MasterService:
     @property
     def epoch(self) -> int:
         """Epoch of the term; 0 while another leads."""
-        return self.seat.master.epoch
+        return self.elected.master.epoch
 
     @property
     def metrics_address(self) -> tuple[str, int] | None:
@@ -132,17 +139,17 @@ class MasterService:
             check_compat=check_version,
             lanes=LaneRouter(EngineLanes(engine)),
         )
-        self.seat = MasterSeat(self._make_master, end_sessions=self._server.end_sessions)
-        opening.push_async_callback(self.seat.aclose)
+        self.elected = ElectedMaster(self._make_master, end_sessions=self._server.end_sessions)
+        opening.push_async_callback(self.elected.aclose)
         methods = [
-            (name, _time_calls(handler, name, self.seat.counters.observe), request, response)
-            for name, handler, request, response in self.seat.methods()
+            (name, _time_calls(handler, name, self.elected.counters.observe), request, response)
+            for name, handler, request, response in self.elected.methods()
         ]
         for method in methods:
             self._server.register(*method)
         self._server.on_peer_lost(self._note_caller_lost)
         if config.election.backend == "none":
-            self.seat.take(next_epoch(state_folder(url), self._damage))
+            self.elected.take(next_epoch(state_folder(url), self._damage))
         self._server.start()
         opening.push_async_callback(self._server.aclose)
         if config.election.backend == "etcd":
@@ -183,7 +190,7 @@ class MasterService:
         return self._config.election.address or self.endpoint
 
     def _note_caller_lost(self, peer: Peer, _: TandemError) -> None:
-        self.seat.on_caller_lost(peer)
+        self.elected.on_caller_lost(peer)
 
     async def _start_campaign(self, opening: contextlib.AsyncExitStack) -> None:
         from tandem.store.election.etcd import EtcdBackend
@@ -191,25 +198,28 @@ class MasterService:
         election, clock = self._config.election, BootClock()
         backend = await opening.enter_async_context(EtcdBackend(election, clock=clock))
         self._backend = backend
-        self.seat.campaign = Campaign(
+        self.elected.campaign = Campaign(
             backend,
             clock=clock,
             address=self._address,
             ttl_s=election.ttl_s,
             timeout_s=election.timeout_ms / 1e3,
-            on_elected=self.seat.take,
-            on_deposed=self.seat.leave,
+            on_elected=self.elected.take,
+            on_deposed=self.elected.leave,
         )
-        running = asyncio.create_task(self.seat.campaign.run())
+        running = asyncio.create_task(self.elected.campaign.run())
         opening.push_async_callback(_end_task, running)
 
     async def __aexit__(self, *_: object) -> None:
         await self._open.aclose()
 
     def _list_metrics(self) -> "list[Metric]":
-        seat = self.seat
+        elected = self.elected
         return list_families(
-            seat.master.status(), seat.counters, self._server.counters, is_leader=seat.is_leader
+            elected.master.status(),
+            elected.counters,
+            self._server.counters,
+            is_leader=elected.is_leader,
         )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from tandem.core.errors import InternalError
 
-__all__ = ["TRANSITIONS", "Allocator", "Event", "Extent", "Space", "SpaceLedger"]
+__all__ = ["TRANSITIONS", "Allocator", "Extent", "ExtentEvent", "Space", "SpaceLedger"]
 
 GUARD_MS = 100
 """Milliseconds until a guarded range is looked at again."""
@@ -40,7 +40,7 @@ class Space(Enum):
     """Its writer has failed, and is not yet proven gone."""
 
 
-class Event(Enum):
+class ExtentEvent(Enum):
     """An event in the life of a range."""
 
     TAKE = auto()
@@ -61,17 +61,17 @@ class Event(Enum):
     """Its writer is gone."""
 
 
-TRANSITIONS: dict[tuple[Space, Event], Space] = {
-    (Space.FREE, Event.TAKE): Space.HELD,
-    (Space.HELD, Event.GIVE_BACK): Space.FREE,
-    (Space.HELD, Event.SEAL): Space.SEALED,
-    (Space.HELD, Event.DROP): Space.WIPING,
-    (Space.HELD, Event.FENCE): Space.QUARANTINED,
-    (Space.SEALED, Event.DROP): Space.WIPING,
-    (Space.WIPING, Event.LEASE): Space.LEASED,
-    (Space.WIPING, Event.WIPE): Space.FREE,
-    (Space.LEASED, Event.END_LEASE): Space.FREE,
-    (Space.QUARANTINED, Event.PROVE): Space.FREE,
+TRANSITIONS: dict[tuple[Space, ExtentEvent], Space] = {
+    (Space.FREE, ExtentEvent.TAKE): Space.HELD,
+    (Space.HELD, ExtentEvent.GIVE_BACK): Space.FREE,
+    (Space.HELD, ExtentEvent.SEAL): Space.SEALED,
+    (Space.HELD, ExtentEvent.DROP): Space.WIPING,
+    (Space.HELD, ExtentEvent.FENCE): Space.QUARANTINED,
+    (Space.SEALED, ExtentEvent.DROP): Space.WIPING,
+    (Space.WIPING, ExtentEvent.LEASE): Space.LEASED,
+    (Space.WIPING, ExtentEvent.WIPE): Space.FREE,
+    (Space.LEASED, ExtentEvent.END_LEASE): Space.FREE,
+    (Space.QUARANTINED, ExtentEvent.PROVE): Space.FREE,
 }
 
 _DROPPED: tuple[Space, ...] = (Space.WIPING, Space.LEASED, Space.QUARANTINED)
@@ -151,11 +151,11 @@ class SpaceLedger:
         """Take ranges, all or none; returns their offsets, None also before ``open``."""
         offsets = None if self.allocator is None else self.allocator.allocate(lengths)
         if offsets is not None:
-            self._enter(TRANSITIONS[Space.FREE, Event.TAKE], offsets, lengths)
+            self._enter(TRANSITIONS[Space.FREE, ExtentEvent.TAKE], offsets, lengths)
         return offsets
 
-    def move(self, event: Event, offsets: Sequence[int]) -> None:
-        """Something has happened to ranges that are listed: see ``Event`` and ``TRANSITIONS``.
+    def move(self, event: ExtentEvent, offsets: Sequence[int]) -> None:
+        """Change the state of listed ranges by an event: see ``ExtentEvent`` and ``TRANSITIONS``.
 
         Raises: InternalError if that cannot happen to one of them; none has changed then.
         """
@@ -184,14 +184,14 @@ class SpaceLedger:
         if any(not self._extents[space].keys().isdisjoint(offsets) for space in _DROPPED):
             raise InternalError("store.space", f"DROP of {len(offsets)} ranges, some dropped")
         held = self._extents[Space.HELD].keys() & set(offsets)
-        self.move(Event.DROP, sorted(held))
+        self.move(ExtentEvent.DROP, sorted(held))
         sealed = [extent for extent in zip(offsets, lengths, strict=True) if extent[0] not in held]
         if sealed:
-            self._enter(TRANSITIONS[Space.SEALED, Event.DROP], *zip(*sealed, strict=True))
+            self._enter(TRANSITIONS[Space.SEALED, ExtentEvent.DROP], *zip(*sealed, strict=True))
 
     def lease(self, offset: int, until_ms: int) -> None:
         """Note that a header is gone, while readers may rely on the bytes."""
-        self.move(Event.LEASE, [offset])
+        self.move(ExtentEvent.LEASE, [offset])
         heapq.heappush(self._leases, (until_ms, offset))
 
     def end_leases(self, now_ms: int, guarded: Collection[int]) -> list[int]:
@@ -204,7 +204,7 @@ class SpaceLedger:
             if offset in guarded:
                 heapq.heappush(self._leases, (now_ms + GUARD_MS, offset))
                 continue
-            self.move(Event.END_LEASE, [offset])
+            self.move(ExtentEvent.END_LEASE, [offset])
             freed.append(offset)
         return freed
 

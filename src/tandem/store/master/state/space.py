@@ -19,7 +19,7 @@ from tandem.store.formats import layout
 from tandem.store.master.policies import HostView
 from tandem.store.master.state.answering import Answering
 from tandem.store.master.state.drops import Drops
-from tandem.store.master.state.ledger import Event, Extent, Space, SpaceLedger
+from tandem.store.master.state.ledger import Extent, ExtentEvent, Space, SpaceLedger
 from tandem.store.master.state.orders import OrderLine
 from tandem.store.master.state.writers import Writers
 from tandem.store.messages import (
@@ -344,7 +344,7 @@ class HostSpace:
 
     def seal(self, offsets: Sequence[int]) -> None:
         """Note that the objects written to ranges are in the directory from now on."""
-        self.ledger.move(Event.SEAL, offsets)
+        self.ledger.move(ExtentEvent.SEAL, offsets)
 
     def release(self, offsets: Sequence[int]) -> None:
         """Free ranges without writers and readers."""
@@ -354,7 +354,7 @@ class HostSpace:
 
     def untake(self, offsets: Sequence[int]) -> None:
         """Free ranges that were just allocated. Waiters are not woken: they were free before."""
-        self.ledger.move(Event.GIVE_BACK, offsets)
+        self.ledger.move(ExtentEvent.GIVE_BACK, offsets)
 
 
 def _fill(

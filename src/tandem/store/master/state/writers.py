@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.core.errors import PeerLostError, TandemError
-from tandem.store.master.state.ledger import Event, SpaceLedger
+from tandem.store.master.state.ledger import ExtentEvent, SpaceLedger
 from tandem.store.messages import Ack, CloseWriter, Opened, OpenWriter
 
 __all__ = ["Writers"]
@@ -98,7 +98,7 @@ class Writers:
         if writer is None:
             return
         for offsets in writer.held.values():
-            self._ledger.move(Event.FENCE, offsets)
+            self._ledger.move(ExtentEvent.FENCE, offsets)
         self._spawn(self._prove_gone(client, writer))
 
     def _writer(self, client: str) -> _Writer:
@@ -142,7 +142,7 @@ class Writers:
                 logger.warning("event=writer_lingers host=%s client=%s", self._host, client)
             await asyncio.sleep(RETRY_S)
         for offsets in writer.held.values():
-            self._ledger.move(Event.PROVE, offsets)
+            self._ledger.move(ExtentEvent.PROVE, offsets)
         self._on_space()
 
 

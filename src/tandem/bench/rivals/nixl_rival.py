@@ -1,4 +1,4 @@
-"""NIXL as a peer: run by its own interpreter (see ``peers``).
+"""NIXL as a peer: run by its own interpreter (see ``processes``).
 
 Two processes run this script: one offers a buffer, the other moves bytes over UCX, which picks its
 transport by ``UCX_TLS``. Batches are prepared, as ours are: a descriptor list for each side, one
@@ -13,13 +13,13 @@ import time
 from typing import Any
 
 import numpy as np
-from peer_loop import answer_calls
+from rival_loop import answer_calls
 
 PAGE = 4096
 DRAM = "DRAM"
 
 
-class Peer:
+class Rival:
     """One agent with one registered buffer; each public method is a call."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Peer:
 
 def main() -> None:
     """Answer calls until standard input ends."""
-    answer_calls(Peer)
+    answer_calls(Rival)
     os._exit(0)  # Its threads do not end by themselves.
 
 

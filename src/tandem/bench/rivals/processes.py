@@ -25,7 +25,7 @@ from tandem.core.errors import DeadlineError, PeerLostError, UnsupportedError
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["PeerProcess", "find_peer", "install_peer"]
+__all__ = ["RivalProcess", "find_rival", "install_rival"]
 
 ROOT = Path("~/.cache/tandem/peers")
 INSTALL_TIMEOUT_S = 3600.0
@@ -34,8 +34,8 @@ CLOSE_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 20
 
 
-def find_peer(name: str, requirements: Sequence[str], *, bare: Sequence[str] = ()) -> Path | None:
-    """Return the interpreter that ``install_peer`` made; None if it has not yet."""
+def find_rival(name: str, requirements: Sequence[str], *, bare: Sequence[str] = ()) -> Path | None:
+    """Return the interpreter that ``install_rival`` made; None if it has not yet."""
     folder = _find_folder(name, requirements, bare, {})
     return folder / "bin" / "python" if (folder / "installed").exists() else None
 
@@ -49,7 +49,7 @@ def _find_folder(
     return ROOT.expanduser() / f"{name}-{identity}"
 
 
-def install_peer(
+def install_rival(
     name: str,
     requirements: Sequence[str],
     *,
@@ -99,13 +99,13 @@ def _pip_install(
         )
     except subprocess.TimeoutExpired as error:
         what = f"{name} was not installed within {INSTALL_TIMEOUT_S:.0f} s"
-        raise UnsupportedError("bench.install_peer", what) from error
+        raise UnsupportedError("bench.install_rival", what) from error
     if result.returncode != 0:
         tail = "\n".join(result.stderr.splitlines()[-5:])
-        raise UnsupportedError("bench.install_peer", f"{name} cannot be installed: {tail}")
+        raise UnsupportedError("bench.install_rival", f"{name} cannot be installed: {tail}")
 
 
-class PeerProcess:
+class RivalProcess:
     """A peer's script in its venv. Use as a context manager, or ``close`` it.
 
     Args:
@@ -156,7 +156,7 @@ class PeerProcess:
             raise self._report_end(name) from error
         answer = json.loads(self._read_line(name, timeout_s))
         if "error" in answer:
-            raise UnsupportedError("bench.call_peer", f"{self._name} {name}: {answer['error']}")
+            raise UnsupportedError("bench.call_rival", f"{self._name} {name}: {answer['error']}")
         return answer["result"]
 
     def pause(self) -> None:
@@ -193,7 +193,7 @@ class PeerProcess:
                 if not selector.select(timeout_s):
                     self._pending = b"".join(parts)
                     what = f"{self._name} {name}: no answer in {timeout_s:.0f} s"
-                    raise DeadlineError("bench.call_peer", what)
+                    raise DeadlineError("bench.call_rival", what)
                 data = self._process.stdout.read1(READ_BYTES)  # type: ignore[attr-defined]
                 if not data:
                     raise self._report_end(name)
@@ -204,5 +204,5 @@ class PeerProcess:
     def _report_end(self, name: str) -> PeerLostError:
         code = self._process.wait(CLOSE_TIMEOUT_S)
         return PeerLostError(
-            "bench.call_peer", f"{self._name} ended with {code} in {name}: see {self._log.name}"
+            "bench.call_rival", f"{self._name} ended with {code} in {name}: see {self._log.name}"
         )

@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine as a peer: run by its own interpreter (see ``peers``).
+"""Mooncake's transfer engine as a peer: run by its own interpreter (see ``processes``).
 
 Two processes run this script: one offers a buffer, the other moves bytes. Imports nothing of ours.
 """
@@ -9,14 +9,14 @@ import time
 from typing import Any
 
 import numpy as np
-from peer_loop import answer_calls
+from rival_loop import answer_calls
 
 PAGE = 4096
 MAX_BATCH = 256
 """A batch of 3,904 transfers fails with -1; longer ones go in several calls."""
 
 
-class Peer:
+class Rival:
     """One engine with one registered buffer; each public method is a call."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Peer:
 
 def main() -> None:
     """Answer calls until standard input ends."""
-    answer_calls(Peer)
+    answer_calls(Rival)
     os._exit(0)  # Its threads do not end by themselves.
 
 

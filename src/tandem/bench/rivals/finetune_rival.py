@@ -10,7 +10,7 @@ import time
 import warnings
 from pathlib import Path
 
-from peer_loop import answer_calls
+from rival_loop import answer_calls
 
 RANK, SEED = 8, 11
 
@@ -21,7 +21,7 @@ def read_status(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) << 10
 
 
-class Peer:
+class Rival:
     def __init__(self) -> None:
         import torch
         from peft import LoraConfig, get_peft_model
@@ -89,4 +89,4 @@ class Peer:
         return [self.load_bytes - self.begin_bytes, read_status("VmHWM") - self.begin_bytes]
 
 
-answer_calls(Peer)
+answer_calls(Rival)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peer_loop import answer_calls
+from rival_loop import answer_calls
 
 POLL_S = 0.005
 
@@ -24,7 +24,7 @@ def read_status(key: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) << 10
 
 
-class Peer:
+class Rival:
     """Has imported what a run needs, and started no thread."""
 
     def __init__(self) -> None:
@@ -82,4 +82,4 @@ def _run_in_child(work: Callable[[], Any]) -> Any:
         ours.close()
 
 
-answer_calls(Peer)
+answer_calls(Rival)

@@ -1,4 +1,4 @@
-"""kt-kernel as a peer: run by its own interpreter (see ``peers``); imports nothing of ours.
+"""kt-kernel as a peer: run by its own interpreter (see ``processes``); imports nothing of ours.
 
 Packs MoE layers from bfloat16 weights in a file, and runs them on the CPU alone, a layer a call.
 """
@@ -8,7 +8,7 @@ import time
 
 import torch
 from kt_kernel import kt_kernel_ext
-from peer_loop import answer_calls
+from rival_loop import answer_calls
 from safetensors.torch import load_file, save_file
 
 CLASSES = {"int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE", "bf16": "AMXBF16_MOE"}
@@ -61,7 +61,7 @@ class Layer:
         self.pool.sync()
 
 
-class Peer:
+class Rival:
     """The layers of one shape in one kind, and the batch that each is called with."""
 
     def __init__(self, threads):
@@ -94,7 +94,7 @@ class Peer:
 
 
 def main():
-    answer_calls(lambda: Peer(int(sys.argv[1])))
+    answer_calls(lambda: Rival(int(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """llama.cpp or its fork ik_llama.cpp as a peer, by argument; imports nothing of ours.
 
-Run by its own interpreter (see ``peers``). Writes a checkpoint as GGUF (``gguf_peer``) and
+Run by its own interpreter (see ``processes``). Writes a checkpoint as GGUF (``gguf_rival``) and
 runs it through the C interface that both have: batches of several sequences, greedy. The fork
 repacks the weights as it loads them.
 """
@@ -10,8 +10,8 @@ import sys
 import time
 
 import numpy as np
-from gguf_peer import write_gguf
-from peer_loop import answer_calls
+from gguf_rival import write_gguf
+from rival_loop import answer_calls
 
 IS_FORK = sys.argv[1] == "ik_llama.cpp"
 if IS_FORK:
@@ -133,7 +133,7 @@ class Model:
         return [self.logits(i).tolist() for i in range(len(prompt))]
 
 
-class Peer:
+class Rival:
     """A child process that is asked over pipes: a model written, one loaded, its measurements."""
 
     def __init__(self):
@@ -181,4 +181,4 @@ class Peer:
 
 
 if __name__ == "__main__":
-    answer_calls(Peer)
+    answer_calls(Rival)

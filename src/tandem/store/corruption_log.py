@@ -2,7 +2,7 @@
 
 import logging
 
-__all__ = ["DamageList"]
+__all__ = ["CorruptionLog"]
 
 logger = logging.getLogger(__name__)
 
@@ -10,7 +10,7 @@ MAX_NAMED = 32
 """Beyond this number only the count is reported."""
 
 
-class DamageList:
+class CorruptionLog:
     """The files and records that were damaged, oldest first; what each is goes to the log."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.state import CopyUnderWay, StoreState
 from tandem.store.messages import Ack, HostStage, LoadObject, PullObject
 
-__all__ = ["Upkeep"]
+__all__ = ["Maintenance"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class _Load:
     done: asyncio.Future[None]
 
 
-class Upkeep:
+class Maintenance:
     """Repair, drain and loads of one master; at most ``max_repairs`` copies between hosts."""
 
     def __init__(self, state: StoreState, departures: Departures, eviction: Eviction) -> None:

@@ -1,6 +1,6 @@
 """A master's place in a process: filled while the process leads, empty otherwise.
 
-Whatever is called goes through the seat, which answers only while the term holds: asked before,
+Whatever is called goes through the elected, which answers only while the term holds: asked before,
 so that nothing begins late, and again after, so that nothing is acknowledged late. Each term has a
 master of its own; what an earlier one knew is never used again. Knows no socket.
 """
@@ -18,7 +18,7 @@ from tandem.store.messages import LeaderAnswer
 from tandem.store.metrics import StoreCounters
 from tandem.store.sessions import Caller
 
-__all__ = ["MasterSeat", "SeatedMaster", "Term"]
+__all__ = ["ElectableMaster", "ElectedMaster", "Term"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,8 @@ class Term(Protocol):
         ...
 
 
-class SeatedMaster(Protocol):
-    """The interface of a master that a seat uses; see ``StoreMaster``."""
+class ElectableMaster(Protocol):
+    """The interface of a master that a elected uses; see ``StoreMaster``."""
 
     @property
     def epoch(self) -> int:
@@ -60,26 +60,26 @@ class SeatedMaster(Protocol):
         ...
 
 
-M = TypeVar("M", bound=SeatedMaster)
+M = TypeVar("M", bound=ElectableMaster)
 
 
-class _SeatTerm:
+class _ElectedTerm:
     """One term: over for good when it is, though there may be later ones."""
 
-    def __init__(self, seat: "MasterSeat[Any]", campaign: Campaign, epoch: int) -> None:
-        self._seat = seat
+    def __init__(self, elected: "ElectedMaster[Any]", campaign: Campaign, epoch: int) -> None:
+        self._elected = elected
         self._campaign = campaign
         self._epoch = epoch
 
     def holds(self) -> bool:
-        return self._seat.master.epoch == self._epoch and self._campaign.holds()
+        return self._elected.master.epoch == self._epoch and self._campaign.holds()
 
     def resign(self, *, min_epoch: int) -> None:
         if self.holds():
             self._campaign.resign(min_epoch=min_epoch)
 
 
-class MasterSeat(Generic[M]):
+class ElectedMaster(Generic[M]):
     """Serves a master, or names the master that leads. All calls from one event loop.
 
     Args:
@@ -147,7 +147,7 @@ class MasterSeat(Generic[M]):
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _make_master(self, epoch: int) -> M:
-        term = None if self.campaign is None else _SeatTerm(self, self.campaign, epoch)
+        term = None if self.campaign is None else _ElectedTerm(self, self.campaign, epoch)
         return self._make(epoch, term, self.counters)
 
     def _leader(self, _: Caller, __: None) -> LeaderAnswer:

@@ -1,6 +1,6 @@
 """The loop of a peer's script: run by the peer's own interpreter, so it imports nothing of ours.
 
-A script beside this module finds it by its own folder; see ``peers`` for what is said over the
+A script beside this module finds it by its own folder; see ``processes`` for what is said over the
 pipes.
 """
 

@@ -1,4 +1,4 @@
-"""Redis as a peer of the store: run by an interpreter with redis-py (see ``peers``).
+"""Redis as a peer of the store: run by an interpreter with redis-py (see ``processes``).
 
 Starts a ``redis-server`` of its own, which must be installed. Imports nothing of ours.
 """
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 from children import start_child
-from peer_loop import answer_calls
+from rival_loop import answer_calls
 
 START_TIMEOUT_S = 10.0
 
 
-class Peer:
+class Rival:
     """A server, and a client by tcp and one by a unix socket; each public method is a call."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Peer:
 
 def main() -> None:
     """Answer calls until standard input ends."""
-    peer = answer_calls(Peer)
+    peer = answer_calls(Rival)
     peer.stop()
 
 

@@ -34,7 +34,7 @@ def peer(tmp_path, monkeypatch):
     python.symlink_to(sys.executable)
     script = tmp_path / "peer.py"
     script.write_text(SCRIPT)
-    with peers.PeerProcess(python, str(script)) as process:
+    with peers.RivalProcess(python, str(script)) as process:
         yield process
 
 
@@ -59,7 +59,7 @@ def test_settings_are_variables_of_the_peer(tmp_path):
     script = tmp_path / "peer.py"
     script.write_text(SCRIPT.replace('request["x"] * 100_000', 'os.environ["TOY"]'))
     settings = {"TOY": "a b=c"}
-    with peers.PeerProcess(tmp_path / "bin" / "python", str(script), settings=settings) as one:
+    with peers.RivalProcess(tmp_path / "bin" / "python", str(script), settings=settings) as one:
         assert one.call("echo") == "a b=c"
 
 
@@ -84,11 +84,11 @@ def test_a_failed_installation_says_why(tmp_path, monkeypatch):
         peers.venv, "create", lambda folder, **_: create(folder, system_site_packages=True)
     )
     with pytest.raises(UnsupportedError, match="cannot be installed"):
-        peers.install_peer("nothing", ["./no-such-folder-here"])
+        peers.install_rival("nothing", ["./no-such-folder-here"])
     assert not list(Path(tmp_path).glob("*/installed"))
     monkeypatch.setattr(peers, "INSTALL_TIMEOUT_S", 0.001)
     with pytest.raises(UnsupportedError, match="not installed within"):
-        peers.install_peer("nothing", ["./no-such-folder-here"])
+        peers.install_rival("nothing", ["./no-such-folder-here"])
 
 
 def test_two_benchmarks_install_a_peer_once(tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_two_benchmarks_install_a_peer_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(peers, "_pip_install", install)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: peers.install_peer("llama", ["x"]), range(2)))
+        list(pool.map(lambda _: peers.install_rival("llama", ["x"]), range(2)))
     assert installed == ["llama"]
 
 
@@ -135,5 +135,5 @@ def test_a_build_for_another_instruction_set_is_another_installation(tmp_path, m
     monkeypatch.setattr(peers.venv, "create", lambda folder, **_: folder.mkdir())
     monkeypatch.setattr(peers, "_pip_install", lambda *_: None)
     settings = ({}, {"CMAKE_ARGS": "-DA=ON"}, {"CMAKE_ARGS": "-DA=OFF"})
-    made = {peers.install_peer("llama", ["x"], settings=setting) for setting in settings}
+    made = {peers.install_rival("llama", ["x"], settings=setting) for setting in settings}
     assert len(made) == len(settings)

@@ -1,4 +1,4 @@
-"""Mooncake's store as a peer: run by its own interpreter (see ``peers``).
+"""Mooncake's store as a peer: run by its own interpreter (see ``processes``).
 
 Two processes run this script: one provides memory (and starts the master), the other is the client
 that is measured. Imports nothing of ours.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 from children import start_child
-from peer_loop import answer_calls
+from rival_loop import answer_calls
 
 LOCAL_BUFFER_BYTES = 512 * 2**20
 START_TIMEOUT_S = 20.0
@@ -25,7 +25,7 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-class Peer:
+class Rival:
     """One client of their store; each public method is a call."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class Peer:
 
 def main() -> None:
     """Answer calls until standard input ends."""
-    peer = answer_calls(Peer)
+    peer = answer_calls(Rival)
     peer.stop()
     os._exit(0)  # Its threads do not end by themselves.
 

@@ -4,7 +4,7 @@ import contextlib
 from pathlib import Path
 from typing import Protocol
 
-from tandem.bench.rivals.peers import PeerProcess, install_peer
+from tandem.bench.rivals.processes import RivalProcess, install_rival
 from tandem.core.errors import PeerLostError
 
 __all__ = ["MooncakeStore", "Redis", "Rival"]
@@ -42,12 +42,12 @@ class MooncakeStore:
     name = "mooncake tcp"
 
     def __init__(self, stack: contextlib.ExitStack, segment_bytes: int) -> None:
-        python = install_peer("mooncake-store", MOONCAKE)
+        python = install_rival("mooncake-store", MOONCAKE)
         libraries = python.parents[1].glob("lib/python3*/site-packages/nvidia/cuda_runtime/lib")
         environment = {"LD_LIBRARY_PATH": ":".join(map(str, libraries)), "PATH": "/usr/bin:/bin"}
         provider, self._client = (
             stack.enter_context(
-                PeerProcess(python, "mooncake_store_peer.py", environment=environment)
+                RivalProcess(python, "mooncake_store_rival.py", environment=environment)
             )
             for _ in range(2)
         )
@@ -76,8 +76,8 @@ class Redis:
     def __init__(self, stack: contextlib.ExitStack, path: str, memory_bytes: int) -> None:
         self.name = f"redis {path}"
         self._path = path
-        python: Path = install_peer("redis", REDIS)
-        self._client = stack.enter_context(PeerProcess(python, "redis_peer.py"))
+        python: Path = install_rival("redis", REDIS)
+        self._client = stack.enter_context(RivalProcess(python, "redis_rival.py"))
         self._client.call("start", memory_bytes=memory_bytes)
 
     def prepare(self, api: str, size: int, batch: int) -> None:
