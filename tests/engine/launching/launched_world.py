@@ -238,6 +238,9 @@ class LaunchedWorld(KvWorld):
 
     async def restore(self) -> None:
         """Give every instance the role that its name says, with none that drains."""
+        for server in self.servers:
+            if server.cluster._balancing is not None:
+                server.cluster._balancing.cancel()
         for entry in self.owned.list_entries():
             role = {"p": "prefill", "d": "decode"}.get(entry.name[0], "unified")
             await self.owned.set_role(entry.name, role)

@@ -15,7 +15,7 @@ from tandem.engine.cluster.stats import StatsHistory
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher
 from tandem.engine.process.methods import OPEN_PEER, InstanceMethod
-from tandem.engine.process.supervisor import InstanceSupervisor
+from tandem.engine.process.supervisor import MAX_FIRST_STARTS, InstanceSupervisor
 
 __all__ = ["ClusterMember"]
 
@@ -37,6 +37,7 @@ class ClusterMember:
         on_stage: called with each change of stage and each step of progress.
         launcher: starts the instance; None: as a child process.
         is_asleep: as of ``InstanceSupervisor``.
+        max_first_starts: as there.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class ClusterMember:
         on_stage: Callable[["ClusterMember"], None],
         launcher: Launcher | None = None,
         is_asleep: bool = False,
+        max_first_starts: int | None = MAX_FIRST_STARTS,
     ) -> None:
         self._on_change = on_change
         self._on_stage = on_stage
@@ -61,7 +63,11 @@ class ClusterMember:
         """Why blocks of an instance are not read, by its name."""
         self._linking: dict[str, asyncio.Task[None]] = {}
         self.supervisor = InstanceSupervisor(
-            spec, on_stage=self._take_stage, launcher=launcher, is_asleep=is_asleep
+            spec,
+            on_stage=self._take_stage,
+            launcher=launcher,
+            is_asleep=is_asleep,
+            max_first_starts=max_first_starts,
         )
         self.stats_history = StatsHistory()
 

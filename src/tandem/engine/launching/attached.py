@@ -164,6 +164,8 @@ class AttachedCluster(ClusterClient):
             on_change=self._note_change,
             on_stage=self._show_stage,
             launcher=AttachedLauncher(self._rosters, spec.name, self._connect),
+            # Its launcher starts it again and again, whenever this server met it first.
+            max_first_starts=None,
         )
 
     async def __aenter__(self) -> Self:

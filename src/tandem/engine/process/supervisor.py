@@ -22,7 +22,7 @@ from tandem.engine.process.kept_weights import KeptWeights
 from tandem.engine.process.launcher import InstanceChild, Launcher, ProcessLauncher
 from tandem.engine.process.session import InstanceSession
 
-__all__ = ["InstanceSupervisor"]
+__all__ = ["MAX_FIRST_STARTS", "InstanceSupervisor"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,8 @@ class InstanceSupervisor:
         on_stage: called with every change of stage and every step of progress.
         launcher: starts it; None: as a child process. Owned.
         is_asleep: it has no process before ``wake``.
+        max_first_starts: processes that may die before one has ever served, after which it is given
+            up; None: it never is, for somebody else starts it.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class InstanceSupervisor:
         on_stage: Callable[[StageChanged], None] | None = None,
         launcher: Launcher | None = None,
         is_asleep: bool = False,
+        max_first_starts: int | None = MAX_FIRST_STARTS,
     ) -> None:
+        self._max_first_starts = max_first_starts
         self._spec = spec
         self._on_stage = on_stage
         self._launcher = ProcessLauncher() if launcher is None else launcher
@@ -211,9 +215,9 @@ class InstanceSupervisor:
             if not self._awake.is_set():
                 continue
             is_first = not self._settled.is_set()
-            if is_first and (
-                self._stage.stage is InstanceStage.FAILED or num_failed_starts >= MAX_FIRST_STARTS
-            ):
+            limit = self._max_first_starts
+            is_hopeless = limit is not None and num_failed_starts >= limit
+            if is_first and (self._stage.stage is InstanceStage.FAILED or is_hopeless):
                 # It said why it cannot serve, or keeps dying: report it to our starter.
                 self._set_stage(StageChanged(InstanceStage.FAILED, reason))
                 self._settled.set()
