@@ -10,11 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem.kernels.cpu.hosted_experts import HostedExperts
+from tandem.kernels.hybrid import find_size
 from tandem.kernels.lanes.pairs import sum_pairs
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.kernels.routing import StepRouting
+from tandem.kernels.torch.fixed import FixedDecode, count_width
 
 
 class Captured(TorchDispatchMode):
@@ -75,4 +77,24 @@ def find_waits(model, block_size, num_tokens=3):
                 step.run_layer_(layer, hidden)
         step.complete_(hidden)
     assert captured.num_seen > 10 * len(model._fused)
+    if model.spec.state_layout is not None:
+        return captured.found
+    return captured.found + find_waits_before(model, batch, cache, hidden)
+
+
+def find_waits_before(model, batch, cache, hidden):
+    """Run what a graph computes before the layers, from memory that stays where it is."""
+    size = find_size(batch.num_tokens)
+    fixed = FixedDecode(
+        size,
+        count_width(batch, cache, size),
+        cache,
+        hidden_size=hidden.shape[1],
+        ropes=model.ropes,
+        dtype=model.dtype,
+        moe=model.moe,
+    )
+    fixed.fill_(batch, hidden)
+    with Captured() as captured:
+        fixed.step.begin_()
     return captured.found
