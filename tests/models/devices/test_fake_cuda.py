@@ -81,7 +81,7 @@ def check_steps(folder, monkeypatch, **wishes):
             assert logits.device == CUDA
             assert logits.shape == (len(chunks), model.spec.num_logits)
             assert not copies.found
-        if model.is_fused:
+        if model.is_fused and model._layer_inputs is None:
             assert find_waits(model, BLOCK_SIZE) == []
     return plan
 
