@@ -64,7 +64,8 @@ def test_every_library_obeys_the_cap(isa: str):
     assert kernels[-1] == isa
     assert f"bf16 {isa == 'avx512_bf16'}" in lines
     [mkl] = [line for line in lines if line.startswith("MKL_VERBOSE oneMKL")]
-    if "GenuineIntel" in mkl or isa in MKL_SAYS:
+    # On a CPU of another maker MKL names no instruction set, whatever it uses.
+    if "Intel(R) Architecture processors" not in mkl:
         assert MKL_SAYS.get(isa, "") in mkl
     [onednn] = [line for line in lines if line.startswith("onednn_verbose") and ",cpu,isa:" in line]
     assert onednn.endswith(ONEDNN_SAYS[isa])

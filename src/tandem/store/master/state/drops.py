@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError
-from tandem.store.master.state.ledger import Event, SpaceLedger
+from tandem.store.master.state.ledger import ExtentEvent, SpaceLedger
 from tandem.store.messages import Ack, ForgetObjects, WipeExtents
 
 __all__ = ["Drops"]
@@ -202,7 +202,7 @@ class Drops:
             else:
                 self._ledger.lease(offset, dropped.free_at_ms)
         if free:
-            self._ledger.move(Event.WIPE, free)
+            self._ledger.move(ExtentEvent.WIPE, free)
             for offset in free:
                 del self._drops[offset]
             self._on_space()
