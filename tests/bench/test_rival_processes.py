@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tandem._native import kernel_isas
-from tandem.bench.rivals import isa, peers
+from tandem.bench.rivals import isa, processes
 from tandem.core.errors import DeadlineError, PeerLostError, UnsupportedError
 
 SCRIPT = """
@@ -34,7 +34,7 @@ def peer(tmp_path, monkeypatch):
     python.symlink_to(sys.executable)
     script = tmp_path / "peer.py"
     script.write_text(SCRIPT)
-    with peers.RivalProcess(python, str(script)) as process:
+    with processes.RivalProcess(python, str(script)) as process:
         yield process
 
 
@@ -59,7 +59,7 @@ def test_settings_are_variables_of_the_peer(tmp_path):
     script = tmp_path / "peer.py"
     script.write_text(SCRIPT.replace('request["x"] * 100_000', 'os.environ["TOY"]'))
     settings = {"TOY": "a b=c"}
-    with peers.RivalProcess(tmp_path / "bin" / "python", str(script), settings=settings) as one:
+    with processes.RivalProcess(tmp_path / "bin" / "python", str(script), settings=settings) as one:
         assert one.call("echo") == "a b=c"
 
 
@@ -71,30 +71,30 @@ def test_a_peer_that_ends_is_named(peer):
 
 
 def test_a_peer_that_hangs_does_not_hang_the_bench(peer, monkeypatch):
-    monkeypatch.setattr(peers, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(processes, "CLOSE_TIMEOUT_S", 0.2)
     with pytest.raises(DeadlineError, match="no answer"):
         peer.call("hang", timeout_s=0.2)
 
 
 def test_a_failed_installation_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "ROOT", tmp_path)
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
     # Only pip's answer is wanted: to put a pip of its own into a venv takes seconds.
-    create = peers.venv.create
+    create = processes.venv.create
     monkeypatch.setattr(
-        peers.venv, "create", lambda folder, **_: create(folder, system_site_packages=True)
+        processes.venv, "create", lambda folder, **_: create(folder, system_site_packages=True)
     )
     with pytest.raises(UnsupportedError, match="cannot be installed"):
-        peers.install_rival("nothing", ["./no-such-folder-here"])
+        processes.install_rival("nothing", ["./no-such-folder-here"])
     assert not list(Path(tmp_path).glob("*/installed"))
-    monkeypatch.setattr(peers, "INSTALL_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(processes, "INSTALL_TIMEOUT_S", 0.001)
     with pytest.raises(UnsupportedError, match="not installed within"):
-        peers.install_rival("nothing", ["./no-such-folder-here"])
+        processes.install_rival("nothing", ["./no-such-folder-here"])
 
 
 def test_two_benchmarks_install_a_peer_once(tmp_path, monkeypatch):
     """The second waits for the first: a venv that is cleared under pip would be half installed."""
-    monkeypatch.setattr(peers, "ROOT", tmp_path)
-    monkeypatch.setattr(peers.venv, "create", lambda folder, **_: folder.mkdir())
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    monkeypatch.setattr(processes.venv, "create", lambda folder, **_: folder.mkdir())
     installed, together = [], threading.Barrier(2)
 
     def install(name, _python, _arguments, _settings):
@@ -103,9 +103,9 @@ def test_two_benchmarks_install_a_peer_once(tmp_path, monkeypatch):
         with contextlib.suppress(threading.BrokenBarrierError):
             together.wait(0.2)
 
-    monkeypatch.setattr(peers, "_pip_install", install)
+    monkeypatch.setattr(processes, "_pip_install", install)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda _: peers.install_rival("llama", ["x"]), range(2)))
+        list(pool.map(lambda _: processes.install_rival("llama", ["x"]), range(2)))
     assert installed == ["llama"]
 
 
@@ -131,9 +131,9 @@ def test_without_a_cap_peers_are_built_as_they_like(monkeypatch):
 
 
 def test_a_build_for_another_instruction_set_is_another_installation(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "ROOT", tmp_path)
-    monkeypatch.setattr(peers.venv, "create", lambda folder, **_: folder.mkdir())
-    monkeypatch.setattr(peers, "_pip_install", lambda *_: None)
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    monkeypatch.setattr(processes.venv, "create", lambda folder, **_: folder.mkdir())
+    monkeypatch.setattr(processes, "_pip_install", lambda *_: None)
     settings = ({}, {"CMAKE_ARGS": "-DA=ON"}, {"CMAKE_ARGS": "-DA=OFF"})
-    made = {peers.install_rival("llama", ["x"], settings=setting) for setting in settings}
+    made = {processes.install_rival("llama", ["x"], settings=setting) for setting in settings}
     assert len(made) == len(settings)

@@ -45,7 +45,7 @@ COMMANDS = {
     ),
     "verify": _Entry(
         "tandem.cli.commands.verify:verify",
-        "Compare our operators with transformers' on a tiny random model of a configuration.",
+        "Compare our operators, or else transformers' own cache, with transformers' eager code.",
     ),
     "convert": _Entry(
         "tandem.cli.commands.convert:convert",

@@ -9,13 +9,13 @@ instruction sets among each other, bitwise. Scales that are no numbers are refus
 import numpy as np
 import pytest
 import torch
-from tandem.kernels.cpu.packed_oracle import Layer, run_experts, run_linear
 
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.errors import UnsupportedError
 from tandem.kernels.cpu.experts import PackedExperts
 from tandem.kernels.cpu.experts import count_bytes as count_expert_bytes
 from tandem.kernels.cpu.linear import PackedLinear, count_bytes
+from tandem.kernels.oracles.packed import Layer, run_experts, run_linear
 from tandem.kernels.weights.formats import QuantizedMatrix, dequantize, find_format, round_to_bf16
 
 ISAS = [*kernel_isas(), "amx_emulated"]

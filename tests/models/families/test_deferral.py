@@ -154,7 +154,9 @@ def test_a_step_is_the_recurrence(load):
             assert torch.equal(run(model, [20, 17, 3]), want)
     prompt, answer = slice(0, PROMPT_LEN), slice(PROMPT_LEN, None)
     for other in seen[1:]:
-        assert torch.equal(seen[0][prompt], other[prompt]), "prompts are computed as ever"
+        # Torch's products of an expert round by how many rows they have, on some machines.
+        near = 0.0 if model.plan.is_native else 1e-5
+        torch.testing.assert_close(seen[0][prompt], other[prompt], rtol=near, atol=near)
         assert not torch.equal(seen[0][answer], other[answer]), "deferral changes answers"
     assert not torch.equal(seen[1][answer], seen[2][answer])
 

@@ -22,6 +22,12 @@ from tandem.models.proof.shrink import shrink_config
 from tandem.models.proof.tiny import make_tiny, make_tokens, save_tiny
 
 NAMES = [name for name, (model_type, _) in PUBLISHED.items() if name == model_type]
+NORMS = ("norm", "embedding_norm", "final_layernorm", "norm_f")
+"""The names of the norm before the head."""
+UNFUSED = ("llama4_text", "granitemoehybrid", "nemotron_h")
+"""Families whose layers are modules of transformers around our operators."""
+SEEDS = {"mimo_v2_flash": 1}
+"""Seeds of weights and tokens, where 0 gives a near tie in the second token, which all others see."""
 FEEDS = ([1, 11, 30], list(range(20, 52)))
 
 
@@ -32,11 +38,11 @@ def tiny(tmp_path_factory):
 
     def get(name):
         if name not in made:
-            config = shrink_config(make_published(name))
+            config, seed = shrink_config(make_published(name)), SEEDS.get(name, 0)
             folder = tmp_path_factory.mktemp(name)
-            model = make_tiny(config, 0)
+            model = make_tiny(config, seed)
             save_tiny(model, folder)
-            made[name] = (model, make_tokens(config, 0), folder)
+            made[name] = (model, make_tokens(config, seed), folder)
         return made[name]
 
     return get
@@ -49,7 +55,8 @@ def run_rounded(model, tokens):
     theirs = rounded(tokens[None], use_cache=False).logits[0].double().numpy()
     seen = []
     exact_model = rounded.double()
-    hook = exact_model.model.norm.register_forward_hook(lambda *a: seen.append(a[2][0]))
+    [norm] = [m for m in (getattr(exact_model.model, n, None) for n in NORMS) if m is not None]
+    hook = norm.register_forward_hook(lambda *a: seen.append(a[2][0]))
     exact = exact_model(tokens[None], use_cache=False).logits[0].numpy()
     hook.remove()
     weight = exact_model.get_output_embeddings().weight.numpy()
@@ -64,7 +71,7 @@ def test_parity_in_bfloat16(name, tiny, open_session):
     model, tokens, folder = tiny(name)
     theirs, exact, bound = run_rounded(model, tokens)
     ours = load_checkpoint(folder, dtype="bfloat16")
-    assert ours.is_fused
+    assert ours.is_fused == (name not in UNFUSED)
     logits = open_session(ours).run(tokens.tolist()).double().numpy()
     off, their_off = np.abs(logits - exact) / bound, np.abs(theirs - exact) / bound
     assert np.median(off) <= 1.5 * np.median(their_off) + 0.02

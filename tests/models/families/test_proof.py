@@ -756,11 +756,6 @@ REFUSED = {
     "fields": ({"model_type": "falcon_h1", "mamba_d_ssm": 64}, "mamba_d_ssm", "beside KV"),
     "images": ({"model_type": "gemma3", "vision_config": {"a": 1}}, "vision_config", "images"),
     "encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "is_encoder_decoder", "encoder"),
-    "chunks": (
-        {"model_type": "llama4_text", "layer_types": ["chunked_attention"]},
-        "layer_types",
-        "borders of chunks",
-    ),
     "one layer's own": (
         {"model_type": "llama", "per_layer_config": {"1": {"skip": ["attention"]}}},
         "per_layer_config",

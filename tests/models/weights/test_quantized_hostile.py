@@ -246,7 +246,6 @@ CONFIGS = {
     "groups in a list": ("ct w8a8", {"config_groups": []}, ConfigError, "need an object"),
     "sparse": ("ct w8a8", {"sparsity_config": {"format": "sparse-24"}}, UnsupportedError, "sparse"),
     "rotated": ("ct w8a8", {"transform_config": {"r1": {}}}, UnsupportedError, "transforms"),
-    "nvfp4": ("ct w8a8", {"format": "nvfp4-pack-quantized"}, UnsupportedError, "nvfp4"),
     "not compressed": ("ct w8a8", {"quantization_status": "frozen"}, UnsupportedError, "frozen"),
 }
 

@@ -218,33 +218,25 @@ class CpuStep:
         self, attention: Attention | MlaAttention | GatedDelta | ShortConv | Mamba2, h_TD: Buffer
     ) -> Buffer:
         """Do as ``mix``, in buffers of the step."""
-        if isinstance(attention, MlaAttention):
-            return self._mix_latents(attention, h_TD)
-        if isinstance(attention, GatedDelta):
-            return self._mix_states(attention, h_TD)
-        if isinstance(attention, StateSpace):
-            assert self._states is not None, "a layer with a state without slots"
-            slots = self._states.layers[attention.state_idx]
-            rows = StateRows(*self._state_rows)
-            native = NativeRows(rows, self._pool, self._buffer, self._part)
-            return attention.mix_native(h_TD, native, slots)
+        if not isinstance(attention, Attention):
+            return self._mix_otherwise(attention, h_TD)
         spec, layer_idx = attention.spec, attention.layer_idx
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         gates = heads if spec.has_out_gate else 0
-        if spec.is_rearranged:
-            product = self._buffer("projected", spec.num_projected)
+        if attention.is_rearranged:
+            product = self._buffer("projected", attention.num_projected)
         else:
-            product = self._head_buffer("qkv", spec.num_projected // d, d)
+            product = self._head_buffer("qkv", attention.num_projected // d, d)
         qkv, mixed = product, self._head_buffer("mixed", heads, d)
         attention.qkv_matrix.run(h_TD, product)
         if gates:
             qkv = self._part(product, gates * d, product.tensor.shape[1], d)
-        if spec.is_rearranged:
+        if attention.is_rearranged:
             qkv = self._place_values(spec, product)
         shares = spec.shares_kv_of >= 0
         by_head = qkv.view
         q, k = attention.held_q, attention.held_k
-        if spec.is_full_norm:
+        if attention.is_full_norm:
             self._norm_all_heads(attention, qkv)
             q = k = None
         _native.rotate_heads(
@@ -269,12 +261,27 @@ class CpuStep:
         if gates:
             gate, rows = self._part(product, 0, gates * d), self._part(mixed, 0, gates * d)
             _native.gate(gate.view, rows.view, "sigmoid", None, self._pool, up=rows.view)
-        if spec.value_dim < d:
+        if attention.has_narrow_values:
             values = self._buffer("mixed_values", heads * spec.value_dim)
             part = mixed.tensor.unflatten(1, (heads, d))[..., : spec.value_dim]
             values.tensor.unflatten(1, (heads, -1)).copy_(part)
             return values
         return mixed
+
+    def _mix_otherwise(
+        self, mixer: MlaAttention | GatedDelta | ShortConv | Mamba2, h_TD: Buffer
+    ) -> Buffer:
+        """Do as ``mix`` for latents and for layers with a state."""
+        if isinstance(mixer, MlaAttention):
+            return self._mix_latents(mixer, h_TD)
+        if isinstance(mixer, GatedDelta):
+            return self._mix_states(mixer, h_TD)
+        assert isinstance(mixer, StateSpace), "a mixer not ours"
+        assert self._states is not None, "a layer with a state without slots"
+        slots = self._states.layers[mixer.state_idx]
+        rows = StateRows(*self._state_rows)
+        native = NativeRows(rows, self._pool, self._buffer, self._part)
+        return mixer.mix_native(h_TD, native, slots)
 
     def _place_values(self, spec: GqaSpec, product: Buffer) -> Buffer:
         """Return queries, keys and values, each of as many items: keys again, or with zeros."""

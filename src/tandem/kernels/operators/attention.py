@@ -46,6 +46,11 @@ class Attention(Operator):
         self.layer_idx = layer_idx
         self.rule = AttentionRule(spec.window, spec.soft_cap, chunk=spec.chunk)
         self.settings = settings
+        # Looked at in each step: properties of a spec cost calls.
+        self.num_projected = spec.num_projected
+        self.is_rearranged = spec.is_rearranged
+        self.is_full_norm = spec.is_full_norm
+        self.has_narrow_values = spec.value_dim < spec.head_dim
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read the projections and, where there are such, norms of q and k, and ``sinks``."""

@@ -479,7 +479,7 @@ def _dequantize_nvfp4(matrix: QuantizedMatrix) -> FloatArray:
     """Return the weights in the arithmetic of the checkpoint's own decoders, float32."""
     assert matrix.minima is not None, "no factors"
     factors = matrix.minima.astype(np.float32)
-    scales = list_floats(8)[matrix.scales]
+    scales = list_floats(8)[matrix.scales.astype(np.uint8)]
     steps = np.where(factors > 0, scales * factors, scales / np.abs(factors))
     values = list_floats(4)[matrix.codes] * steps.repeat(matrix.weight_format.group_size, 1)
     return values.astype(np.float64)

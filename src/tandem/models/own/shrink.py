@@ -20,8 +20,7 @@ CHOSEN_TOKENS = 16
 """In place of the tokens that attention with an index chooses."""
 MIN_WIDTH = 8
 INDEX_HEADS = 16
-"""Of an index that chooses tokens: with few, scores behind a ReLU tie at 0, and any may be chosen.
-"""
+"""Heads of an index that chooses tokens: with few, scores behind a ReLU tie at 0."""
 
 HEAD_NAMES = (
     "num_attention_heads",

@@ -414,9 +414,9 @@ MODELOPT_SCHEMES = {
     "FP8": Scheme(8, is_float=True, block=(0, 0)),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme(8, is_float=True),
 }
-"""What modelopt calls the codings that are read here."""
+"""Codings that are read here, by modelopt's names."""
 MODELOPT_FILE = "hf_quant_config.json"
-"""Where modelopt says how weights are coded; newer ones say it in ``config.json``, too."""
+"""File in which modelopt describes the codes; newer ones are in ``config.json`` as well."""
 
 
 def take_modelopt(raw: dict[str, Any]) -> dict[str, Any]:
