@@ -27,7 +27,7 @@ NORMS = ("norm", "embedding_norm", "final_layernorm", "norm_f")
 UNFUSED = ("llama4_text", "granitemoehybrid", "nemotron_h")
 """Families whose layers are modules of transformers around our operators."""
 SEEDS = {"mimo_v2_flash": 1}
-"""Seeds of weights and tokens, where 0 gives a near tie in the second token, which all others see."""
+"""Seeds of weights and tokens, where 0 gives a near tie in a token that all others see."""
 FEEDS = ([1, 11, 30], list(range(20, 52)))
 
 
