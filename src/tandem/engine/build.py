@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tandem import _native
 from tandem.core.clock import Clock
-from tandem.core.errors import CapacityError, ConfigError
+from tandem.core.errors import CapacityError, ConfigError, UnsupportedError
 from tandem.core.kv_layout import WindowLayout
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity
@@ -69,6 +69,16 @@ class BuiltEngine(NamedTuple):
     """Decides about loads; None without tiers."""
     experts: ExpertLog | None
     """Counts chosen experts; None where the model's layers do not tell them."""
+
+    def take_operators(self) -> CausalModel:
+        """Return the model, for whoever runs its steps beside the engine's.
+
+        Raises: UnsupportedError: it runs by transformers' own modules.
+        """
+        if isinstance(self.model, OwnModel):
+            what = "the model runs by transformers' own modules, which compute answers alone"
+            raise UnsupportedError("engine.take_operators", what)
+        return self.model
 
 
 def build_engine(

@@ -55,11 +55,11 @@ class ServedModel:
             kv_dtype=kv_dtype,
         )
         built = build_engine(config, settings, MonotonicClock())
-        self._engine, self._model = built.engine, built.model
+        self._engine, self._model = built.engine, built.take_operators()
         self._kv_dtype: str = kv_dtype
         self._adapter = ""
         if adapter is not None:
-            adapters = built.model.enable_adapters(1)
+            adapters = self._model.enable_adapters(1)
             table = AdapterTable(adapters, built.engine, built.identity, None)
             source = AdapterSource(name=adapter.name, folder=str(adapter.resolve()))
             self._adapter = table.load(source).digest

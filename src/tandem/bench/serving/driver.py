@@ -81,9 +81,9 @@ class EngineDriver:
         )
         built = build_engine(model, config, MonotonicClock())
         self.engine: Engine = built.engine
-        self._model = built.model
+        self._model = built.take_operators()
         if num_adapters:
-            self.adapters = built.model.enable_adapters(num_adapters)
+            self.adapters = self._model.enable_adapters(num_adapters)
         self._rules: list[_TimedRule] = []
         self._ids = itertools.count()
 
