@@ -79,7 +79,7 @@ TANDEM_INLINE inline void add_narrow_sums(I32 (&acc)[kRows][kVectors],
   });
 }
 
-// As add_codes, with sums of kNarrowSteps steps in 16 bits.
+// Adds the products of a group as add_codes does, with sums of kNarrowSteps steps in 16 bits.
 template <class Format, int kRows, int kVectors>
 TANDEM_INLINE inline void add_narrow_codes(I32 (&acc)[kRows][kVectors],
                                            const uint8_t* const (&a)[kRows], size_t k,

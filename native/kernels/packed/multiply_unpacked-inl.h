@@ -146,7 +146,7 @@ void run_block_unpacked(const Tile& tile, const UnpackedSpan& span, size_t row) 
 template <int kRows>
 void run_rows_unpacked(const Tile& tile, const UnpackedSpan& span, size_t row, size_t count) {
   if (count == kRows) {
-    // Where there are none, no format asks for them.
+    // No format asks for narrow sums on a target that has none.
     if constexpr (NarrowSums<1>::kSteps != 0) {
       if (span.narrow_steps == 8) return run_block_unpacked<kRows, 8>(tile, span, row);
       if (span.narrow_steps == 4) return run_block_unpacked<kRows, 4>(tile, span, row);

@@ -42,7 +42,7 @@ static inline size_t state_size_of(const GatedDeltaShape& shape) {
   return shape.num_v_heads * num_panels_of(shape) * shape.key_dim * kStatePanel;
 }
 
-// What a layer is made of; borrowed.
+// The weights of a layer; borrowed.
 struct GatedDeltaWeights {
   const float* conv = nullptr;        // [conv_width][num_channels], the oldest input first.
   const float* decay_rate = nullptr;  // [num_v_heads]: the logarithm of a decay is -rate * softplus(a + bias).
@@ -61,7 +61,7 @@ struct GatedDeltaTask {
   size_t x_stride = 0;
   const void* z = nullptr;  // [rows][num_v_heads * value_dim].
   size_t z_stride = 0;
-  FloatType type = FloatType::kFloat32;  // Of x, z, carried and out.
+  FloatType type = FloatType::kFloat32;  // The type of x, z, carried and out.
   const void* a = nullptr;  // [rows][num_v_heads].
   size_t a_stride = 0;
   const void* b = nullptr;  // [rows][num_v_heads].

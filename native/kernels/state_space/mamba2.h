@@ -20,8 +20,8 @@ namespace tandem {
 struct Mamba2Shape {
   size_t num_heads = 0;   // A multiple of num_groups: group i serves the i-th part of the heads.
   size_t head_dim = 0;    // At most kMaxStateDim.
-  size_t num_groups = 0;  // Of B and C, and of the norm.
-  size_t state_dim = 0;   // Of a B or C, at most kMaxStateDim.
+  size_t num_groups = 0;  // Groups of B and C, and of the norm.
+  size_t state_dim = 0;   // Items of a B or C, at most kMaxStateDim.
   size_t conv_width = 0;  // Inputs that an output of the convolution sees, 1 to kMaxConvWidth.
 };
 
@@ -39,7 +39,7 @@ static inline size_t state_size_of(const Mamba2Shape& shape) {
   return shape.num_heads * num_panels_of(shape) * shape.state_dim * kStatePanel;
 }
 
-// What a layer is made of; borrowed.
+// The weights of a layer; borrowed.
 struct Mamba2Weights {
   const float* conv = nullptr;        // [conv_width][num_channels], the oldest input first.
   const float* conv_bias = nullptr;   // [num_channels], or null.
@@ -60,7 +60,7 @@ struct Mamba2Task {
   size_t x_stride = 0;
   const void* z = nullptr;  // [rows][num_values].
   size_t z_stride = 0;
-  FloatType type = FloatType::kFloat32;  // Of x, z, carried and out.
+  FloatType type = FloatType::kFloat32;  // The type of x, z, carried and out.
   const void* dt = nullptr;              // [rows][num_heads].
   size_t dt_stride = 0;
   FloatType dt_type = FloatType::kFloat32;
