@@ -6,11 +6,14 @@ failed. The table is for ``benchmarks/``; say which machine it was.
 """
 
 import argparse
+import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +40,9 @@ from tandem.models.loading.expert_disk import measure_reads
 
 STEPS = 20
 NUM_EXPERTS, HIDDEN, INNER, TOP_K, NUM_LAYERS = 16, 128, 64, 4, 4
+ROOT = Path(__file__).parent.parent
+TESTS_TIMEOUT_S = 600
+GPU_MARK = "pytest.mark.gpu"
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -298,6 +304,38 @@ def check_bench(stand_in: bool) -> str:
     return "; ".join(found)
 
 
+def find_gpu_and_pytest() -> str:
+    """Return why tests that need a GPU cannot run."""
+    missing = find_gpu()
+    if missing:
+        return missing
+    return "" if importlib.util.find_spec("pytest") else "pytest is not installed"
+
+
+def check_tests(stand_in: bool) -> str:
+    """Run the tests that are marked ``gpu``; over a stand-in, see that there are such."""
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if GPU_MARK in path.read_text()]
+    if not marked:
+        raise AssertionError(f"no test is marked {GPU_MARK}")
+    if stand_in:
+        return f"{len(marked)} files of tests"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-W", "default"]
+    ran = subprocess.run(
+        [*command, "-p", "no:cacheprovider", *map(str, marked)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TESTS_TIMEOUT_S,
+        check=False,
+    )
+    lines = ran.stdout.rstrip().splitlines() or ["pytest printed nothing"]
+    if ran.returncode != 0:
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        raise AssertionError("; ".join([*failed, lines[-1]]))
+    return lines[-1].strip("= ")
+
+
 def find_amx() -> str:
     """Return why there is no AMX."""
     return "" if "amx" in kernel_isas() else "the CPU has no AMX, or this build no kernels for it"
@@ -382,6 +420,7 @@ ROWS = (
     Row("GPU: streams, graphs, host functions", find_gpu, check_graph),
     Row("GPU: decode with experts on the CPU", find_gpu, check_hybrid),
     Row("GPU: the demo model", find_gpu, check_model),
+    Row("GPU: tests that need one", find_gpu_and_pytest, check_tests),
     Row("GPU: tandem bench hybrid", find_gpu, check_bench),
     Row("AMX", find_amx, check_amx),
     Row("two sockets", find_sockets, check_sockets),
@@ -397,7 +436,15 @@ def check_row(row: Row, *, stand_in: bool) -> Outcome:
         return Outcome(row.name, "absent", missing)
     try:
         detail = row.run(stand_in)
-    except (TandemError, AssertionError, RuntimeError, OSError, ValueError) as error:
+    except (
+        TandemError,
+        AssertionError,
+        ArithmeticError,
+        RuntimeError,
+        OSError,
+        ValueError,
+    ) as error:
+        traceback.print_exc()
         return Outcome(row.name, "failed", f"{type(error).__name__}: {error}")
     return Outcome(row.name, "run", f"stand-in: {detail}" if stand_in else detail)
 

@@ -112,7 +112,7 @@ class Layers:
         numbers = range(shape.num_layers)
         self.mixers = [(make(hidden, wide), make(wide, hidden)) for _ in numbers]
         self.routers = [make(hidden, shape.num_experts) for _ in numbers]
-        self.shared = [(make(hidden, shared), make(shared, hidden)) for _ in numbers]
+        self.shared = [(make(hidden, shared), make(shared, hidden)) for _ in numbers if shared]
         self.experts = [self._pack(format_name, number) for number in numbers]
         self.modules = [_Layer(number) for number in numbers]
 
@@ -141,12 +141,22 @@ class Layers:
         """The experts as bfloat16, for the rivals."""
         return [UnpackedLoads(experts, self.pool, self.device) for experts in self.experts]
 
-    def stage_all(self, number: int, memory: Tensor) -> None:
-        """Write all experts of a layer as bfloat16 to host memory, uint8 [E * bytes]."""
-        loads = self.unpacked[number]
-        size = loads.expert_bytes
-        for expert_id in range(loads.num_experts):
-            loads.stage(expert_id, memory[expert_id * size : (expert_id + 1) * size])
+    @cached_property
+    def staged(self) -> list[Tensor]:
+        """The same by layer in staging memory, uint8 [E, bytes]."""
+        made: list[Tensor] = []
+        for loads in self.unpacked:
+            size = loads.expert_bytes
+            memory = self.device.allocate_staging(loads.num_experts * size).view(-1, size)
+            for expert_id in range(loads.num_experts):
+                loads.stage(expert_id, memory[expert_id])
+            made.append(memory)
+        return made
+
+    @cached_property
+    def there(self) -> list[Tensor]:
+        """The same on the device."""
+        return [memory.to(self.place) for memory in self.staged]
 
     def choose(self, number: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run what comes before the experts; return their input, ids and weights."""
@@ -296,12 +306,7 @@ class Everything:
     def __init__(self, layers: Layers, x: Tensor) -> None:
         self._layers, self._x = layers, x
         self._hidden = x.to(layers.place).clone()
-        device, size = layers.device, layers.unpacked[0].expert_bytes
-        self._memory: list[Tensor] = []
-        for number in range(layers.shape.num_layers):
-            staged = torch.empty(layers.shape.num_experts * size, dtype=torch.uint8)
-            layers.stage_all(number, staged)
-            self._memory.append(staged.to(layers.place))
+        device, self._memory = layers.device, layers.there
         self._stream = device.make_stream()
         self._graph: Graph = device.capture(
             self._stream, lambda: device.run(self._stream, self._compute, "step")
@@ -345,13 +350,8 @@ class Offload:
     def __init__(self, layers: Layers, x: Tensor) -> None:
         self._layers, self._x = layers, x
         self._hidden = x.to(layers.place).clone()
-        device, shape = layers.device, layers.shape
-        size = layers.unpacked[0].expert_bytes
-        self._memory: list[Tensor] = []
-        for number in range(shape.num_layers):
-            staged = device.allocate_staging(shape.num_experts * size)
-            layers.stage_all(number, staged)
-            self._memory.append(staged.view(shape.num_experts, size))
+        shape, size = layers.shape, layers.unpacked[0].expert_bytes
+        self._memory = layers.staged
         most = min(shape.num_experts, len(x) * shape.top_k)
         self._there = torch.empty(most, size, dtype=torch.uint8, device=layers.place)
 

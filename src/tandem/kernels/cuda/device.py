@@ -244,9 +244,13 @@ class CudaDevice:
         own, graph = _as_own(stream), torch.cuda.CUDAGraph()
         if own.captured is not None:
             raise InternalError("kernels.capture", "the stream is being captured already")
+        with torch.cuda.stream(own.stream):
+            # The first product of a stream makes cuBLAS's handle, which a capture cannot hold.
+            torch.cuda.current_blas_handle()
         own.captured = functions = []
         try:
-            with torch.cuda.graph(graph, stream=own.stream):
+            # Other threads pin memory and ask events meanwhile, as they may.
+            with torch.cuda.graph(graph, stream=own.stream, capture_error_mode="thread_local"):
                 work()
         finally:
             own.captured = None
