@@ -154,8 +154,9 @@ class HybridDecoder:
         self._batches: dict[tuple[int, int], _Batch] = {}
 
     def close(self) -> None:
-        """End the thread of the experts."""
+        """End the thread of the experts and free the graphs, whose functions refer to them."""
         self._worker.shutdown()
+        self._batches.clear()
 
     def run(
         self,

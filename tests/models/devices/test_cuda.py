@@ -10,6 +10,7 @@ import pytest
 import torch
 from odd_configs import MODEL_TYPES, make_odd
 
+from tandem.bench.serving.stored import SHAPE, write_random_gguf
 from tandem.core.clock import MonotonicClock
 from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine.build import build_engine
@@ -114,3 +115,15 @@ def test_experts_of_the_host_beside_the_device(
             assert abs(ours[0][1].logprob - theirs[0][1].logprob) < 0.2
     else:
         check_near(found, wanted, MAX_CODED_ERROR)
+
+
+def test_a_gguf_file_whose_experts_stay_on_the_host(tmp_path):
+    """Codes are decoded on the host and copied; both places round, so only the start is compared."""
+    path = tmp_path / "model.gguf"
+    shape = SHAPE | {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 512}
+    write_random_gguf(path, shape, "q4_k_m")
+    wanted = generate(path, "cpu", vocab_size=512)
+    found = generate(path, "cuda:0", vocab_size=512)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert len(ours) == len(theirs)
+        assert abs(ours[0][1].logprob - theirs[0][1].logprob) < 0.2

@@ -43,6 +43,7 @@ PACKED_EXPERTS = 8
 """Experts whose numbers differ; the others are these, scaled, so that packing takes seconds."""
 MAX_UPLOADS = 4
 DEVICE_CALLS = ("run", "copy", "call_host", "launch")
+MAX_LOGIT = 1e4
 MAX_ERROR = 0.03
 """Error of a result beside its norm: bfloat16 on one side, coded activations on the other."""
 
@@ -112,9 +113,21 @@ class Layers:
         numbers = range(shape.num_layers)
         self.mixers = [(make(hidden, wide), make(wide, hidden)) for _ in numbers]
         self.routers = [make(hidden, shape.num_experts) for _ in numbers]
+        self.wishes = [self._draw_experts(chance) for _ in numbers]
         self.shared = [(make(hidden, shared), make(shared, hidden)) for _ in numbers if shared]
         self.experts = [self._pack(format_name, number) for number in numbers]
         self.modules = [_Layer(number) for number in numbers]
+
+    def _draw_experts(self, chance: torch.Generator) -> Tensor:
+        """Return what is added to the router's logits, float32 [tokens, E]: it decides the choice.
+
+        Random routers have near ties, which roundings would turn: another expert, other results.
+        """
+        shape = self.shape
+        num_rows = max(*shape.batches, *shape.prompts)
+        drawn = torch.rand(num_rows, shape.num_experts, generator=chance).topk(shape.top_k).indices
+        wishes = torch.zeros(num_rows, shape.num_experts).scatter_(1, drawn, MAX_LOGIT)
+        return wishes.to(self.place)
 
     def _pack(self, format_name: str, seed: int) -> NativeExperts:
         shape, chance = self.shape, torch.Generator().manual_seed(100 + seed)
@@ -164,8 +177,8 @@ class Layers:
         x.add_((x @ first) @ second, alpha=0.3)
         h = torch.rms_norm(x, x.shape[-1:])
         logits = (h @ self.routers[number]).float()
-        weights, ids = torch.topk(torch.softmax(logits, -1), self.shape.top_k, dim=-1)
-        return h, ids, weights / weights.sum(-1, keepdim=True)
+        _, ids = torch.topk(logits + self.wishes[number][: len(x)], self.shape.top_k, dim=-1)
+        return h, ids, torch.softmax(logits.gather(1, ids), -1)
 
     def add_shared(self, number: int, x: Tensor, h: Tensor) -> None:
         """Add the experts that every token uses."""

@@ -3,13 +3,15 @@
 All of CUDA is in this file, and no decision: which work goes where is decided by those who queue
 it. torch has no host functions, so ``cuLaunchHostFunc`` is called in the driver's library, which
 is opened at run time; the build needs no CUDA. The driver calls back on a thread of its own, which
-takes the GIL. A function must not call CUDA; what it raises ends the stream's host functions until
-``synchronize`` raises it.
+takes the GIL. A function must not call CUDA, nor may the collector of cycles run in it, which could
+free a graph; what it raises ends the stream's host functions until ``synchronize`` raises it.
 
-This has run over a stand-in of the driver's library, and on no GPU yet (tools/hardware_check.py).
+``tools/hardware_check.py`` runs it on a GPU.
 """
 
 import ctypes
+import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +75,31 @@ class Driver:
         return f"error {status}" if name.value is None else f"{name.value.decode()} ({status})"
 
 
+class _CollectionPause:
+    """Keeps the collector of cycles from running while any thread is within."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self._was_enabled:
+                gc.enable()
+
+
+_pause = _CollectionPause()
+
+
 class CudaStream:
     """See ``Stream``.
 
@@ -108,7 +135,8 @@ class CudaStream:
             if self.failure is not None:
                 return
             try:
-                function()
+                with _pause:
+                    function()
             except BaseException as error:  # noqa: BLE001 - raised by synchronize.
                 self.failure = error
 

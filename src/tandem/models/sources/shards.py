@@ -16,19 +16,22 @@ __all__ = ["cut_codes", "decode_into"]
 
 
 def decode_into(out: Tensor, shard: Shard | None, decode: Callable[[Tensor], None]) -> None:
-    """Decode a weight, or a part of it, into ``out``.
+    """Decode a weight, or a part of it, into ``out``, on the host first if ``out`` is elsewhere.
 
     Args:
         out: of the shape of the weight, or of its part.
         shard: the part; None is all.
-        decode: writes the values of the whole weight to a tensor of its shape.
+        decode: writes the values of the whole weight to a host tensor of its shape.
     """
-    if shard is None:
+    if shard is None and out.is_cpu:
         decode(out)
         return
-    whole = torch.empty(shard.widen(tuple(out.shape)), dtype=out.dtype)
+    shape = tuple(out.shape)
+    whole = torch.empty(shape if shard is None else shard.widen(shape), dtype=out.dtype)
     decode(whole)
-    out.copy_(whole.narrow(shard.axis, shard.start, shard.stop - shard.start))
+    if shard is not None:
+        whole = whole.narrow(shard.axis, shard.start, shard.stop - shard.start)
+    out.copy_(whole)
 
 
 def cut_codes(
