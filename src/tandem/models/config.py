@@ -112,7 +112,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$",
             description="Device of all but routed experts: cpu, or cuda or cuda:N, whose operators "
-            "are torch's. CUDA has not run on hardware yet (tools/hardware_check.py).",
+            "are torch's.",
         ),
     ] = "cpu"
     max_uploads: Annotated[

@@ -77,6 +77,23 @@ def test_a_graph_reads_memory_as_it_is_when_it_is_launched(device):
     assert seen == [2.0 * i for i in range(ROUNDS)]
 
 
+def test_graphs_in_cycles_are_freed_while_others_run(device):
+    """Their freeing calls CUDA, which neither a host function nor a capture bears."""
+    stream, seen = device.make_stream(), []
+    there = device.allocate(64)
+
+    def work():
+        device.run(stream, lambda: there.add_(1))
+        device.call_host(stream, lambda: seen.append([{} for _ in range(1000)]))
+
+    for _ in range(ROUNDS):
+        own = {"graph": device.capture(stream, work)}
+        own["own"] = own
+        device.launch(own["graph"], stream)
+        stream.synchronize()
+    assert len(seen) == ROUNDS
+
+
 def test_what_a_host_function_raises_ends_the_streams_functions_and_is_raised_once(device):
     stream, seen = device.make_stream(), []
 

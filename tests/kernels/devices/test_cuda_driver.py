@@ -5,9 +5,11 @@ threads of its own, as the driver does. No GPU.
 """
 
 import ctypes
+import gc
 import shutil
 import subprocess
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,33 @@ def test_streams_do_not_wait_for_each_other(library, device):
     assert seen == [True]
 
 
+def test_no_cycle_is_collected_on_the_drivers_thread(library, device):
+    """Freeing a graph there calls CUDA, which a host function must not: the process would abort."""
+
+    class Cycle:
+        def __init__(self):
+            self.own = self
+
+        def __del__(self):
+            freed.append(threading.get_ident())
+
+    def make_cycles():
+        for _ in range(2000):
+            Cycle()
+
+    freed, stream = [], CudaStream(ShimStream(library, 6))
+    for _ in range(20):
+        device.call_host(stream, make_cycles)
+        make_cycles()
+    assert not gc.isenabled()
+    stream.synchronize()
+    assert gc.isenabled()
+    make_cycles()
+    gc.collect()
+    assert len(freed) == 41 * 2000
+    assert set(freed) == {threading.get_ident()}
+
+
 def test_what_a_function_raises_is_raised_once(library, device):
     stream, seen = CudaStream(ShimStream(library, 4)), []
 
@@ -112,7 +141,8 @@ def test_a_captured_function_is_kept_with_its_graph(library, device, monkeypatch
     stream, kept = CudaStream(ShimStream(library, 5)), []
 
     class Capture:
-        def __init__(self, graph, stream):
+        def __init__(self, graph, stream, capture_error_mode):
+            assert capture_error_mode == "thread_local"
             kept.append((graph, stream))
 
         def __enter__(self):
@@ -123,6 +153,8 @@ def test_a_captured_function_is_kept_with_its_graph(library, device, monkeypatch
 
     monkeypatch.setattr(torch.cuda, "graph", Capture)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "graph")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     graph = device.capture(stream, lambda: device.call_host(stream, lambda: None))
     assert len(graph.functions) == 1
     assert kept == [("graph", stream.stream)]

@@ -118,7 +118,7 @@ def test_experts_of_the_host_beside_the_device(
 
 
 def test_a_gguf_file_whose_experts_stay_on_the_host(tmp_path):
-    """Codes are decoded on the host and copied; both places round, so only the start is compared."""
+    """Codes are decoded on the host and copied; both round, so the start is compared."""
     path = tmp_path / "model.gguf"
     shape = SHAPE | {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 512}
     write_random_gguf(path, shape, "q4_k_m")

@@ -3,8 +3,9 @@
 All of CUDA is in this file, and no decision: which work goes where is decided by those who queue
 it. torch has no host functions, so ``cuLaunchHostFunc`` is called in the driver's library, which
 is opened at run time; the build needs no CUDA. The driver calls back on a thread of its own, which
-takes the GIL. A function must not call CUDA, nor may the collector of cycles run in it, which could
-free a graph; what it raises ends the stream's host functions until ``synchronize`` raises it.
+takes the GIL. A function must not call CUDA; what it raises ends the stream's host functions until
+``synchronize`` raises it. The collector of cycles runs in any thread and may free a graph, which
+calls CUDA: it is paused while host functions are queued, and during a capture, which it would end.
 
 ``tools/hardware_check.py`` runs it on a GPU.
 """
@@ -76,21 +77,23 @@ class Driver:
 
 
 class _CollectionPause:
-    """Keeps the collector of cycles from running while any thread is within."""
+    """Keeps the collector of cycles from running while anybody holds it; one per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._count = 0
         self._was_enabled = False
 
-    def __enter__(self) -> None:
+    def hold(self) -> None:
+        """Stop collections until ``release``."""
         with self._lock:
             if self._count == 0:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
             self._count += 1
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
+        """Allow collections again if nobody else holds them back."""
         with self._lock:
             self._count -= 1
             if self._count == 0 and self._was_enabled:
@@ -114,6 +117,7 @@ class CudaStream:
         self.captured: list[Any] | None = None
         """The same of the graph that is captured, if one is."""
         self.failure: BaseException | None = None
+        self._is_paused = False
 
     def wait(self, event: Event) -> None:
         """See ``Stream``."""
@@ -122,11 +126,28 @@ class CudaStream:
 
     def synchronize(self) -> None:
         """See ``Stream``."""
-        self.stream.synchronize()
+        try:
+            self.stream.synchronize()
+        finally:
+            self._resume_collection()
         self.kept.clear()
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
+
+    def pause_collection(self) -> None:
+        """Stop the collector of cycles until ``synchronize``: host functions are queued."""
+        if not self._is_paused:
+            self._is_paused = True
+            _pause.hold()
+
+    def _resume_collection(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            _pause.release()
+
+    def __del__(self) -> None:
+        self._resume_collection()
 
     def wrap(self, function: Callable[[], None]) -> Any:
         """Return a function that the driver can call; kept alive here."""
@@ -135,8 +156,7 @@ class CudaStream:
             if self.failure is not None:
                 return
             try:
-                with _pause:
-                    function()
+                function()
             except BaseException as error:  # noqa: BLE001 - raised by synchronize.
                 self.failure = error
 
@@ -265,6 +285,8 @@ class CudaDevice:
         """See ``Device``."""
         del name
         own = _as_own(stream)
+        if own.captured is None:
+            own.pause_collection()
         self._driver.launch_host(own.stream.cuda_stream, own.wrap(function))
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> CudaGraph:
@@ -276,18 +298,24 @@ class CudaDevice:
             # The first product of a stream makes cuBLAS's handle, which a capture cannot hold.
             torch.cuda.current_blas_handle()
         own.captured = functions = []
+        # What the collector frees, such as another graph, would end the capture.
+        _pause.hold()
         try:
             # Other threads pin memory and ask events meanwhile, as they may.
             with torch.cuda.graph(graph, stream=own.stream, capture_error_mode="thread_local"):
                 work()
         finally:
+            _pause.release()
             own.captured = None
         return CudaGraph(graph, functions)
 
     def launch(self, graph: Graph, stream: Stream) -> None:
         """See ``Device``."""
         assert isinstance(graph, CudaGraph), "a graph of another device"
-        with torch.cuda.stream(_as_own(stream).stream):
+        own = _as_own(stream)
+        if graph.functions:
+            own.pause_collection()
+        with torch.cuda.stream(own.stream):
             graph.graph.replay()
 
 
