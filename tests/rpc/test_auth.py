@@ -10,13 +10,11 @@ import zmq
 from tandem.core.errors import ConfigError, NotFoundError, PermissionDeniedError
 from tandem.rpc import (
     Auth,
-    AuthKind,
     RpcClient,
     RpcConfig,
     RpcServer,
     generate_secret,
     make_identity,
-    read_allowed_keys,
     read_secret,
     write_secret,
 )
@@ -42,12 +40,11 @@ def make_client(endpoint, auth, config=None):
     return RpcClient(endpoint, identity=make_identity("client"), auth=auth, config=config)
 
 
-@pytest.mark.parametrize("make", [Auth.run, Auth.cluster])
-def test_who_knows_the_secret_gets_in(make):
+def test_who_knows_the_secret_gets_in():
     async def scenario():
         async with (
-            make_server(ANY_PORT, make(SECRET)) as server,
-            make_client(server.endpoint, make(SECRET)) as client,
+            make_server(ANY_PORT, Auth.cluster(SECRET)) as server,
+            make_client(server.endpoint, Auth.cluster(SECRET)) as client,
         ):
             assert server.endpoint.startswith("tcp://127.0.0.1:")
             assert await client.call("double", 21, int) == 42
@@ -55,13 +52,9 @@ def test_who_knows_the_secret_gets_in(make):
     run(scenario())
 
 
-@pytest.mark.parametrize(
-    "auth",
-    [Auth.cluster(SECRET + "!"), Auth.run(SECRET)],
-    ids=["another secret", "the same secret for another purpose"],
-)
-def test_a_wrong_secret_is_refused_fast_and_for_what_it_is(auth):
+def test_a_wrong_secret_is_refused_fast_and_for_what_it_is():
     async def scenario():
+        auth = Auth.cluster(SECRET + "!")
         async with make_server(ANY_PORT, Auth.cluster(SECRET)) as server:
             with pytest.raises(PermissionDeniedError, match="secret is not ours"):
                 await make_client(server.endpoint, auth).connect()
@@ -79,31 +72,11 @@ def test_a_key_that_is_not_admitted_is_refused_by_the_doorkeeper():
 
     async def scenario():
         async with make_server(ANY_PORT, server_auth) as server:
-            auth = Auth.guest(server_auth.server_public_key, stranger)
+            auth = Auth(server_public_key=server_auth.server_public_key, client_secret_key=stranger)
             with pytest.raises(PermissionDeniedError, match="refused our key"):
                 await make_client(server.endpoint, auth).connect()
 
     run(scenario())
-
-
-def test_a_guest_of_the_allow_list_gets_in(tmp_path):
-    public_key, secret_key = zmq.curve_keypair()
-    path = tmp_path / "guests"
-    path.write_bytes(b"# a dashboard\n" + public_key + b"\n\n")
-    path.chmod(0o644)
-    server_auth = Auth.cluster(SECRET, read_allowed_keys(path))
-    guest = Auth.guest(server_auth.server_public_key, secret_key)
-
-    async def scenario():
-        async with (
-            make_server(ANY_PORT, server_auth) as server,
-            make_client(server.endpoint, guest) as client,
-        ):
-            assert await client.call("double", 3, int) == 6
-
-    run(scenario())
-    with pytest.raises(ConfigError, match="cannot serve"):
-        make_server(ANY_PORT, guest).start()
 
 
 def test_a_client_without_encryption_gets_nothing(raw_client):
@@ -127,17 +100,9 @@ def test_tcp_without_a_secret_is_never_opened(url):
         Auth.for_endpoint(url)
 
 
-@pytest.mark.parametrize("url", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://host:1"])
-def test_the_secret_of_a_run_does_not_leave_the_machine(url):
-    with pytest.raises(PermissionDeniedError, match="leaves this machine"):
-        make_server(url, Auth.run(SECRET)).start()
-    with pytest.raises(PermissionDeniedError, match="leaves this machine"):
-        run(make_client(url, Auth.run(SECRET)).connect())
-
-
 def test_the_way_follows_from_the_address():
-    assert Auth.for_endpoint("ipc:///run/tandem/a.sock").kind is AuthKind.LOCAL
-    assert Auth.for_endpoint("tcp://10.0.0.1:5000", SECRET).kind is AuthKind.CLUSTER
+    assert Auth.for_endpoint("ipc:///run/tandem/a.sock").uses_curve is False
+    assert Auth.for_endpoint("tcp://10.0.0.1:5000", SECRET).uses_curve is True
     with pytest.raises(ConfigError, match=r"use Auth\.local"):
         make_server("ipc:///run/tandem/a.sock", Auth.cluster(SECRET)).start()
 
@@ -182,9 +147,9 @@ def test_what_is_loopback(url, is_loopback):
 
 def test_a_busy_port_is_a_conflict():
     async def scenario():
-        async with make_server(ANY_PORT, Auth.run(SECRET)) as server:
+        async with make_server(ANY_PORT, Auth.cluster(SECRET)) as server:
             with pytest.raises(Exception, match="Address already in use") as caught:
-                make_server(server.endpoint, Auth.run(SECRET)).start()
+                make_server(server.endpoint, Auth.cluster(SECRET)).start()
             assert caught.value.code == "conflict"
 
     run(scenario())
@@ -200,13 +165,10 @@ def test_derivation_is_hkdf_sha256():
     assert key.hex() == "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"
 
 
-def test_the_four_keys_of_one_secret_all_differ():
-    run_auth, cluster_auth = Auth.run(SECRET), Auth.cluster(SECRET)
-    keys = {
-        auth._server_secret_key + auth._client_secret_key for auth in (run_auth, cluster_auth)
-    } | {run_auth._server_secret_key, run_auth._client_secret_key}
-    assert len(keys) == 4
-    assert Auth.cluster(SECRET.encode()).server_public_key == cluster_auth.server_public_key
+def test_the_two_keys_of_one_secret_differ():
+    auth = Auth.cluster(SECRET)
+    assert auth._server_secret_key != auth._client_secret_key
+    assert Auth.cluster(SECRET.encode()).server_public_key == auth.server_public_key
 
 
 def test_secrets_show_nowhere(caplog):
@@ -275,27 +237,6 @@ def test_files_that_are_no_secret_are_refused(tmp_path):
     (tmp_path / "binary").chmod(0o600)
     with pytest.raises(ConfigError, match="UTF-8"):
         read_secret(tmp_path / "binary")
-
-
-@pytest.mark.parametrize(
-    "line", [b"x" * 39, b"x" * 41, b"%" * 40, b"a b" * 13 + b"x", b"\xff" * 40]
-)
-def test_an_allow_list_line_that_is_no_key_is_named(tmp_path, line):
-    path = tmp_path / "guests"
-    path.write_bytes(b"# fine\n" + line + b"\n")
-    path.chmod(0o600)
-    with pytest.raises(ConfigError, match=":2 is no Z85 key"):
-        read_allowed_keys(path)
-    path.chmod(0o666)
-    with pytest.raises(PermissionDeniedError, match="0666"):
-        read_allowed_keys(path)
-
-
-def test_a_guest_key_must_be_a_key():
-    public_key, secret_key = zmq.curve_keypair()
-    with pytest.raises(ConfigError) as caught:
-        Auth.guest(public_key, secret_key[:-1])
-    assert caught.value.field == "client_secret_key"
 
 
 def test_configurations_that_contradict_themselves_are_refused():

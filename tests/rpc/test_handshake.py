@@ -93,6 +93,7 @@ def test_elements_appended_by_a_later_version_are_ignored(endpoint, raw_client):
         msgspec.to_builtins(make_identity("later")),
         [4096, 60_000, 16, 4096, 5],
         None,
+        None,
         "new",
     ]
 

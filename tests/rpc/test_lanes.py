@@ -390,6 +390,59 @@ def test_nothing_waits_for_a_call_that_was_given_up_before_it_left(endpoint):
     run(scenario())
 
 
+@pytest.mark.parametrize("is_thread", [False, True])
+def test_a_call_that_was_given_up_is_not_run_when_it_comes_after_all(endpoint, is_thread):
+    """Its place in the order is free by then, and calls after it have begun."""
+
+    async def scenario():
+        async with connect(endpoint) as world:
+            world.lanes.is_gated = True
+            if is_thread:
+                begun = world.client.begin_threadsafe("quick", 1, int, timeout_s=CALL_S)
+            else:
+                begun = ask(world, "quick", 1)
+                await asyncio.sleep(0)
+            (sent,) = world.lanes.sent
+            held = ask(world, "length", LONG)
+            await asyncio.sleep(0.02)
+            assert world.begun == []
+            if is_thread:
+                del begun
+                gc.collect()
+            else:
+                begun.cancel()
+            assert await held == LONG
+            world.lanes.is_gated = False
+            world.lanes.deliver()
+            assert isinstance(sent.result, PeerLostError)
+            assert await ask(world, "quick", 2) == 2
+            assert world.begun == ["x", 2]
+
+    run(scenario())
+
+
+def test_a_flood_of_calls_that_wait_for_one_is_refused(endpoint, raw_client):
+    """The table of calls that wait is bounded, and those after a refused one are not lost."""
+
+    async def scenario():
+        async with connect(endpoint) as world:
+            raw = raw_client(endpoint)
+            raw.say_hello()
+            await raw.receive()
+            (peer,) = [peer for peer in world.server.peers if peer.name == "raw"]
+            peer._incoming._max_calls = 2
+            for number in (2, 3, 4):
+                raw.send(encode_frame(Call(number, "quick", 9000, as_body(number), number)))
+            fault = await raw.receive()
+            assert (fault.call_id, fault.code) == (4, "capacity")
+            for number in (1, 5):
+                raw.send(encode_frame(Call(number, "quick", 9000, as_body(number), number)))
+            assert [(await raw.receive()).call_id for _ in range(4)] == [1, 2, 3, 5]
+            assert world.begun == [1, 2, 3, 5]
+
+    run(scenario())
+
+
 def test_timeouts_work_inside_handlers(endpoint):
     async def scenario():
         async with connect(endpoint) as world:
@@ -425,7 +478,7 @@ def test_who_does_not_know_the_token_is_refused(endpoint):
     async def scenario():
         async with connect(endpoint) as world:
             token = world.client.peer._outgoing._token
-            call = encode_frame(Call(1, "quick", 1000, as_body(1), 1, 0))
+            call = encode_frame(Call(1, "quick", 1000, as_body(1), 1))
             for payload in (b"", token[:-1], bytes(16) + call, call):
                 answer = world.lanes.begin(payload)
                 await asyncio.sleep(0)
@@ -514,14 +567,17 @@ def test_a_lane_that_cannot_be_opened_is_done_without(endpoint):
     run(scenario())
 
 
-def test_old_peers_name_no_numbers_and_are_served(endpoint, raw_client):
+@pytest.mark.parametrize("numbers", [([], []), ([1, 0], [2, 0])], ids=["none", "of a way"])
+def test_peers_of_older_versions_are_served(endpoint, raw_client, numbers):
+    """They name no numbers, or those of each way and which came before by the other."""
+
     async def scenario():
         async with connect(endpoint) as world:
             raw = raw_client(endpoint)
             raw.say_hello()
             await raw.receive()
-            raw.send(msgspec.msgpack.encode([3, 9, "quick", 1000, 4]))
-            raw.send(msgspec.msgpack.encode([3, 7, "quick", 1000, 5]))
+            raw.send(msgspec.msgpack.encode([3, 9, "quick", 1000, 4, *numbers[0]]))
+            raw.send(msgspec.msgpack.encode([3, 7, "quick", 1000, 5, *numbers[1]]))
             assert (await raw.receive()).call_id == 9
             assert (await raw.receive()).call_id == 7
             assert world.begun == [4, 5]

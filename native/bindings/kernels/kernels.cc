@@ -161,8 +161,15 @@ ExpertBank::Batch view_expert_batch(const ExpertBank& bank, const TensorView& x,
   check_dense(kWhere, "expert_ids", ids, num_tokens, top_k, ids.is_int64(), "int64");
   check_dense(kWhere, "weights", weights, num_tokens, top_k, weights.is_float32(), "float32");
   check_dense(kWhere, "out", out, num_tokens, hidden, out.is_float32(), "float32");
-  return {x.data(), x.is_bfloat16(), num_tokens, ids.data(), true, top_k,
-          static_cast<const float*>(weights.data()), static_cast<float*>(out.data())};
+  return {
+      .x = x.data(),
+      .is_bf16 = x.is_bfloat16(),
+      .num_tokens = num_tokens,
+      .expert_ids = ids.data(),
+      .has_int64_ids = true,
+      .top_k = top_k,
+      .weights = static_cast<const float*>(weights.data()),
+      .out = static_cast<float*>(out.data())};
 }
 
 void run_expert_views(const ExpertBank& bank, ThreadPool& pool, const TensorView& x,
@@ -246,10 +253,15 @@ void forward(const ExpertBank& bank, ThreadPool& pool, const AnyInput& x, const 
   check_matrix(weights, kWhere, "weights", is_float(weights.dtype()), "float32", num_tokens, top_k);
   check_matrix(out, kWhere, "out", is_float(out.dtype()), "float32", num_tokens,
                bank.hidden_size());
-  ExpertBank::Batch batch{x.data(),   is_bf16(x.dtype()), num_tokens,
-                          ids.data(), has_int64,          top_k,
-                          static_cast<const float*>(weights.data()),
-                          static_cast<float*>(out.data())};
+  ExpertBank::Batch batch{
+      .x = x.data(),
+      .is_bf16 = is_bf16(x.dtype()),
+      .num_tokens = num_tokens,
+      .expert_ids = ids.data(),
+      .has_int64_ids = has_int64,
+      .top_k = top_k,
+      .weights = static_cast<const float*>(weights.data()),
+      .out = static_cast<float*>(out.data())};
   if (!delta.is_none() || !kept.is_none()) {
     const size_t pairs = count_pairs(ids, has_int64), columns = 2 * bank.inner_columns();
     batch.delta = view_rows<AnyInput, const float>(delta, kWhere, "delta", false, pairs, columns);

@@ -62,8 +62,15 @@ class LoraBank {
       refuse_view(kWhere, "up", up, "give a contiguous [panels, rank, 64]");
     check_same_type(kWhere, "up", up, down);
     Slot& own = slots_[slot];
-    own.parts.push_back({down.data(), up.data(), down.shape(0), down.shape(1), first_output,
-                         out_size, head, scale});
+    own.parts.push_back({
+        .down = down.data(),
+        .up = up.data(),
+        .rank = down.shape(0),
+        .in_size = down.shape(1),
+        .first_output = first_output,
+        .out_size = out_size,
+        .head = head,
+        .scale = scale});
     own.kept.push_back(down);
     own.kept.push_back(up);
   }

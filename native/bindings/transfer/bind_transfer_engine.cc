@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <tuple>
 
 #include "base/threads/idle_spin.h"
 #include "bindings/transfer/bind_transfer.h"
@@ -59,22 +60,55 @@ struct FileInfo {
   std::string direct_refusal;
 };
 
-// Owns the engine from Python's side.
-struct TransferCore {
+// Python's hold on an engine, and on parts of it. All is given back without the GIL, the parts in
+// their order and the engine last. In a forked child it is never given back: its threads and locks
+// are the parent's, and there is nothing that could be ended there.
+template <class... Parts>
+struct Owned {
   std::shared_ptr<Engine> engine;
+  std::tuple<std::shared_ptr<Parts>...> parts;
 
-  explicit TransferCore(std::shared_ptr<Engine> made) : engine(std::move(made)) {}
-  TransferCore(TransferCore&&) = default;
-  ~TransferCore() {
-    if (!engine) return;
+  explicit Owned(std::shared_ptr<Engine> of, std::shared_ptr<Parts>... made)
+      : engine(std::move(of)), parts(std::move(made)...) {}
+  Owned(Owned&&) = default;
+  ~Owned() {
+    if (!engine) return;  // Moved from.
     if (engine->is_forked()) {
-      // Its threads and locks are the parent's: there is nothing that could be ended here.
       new std::shared_ptr<Engine>(std::move(engine));
+      new std::tuple<std::shared_ptr<Parts>...>(std::move(parts));
       return;
     }
     const nb::gil_scoped_release release;
+    std::apply([](auto&... part) { (part.reset(), ...); }, parts);
     engine.reset();
   }
+
+  template <class Part>
+  const std::shared_ptr<Part>& get() const {
+    return std::get<std::shared_ptr<Part>>(parts);
+  }
+};
+
+struct TransferCore : Owned<> {
+  using Owned::Owned;
+};
+struct CoreBatch : Owned<Batch> {
+  using Owned::Owned;
+};
+// A call of ours that somebody awaits.
+struct CoreCall : Owned<PendingCall, Peer> {
+  using Owned::Owned;
+};
+// A peer's call in Python's hands.
+struct CoreIncomingCall : Owned<IncomingCall> {
+  using Owned::Owned;
+};
+// The calls of one engine, for an event loop; keeps the descriptor while the loop may watch it.
+struct CallSource : Owned<CallQueue> {
+  int fd;
+
+  CallSource(std::shared_ptr<Engine> of, std::shared_ptr<CallQueue> served, int readable)
+      : Owned(std::move(of), std::move(served)), fd(readable) {}
 };
 
 // Locks of the parent's threads may be held for ever in a forked child: nothing is asked there.
@@ -85,70 +119,72 @@ Engine& alive(TransferCore& core) {
   return *core.engine;
 }
 
-struct CoreBatch {
-  std::shared_ptr<Engine> engine;
-  std::shared_ptr<Batch> batch;
-
-  CoreBatch(std::shared_ptr<Engine> of, std::shared_ptr<Batch> made)
-      : engine(std::move(of)), batch(std::move(made)) {}
-  CoreBatch(CoreBatch&&) = default;
-  ~CoreBatch() {
-    if (engine && engine->is_forked()) {
-      new std::shared_ptr<Engine>(std::move(engine));
-      new std::shared_ptr<Batch>(std::move(batch));
-      return;
-    }
-    const nb::gil_scoped_release release;
-    batch.reset();
-    engine.reset();
-  }
-};
-
 using Strings = std::vector<std::string>;
 
-TransferCore make_core(const std::string& name, nb::bytes secret, Strings listen,
-                       Strings advertise, Strings local_addresses, std::vector<double> bandwidths,
-                       int lanes, const Strings& transports, int io_threads, int copy_threads,
-                       int spin_us, int lease_ms, int handshake_timeout_ms, int stall_ms,
-                       uint64_t min_slice_bytes, uint64_t max_slice_bytes, size_t max_connections,
-                       size_t max_notifications, int socket_buffer_bytes, bool checksum,
-                       const std::string& tags, const std::string& file_backend,
-                       std::map<std::string, std::vector<double>> penalties, Strings quota_boards,
-                       double quota_weight) {
+// Settings of an engine, as Python has them; see TransferConfig.
+struct CoreOptions {
+  std::string name;
+  nb::bytes secret;
+  Strings listen;
+  Strings advertise;
+  Strings local_addresses;
+  std::vector<double> bandwidths_bytes_per_s;
+  int lanes = 0;
+  Strings transports;
+  int io_threads = 0;
+  int copy_threads = 0;
+  int spin_us = 0;
+  int lease_ms = 0;
+  int handshake_timeout_ms = 0;
+  int stall_ms = 0;
+  uint64_t min_slice_bytes = 0;
+  uint64_t max_slice_bytes = 0;
+  size_t max_connections = 0;
+  size_t max_notifications = 0;
+  int socket_buffer_bytes = 0;
+  bool checksum = false;
+  std::string tags = "auto";
+  std::string file_backend = "auto";
+  std::map<std::string, std::vector<double>> penalties;
+  Strings quota_boards;
+  double quota_weight = 1.0;
+};
+
+TransferCore make_core(const CoreOptions& settings) {
   EngineOptions options;
-  options.server.name = name;
-  options.server.secret = std::string(secret.c_str(), secret.size());
-  options.server.listen = std::move(listen);
-  options.server.advertise = std::move(advertise);
-  options.server.handshake_timeout_ns = int64_t{handshake_timeout_ms} * 1'000'000;
-  options.server.max_connections = max_connections;
-  options.server.max_notifications = max_notifications;
-  options.server.socket_buffer_bytes = socket_buffer_bytes;
-  options.server.tags.policy = tags == "auto"    ? TagPolicy::kAuto
-                               : tags == "never" ? TagPolicy::kNever
-                                                 : TagPolicy::kAlways;
-  if (tags == "hmac") options.server.tags.kinds = tag_bit(TagKind::kHmac);
-  options.peer.local_addresses = std::move(local_addresses);
-  options.peer.bandwidths_bytes_per_s = std::move(bandwidths);
-  options.peer.lanes = lanes;
-  for (const std::string& transport : transports)
+  options.server.name = settings.name;
+  options.server.secret = std::string(settings.secret.c_str(), settings.secret.size());
+  options.server.listen = settings.listen;
+  options.server.advertise = settings.advertise;
+  options.server.handshake_timeout_ns = int64_t{settings.handshake_timeout_ms} * 1'000'000;
+  options.server.max_connections = settings.max_connections;
+  options.server.max_notifications = settings.max_notifications;
+  options.server.socket_buffer_bytes = settings.socket_buffer_bytes;
+  options.server.tags.policy = settings.tags == "auto"    ? TagPolicy::kAuto
+                               : settings.tags == "never" ? TagPolicy::kNever
+                                                          : TagPolicy::kAlways;
+  if (settings.tags == "hmac") options.server.tags.kinds = tag_bit(TagKind::kHmac);
+  options.peer.local_addresses = settings.local_addresses;
+  options.peer.bandwidths_bytes_per_s = settings.bandwidths_bytes_per_s;
+  options.peer.lanes = settings.lanes;
+  for (const std::string& transport : settings.transports)
     options.peer.transports.push_back(kind_of(transport));
-  options.peer.lease_ns = int64_t{lease_ms} * 1'000'000;
+  options.peer.lease_ns = int64_t{settings.lease_ms} * 1'000'000;
   options.peer.handshake_timeout_ns = options.server.handshake_timeout_ns;
-  options.peer.socket_buffer_bytes = socket_buffer_bytes;
-  options.peer.has_checksum = checksum;
-  options.peer.spray.min_slice_bytes = min_slice_bytes;
-  options.peer.spray.max_slice_bytes = max_slice_bytes;
-  options.peer.spray.stall_floor_ns = int64_t{stall_ms} * 1'000'000;
-  options.io_threads = io_threads;
-  options.copy_threads = copy_threads;
-  options.spin_ns = int64_t{spin_us} * 1'000;
-  options.penalties = std::move(penalties);
-  options.quota_boards = std::move(quota_boards);
-  options.quota_weight = quota_weight;
-  options.file_backend = file_backend == "io_uring"  ? FileBackend::kIoUring
-                         : file_backend == "threads" ? FileBackend::kThreads
-                                                     : FileBackend::kAuto;
+  options.peer.socket_buffer_bytes = settings.socket_buffer_bytes;
+  options.peer.has_checksum = settings.checksum;
+  options.peer.spray.min_slice_bytes = settings.min_slice_bytes;
+  options.peer.spray.max_slice_bytes = settings.max_slice_bytes;
+  options.peer.spray.stall_floor_ns = int64_t{settings.stall_ms} * 1'000'000;
+  options.io_threads = settings.io_threads;
+  options.copy_threads = settings.copy_threads;
+  options.spin_ns = int64_t{settings.spin_us} * 1'000;
+  options.penalties = settings.penalties;
+  options.quota_boards = settings.quota_boards;
+  options.quota_weight = settings.quota_weight;
+  options.file_backend = settings.file_backend == "io_uring"  ? FileBackend::kIoUring
+                         : settings.file_backend == "threads" ? FileBackend::kThreads
+                                                              : FileBackend::kAuto;
   return TransferCore(run([&] { return Engine::create(std::move(options)); }));
 }
 
@@ -156,8 +192,16 @@ uint64_t register_memory(TransferCore& core, uint8_t* data, uint64_t length, boo
                          std::shared_ptr<SharedMemory> memory, const std::string& name,
                          const std::string& location, bool remote_read, bool remote_write,
                          FileRange file = {}) {
-  BufferSpec spec{data, length, name, location, is_writable, remote_read, remote_write,
-                  std::move(memory), file};
+  BufferSpec spec{
+      .data = data,
+      .length = length,
+      .name = name,
+      .location = location,
+      .is_writable = is_writable,
+      .can_remote_read = remote_read,
+      .can_remote_write = remote_write,
+      .memory = std::move(memory),
+      .file = file};
   return run([&] { return core.engine->register_buffer(std::move(spec)); });
 }
 
@@ -183,38 +227,15 @@ PreparedTransfers prepare(const std::vector<RequestTuple>& tuples,
 
 CoreBatch submit_prepared(TransferCore& core, const PreparedTransfers& prepared,
                           double deadline_s) {
-  return {core.engine, run([&] {
-            return core.engine->submit(prepared.requests, deadline_of(deadline_s), prepared.only);
-          })};
+  return CoreBatch(core.engine, run([&] {
+    return core.engine->submit(prepared.requests, deadline_of(deadline_s), prepared.only);
+  }));
 }
 
 CoreBatch submit(TransferCore& core, const std::vector<RequestTuple>& tuples, double deadline_s,
                  const std::optional<std::string>& transport) {
   return submit_prepared(core, prepare(tuples, transport), deadline_s);
 }
-
-// A call of ours that somebody awaits.
-struct CoreCall {
-  std::shared_ptr<Engine> engine;
-  std::shared_ptr<Peer> peer;
-  std::shared_ptr<PendingCall> call;
-
-  CoreCall(std::shared_ptr<Engine> of, std::shared_ptr<Peer> to, std::shared_ptr<PendingCall> made)
-      : engine(std::move(of)), peer(std::move(to)), call(std::move(made)) {}
-  CoreCall(CoreCall&&) = default;
-  ~CoreCall() {
-    if (engine && engine->is_forked()) {
-      new std::shared_ptr<Engine>(std::move(engine));
-      new std::shared_ptr<Peer>(std::move(peer));
-      new std::shared_ptr<PendingCall>(std::move(call));
-      return;
-    }
-    const nb::gil_scoped_release release;
-    call.reset();
-    peer.reset();
-    engine.reset();
-  }
-};
 
 nb::bytes to_bytes(const std::string& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
 
@@ -231,34 +252,15 @@ CoreCall begin_call(TransferCore& core, uint64_t segment, nb::bytes payload,
   auto begun = run([&] {
     return core.engine->begin_call(segment, std::move(request), std::move(inbox), tag);
   });
-  return {core.engine, std::move(begun.peer), std::move(begun.call)};
+  return CoreCall(core.engine, std::move(begun.call), std::move(begun.peer));
 }
 
 nb::bytes await_call(CoreCall& self, double seconds) {
   return to_bytes(run([&] {
-    return self.engine->await_call(*self.peer, self.call, deadline_of(seconds));
+    return self.engine->await_call(*self.get<Peer>(), self.get<PendingCall>(),
+                                   deadline_of(seconds));
   }));
 }
-
-// A peer's call in Python's hands.
-struct CoreIncomingCall {
-  std::shared_ptr<Engine> engine;
-  std::shared_ptr<IncomingCall> call;
-
-  CoreIncomingCall(std::shared_ptr<Engine> of, std::shared_ptr<IncomingCall> taken)
-      : engine(std::move(of)), call(std::move(taken)) {}
-  CoreIncomingCall(CoreIncomingCall&&) = default;
-  ~CoreIncomingCall() {
-    if (engine && engine->is_forked()) {
-      new std::shared_ptr<Engine>(std::move(engine));
-      new std::shared_ptr<IncomingCall>(std::move(call));
-      return;
-    }
-    const nb::gil_scoped_release release;
-    call.reset();
-    engine.reset();
-  }
-};
 
 Error make_refusal(const std::string& code, const std::string& where, const std::string& what) {
   for (size_t i = 0; i < kCodeNames.size(); ++i)
@@ -287,7 +289,7 @@ void answer_calls(nb::list answers) {
   std::vector<std::shared_ptr<Connection>> to_flush;
   for (nb::handle item : answers) {
     const auto pair = nb::borrow<nb::tuple>(item);
-    auto connection = answer_call(*nb::cast<CoreIncomingCall&>(pair[0]).call, pair[1]);
+    auto connection = answer_call(*nb::cast<CoreIncomingCall&>(pair[0]).get<IncomingCall>(), pair[1]);
     if (connection && std::find(to_flush.begin(), to_flush.end(), connection) == to_flush.end())
       to_flush.push_back(std::move(connection));
   }
@@ -315,25 +317,6 @@ std::optional<nb::list> wait_calls(TransferCore& core) {
   return to_list(core.engine, std::move(taken));
 }
 
-// The calls of one engine, for an event loop; keeps the descriptor while the loop may watch it.
-struct CallSource {
-  std::shared_ptr<Engine> engine;
-  std::shared_ptr<CallQueue> queue;
-  int fd;
-
-  CallSource(std::shared_ptr<Engine> of, std::shared_ptr<CallQueue> served, int readable)
-      : engine(std::move(of)), queue(std::move(served)), fd(readable) {}
-  CallSource(CallSource&&) = default;
-  ~CallSource() {
-    if (engine && engine->is_forked()) {
-      new std::shared_ptr<Engine>(std::move(engine));
-      return;
-    }
-    const nb::gil_scoped_release release;
-    engine.reset();
-  }
-};
-
 CallSource serve_calls_on_fd(TransferCore& core) {
   Engine& engine = alive(core);
   return {core.engine, engine.call_queue(), take(engine.call_queue()->begin_serving_on_fd())};
@@ -357,19 +340,22 @@ void bind_calls(nb::module_& module) {
   nb::class_<CoreCall>(module, "CoreCall", "A call that was begun; see TransferEngine.call_async.")
       .def("wait", &await_call, "deadline_s"_a,
            "Wait for the answer of one begun without an inbox, without the GIL. Once.")
-      .def("take_answer", [](CoreCall& self) { return to_bytes(take(self.call->take_answer())); },
+      .def("take_answer", [](CoreCall& self) { return to_bytes(take(self.get<PendingCall>()->take_answer())); },
            "What it ended with, once; raises the error.")
       .def("abandon", [](CoreCall& self) {
              const nb::gil_scoped_release release;
-             self.peer->abandon_call(self.call, {Code::kCancelled, "transfer.call",
-                                                 "the call was cancelled", ""});
+             self.get<Peer>()->abandon_call(
+                 self.get<PendingCall>(),
+                 {Code::kCancelled, "transfer.call", "the call was cancelled", ""});
            }, "Wait no longer: it was executed once or not at all.");
   nb::class_<CoreIncomingCall>(module, "CoreIncomingCall", "A peer's call; see tandem.transfer.Call.")
-      .def_prop_ro("peer", [](const CoreIncomingCall& self) { return self.call->peer(); })
+      .def_prop_ro("peer", [](const CoreIncomingCall& self) { return self.get<IncomingCall>()->peer(); })
       .def_prop_ro("payload",
-                   [](const CoreIncomingCall& self) { return to_bytes(self.call->payload()); })
+                   [](const CoreIncomingCall& self) {
+                     return to_bytes(self.get<IncomingCall>()->payload());
+                   })
       .def("answer", [](CoreIncomingCall& self, nb::handle answer) {
-             const std::shared_ptr<Connection> connection = answer_call(*self.call, answer);
+             const std::shared_ptr<Connection> connection = answer_call(*self.get<IncomingCall>(), answer);
              const nb::gil_scoped_release release;
              if (connection) connection->flush();
              return connection != nullptr;
@@ -383,7 +369,7 @@ void bind_call_source(nb::module_& module) {
       .def("fileno", [](const CallSource& self) { return self.fd; },
            "Readable while there are calls, and once the engine is closed.")
       .def("take", [](const CallSource& self) {
-             return to_list(self.engine, self.queue->take(kMaxCallsTaken));
+             return to_list(self.engine, self.get<CallQueue>()->take(kMaxCallsTaken));
            }, nb::sig("def take(self) -> list[CoreIncomingCall] | None"),
            "The calls that have come. None: the engine is closed.");
   module.def("answer_calls", &answer_calls, "answers"_a,
@@ -423,6 +409,36 @@ nb::list latency_buckets(const LatencyHistogram& latencies) {
 
 constexpr const char* kCountersSig =
     "def counters(self, segment: int | None) -> dict[tuple[str, str, str], int]";
+
+void bind_options(nb::module_& module) {
+  nb::class_<CoreOptions>(module, "CoreOptions", "Settings of an engine; see TransferConfig.")
+      .def(nb::init<>())
+      .def_rw("name", &CoreOptions::name)
+      .def_rw("secret", &CoreOptions::secret)
+      .def_rw("listen", &CoreOptions::listen)
+      .def_rw("advertise", &CoreOptions::advertise)
+      .def_rw("local_addresses", &CoreOptions::local_addresses)
+      .def_rw("bandwidths_bytes_per_s", &CoreOptions::bandwidths_bytes_per_s)
+      .def_rw("lanes", &CoreOptions::lanes)
+      .def_rw("transports", &CoreOptions::transports)
+      .def_rw("io_threads", &CoreOptions::io_threads)
+      .def_rw("copy_threads", &CoreOptions::copy_threads)
+      .def_rw("spin_us", &CoreOptions::spin_us)
+      .def_rw("lease_ms", &CoreOptions::lease_ms)
+      .def_rw("handshake_timeout_ms", &CoreOptions::handshake_timeout_ms)
+      .def_rw("stall_ms", &CoreOptions::stall_ms)
+      .def_rw("min_slice_bytes", &CoreOptions::min_slice_bytes)
+      .def_rw("max_slice_bytes", &CoreOptions::max_slice_bytes)
+      .def_rw("max_connections", &CoreOptions::max_connections)
+      .def_rw("max_notifications", &CoreOptions::max_notifications)
+      .def_rw("socket_buffer_bytes", &CoreOptions::socket_buffer_bytes)
+      .def_rw("checksum", &CoreOptions::checksum)
+      .def_rw("tags", &CoreOptions::tags)
+      .def_rw("file_backend", &CoreOptions::file_backend)
+      .def_rw("penalties", &CoreOptions::penalties)
+      .def_rw("quota_boards", &CoreOptions::quota_boards)
+      .def_rw("quota_weight", &CoreOptions::quota_weight);
+}
 
 void bind_description(nb::module_& module) {
   nb::class_<BufferInfo>(module, "RemoteBufferInfo", "A buffer that a segment offers.")
@@ -479,32 +495,33 @@ void bind_description(nb::module_& module) {
 
 void bind_batch(nb::module_& module) {
   nb::class_<CoreBatch>(module, "CoreBatch", "A submitted batch; see tandem.transfer.Batch.")
-      .def_prop_ro("is_finished", [](const CoreBatch& self) { return self.batch->is_finished(); })
+      .def_prop_ro("is_finished", [](const CoreBatch& self) { return self.get<Batch>()->is_finished(); })
       .def("wait", [](CoreBatch& self, std::optional<double> seconds) {
-             run([&] { return self.engine->wait(self.batch, deadline_of(seconds)); });
+             run([&] { return self.engine->wait(self.get<Batch>(), deadline_of(seconds)); });
            }, "deadline_s"_a.none())
       .def("check", [](CoreBatch& self) {
-             if (self.batch->is_finished()) raise_if_error(self.batch->status());
+             if (self.get<Batch>()->is_finished()) raise_if_error(self.get<Batch>()->status());
            }, "Raise what a finished batch ended with, if it failed.")
       .def("cancel", [](CoreBatch& self) {
              const nb::gil_scoped_release release;
-             self.engine->cancel(self.batch);
+             self.engine->cancel(self.get<Batch>());
            })
       .def("bytes_done", [](CoreBatch& self, size_t index) {
-             if (index >= self.batch->items().size())
+             if (index >= self.get<Batch>()->items().size())
                raise({Code::kNotFound, "transfer.status",
                       "transfer " + std::to_string(index) + " of " +
-                          std::to_string(self.batch->items().size()), "index"});
-             return self.batch->items()[index].bytes_done.load();
+                          std::to_string(self.get<Batch>()->items().size()), "index"});
+             return self.get<Batch>()->items()[index].bytes_done.load();
            }, "index"_a)
       .def("completion_fd", [](CoreBatch& self) {
-             return run([&] { return self.engine->completion_fd(self.batch); });
+             return run([&] { return self.engine->completion_fd(self.get<Batch>()); });
            });
 }
 
 }  // namespace
 
 void bind_transfer_engine(nb::module_& module) {
+  bind_options(module);
   bind_description(module);
   bind_batch(module);
   bind_calls(module);
@@ -514,14 +531,7 @@ void bind_transfer_engine(nb::module_& module) {
   module.def("list_interfaces", &list_interfaces,
              "Name and address of each network interface that has one.");
   nb::class_<TransferCore>(module, "TransferCore", "The native engine; see tandem.transfer.")
-      .def(nb::new_(&make_core), nb::kw_only(), "name"_a, "secret"_a, "listen"_a, "advertise"_a,
-           "local_addresses"_a, "bandwidths_bytes_per_s"_a, "lanes"_a, "transports"_a,
-           "io_threads"_a, "copy_threads"_a, "spin_us"_a, "lease_ms"_a, "handshake_timeout_ms"_a,
-           "stall_ms"_a, "min_slice_bytes"_a, "max_slice_bytes"_a, "max_connections"_a,
-           "max_notifications"_a, "socket_buffer_bytes"_a, "checksum"_a, "tags"_a = "auto",
-           "file_backend"_a = "auto",
-           "penalties"_a = std::map<std::string, std::vector<double>>(),
-           "quota_boards"_a = Strings(), "quota_weight"_a = 1.0)
+      .def(nb::new_(&make_core), "options"_a)
       .def("register_host", [](TransferCore& core, const HostMemory& memory,
                                const std::string& name, const std::string& location,
                                bool remote_read, bool remote_write, int fd,

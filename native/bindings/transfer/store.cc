@@ -94,8 +94,15 @@ void seal_objects(const WritableBytes& marks, const WritableBytes& data, uint64_
   }
   std::vector<store::Object> objects(keys.size());
   for (size_t i = 0; i < objects.size(); ++i)
-    objects[i] = {keys[i],     static_cast<uint64_t>(offsets[i]), sizes[i],     versions[i],
-                  checksums[i], wanted[i],                        soft_pin_ms[i], hard_pins[i]};
+    objects[i] = {
+        .key = keys[i],
+        .offset = static_cast<uint64_t>(offsets[i]),
+        .size = sizes[i],
+        .version = versions[i],
+        .checksum = checksums[i],
+        .wanted = wanted[i],
+        .soft_pin_ms = soft_pin_ms[i],
+        .hard_pin = hard_pins[i]};
   const store::SegmentMemory segment{marks.data(), marks.size(), data.data(),
                                      std::min<uint64_t>(usable_bytes, data.size()), home};
   store::Missing missing = store::Missing::kNothing;

@@ -169,9 +169,18 @@ nb::tuple locate_rows(const std::vector<int64_t>& rows, const nb::bytes& is_here
   if (copy_offsets.size() != copy_hosts.size() || next_copy.size() != copy_hosts.size())
     raise({Code::kShape, "store.locate", "columns of different lengths", "copy_hosts"});
   const store::DirectoryColumns directory{
-      sizes.size(),          sizes.data(),      versions.data(),   checksums.data(),
-      lease_until_ms.data(), used_ticks.data(), num_disks.data(),  first_copy.data(),
-      copy_hosts.size(),     copy_hosts.data(), copy_offsets.data(), next_copy.data()};
+      .num_rows = sizes.size(),
+      .sizes = sizes.data(),
+      .versions = versions.data(),
+      .checksums = checksums.data(),
+      .lease_until_ms = lease_until_ms.data(),
+      .used_ticks = used_ticks.data(),
+      .num_disks = num_disks.data(),
+      .first_copy = first_copy.data(),
+      .num_copies = copy_hosts.size(),
+      .copy_hosts = copy_hosts.data(),
+      .copy_offsets = copy_offsets.data(),
+      .next_copy = next_copy.data()};
   const std::vector<uint8_t> flags(is_here.c_str(), is_here.c_str() + is_here.size());
   const store::LocatedRows located =
       take(store::locate_rows(directory, rows, flags, until_ms, last_tick));

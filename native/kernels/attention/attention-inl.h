@@ -695,17 +695,30 @@ void attend_rows(const SplitTask& task) {
     find_ahead(task, after, after < task.key_end && after < context ? context - after : 0, ahead);
     pack_tile<Op>(kv, keys, count, false, task.scratch.keys, ahead);
     const uint8_t* queries = static_cast<const uint8_t*>(task.queries);
-    multiply<Op, true>({queries + work.begin_row * steps * 4, steps * 4,
-                        static_cast<const uint8_t*>(task.scratch.keys), kTile * 4, steps,
-                        task.scratch.scores + work.begin_row * kTile, kTile, nullptr, &ahead},
+    multiply<Op, true>({
+        .a = queries + work.begin_row * steps * 4,
+        .a_stride = steps * 4,
+        .b = static_cast<const uint8_t*>(task.scratch.keys),
+        .b_stride = kTile * 4,
+        .num_steps = steps,
+        .out = task.scratch.scores + work.begin_row * kTile,
+        .out_stride = kTile,
+        .factors = nullptr,
+        .ahead = &ahead},
                        num_rows, kTile);
     weigh_tile<Op>(task, work, tile, ahead);
     const uint8_t* weights = static_cast<const uint8_t*>(task.scratch.weights);
     const size_t weight_stride = kTile / Op::kItems * 4;
-    const Product mix = {weights + work.begin_row * weight_stride, weight_stride,
-                         static_cast<const uint8_t*>(task.scratch.values), columns * 4,
-                         kTile / Op::kItems, task.state.sums + work.begin_row * columns, columns,
-                         task.scratch.factors + work.begin_row, &ahead};
+    const Product mix = {
+        .a = weights + work.begin_row * weight_stride,
+        .a_stride = weight_stride,
+        .b = static_cast<const uint8_t*>(task.scratch.values),
+        .b_stride = columns * 4,
+        .num_steps = kTile / Op::kItems,
+        .out = task.state.sums + work.begin_row * columns,
+        .out_stride = columns,
+        .factors = task.scratch.factors + work.begin_row,
+        .ahead = &ahead};
     if (is_mixed_unpacked(num_rows, kv.value_dim)) {
       mix_tile<Op>(kv, values, count, mix, num_rows);
     } else {

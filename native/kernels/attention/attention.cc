@@ -123,7 +123,15 @@ class Run {
         const size_t begin = static_cast<size_t>(seen) / kTileTokens * kTileTokens;
         const size_t end = round_up(static_cast<size_t>(last_position) + 1, kTileTokens);
         for (size_t head = 0; head < step_.kv.num_kv_heads; ++head)
-          tiles_.push_back({sequence, head, row, count, begin, end, 0, 0});
+          tiles_.push_back({
+              .sequence = sequence,
+              .kv_head = head,
+              .first_row = row,
+              .num_rows = count,
+              .key_begin = begin,
+              .key_end = end,
+              .first_part = 0,
+              .num_parts = 0});
       }
     }
   }

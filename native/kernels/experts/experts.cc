@@ -428,13 +428,25 @@ Status ExpertBank::run_gate_up(ThreadPool& pool, const Routing& routing,
                                                : static_cast<uint8_t*>(scratch.kept) +
                                                      at * gradient_bytes(format_);
           kernels_->gate_up(
-              {format_, activation_, scratch.x.row_size, scratch.x,
-               routing.tokens.data() + share.first_pair, share.num_pairs,
-               find_expert(part, scratch, share.expert_id) + block * block_bytes,
-               hidden_panel_bytes_, panels, gate_bias_.empty() ? nullptr : &gate_bias_[bias_at],
-               up_bias_.empty() ? nullptr : &up_bias_[bias_at], down_format_,
-               scratch.h[task.part],
-               share.first_pair, column, delta, kept, inner_columns()});
+              {
+                  .format = format_,
+                  .activation = activation_,
+                  .size = scratch.x.row_size,
+                  .x = scratch.x,
+                  .row_ids = routing.tokens.data() + share.first_pair,
+                  .num_rows = share.num_pairs,
+                  .panels = find_expert(part, scratch, share.expert_id) + block * block_bytes,
+                  .panel_bytes = hidden_panel_bytes_,
+                  .num_panels = panels,
+                  .gate_bias = gate_bias_.empty() ? nullptr : &gate_bias_[bias_at],
+                  .up_bias = up_bias_.empty() ? nullptr : &up_bias_[bias_at],
+                  .h_format = down_format_,
+                  .h = scratch.h[task.part],
+                  .first_row = share.first_pair,
+                  .first_column = column,
+                  .delta = delta,
+                  .kept = kept,
+                  .kept_columns = inner_columns()});
         }
         return Status();
       });
@@ -463,12 +475,21 @@ Status ExpertBank::run_down(ThreadPool& pool, const Routing& routing, const Scra
                         bias, active.first_pair, active.num_pairs};
         }
         float* out = scratch.sums.empty() ? batch.out : const_cast<float*>(scratch.sums[task.part]);
-        kernels_->down({down_format_, padded_size(down_format_, part.size), scratch.h[task.part],
-                        experts.data(), experts.size(), part.down_panel_bytes, num_panels,
-                        routing.tokens.data(), routing.weights.data(), out + column, hidden_size_,
-                        batch.num_tokens,
-                        std::min(num_panels * kPanelColumns, hidden_size_ - column),
-                        batch.is_added});
+        kernels_->down({
+            .format = down_format_,
+            .size = padded_size(down_format_, part.size),
+            .h = scratch.h[task.part],
+            .experts = experts.data(),
+            .num_experts = experts.size(),
+            .panel_bytes = part.down_panel_bytes,
+            .num_panels = num_panels,
+            .tokens = routing.tokens.data(),
+            .weights = routing.weights.data(),
+            .out = out + column,
+            .out_stride = hidden_size_,
+            .num_tokens = batch.num_tokens,
+            .num_columns = std::min(num_panels * kPanelColumns, hidden_size_ - column),
+            .is_added = batch.is_added});
         return Status();
       });
 }

@@ -50,8 +50,15 @@ struct ExpertBank::GradScratch {
 
 Status ExpertBank::backward(ThreadPool& pool, const GradBatch& batch) const {
   if (batch.num_tokens == 0) return {};
-  Result<Routing> routed = route({batch.x, false, batch.num_tokens, batch.expert_ids,
-                                  batch.has_int64_ids, batch.top_k, batch.weights, nullptr});
+  Result<Routing> routed = route({
+      .x = batch.x,
+      .is_bf16 = false,
+      .num_tokens = batch.num_tokens,
+      .expert_ids = batch.expert_ids,
+      .has_int64_ids = batch.has_int64_ids,
+      .top_k = batch.top_k,
+      .weights = batch.weights,
+      .out = nullptr});
   if (!routed.is_ok()) return routed.error();
   const Routing& routing = routed.value();
   GradScratch scratch;
@@ -133,9 +140,19 @@ void ExpertBank::run_inner_task(const Routing& routing, const GradScratch& scrat
       part.data + share.expert_id * part.expert_bytes + part.gate_up_bytes;
   const size_t size = padded_size(down_format_, part.size);
   const size_t num_k = column < size ? std::min(kPanelColumns, size - column) : 0;
-  multiply_turned(*kernels_, {down_format_, down, part.down_panel_bytes, num_down_panels_, column, num_k,
-                              scratch.d_out, routing.tokens.data() + share.first_pair,
-                              share.num_rows, dh.data(), kPanelColumns, kPanelColumns});
+  multiply_turned(*kernels_, {
+      .format = down_format_,
+      .panels = down,
+      .panel_stride = part.down_panel_bytes,
+      .num_panels = num_down_panels_,
+      .first_k = column,
+      .num_k = num_k,
+      .d_y = scratch.d_out,
+      .row_ids = routing.tokens.data() + share.first_pair,
+      .num_rows = share.num_rows,
+      .out = dh.data(),
+      .out_stride = kPanelColumns,
+      .num_columns = kPanelColumns});
   const size_t columns = inner_columns();
   const size_t at = (share.first_pair * 2 * columns + part.first + column) * gradient_bytes(format_);
   const size_t row_bytes = columns * gradient_bytes(format_);
@@ -144,10 +161,20 @@ void ExpertBank::run_inner_task(const Routing& routing, const GradScratch& scrat
   const float* extra = batch.extra == nullptr
                            ? nullptr
                            : batch.extra + share.first_pair * columns + part.first + column;
-  kernels_->activate_back({activation_, share.num_rows, format_.bits == 32, scratch.kept + at,
-                           scratch.kept + at + row_bytes, 2 * columns, dh.data(), extra, columns,
-                           routing.weights.data() + share.first_pair, scratch.d_gate_up + at,
-                           scratch.d_gate_up + at + row_bytes, d_weights});
+  kernels_->activate_back({
+      .activation = activation_,
+      .num_rows = share.num_rows,
+      .is_f32 = format_.bits == 32,
+      .gate = scratch.kept + at,
+      .up = scratch.kept + at + row_bytes,
+      .row_stride = 2 * columns,
+      .dh = dh.data(),
+      .extra = extra,
+      .extra_stride = columns,
+      .weights = routing.weights.data() + share.first_pair,
+      .d_gate = scratch.d_gate_up + at,
+      .d_up = scratch.d_gate_up + at + row_bytes,
+      .d_weights = d_weights});
   if (down_bias_.empty() || part_id > 0 || panel > 0) return;
   const float* bias = &down_bias_[share.expert_id * num_down_panels_ * kPanelColumns];
   for (size_t r = 0; r < share.num_rows; ++r) {
@@ -187,9 +214,20 @@ void ExpertBank::run_input_task(const Routing& routing, const GradScratch& scrat
       const size_t first = (share.first_pair * 2 + which) * inner_columns() + part.first;
       operand.data = scratch.d_gate_up + first * value_bytes;
       multiply_turned(*kernels_,
-                      {format_, expert + which * hidden_panel_bytes_, 2 * hidden_panel_bytes_,
-                       part.num_gate_panels, first_k, num_k, operand, nullptr, share.num_rows,
-                       rows.data(), kPanelColumns, kPanelColumns, which == 1});
+                      {
+                          .format = format_,
+                          .panels = expert + which * hidden_panel_bytes_,
+                          .panel_stride = 2 * hidden_panel_bytes_,
+                          .num_panels = part.num_gate_panels,
+                          .first_k = first_k,
+                          .num_k = num_k,
+                          .d_y = operand,
+                          .row_ids = nullptr,
+                          .num_rows = share.num_rows,
+                          .out = rows.data(),
+                          .out_stride = kPanelColumns,
+                          .num_columns = kPanelColumns,
+                          .is_added = which == 1});
     }
     for (size_t r = 0; r < share.num_rows; ++r) {
       const auto token = static_cast<size_t>(routing.tokens[share.first_pair + r]);

@@ -128,11 +128,19 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
     const size_t first = batch.num_rows * piece / num_pieces;
     const size_t last = batch.num_rows * (piece + 1) / num_pieces;
     const size_t column = panel * kPanelColumns;
-    kernels_->linear({format_, row_size, x, first, last - first, data_ + panel * panel_bytes_,
-                      bias_.empty() ? nullptr : bias_.data() + column,
-                      static_cast<uint8_t*>(batch.out) + column * out_bytes, batch.is_out_bf16,
-                      batch.is_added, out_stride,
-                      std::min(kPanelColumns, out_features_ - column)});
+    kernels_->linear({
+        .format = format_,
+        .size = row_size,
+        .x = x,
+        .first_row = first,
+        .num_rows = last - first,
+        .panel = data_ + panel * panel_bytes_,
+        .bias = bias_.empty() ? nullptr : bias_.data() + column,
+        .out = static_cast<uint8_t*>(batch.out) + column * out_bytes,
+        .is_bf16 = batch.is_out_bf16,
+        .is_added = batch.is_added,
+        .out_stride = out_stride,
+        .num_columns = std::min(kPanelColumns, out_features_ - column)});
   };
   // Few rows: neighbouring panels together, which are one stream from memory.
   const size_t chunk = pieces_per_task(pool, count_panels(out_features_) * num_pieces);
@@ -179,10 +187,20 @@ Status PackedMatrix::backward(ThreadPool& pool, const GradBatch& batch) const {
     for (size_t i = begin; i < end; ++i) {
       const size_t first = i * kPanelColumns;
       multiply_turned(*kernels_,
-                      {format_, data_, panel_bytes_, num_panels, first,
-                       std::min(kPanelColumns, size - first), d_out, nullptr, batch.num_rows,
-                       batch.d_x + first, in_features_,
-                       std::min(kPanelColumns, in_features_ - first), batch.is_added});
+                      {
+                          .format = format_,
+                          .panels = data_,
+                          .panel_stride = panel_bytes_,
+                          .num_panels = num_panels,
+                          .first_k = first,
+                          .num_k = std::min(kPanelColumns, size - first),
+                          .d_y = d_out,
+                          .row_ids = nullptr,
+                          .num_rows = batch.num_rows,
+                          .out = batch.d_x + first,
+                          .out_stride = in_features_,
+                          .num_columns = std::min(kPanelColumns, in_features_ - first),
+                          .is_added = batch.is_added});
     }
   });
 }
@@ -196,8 +214,17 @@ Status PackedMatrix::forward_heads(ThreadPool& pool, const HeadsBatch& batch) co
   if (!status.is_ok()) return status;
   const Operand x = take_operand(arena, format_, num_rows, row_size);
   status = prepare_rows(pool, *kernels_,
-                        {format_, batch.x, batch.is_bf16, in_features_, 0, num_rows, x,
-                         batch.num_rows, batch.x_head_stride, batch.x_stride});
+                        {
+                            .format = format_,
+                            .x = batch.x,
+                            .is_bf16 = batch.is_bf16,
+                            .size = in_features_,
+                            .first_row = 0,
+                            .last_row = num_rows,
+                            .out = x,
+                            .head_rows = batch.num_rows,
+                            .head_stride = batch.x_head_stride,
+                            .token_stride = batch.x_stride});
   if (!status.is_ok()) return status;
   const size_t num_pieces = (batch.num_rows + kMaxTaskRows - 1) / kMaxTaskRows;
   const size_t num_panels = count_panels(out_features_) / batch.num_heads;
@@ -213,12 +240,19 @@ Status PackedMatrix::forward_heads(ThreadPool& pool, const HeadsBatch& batch) co
     const size_t first = batch.num_rows * piece / num_pieces;
     const size_t last = batch.num_rows * (piece + 1) / num_pieces;
     const size_t column = panel * kPanelColumns;
-    kernels_->linear({format_, row_size, own, first, last - first,
-                      data_ + (head * num_panels + panel) * panel_bytes_, nullptr,
-                      static_cast<uint8_t*>(batch.out) +
-                          (head * batch.out_head_stride + column) * out_bytes,
-                      batch.is_out_bf16, false, batch.out_stride,
-                      std::min(kPanelColumns, batch.head_columns - column)});
+    kernels_->linear({
+        .format = format_,
+        .size = row_size,
+        .x = own,
+        .first_row = first,
+        .num_rows = last - first,
+        .panel = data_ + (head * num_panels + panel) * panel_bytes_,
+        .bias = nullptr,
+        .out = static_cast<uint8_t*>(batch.out) + (head * batch.out_head_stride + column) * out_bytes,
+        .is_bf16 = batch.is_out_bf16,
+        .is_added = false,
+        .out_stride = batch.out_stride,
+        .num_columns = std::min(kPanelColumns, batch.head_columns - column)});
   };
   const size_t num_items = batch.num_heads * num_pieces * num_panels;
   return pool.parallel_for(num_items, pieces_per_task(pool, num_items),

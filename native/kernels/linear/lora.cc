@@ -40,17 +40,30 @@ void plan_part(const LoraTask& task, const LoraGroup& group, const LoraPart& par
     const size_t num_rows = std::min(kPieceRows, group.num_rows - row);
     float* own = low + row * part.rank;
     for (size_t rank = 0; rank < part.rank; rank += kPieceRanks)
-      scratch.downs.push_back({x, task.x_stride, group.rows + row, num_rows,
-                               offset(part.down, rank * part.in_size, task.type), part.in_size,
-                               std::min(kPieceRanks, part.rank - rank), part.scale, own + rank,
-                               part.rank, task.type});
+      scratch.downs.push_back({
+          .x = x,
+          .x_stride = task.x_stride,
+          .rows = group.rows + row,
+          .num_rows = num_rows,
+          .down = offset(part.down, rank * part.in_size, task.type),
+          .in_size = part.in_size,
+          .num_ranks = std::min(kPieceRanks, part.rank - rank),
+          .scale = part.scale,
+          .low = own + rank,
+          .low_stride = part.rank,
+          .type = task.type});
     for (size_t panel = 0; panel < num_panels; panel += kPiecePanels) {
       const size_t first = panel * kLoraColumns;
-      scratch.ups.push_back({own, part.rank, group.rows + row, num_rows,
-                             offset(part.up, first * part.rank, task.type), sums + first,
-                             task.sums_stride,
-                             std::min(kPiecePanels * kLoraColumns, part.out_size - first),
-                             task.type});
+      scratch.ups.push_back({
+          .low = own,
+          .rank = part.rank,
+          .rows = group.rows + row,
+          .num_rows = num_rows,
+          .up = offset(part.up, first * part.rank, task.type),
+          .sums = sums + first,
+          .sums_stride = task.sums_stride,
+          .num_columns = std::min(kPiecePanels * kLoraColumns, part.out_size - first),
+          .type = task.type});
     }
   }
 }
@@ -81,9 +94,18 @@ Status run_lora(const RowKernels& kernels, ThreadPool* pool, const LoraTask& tas
   status = run_pieces(pool, kernels.lora_up, scratch.ups, up_products);
   if (!status.is_ok() || task.out == nullptr) return status;
   return run_round(kernels, pool,
-                   {task.sums, task.sums_stride, task.sums_head_stride, task.out, task.out_stride,
-                    task.out_head_stride, task.out_type, task.is_added, task.num_rows,
-                    task.num_heads, task.out_size});
+                   {
+                       .sums = task.sums,
+                       .sums_stride = task.sums_stride,
+                       .sums_head_stride = task.sums_head_stride,
+                       .out = task.out,
+                       .out_stride = task.out_stride,
+                       .out_head_stride = task.out_head_stride,
+                       .out_type = task.out_type,
+                       .is_added = task.is_added,
+                       .num_rows = task.num_rows,
+                       .num_heads = task.num_heads,
+                       .size = task.out_size});
 }
 
 }  // namespace tandem

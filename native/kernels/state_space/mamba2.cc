@@ -77,9 +77,17 @@ Status run_mamba2(const StateSpaceKernels& kernels, ThreadPool* pool, const Mamb
     if (status.is_ok()) status = pool->parallel_for(num_rows * groups, kScanNormsAtOnce, norm);
     if (!status.is_ok()) return status;
   }
-  carry_inputs({task.type, task.x, task.x_stride, task.carried, task.carried_stride,
-                num_channels_of(task.shape), task.shape.conv_width, task.query_start, task.slots,
-                task.num_sequences});
+  carry_inputs({
+      .type = task.type,
+      .x = task.x,
+      .x_stride = task.x_stride,
+      .carried = task.carried,
+      .carried_stride = task.carried_stride,
+      .channels = num_channels_of(task.shape),
+      .conv_width = task.shape.conv_width,
+      .query_start = task.query_start,
+      .slots = task.slots,
+      .num_sequences = task.num_sequences});
   return {};
 }
 

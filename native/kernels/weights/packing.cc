@@ -162,8 +162,17 @@ Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
                  "not coded from values: choose another format",
                  "format"};
   const int64_t refused = kernels.pack(
-      {format, matrix.data, matrix.is_bf16, matrix.rows, matrix.columns, source.first_row,
-       source.first_k, source.last_k, padded_size(format, source.last_k - source.first_k), panel});
+      {
+          .format = format,
+          .weights = matrix.data,
+          .is_bf16 = matrix.is_bf16,
+          .num_rows = matrix.rows,
+          .row_size = matrix.columns,
+          .first_row = source.first_row,
+          .first_k = source.first_k,
+          .last_k = source.last_k,
+          .size = padded_size(format, source.last_k - source.first_k),
+          .panel = panel});
   if (refused < 0) return {};
   const char* what = format.bits == 32   ? "a weight that is not finite"
                      : format.bits == 16 ? "a weight that is not finite in bf16"

@@ -14,9 +14,20 @@ void multiply_turned(const PackedKernels& kernels, const TurnedProduct& product)
                   product.panel_stride, num_panels, product.first_k, product.num_k, turned});
     Operand d_y = product.d_y;
     d_y.data += panel * kPanelColumns * gradient_bytes(product.format);
-    kernels.linear({gradient_format(product.format), num_panels * kPanelColumns, d_y, 0, product.num_rows, turned,
-                    nullptr, product.out, false, is_added, product.out_stride,
-                    product.num_columns, product.row_ids});
+    kernels.linear({
+        .format = gradient_format(product.format),
+        .size = num_panels * kPanelColumns,
+        .x = d_y,
+        .first_row = 0,
+        .num_rows = product.num_rows,
+        .panel = turned,
+        .bias = nullptr,
+        .out = product.out,
+        .is_bf16 = false,
+        .is_added = is_added,
+        .out_stride = product.out_stride,
+        .num_columns = product.num_columns,
+        .row_ids = product.row_ids});
     is_added = true;
   }
 }

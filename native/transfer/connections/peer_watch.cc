@@ -244,11 +244,17 @@ std::vector<RailStatus> Peer::rails() const {
   for (uint32_t r = 0; r < rails_.size(); ++r) {
     const Rail& rail = rails_[r];
     const RailPredictor& predictor = rail_set_.predictor(r);
-    statuses.push_back({rail.local.size > 0 ? rail.local.text() : "", rail.remote.text(),
-                        rail_set_.health(r).state(), rail.bytes_moved, rail.num_resent,
-                        predictor.in_flight_bytes(), predictor.effective_bandwidth(),
-                        predictor.predict_s(0), rail.latencies,
-                        rail.connection ? rail.connection->tag_kind() : TagKind::kNone});
+    statuses.push_back({
+        .local = rail.local.size > 0 ? rail.local.text() : "",
+        .remote = rail.remote.text(),
+        .state = rail_set_.health(r).state(),
+        .bytes_moved = rail.bytes_moved,
+        .num_resent = rail.num_resent,
+        .in_flight_bytes = predictor.in_flight_bytes(),
+        .bandwidth_bytes_per_s = predictor.effective_bandwidth(),
+        .predicted_s = predictor.predict_s(0),
+        .latencies = rail.latencies,
+        .tags = rail.connection ? rail.connection->tag_kind() : TagKind::kNone});
   }
   return statuses;
 }

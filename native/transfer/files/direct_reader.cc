@@ -171,9 +171,15 @@ Result<uint64_t> DirectReader::begin(size_t file, uint64_t offset, uint64_t leng
   const uint64_t first = align_down(offset);
   for (uint64_t done = 0; done < span; done += options_.part_bytes) {
     const uint64_t part = std::min(options_.part_bytes, span - done);
-    waiting_.push_back({id, file, first + done, part,
-                        std::min(first + done + part, offset + length), memory() + at + done,
-                        {}, -1});
+    waiting_.push_back({
+        .read = id,
+        .file = file,
+        .offset = first + done,
+        .length = part,
+        .wanted_end = std::min(first + done + part, offset + length),
+        .target = memory() + at + done,
+        .iov = {},
+        .fd = -1});
     ++read.parts_left;
   }
   status = pump();

@@ -13,14 +13,7 @@ from tandem.rpc.methods import Kept, MethodTable
 from tandem.rpc.outgoing import BegunCall
 from tandem.rpc.peer import Peer
 from tandem.rpc.server import RpcServer
-from tandem.rpc.trust.auth import (
-    Auth,
-    AuthKind,
-    generate_secret,
-    read_allowed_keys,
-    read_secret,
-    write_secret,
-)
+from tandem.rpc.trust.auth import Auth, generate_secret, read_secret, write_secret
 from tandem.rpc.trust.runtime_dir import make_runtime_dir
 from tandem.rpc.wire.frames import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity
 
@@ -28,7 +21,6 @@ __all__ = [
     "MIN_PROTOCOL_VERSION",
     "PROTOCOL_VERSION",
     "Auth",
-    "AuthKind",
     "BegunCall",
     "Identity",
     "Kept",
@@ -47,7 +39,6 @@ __all__ = [
     "generate_secret",
     "make_identity",
     "make_runtime_dir",
-    "read_allowed_keys",
     "read_secret",
     "write_secret",
 ]

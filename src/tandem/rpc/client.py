@@ -54,7 +54,6 @@ class RpcClient(RpcSide):
         self._reconnect = reconnect
         self._epoch = 0
         self._peer: Peer | None = None
-        self._session: ClientSession | None = None
         self._failure: TandemError = PeerLostError("rpc.call", "the client is not connected yet")
         self._settled = asyncio.Event()
         """Clear while a lost session is being replaced."""
@@ -74,7 +73,7 @@ class RpcClient(RpcSide):
     @property
     def endpoint(self) -> str:
         """Address of the server."""
-        return self._endpoint.url
+        return self.address.url
 
     @property
     def epoch(self) -> int:
@@ -144,10 +143,9 @@ class RpcClient(RpcSide):
                 self._renewal.cancel()
                 await asyncio.gather(self._renewal, return_exceptions=True)
         finally:
-            if self._session is not None:
-                self._session.drop(
-                    PeerLostError("rpc.close", f"{self.identity.name} has closed"), tell=True
-                )
+            if self._peer is not None:
+                what = f"{self.identity.name} has closed"
+                self._peer.lose(PeerLostError("rpc.close", what), tell=True)
             await end_context(context)
 
     # Speaking; see Peer.
@@ -214,29 +212,21 @@ class RpcClient(RpcSide):
             pause_s = min(2 * pause_s, self._config.reconnect_max_ms / 1e3)
 
     async def _try_once(self, timeout_s: float) -> Peer:
-        self._auth.check_connect(self._endpoint)
+        self.auth.check_connect(self.address)
         assert self._context is not None, "a session is opened after connect() and before aclose()"
         self._epoch += 1
         session = ClientSession(
-            self._context,
-            self._endpoint.url,
-            auth=self._auth,
-            identity=self.identity,
-            epoch=self._epoch,
-            check_compat=self._check_compat,
-            peer_context=self._peer_context,
-            on_open=self._adopt,
-            on_lost=self._lose,
+            self, self._context, self._epoch, on_open=self._adopt, on_lost=self._lose
         )
         return await session.open(timeout_s)
 
-    def _adopt(self, session: ClientSession, peer: Peer) -> None:
-        self._session, self._peer = session, peer
+    def _adopt(self, peer: Peer) -> None:
+        self._peer = peer
         self._settled.set()
         self._note_joined(peer)
 
     def _lose(self, peer: Peer, error: TandemError) -> None:
-        self._peer = self._session = None
+        self._peer = None
         if self._context is not None:
             self._failure = error
             if self._reconnect:

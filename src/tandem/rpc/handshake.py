@@ -77,7 +77,7 @@ def make_greeting(
 ) -> G:
     """Return our first message of a session."""
     limits = make_limits(config)
-    return kind(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, epoch, identity, limits, lane)
+    return kind(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, epoch, identity, limits, lane=lane)
 
 
 def run_compat_check(check: CompatCheck, theirs: Identity, ours: Identity) -> None:

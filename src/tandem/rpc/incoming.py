@@ -1,16 +1,16 @@
 """Calls of the peer that we run, in the order in which it made them.
 
-They come by the socket and by the peer's lane. Each channel keeps its own order, and a call says
-which was the last that was sent by the other one before it. The table belongs to one session and
-dies with it. Every call leaves it exactly once: by its answer, by its deadline, by cancellation, or
-by the loss of the peer.
+They come by the socket and by the peer's lane, and have one order: that of their numbers. A call
+whose number is not the next waits for those before it; one that its caller has given up, or that
+was lost with the lane, is waited for no more. The table belongs to one session and dies with it.
+Every call leaves it exactly once: by its answer, by its deadline, by cancellation, or by the loss
+of the peer.
 """
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -36,33 +36,21 @@ __all__ = ["IncomingCalls"]
 
 logger = logging.getLogger(__name__)
 
-ENDED = 2**63
-"""More than any call can say that there were."""
-
-
-_Held = tuple[Call, LaneRequest | None]
-
-
-@dataclass(slots=True)
-class _Way:
-    """The calls that came by one of the two channels."""
-
-    num_begun: int = 0
-    """The number of the last."""
-    held: "deque[_Held]" = field(default_factory=lambda: deque[_Held]())
-    """Those that wait for calls by the other way, and all after them."""
+Arrival = tuple[Call, LaneRequest | None]
+"""A call, and the request that brought it by the lane; None: it came by the socket."""
 
 
 @dataclass(slots=True)
 class _Running:
     """A call whose handler is a task."""
 
-    task: "asyncio.Task[None]"
-    timer: asyncio.TimerHandle
+    call: Call
     request: LaneRequest | None
     work: "Coroutine[Any, Any, Any] | None"
     is_kept: bool
     """True if the task goes on when its caller is gone."""
+    task: "asyncio.Task[None]"
+    timer: asyncio.TimerHandle
 
 
 class Caller(Protocol):
@@ -108,7 +96,11 @@ class IncomingCalls:
         self._alive: set[asyncio.Task[None]] = set()
         self._unbegun: set[int] = set()
         """Calls whose task the loop has not run yet: no plain function may overtake them."""
-        self._socket, self._lane = _Way(), _Way()
+        self._last_number = 0
+        """Number of the last call that has begun, or will never."""
+        self._held: dict[int, Arrival | None] = {}
+        """By number: calls that wait for those before them; None: one that will not come."""
+        self._is_lane_over = False
 
     def __len__(self) -> int:
         return len(self._alive)
@@ -116,111 +108,106 @@ class IncomingCalls:
     # Order.
 
     def take(self, call: Call, request: LaneRequest | None = None) -> None:
-        """Begin a call, or keep it until those before it have come by the other channel.
+        """Begin a call, or keep it until those before it have come.
 
         Args:
             call: as it came.
             request: what it came with by the lane; None: it came by the socket.
         """
-        way, other = self._socket, self._lane
-        if request is not None:
-            way, other = other, way
-        if way.held or call.after > other.num_begun:
-            if len(way.held) < self._max_calls:
-                way.held.append((call, request))
+        number = call.number
+        if request is not None and (self._is_lane_over or 0 < number <= self._last_number):
+            _refuse_ended(request)
+        elif number > self._last_number + 1 and not self._is_lane_over:
+            if len(self._held) < self._max_calls:
+                self._held[number] = (call, request)
                 return
-            self._counters.calls_failed += 1
-            self._refuse(call.call_id, request, CapacityError("rpc.call", "too many calls wait"))
-            return
-        way.num_begun = max(way.num_begun, call.number)
-        self._start(call, request)
-        if other.held:
-            self._begin_held()
+            self._held[number] = None
+            self._refuse(call, request, CapacityError("rpc.call", "too many calls wait"))
+        else:
+            self._last_number = max(self._last_number, number)
+            self._start(call, request)
+            if self._held:
+                self._begin_held()
 
     def end_lane(self) -> None:
-        """Note that the lane of the other side broke: nothing waits for what has not come by it."""
-        self._lane.num_begun = ENDED
-        held, self._lane.held = self._lane.held, deque()
-        for _, request in held:
-            _refuse_ended(request)
+        """Note that the lane of the other side broke: nothing waits for what has not come by it.
+
+        What comes by the socket alone comes in order.
+        """
+        self._is_lane_over = True
         self._begin_held()
 
     def _begin_held(self) -> None:
-        ways = self._socket, self._lane
-        while True:
-            for way, other in (ways, ways[::-1]):
-                if way.held and way.held[0][0].after <= other.num_begun:
-                    call, request = way.held.popleft()
-                    way.num_begun = max(way.num_begun, call.number)
-                    self._start(call, request)
-                    break
-            else:
+        """Begin what waited, up to the next call that is still to come."""
+        while self._held:
+            number = min(self._held) if self._is_lane_over else self._last_number + 1
+            if number not in self._held:
                 return
+            self._last_number = max(self._last_number, number)
+            arrival = self._held.pop(number)
+            if arrival is None:
+                continue
+            call, request = arrival
+            if request is not None and self._is_lane_over:
+                _refuse_ended(request)
+            else:
+                self._start(call, request)
 
     # Running.
 
     def _start(self, call: Call, request: LaneRequest | None) -> None:
         """Run the handler of ``call``, or answer at once why not."""
-        if request is not None and self._lane.num_begun == ENDED:
-            _refuse_ended(request)
-            return
         try:
             method, argument = self._resolve(call)
         except TandemError as error:
-            self._refuse(call.call_id, request, error)
+            self._refuse(call, request, error)
             return
         self._counters.calls_started += 1
         work: Coroutine[Any, Any, Any] | None = None
         is_kept = False
-        if not method.is_async and not self._unbegun:
+        if method.is_async:
+            work = method.handler(self._peer, argument)
+        elif not self._unbegun:
             try:
                 response: Any = method.handler(self._peer, argument)
             except Exception as error:  # noqa: BLE001 - the edge of the process: answered
-                self._answer_error(call.call_id, request, method.name, error)
+                self._answer_error(call, request, error)
                 return
             if isinstance(response, Kept):
                 work, is_kept = response.work, True
             elif asyncio.iscoroutine(response):
                 work = response
             else:
-                self._answer(call.call_id, request, method.name, response)
+                self._answer(call, request, response)
                 return
-        elif method.is_async:
-            work = method.handler(self._peer, argument)
-        self._run_task(call, request, method, argument, work, is_kept=is_kept)
-
-    def _run_task(
-        self,
-        call: Call,
-        request: LaneRequest | None,
-        method: Method,
-        argument: Any,
-        work: "Coroutine[Any, Any, Any] | None",
-        *,
-        is_kept: bool,
-    ) -> None:
         call_id = call.call_id
         self._unbegun.add(call_id)
-        task = self._loop.create_task(self._run(call_id, request, method, argument, work))
-        timer = self._loop.call_later(
-            call.timeout_ms / 1e3, self._expire, call_id, method.name, call.timeout_ms
-        )
-        self._open[call_id] = _Running(task, timer, request, work, is_kept)
+        task = self._loop.create_task(self._run(call, request, method, argument, work))
+        timer = self._loop.call_later(call.timeout_ms / 1e3, self._expire, call_id)
+        self._open[call_id] = _Running(call, request, work, is_kept, task, timer)
         self._alive.add(task)
         task.add_done_callback(self._alive.discard)
 
     def cancel(self, call_id: int) -> None:
-        """Stop a handler whose caller has given up; an unknown id has been answered already."""
+        """Stop the handler of a call that its caller has given up, or let it never begin.
+
+        An id that has been answered already is ignored.
+        """
         if self._stop(call_id) is not None:
             self._counters.calls_cancelled += 1
+        elif call_id > self._last_number and len(self._held) < self._max_calls:
+            self._held[call_id] = None
+            self._begin_held()
 
     def cancel_all(self) -> None:
         """Stop every handler, without answers: the caller is gone."""
-        self._socket.held.clear()
-        self.end_lane()
+        self._is_lane_over = True
+        held, self._held = self._held, {}
+        for arrival in held.values():
+            if arrival is not None:
+                _refuse_ended(arrival[1])
         for call_id, running in list(self._open.items()):
-            if running.request is not None:
-                _refuse_ended(running.request)
+            _refuse_ended(running.request)
             self.cancel(call_id)
 
     def _resolve(self, call: Call) -> tuple[Method, Any]:
@@ -248,49 +235,42 @@ class IncomingCalls:
 
     async def _run(
         self,
-        call_id: int,
+        call: Call,
         request: LaneRequest | None,
         method: Method,
         argument: Any,
         work: "Coroutine[Any, Any, Any] | None",
     ) -> None:
+        call_id = call.call_id
         self._unbegun.discard(call_id)
         try:
-            if work is None:
-                response = method.handler(self._peer, argument)
-                if isinstance(response, Kept):
-                    self._open[call_id].is_kept = True
-                    response = await response.work
-                elif asyncio.iscoroutine(response):
-                    response = await response
-            else:
-                response = await work
+            response = method.handler(self._peer, argument) if work is None else await work
+            if isinstance(response, Kept):
+                self._open[call_id].is_kept = True
+                response = await response.work
+            elif work is None and asyncio.iscoroutine(response):
+                response = await response
         except asyncio.CancelledError:
             # Ours was answered by whoever stopped it. One that the handler let through from
             # something of its own must not leave the caller without an answer.
             if self._close(call_id):
-                self._refuse(
-                    call_id,
-                    request,
-                    CancelledError("rpc.call", f"{method.name!r} was cancelled there"),
-                )
+                error = CancelledError("rpc.call", f"{method.name!r} was cancelled there")
+                self._refuse(call, request, error)
         except Exception as error:  # noqa: BLE001 - the edge of the process: logged and answered
             if self._close(call_id):
-                self._answer_error(call_id, request, method.name, error)
+                self._answer_error(call, request, error)
         else:
             if self._close(call_id):
-                self._answer(call_id, request, method.name, response)
+                self._answer(call, request, response)
 
-    def _expire(self, call_id: int, method: str, timeout_ms: int) -> None:
+    def _expire(self, call_id: int) -> None:
         # Answered from here, not from the task: a handler may take long over its cancellation.
         running = self._stop(call_id)
         if running is not None:
             self._counters.calls_expired += 1
-            self._refuse(
-                call_id,
-                running.request,
-                DeadlineError("rpc.call", f"{method!r} did not end within {timeout_ms} ms"),
-            )
+            call = running.call
+            late = f"{call.method!r} did not end within {call.timeout_ms} ms"
+            self._refuse(call, running.request, DeadlineError("rpc.call", late))
 
     def _stop(self, call_id: int) -> "_Running | None":
         running = self._close(call_id)
@@ -314,38 +294,31 @@ class IncomingCalls:
 
     # Answers.
 
-    def _answer(
-        self, call_id: int, request: LaneRequest | None, method: str, response: Any
-    ) -> None:
+    def _answer(self, call: Call, request: LaneRequest | None, response: Any) -> None:
         try:
-            self._send(Reply(call_id, as_body(response)), request)
+            self._send(Reply(call.call_id, as_body(response)), request)
         except ConfigError as error:
             # The response has no wire form: the handler's bug, not the caller's.
-            failure = InternalError(
-                "rpc.call", f"the answer of {method!r} cannot be sent: {error.what}"
-            )
-            self._answer_error(call_id, request, method, failure)
+            what = f"the answer of {call.method!r} cannot be sent: {error.what}"
+            self._answer_error(call, request, InternalError("rpc.call", what))
         except TandemError as error:
-            self._refuse(call_id, request, error)
+            self._refuse(call, request, error)
 
-    def _answer_error(
-        self, call_id: int, request: LaneRequest | None, method: str, error: Exception
-    ) -> None:
+    def _answer_error(self, call: Call, request: LaneRequest | None, error: Exception) -> None:
         if not isinstance(error, TandemError):
-            logger.error(
-                "event=handler_failed method=%s peer=%s", method, self._peer.name, exc_info=error
-            )
+            method, peer = call.method, self._peer.name
+            logger.error("event=handler_failed method=%s peer=%s", method, peer, exc_info=error)
             error = InternalError(
                 "rpc.call",
                 f"{method!r} failed with {type(error).__name__}: the log of the serving side has "
                 "the trace",
             )
-        self._refuse(call_id, request, error)
+        self._refuse(call, request, error)
 
-    def _refuse(self, call_id: int, request: LaneRequest | None, error: TandemError) -> None:
+    def _refuse(self, call: Call, request: LaneRequest | None, error: TandemError) -> None:
         self._counters.calls_failed += 1
         try:
-            self._send(make_fault(call_id, error), request)
+            self._send(make_fault(call.call_id, error), request)
         except TandemError as unsent:
             # The peer is lost or about to be; its own side ends the call.
             logger.debug("event=fault_unsent peer=%s reason=%s", self._peer.name, unsent)

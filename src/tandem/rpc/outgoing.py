@@ -1,15 +1,16 @@
 """Calls that this side makes: they go by the socket or by a lane, and wait for their answer.
 
-The table belongs to one session and dies with it. Every call leaves it exactly once: by its answer,
-by its deadline, by cancellation, or by the loss of the peer. The deadline is watched on both sides,
-so that neither waits for, nor works for, a side that has gone.
+The table belongs to one session and dies with it. Calls have one order, that of their numbers,
+whichever way they go. Every call leaves the table exactly once: by its answer, by its deadline, by
+cancellation, or by the loss of the peer. The deadline is watched on both sides, so that neither
+waits for, nor works for, a side that has gone; a call that is given up is cancelled there.
 
 Threads: all on the endpoint's loop, except ``begin_threadsafe`` and what it returns.
 """
 
 import asyncio
-import collections
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import threading
@@ -48,6 +49,12 @@ __all__ = ["BegunCall", "OutgoingCalls", "Wire"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Answered = TypeVar("Answered", covariant=True)
+Waiting = TypeVar("Waiting")
+"""The lane's side of a call: a ``LaneAnswer`` for a thread, an awaitable for the loop."""
+Answer = asyncio.Future[Reply | Fault]
+"""An answer by the socket: of a call by the socket, or one too long for the lane."""
+LOOP_GRACE_S = 1.0
+"""By how much the loop may be late with the end of a call that it makes for a thread."""
 
 
 class BegunCall(Protocol[Answered]):
@@ -73,17 +80,6 @@ class Wire:
     """Why the session has ended; None: it has not."""
 
 
-@dataclass(slots=True)
-class _LaneCall:
-    """One that went by the lane."""
-
-    number: int
-    frame: Reply | Fault | None = None
-    """An answer too long for the lane, which came by the socket before anybody knew."""
-    waiter: "asyncio.Future[None] | concurrent.futures.Future[None] | None" = None
-    """Waiter of whoever knows, and waits for it."""
-
-
 class OutgoingCalls:
     """Calls made to the peer.
 
@@ -96,26 +92,15 @@ class OutgoingCalls:
         self._wire = wire
         self._max_calls = max_calls
         self._loop = asyncio.get_running_loop()
-        self._order = threading.Lock()
+        self._order = threading.RLock()
         """Calls get their numbers and leave in the same order."""
         self._next_id = 1  # 0 marks the fault of a one-way message
-        self._num_by_socket = 0
-        self._num_by_lane = 0
         self._lane: Lane | None = None
         self._token = b""
-        self._open: dict[int, asyncio.Future[msgspec.Raw]] = {}
-        self._by_lane: dict[int, _LaneCall] = {}
-        self._dropped: collections.deque[int] = collections.deque()
-        """Calls by the lane that a thread has given up, and that ``_by_lane`` still has. The
-        garbage collector may drop one in any thread at any moment, also in one that holds
-        ``_order``: so that takes no lock."""
-        self._num_sure = 0
-        """Calls by the lane up to this number have come there, or will unless it breaks."""
-        self._num_answered = 0
-        """The highest number of one that was answered."""
+        self._open: dict[int, Answer] = {}
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._by_lane) - len(self._dropped)
+        return len(self._open)
 
     @property
     def has_lane(self) -> bool:
@@ -127,258 +112,179 @@ class OutgoingCalls:
         self._token = offer.token
         self._lane = lane
 
-    def leave_lane(self) -> None:
-        """Close the lane, if there is one; calls in progress on it fail."""
+    def lose_lane(self, lane: Lane | None, reason: TandemError) -> None:
+        """Close the lane, if it is still the one in use: calls go by the socket from now on."""
+        with self._order:
+            if lane is None or self._lane is not lane:
+                return
+            self._lane = None
+        logger.info("event=lane_lost peer=%s reason=%s", self._wire.peer_name, reason)
+        lane.close()
+        self._wire.end_lane()
+
+    def fail_all(self, make: Callable[[], TandemError]) -> None:
+        """End every open call, each with an error of its own (tracebacks are not shared)."""
         with self._order:
             lane, self._lane = self._lane, None
-            self._num_sure = 0
+        for call_id in list(self._open):
+            answer = self._open.pop(call_id, None)
+            if answer is not None and not answer.done():
+                answer.set_exception(make())
+                answer.exception()  # A caller that waits by the lane never asks for it.
         if lane is not None:
             lane.close()
+
+    # Sending.
 
     def begin(
         self, method: str, request: object, response_type: type[T], timeout_s: float
     ) -> Coroutine[Any, Any, T]:
         """Send a call; what it returns waits for the answer. See ``Peer.begin``."""
-        timeout_ms = _check_timeout(method, timeout_s)
-        self._check_room()
-        lane = self._lane
-        if lane is not None:
-            begun = self._send_by_lane(
-                method, request, timeout_ms, lambda data: lane.begin_async(data, timeout_s)
-            )
-            if begun is not None:
-                return self._wait_lane(lane, begun, method, response_type, timeout_s)
-        answer: asyncio.Future[msgspec.Raw] = self._loop.create_future()
-        call_id = self._send_by_socket(method, request, timeout_ms)
-        self._open[call_id] = answer
-        return self._wait_socket(call_id, answer, method, response_type, timeout_s)
-
-    async def _wait_socket(
-        self,
-        call_id: int,
-        answer: "asyncio.Future[msgspec.Raw]",
-        method: str,
-        response_type: type[T],
-        timeout_s: float,
-    ) -> T:
-        timer = self._loop.call_later(timeout_s, self._expire, call_id, method, timeout_s)
-        try:
-            body = await answer
-        except asyncio.CancelledError:
-            if call_id in self._open:
-                self._cancel_there(call_id)
-            raise
-        finally:
-            timer.cancel()
-            self._open.pop(call_id, None)
-        return _decode_answer(method, body, response_type)
+        make = self._prepare(method, request, timeout_s)
+        sent = self._send_by_lane(make, lambda lane, data: lane.begin_async(data, timeout_s))
+        if sent is None:
+            sent = self._send_by_socket(make)
+        return self._wait(sent, method, response_type, timeout_s)
 
     def begin_threadsafe(
         self, method: str, request: object, response_type: type[T], timeout_s: float
     ) -> BegunCall[T]:
         """Send a call from any thread but the loop's; see ``Peer.begin_threadsafe``."""
-        timeout_ms = _check_timeout(method, timeout_s)
-        self._check_room()
-        lane = self._lane
-        if lane is not None:
-            begun = self._send_by_lane(method, request, timeout_ms, lane.begin)
-            if begun is not None:
-                return _ThreadCall(self, lane, begun, method, response_type)
+        make = self._prepare(method, request, timeout_s)
+        sent = self._send_by_lane(make, lambda lane, data: lane.begin(data))
+        if sent is not None:
+            return _LaneCall(self, sent, method, response_type)
         # The socket is the loop's.
-        calling = self._call(method, request, response_type, timeout_s)
-        try:
-            return _LoopCall(asyncio.run_coroutine_threadsafe(calling, self._loop), method)
-        except RuntimeError:
-            calling.close()
-            raise self.describe_lost(method) from None
+        return self.run_on_loop(self._call(method, request, response_type, timeout_s), method)
 
     async def _call(
         self, method: str, request: object, response_type: type[T], timeout_s: float
     ) -> T:
         return await self.begin(method, request, response_type, timeout_s)
 
-    def _check_room(self) -> None:
-        if len(self) >= self._max_calls:
+    def _prepare(self, method: str, request: object, timeout_s: float) -> Callable[[int], Call]:
+        """Return what makes the frame of a call by its number, which is also its id."""
+        timeout_ms = _check_timeout(method, timeout_s)
+        if len(self._open) >= self._max_calls:
             raise CapacityError(
                 "rpc.call",
-                f"{len(self)} calls to {self._wire.peer_name} are open, limit {self._max_calls}",
+                f"{len(self._open)} calls to {self._wire.peer_name} are open, "
+                f"limit {self._max_calls}",
             )
-
-    def _send_by_socket(self, method: str, request: object, timeout_ms: int) -> int:
-        with self._order:
-            self._forget_dropped()
-            number, call_id = self._num_by_socket + 1, self._next_id
-            body, after = as_body(request), self._num_sure
-            self._next_id += 1
-            self._wire.send(Call(call_id, method, timeout_ms, body, number, after))
-            self._num_by_socket = number
-        return call_id
+        return lambda number: Call(number, method, timeout_ms, as_body(request), number)
 
     def _send_by_lane(
-        self, method: str, request: object, timeout_ms: int, begin: Callable[[bytes], T]
-    ) -> tuple[int, T] | None:
+        self, make: Callable[[int], Call], begin: Callable[[Lane, bytes], Waiting]
+    ) -> "_Sent[Waiting] | None":
         """Send by the lane; None if this call cannot."""
         with self._order:
-            self._forget_dropped()
-            lane = self._lane
+            lane, call_id = self._lane, self._next_id
             if lane is None:
                 return None
-            number, call_id = self._num_by_lane + 1, self._next_id
-            call = Call(call_id, method, timeout_ms, as_body(request), number, self._num_by_socket)
-            data = self._token + self._wire.encode(call)
+            data = self._token + self._wire.encode(make(call_id))
             if len(data) > lane.max_bytes:
                 return None
+            answer: Answer = self._loop.create_future()
+            self._open[call_id] = answer  # An answer by the socket may come at once.
+            self._next_id += 1
             try:
-                begun = begin(data)
+                return _Sent(call_id, answer, lane, begin(lane, data))
             except CapacityError:
-                return None
+                self._next_id = call_id
             except TandemError as error:
-                reason = error
-            else:
-                self._next_id += 1
-                self._num_by_lane = self._num_sure = number
-                self._by_lane[call_id] = _LaneCall(number)
-                return call_id, begun
-        self.lose_lane(lane, reason)
-        return None
+                self.lose_lane(lane, error)
+            del self._open[call_id]
+            return None
 
-    def lose_lane(self, lane: Lane, reason: TandemError) -> None:
-        """Note that it broke: calls go by the socket from now on."""
-        if self._lane is lane:
-            logger.info("event=lane_lost peer=%s reason=%s", self._wire.peer_name, reason)
-            self.leave_lane()
-            self._wire.end_lane()
+    def _send_by_socket(self, make: Callable[[int], Call]) -> "_Sent[Any]":
+        with self._order:
+            call_id = self._next_id
+            self._wire.send(make(call_id))
+            self._next_id += 1
+        answer = self._open[call_id] = self._loop.create_future()
+        return _Sent(call_id, answer, None, None)
 
-    # Answers by the lane.
+    # Answers.
 
-    async def _wait_lane(
+    async def _wait(
         self,
-        lane: Lane,
-        begun: tuple[int, Awaitable[bytes]],
+        sent: "_Sent[Awaitable[bytes]]",
         method: str,
         response_type: type[T],
         timeout_s: float,
     ) -> T:
-        call_id, answering = begun
-        deadline_s = self._loop.time() + timeout_s
-        is_answered = False
+        until_s = self._loop.time() + timeout_s
+        data, frame = b"", None
         try:
-            data = await answering
-            is_answered = True
+            if sent.waiting is not None:
+                data = await sent.waiting
             if not data:
-                await self._wait_long(call_id, deadline_s)
-                body = self.take_long(call_id, method)
-                return _decode_answer(method, body, response_type)
-        except asyncio.CancelledError:
-            self._cancel_there(call_id)
-            raise
-        except TimeoutError:  # Also a DeadlineError: the handler is stopped by its own timer.
+                frame = await self._wait_socket(sent, until_s)
+        except TimeoutError:  # Also the lane's DeadlineError.
             raise self.describe_late(method, timeout_s) from None
         except TandemError as error:
-            if is_answered:
-                raise
-            self.lose_lane(lane, error)
+            self.lose_lane(sent.lane, error)
             raise self.describe_lost(method) from None
         finally:
-            self.forget(call_id, is_answered=is_answered)
-        return _decode_answer(method, open_answer(data), response_type)
+            self.end(sent.call_id, is_answered=bool(data or frame))
+        return read_answer(frame or data, method, response_type)
 
-    async def _wait_long(self, call_id: int, deadline_s: float) -> None:
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        if not self.is_long_here(call_id, waiter):
-            async with asyncio.timeout_at(deadline_s):
-                await waiter
+    async def _wait_socket(self, sent: "_Sent[Any]", until_s: float) -> Reply | Fault:
+        timer = self._loop.call_at(until_s, self._expire, sent.answer)
+        try:
+            return await sent.answer
+        finally:
+            timer.cancel()
 
-    def is_long_here(
-        self, call_id: int, waiter: "asyncio.Future[None] | concurrent.futures.Future[None]"
-    ) -> bool:
-        """Return True if the answer, too long for the lane, has come; else ``waiter`` ends when it
-        has.
-        """
-        with self._order:
-            call = self._by_lane[call_id]
-            if call.frame is None:
-                call.waiter = waiter
-                if self._wire.get_loss() is not None:
-                    waiter.set_result(None)
-            return call.frame is not None
+    def _expire(self, answer: Answer) -> None:
+        if not answer.done():
+            answer.set_exception(TimeoutError())
 
-    def take_long(self, call_id: int, method: str) -> msgspec.Raw:
-        """Return what that answer says. Raises: what it says; what the loss of the peer was."""
-        frame = self._by_lane[call_id].frame
-        if frame is None:
-            raise self.describe_lost(method)
-        return _open_frame(frame)
+    def run_on_loop(self, work: Coroutine[Any, Any, T], method: str) -> "_LoopCall[T]":
+        """Have the loop carry out what a thread waits for."""
+        try:
+            return _LoopCall(asyncio.run_coroutine_threadsafe(work, self._loop), method)
+        except RuntimeError:
+            work.close()
+            raise self.describe_lost(method) from None
 
-    def forget(self, call_id: int, *, is_answered: bool) -> None:
-        """Nobody waits for it any more."""
-        with self._order:
-            self._forget(call_id, is_answered=is_answered)
+    def wait_long(
+        self, sent: "_Sent[Any]", method: str, response_type: type[T], timeout_s: float
+    ) -> T:
+        """Wait, in a thread, for an answer too long for the lane."""
+        by_socket: _Sent[Awaitable[bytes]] = _Sent(sent.call_id, sent.answer, None, None)
+        work = self._wait(by_socket, method, response_type, timeout_s)
+        return self.run_on_loop(work, method).wait(timeout_s + LOOP_GRACE_S)
 
-    def drop(self, call_id: int) -> None:
-        """Do as ``forget`` of a call without an answer; takes effect before the next call
-        leaves.
-        """
-        self._dropped.append(call_id)
-
-    def _forget_dropped(self) -> None:
-        """Forget what was dropped. REQUIRES: ``_order`` is held."""
-        while self._dropped:
-            self._forget(self._dropped.popleft(), is_answered=False)
-
-    def _forget(self, call_id: int, *, is_answered: bool) -> None:
-        call = self._by_lane.pop(call_id, None)
-        if call is None:
-            return
-        if is_answered:
-            self._num_answered = max(self._num_answered, call.number)
-        elif self._num_sure == call.number:
-            # One that is given up may never be sent: nothing may wait for it.
-            newest = next(reversed(self._by_lane.values()), None)
-            in_flight = 0 if newest is None else newest.number
-            self._num_sure = max(self._num_answered, in_flight)
-
-    # Answers by the socket.
-
-    def take_reply(self, reply: Reply) -> None:
-        """Give the waiting caller its result; one who has left gets nothing."""
-        answer = self._open.pop(reply.call_id, None)
+    def take_answer(self, frame: Reply | Fault) -> None:
+        """Give the waiting caller its answer by the socket; one who has left gets nothing."""
+        answer = self._open.pop(frame.call_id, None)
         if answer is not None and not answer.done():
-            answer.set_result(reply.body)
-        elif answer is None:
-            self._note_long(reply)
+            answer.set_result(frame)
 
-    def take_fault(self, fault: Fault) -> None:
-        """Give the waiting caller its error."""
-        if fault.call_id in self._open:
-            self._fail(fault.call_id, _make_error(fault))
-        else:
-            self._note_long(fault)
+    def end(self, call_id: int, *, is_answered: bool) -> None:
+        """Note that nobody waits for it any more; the other side is told if it has not answered.
 
-    def _note_long(self, frame: Reply | Fault) -> None:
-        with self._order:
-            call = self._by_lane.get(frame.call_id)
-            if call is None:
-                return
-            call.frame, waiter = frame, call.waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    def fail_all(self, make: Callable[[], TandemError]) -> None:
-        """End every open call, each with an error of its own (tracebacks are not shared)."""
-        for call_id in list(self._open):
-            self._fail(call_id, make())
-        self.leave_lane()
-        with self._order:
-            waiters = [call.waiter for call in self._by_lane.values()]
-        for waiter in waiters:
-            if waiter is not None and not waiter.done():
-                waiter.set_result(None)
-
-    def _expire(self, call_id: int, method: str, timeout_s: float) -> None:
-        if call_id in self._open:
+        On the loop. A call by the lane may not have come there: nothing must wait for it.
+        """
+        if self._open.pop(call_id, None) is not None and not is_answered:
             self._cancel_there(call_id)
-            self._fail(call_id, self.describe_late(method, timeout_s))
+
+    def end_threadsafe(self, call_id: int, *, is_answered: bool) -> None:
+        """Do as ``end``, in any thread, and inside any lock: it takes none.
+
+        The garbage collector may end a call at any moment, also in a thread that sends another.
+        """
+        if self._open.pop(call_id, None) is not None and not is_answered:
+            with contextlib.suppress(RuntimeError):  # The loop has ended.
+                self._loop.call_soon_threadsafe(self._cancel_there, call_id)
+
+    def _cancel_there(self, call_id: int) -> None:
+        try:
+            self._wire.send(Cancel(call_id))
+        except TandemError as error:
+            # The peer is going or reads nothing: it cannot be told, and its own timer ends it.
+            logger.debug("event=cancel_unsent peer=%s reason=%s", self._wire.peer_name, error)
 
     def describe_late(self, method: str, timeout_s: float) -> DeadlineError:
         """Return the error of a call whose deadline has passed."""
@@ -398,63 +304,54 @@ class OutgoingCalls:
             "at all",
         )
 
-    def _cancel_there(self, call_id: int) -> None:
-        try:
-            self._wire.send(Cancel(call_id))
-        except TandemError as error:
-            # The peer is going or reads nothing: it cannot be told, and its own timer ends it.
-            logger.debug("event=cancel_unsent peer=%s reason=%s", self._wire.peer_name, error)
 
-    def _fail(self, call_id: int, error: TandemError) -> None:
-        answer = self._open.pop(call_id, None)
-        if answer is not None and not answer.done():
-            answer.set_exception(error)
+@dataclass(frozen=True, slots=True)
+class _Sent(Generic[Waiting]):
+    """A call that has left: by a lane, or by the socket."""
+
+    call_id: int
+    answer: Answer
+    lane: Lane | None
+    waiting: Waiting | None
+    """For the answer by the lane; empty if it comes by the socket, being too long."""
 
 
-class _ThreadCall(Generic[T]):
+class _LaneCall(Generic[T]):
     """By a lane, for a thread; whoever drops it has given it up."""
 
     def __init__(
         self,
         calls: OutgoingCalls,
-        lane: Lane,
-        begun: tuple[int, LaneAnswer],
+        sent: "_Sent[LaneAnswer]",
         method: str,
         response_type: type[T],
     ) -> None:
         self._calls = calls
-        self._lane = lane
-        self._call_id, self._answer = begun
+        self._sent = sent
         self._method = method
         self._response_type = response_type
         self._is_answered = False
 
     def wait(self, timeout_s: float) -> T:
-        deadline_s = time.monotonic() + timeout_s
+        assert self._sent.waiting is not None, "it went by the lane"
+        until_s = time.monotonic() + timeout_s
         try:
-            data = self._answer.wait(timeout_s)
+            data = self._sent.waiting.wait(timeout_s)
         except DeadlineError:
             raise self._calls.describe_late(self._method, timeout_s) from None
         except TandemError as error:
-            self._calls.lose_lane(self._lane, error)
+            self._calls.lose_lane(self._sent.lane, error)
             raise self._calls.describe_lost(self._method) from None
-        body = open_answer(data) if data else self._wait_long(deadline_s, timeout_s)
+        if not data:
+            left_s = max(0.0, until_s - time.monotonic())
+            return self._calls.wait_long(self._sent, self._method, self._response_type, left_s)
         self._is_answered = True
-        self._calls.forget(self._call_id, is_answered=True)
-        return _decode_answer(self._method, body, self._response_type)
-
-    def _wait_long(self, deadline_s: float, timeout_s: float) -> msgspec.Raw:
-        waiter: concurrent.futures.Future[None] = concurrent.futures.Future()
-        if not self._calls.is_long_here(self._call_id, waiter):
-            try:
-                waiter.result(max(0.0, deadline_s - time.monotonic()))
-            except TimeoutError:
-                raise self._calls.describe_late(self._method, timeout_s) from None
-        return self._calls.take_long(self._call_id, self._method)
+        self._calls.end_threadsafe(self._sent.call_id, is_answered=True)
+        return read_answer(data, self._method, self._response_type)
 
     def __del__(self) -> None:
         if not self._is_answered:
-            self._calls.drop(self._call_id)
+            self._calls.end_threadsafe(self._sent.call_id, is_answered=False)
 
 
 class _LoopCall(Generic[T]):
@@ -478,22 +375,19 @@ class _LoopCall(Generic[T]):
             ) from None
 
 
-def open_answer(data: bytes) -> msgspec.Raw:
-    """Return what an answer by the lane says. Raises: what it says; CorruptionError."""
-    frame = decode_frame(data)
-    if not isinstance(frame, Reply | Fault):
-        raise CorruptionError("rpc.call", f"a {type(frame).__name__} is no answer")
-    return _open_frame(frame)
-
-
-def _open_frame(frame: Reply | Fault) -> msgspec.Raw:
+def read_answer(answer: Reply | Fault | bytes, method: str, response_type: type[T]) -> T:
+    """Return what an answer says. Raises: what it says; CorruptionError."""
+    frame = decode_frame(answer) if isinstance(answer, bytes) else answer
     if isinstance(frame, Fault):
-        raise _make_error(frame)
-    return frame.body
-
-
-def _make_error(fault: Fault) -> TandemError:
-    return make_error(fault.code, fault.where, fault.what, fault.field)
+        raise make_error(frame.code, frame.where, frame.what, frame.field)
+    if not isinstance(frame, Reply):
+        raise CorruptionError("rpc.call", f"a {type(frame).__name__} is no answer")
+    try:
+        return decode_body(_find_decoder(response_type), frame.body)
+    except msgspec.MsgspecError as error:
+        raise CorruptionError(
+            "rpc.call", f"answer of {method!r} is not a {response_type}: {error}"
+        ) from None
 
 
 def _check_timeout(method: str, timeout_s: float) -> int:
@@ -511,12 +405,3 @@ def _check_timeout(method: str, timeout_s: float) -> int:
 @functools.lru_cache(maxsize=256)
 def _find_decoder(response_type: Any) -> msgspec.msgpack.Decoder[Any]:
     return msgspec.msgpack.Decoder(response_type)
-
-
-def _decode_answer(method: str, body: msgspec.Raw, response_type: type[T]) -> T:
-    try:
-        return decode_body(_find_decoder(response_type), body)
-    except msgspec.MsgspecError as error:
-        raise CorruptionError(
-            "rpc.call", f"answer of {method!r} is not a {response_type}: {error}"
-        ) from None

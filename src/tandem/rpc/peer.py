@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -45,10 +45,8 @@ from tandem.rpc.wire.frames import (
     Fault,
     Frame,
     Hello,
-    Identity,
     LaneEnd,
     LaneOffer,
-    Limits,
     Reply,
     Welcome,
     as_body,
@@ -57,30 +55,12 @@ from tandem.rpc.wire.frames import (
     encode_frame,
     make_fault,
 )
+from tandem.rpc.wire.sockets import Connection
 
-__all__ = ["Peer", "PeerContext", "Transport"]
+__all__ = ["Peer", "PeerContext"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class Transport(Protocol):
-    """The interface of the socket below a session."""
-
-    def transmit(self, data: bytes) -> None:
-        """Hand one frame to the socket without blocking.
-
-        Raises: CapacityError if its queue is full; PeerLostError if the connection is gone.
-        """
-        ...
-
-    def drain(self) -> None:
-        """Receive all that has arrived."""
-        ...
-
-    def drop(self, error: TandemError, *, tell: bool) -> None:
-        """End the session because of ``error``; ``tell`` the peer why."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,31 +79,29 @@ class Peer:
     """The other side of one session.
 
     Args:
-        identity: what the peer said of itself.
-        epoch: number of this session in the life of the client, from 1.
-        limits: what the peer asked us to respect.
+        greeting: what the peer said of itself, and asked us to respect.
         transport: borrowed; the endpoint owns it.
         context: of the endpoint.
         our_lane: what we told the peer of our lanes; to be withdrawn by this, which ends later.
-        their_lane: what it told us.
+        on_lost: called once when the session has ended, with the reason.
     """
 
     def __init__(
         self,
-        identity: Identity,
-        epoch: int,
-        limits: Limits,
-        transport: Transport,
+        greeting: Hello | Welcome,
+        transport: Connection,
         context: PeerContext,
         *,
-        our_lane: LaneOffer | None = None,
-        their_lane: LaneOffer | None = None,
+        our_lane: LaneOffer | None,
+        on_lost: "Callable[[Peer, TandemError], None]",
     ) -> None:
-        config = context.config
-        self.identity = identity
-        self.epoch = epoch
+        config, limits = context.config, greeting.limits
+        self.identity = greeting.identity
+        self.epoch = greeting.epoch
+        """Number of this session in the life of the client, from 1."""
         self._transport = transport
         self._context = context
+        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._lost: TandemError | None = None
         self._max_message_bytes = min(config.max_message_bytes, limits.max_message_bytes)
@@ -152,15 +130,12 @@ class Peer:
         self._outbox_lock = threading.Lock()
         self._take: dict[type[Any], Callable[[Any], None]] = {
             Call: self._incoming.take,
-            Reply: self._outgoing.take_reply,
+            Reply: self._outgoing.take_answer,
             Fault: self._take_fault,
-            Cancel: self._take_cancel,
+            Cancel: lambda cancel: self._incoming.cancel(cancel.call_id),
             Event: self._take_event,
-            Beat: self._take_beat,
-            LaneEnd: self._take_lane_end,
+            LaneEnd: lambda _: self._incoming.end_lane(),
             Bye: self._take_bye,
-            Hello: self._take_greeting,
-            Welcome: self._take_greeting,
         }
         self._timer = self._loop.call_later(self._lease.check_interval_s, self._check_lease)
         self._our_lane = our_lane
@@ -168,8 +143,9 @@ class Peer:
         if context.lanes is not None:
             if our_lane is not None:
                 context.lanes.begin(our_lane, self._receive_by_lane)
-            if their_lane is not None:
-                self._opening = self._loop.create_task(self._open_lane(context.lanes, their_lane))
+            if greeting.lane is not None:
+                opening = self._open_lane(context.lanes, greeting.lane)
+                self._opening = self._loop.create_task(opening)
 
     @property
     def name(self) -> str:
@@ -296,40 +272,55 @@ class Peer:
 
     def close(self) -> None:
         """End the session; the other side gets a ``PeerLostError`` that says so. Idempotent."""
-        if not self.is_lost:
-            self._transport.drop(
-                PeerLostError("rpc.close", f"session with {self.name} was closed by this side"),
-                tell=True,
-            )
+        what = f"session with {self.name} was closed by this side"
+        self.lose(PeerLostError("rpc.close", what), tell=True)
 
     def receive(self, data: bytes) -> None:
         """Take one frame of the peer; called by the endpoint."""
         self._lease.note_heard(self._context.clock.now_s())
+        frame, is_counted = None, True
         try:
-            if len(data) > self._context.config.max_message_bytes:
-                self._context.counters.oversized_frames += 1
-                raise CapacityError(
-                    "rpc.receive",
-                    f"message of {len(data)} bytes, limit "
-                    f"{self._context.config.max_message_bytes}: send bulk by tandem.transfer",
-                )
-            frame = decode_frame(data)
+            frame = self._decode(data)
+            is_counted = not isinstance(frame, Beat | LaneEnd)
+            if isinstance(frame, Beat):
+                self._window.acknowledge(frame.messages_read, frame.bytes_read)
+            elif isinstance(frame, Hello | Welcome):
+                what = f"second {type(frame).__name__} in a session"
+                raise CorruptionError("rpc.receive", what)
         except TandemError as error:
-            if isinstance(error, CorruptionError):
-                self._context.counters.malformed_frames += 1
-            logger.warning("event=frame_refused peer=%s reason=%s", self.name, error)
-            self._note_read(len(data))
+            self._note_refused(error)
             self._send_quietly(make_fault(0, error))
-            return
-        if not isinstance(frame, Beat | LaneEnd):
-            self._note_read(len(data))
-        self._take[type(frame)](frame)
+            frame = None
+        if is_counted and self._ledger.note_read(len(data)):
+            self._send_beat()
+        take = self._take.get(type(frame))
+        if take is not None:
+            take(frame)
 
-    def lose(self, error: TandemError) -> None:
-        """Fail all that waits on this session; called by the endpoint, once."""
+    def _decode(self, data: bytes) -> Frame:
+        limit = self._context.config.max_message_bytes
+        if len(data) > limit:
+            self._context.counters.oversized_frames += 1
+            what = f"message of {len(data)} bytes, limit {limit}: send bulk by tandem.transfer"
+            raise CapacityError("rpc.receive", what)
+        return decode_frame(data)
+
+    def _note_refused(self, error: TandemError) -> None:
+        if isinstance(error, CorruptionError):
+            self._context.counters.malformed_frames += 1
+        logger.warning("event=frame_refused peer=%s reason=%s", self.name, error)
+
+    def lose(self, error: TandemError, *, tell: bool) -> None:
+        """End the session because of ``error``, and all that waits on it; ``tell`` the peer why.
+
+        Idempotent.
+        """
         if self._lost is not None:
             return
+        if tell:
+            self._transport.say_bye(error)
         self._lost = error
+        self._transport.close()
         self._timer.cancel()
         if self._opening is not None:
             self._opening.cancel()
@@ -339,6 +330,7 @@ class Peer:
         self._incoming.cancel_all()
         with self._outbox_lock:
             self._outbox.clear()
+        self._on_lost(self, error)
 
     # Sending.
 
@@ -395,11 +387,10 @@ class Peer:
     def _overflow(self, error: TandemError) -> None:
         if not self.is_lost:
             self._context.counters.peers_overflowed += 1
-            self._transport.drop(
-                PeerLostError("rpc.send", f"slow peer dropped: {error.what}"), tell=True
-            )
+            what = f"slow peer dropped: {error.what}"
+            self.lose(PeerLostError("rpc.send", what), tell=True)
 
-    def _call_soon_threadsafe(self, callback: Callable[..., None], *args: object) -> None:
+    def _call_soon_threadsafe(self, callback: Callable[..., object], *args: object) -> None:
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
@@ -408,14 +399,25 @@ class Peer:
     def _flush_outbox(self) -> None:
         with self._outbox_lock:
             batch, self._outbox = self._outbox, []
+        # Their pushers have been told that events are sent; the loss is told by callback.
+        self._transmit_all(batch)
+
+    def _send_uncounted(self, frame: Beat | LaneEnd) -> bool:
+        """Send what no window holds back: others wait for it."""
+        return self._transmit_all([encode_frame(frame)])
+
+    def _transmit_all(self, batch: Sequence[bytes]) -> bool:
+        """Send what nobody here waits for; a full socket ends the session."""
         try:
             for data in batch:
                 self._transmit(data)
         except CapacityError as error:
             self._overflow(error)
         except PeerLostError as error:
-            # Its pushers have been told that the event is sent; the loss is told by callback.
-            logger.debug("event=events_unsent peer=%s reason=%s", self.name, error)
+            logger.debug("event=unsent peer=%s reason=%s", self.name, error)
+        else:
+            return True
+        return False
 
     def _raise_if_lost(self) -> None:
         loss = self._copy_loss()
@@ -445,37 +447,20 @@ class Peer:
             if not isinstance(call, Call):
                 raise CorruptionError("rpc.lane", f"a {type(call).__name__} by a lane")
         except TandemError as error:
-            self._context.counters.malformed_frames += 1
-            logger.warning("event=frame_refused peer=%s reason=%s", self.name, error)
+            self._note_refused(error)
             request.reply(encode_frame(make_fault(0, error)))
             return
         self._incoming.take(call, request)
 
     def _tell_lane_end(self) -> None:
-        """Our lane broke; uncounted, as a beat, since others wait for it."""
         with contextlib.suppress(PeerLostError):
-            self._call_soon_threadsafe(self._send_lane_end)
-
-    def _send_lane_end(self) -> None:
-        try:
-            self._transmit(encode_frame(LaneEnd()))
-        except CapacityError as error:
-            self._overflow(error)
-        except PeerLostError as error:
-            logger.debug("event=lane_end_unsent peer=%s reason=%s", self.name, error)
-
-    def _take_lane_end(self, _: LaneEnd) -> None:
-        self._incoming.end_lane()
+            self._call_soon_threadsafe(self._send_uncounted, LaneEnd())
 
     # Receiving.
 
-    def _note_read(self, size_bytes: int) -> None:
-        if self._ledger.note_read(size_bytes):
-            self._send_beat()
-
     def _take_fault(self, fault: Fault) -> None:
         if fault.call_id != 0:
-            self._outgoing.take_fault(fault)
+            self._outgoing.take_answer(fault)
             return
         self._context.counters.notices_received += 1
         logger.warning(
@@ -484,9 +469,6 @@ class Peer:
             fault.code,
             fault.what,
         )
-
-    def _take_cancel(self, cancel: Cancel) -> None:
-        self._incoming.cancel(cancel.call_id)
 
     def _take_event(self, frame: Event) -> None:
         methods, counters = self._context.methods, self._context.counters
@@ -510,25 +492,10 @@ class Peer:
         logger.warning("event=event_refused peer=%s reason=%s", self.name, what)
         self._send_quietly(make_fault(0, UnsupportedError("rpc.event", what, field="event")))
 
-    def _take_beat(self, beat: Beat) -> None:
-        try:
-            self._window.acknowledge(beat.messages_read, beat.bytes_read)
-        except CorruptionError as error:
-            self._context.counters.malformed_frames += 1
-            logger.warning("event=frame_refused peer=%s reason=%s", self.name, error)
-            self._send_quietly(make_fault(0, error))
-
     def _take_bye(self, bye: Bye) -> None:
         reason = f": {bye.what}" if bye.what else ""
-        self._transport.drop(
-            PeerLostError("rpc.session", f"{self.name} closed the session{reason}"), tell=False
-        )
-
-    def _take_greeting(self, greeting: Hello | Welcome) -> None:
-        self._context.counters.malformed_frames += 1
-        logger.warning("event=frame_refused peer=%s reason=second greeting", self.name)
-        error = CorruptionError("rpc.receive", f"second {type(greeting).__name__} in a session")
-        self._send_quietly(make_fault(0, error))
+        what = f"{self.name} closed the session{reason}"
+        self.lose(PeerLostError("rpc.session", what), tell=False)
 
     # Liveness.
 
@@ -548,24 +515,16 @@ class Peer:
         now_s = self._context.clock.now_s()
         self._lease.note_look(now_s)
         if self._lease.is_expired(now_s):
-            self._transport.drop(
-                PeerLostError(
-                    "rpc.lease",
-                    f"{self.name} was silent for {self._lease.silence_s(now_s):.3f} s, lease "
-                    f"{self._lease.lease_s:g} s",
-                ),
-                tell=True,
+            what = (
+                f"{self.name} was silent for {self._lease.silence_s(now_s):.3f} s, lease "
+                f"{self._lease.lease_s:g} s"
             )
+            self.lose(PeerLostError("rpc.lease", what), tell=True)
             return
         if self._lease.is_beat_due(now_s):
             self._send_beat()
         self._timer = self._loop.call_later(self._lease.check_interval_s, self._check_lease)
 
     def _send_beat(self) -> None:
-        try:
-            self._transmit(encode_frame(Beat(self._ledger.messages, self._ledger.bytes)))
+        if self._send_uncounted(Beat(self._ledger.messages, self._ledger.bytes)):
             self._ledger.note_told()
-        except CapacityError as error:
-            self._overflow(error)
-        except PeerLostError as error:
-            logger.debug("event=beat_unsent peer=%s reason=%s", self.name, error)

@@ -28,10 +28,15 @@ from tandem.rpc.wire.frames import (
     Welcome,
     decode_greeting,
     encode_frame,
-    make_bye,
 )
 from tandem.rpc.wire.pump import SocketPump
-from tandem.rpc.wire.sockets import SocketMonitor, end_context, open_socket, transmit
+from tandem.rpc.wire.sockets import (
+    Connection,
+    SocketMonitor,
+    end_context,
+    open_socket,
+    receive_frame,
+)
 
 __all__ = ["RpcServer"]
 
@@ -40,33 +45,6 @@ Req = TypeVar("Req")
 Res = TypeVar("Res")
 
 NO_DESCRIPTOR = -1
-
-
-class _Connection:
-    """The transport of one peer: its address on the router socket."""
-
-    def __init__(
-        self,
-        routing_id: bytes,
-        name: str,
-        descriptor: int,
-        *,
-        transmit: "Callable[[_Connection, bytes], None]",
-        drain: Callable[[], None],
-        drop: "Callable[[_Connection, TandemError, bool], None]",
-    ) -> None:
-        self.routing_id = routing_id
-        self.name = name
-        self.descriptor = descriptor
-        self.drain = drain
-        self._transmit = transmit
-        self._drop = drop
-
-    def transmit(self, data: bytes) -> None:
-        self._transmit(self, data)
-
-    def drop(self, error: TandemError, *, tell: bool) -> None:
-        self._drop(self, error, tell)
 
 
 class RpcServer(RpcSide):
@@ -82,7 +60,7 @@ class RpcServer(RpcSide):
 
     def __init__(self, endpoint: str, **options: Unpack[SideOptions]) -> None:
         super().__init__(endpoint, **options)
-        self._peers: dict[bytes, tuple[Peer, _Connection]] = {}
+        self._peers: dict[bytes, Peer] = {}
         self._by_descriptor: dict[int, bytes] = {}
         self._open = contextlib.ExitStack()
         self._is_open = False
@@ -123,12 +101,12 @@ class RpcServer(RpcSide):
     @property
     def endpoint(self) -> str:
         """The address bound, with the port that was chosen; as given before ``start``."""
-        return self._bound_url or self._endpoint.url
+        return self._bound_url or self.address.url
 
     @property
     def peers(self) -> list[Peer]:
         """The clients connected now, in order of arrival."""
-        return [peer for peer, _ in self._peers.values()]
+        return list(self._peers.values())
 
     def start(self) -> None:
         """Bind and serve.
@@ -138,9 +116,9 @@ class RpcServer(RpcSide):
         """
         if self._is_open:
             raise ConflictError("rpc.bind", f"{self.endpoint} is open already")
-        self._auth.check_bind(self._endpoint)
-        if self._endpoint.path is not None:
-            check_socket_free(self._endpoint.path)
+        self.auth.check_bind(self.address)
+        if self.address.path is not None:
+            check_socket_free(self.address.path)
         self._context = zmq.Context[zmq.Socket[bytes]](io_threads=1)
         try:
             with contextlib.ExitStack() as opening:
@@ -150,7 +128,7 @@ class RpcServer(RpcSide):
             self._context.term()
             raise
         self._is_open = True
-        logger.info("event=rpc_bound endpoint=%s auth=%r", self.endpoint, self._auth)
+        logger.info("event=rpc_bound endpoint=%s auth=%r", self.endpoint, self.auth)
 
     async def aclose(self) -> None:
         """End all sessions and free the address. Waits at most ``linger_ms``. Idempotent."""
@@ -159,22 +137,22 @@ class RpcServer(RpcSide):
         self._is_open = False
         self.end_sessions(PeerLostError("rpc.close", f"{self.identity.name} is stopping"))
         self._open.close()
-        if self._endpoint.path is not None:
-            self._endpoint.path.unlink(missing_ok=True)
+        if self.address.path is not None:
+            self.address.path.unlink(missing_ok=True)
         await end_context(self._context)
         logger.info("event=rpc_closed endpoint=%s", self.endpoint)
 
     def end_sessions(self, reason: TandemError) -> None:
         """End all sessions and tell the clients why; new ones are admitted as before."""
-        for routing_id in list(self._peers):
-            self._drop(routing_id, reason, tell=True)
+        for peer in self.peers:
+            peer.lose(reason, tell=True)
 
     def _open_sockets(self, opening: contextlib.ExitStack) -> None:
-        if self._auth.uses_curve:
-            opening.callback(CurveGate(self._context, self._auth).close)
+        if self.auth.uses_curve:
+            opening.callback(CurveGate(self._context, self.auth).close)
         self._socket = open_socket(self._context, zmq.ROUTER, self._config)
         opening.callback(self._socket.close)
-        self._auth.secure_server(self._socket)
+        self.auth.secure_server(self._socket)
         events = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._monitor = SocketMonitor(self._socket, self._note_connection, events)
         opening.callback(self._monitor.close)
@@ -183,48 +161,44 @@ class RpcServer(RpcSide):
         opening.callback(self._pump.close)
 
     def _bind(self) -> None:
-        url, host = self._endpoint.url, self._endpoint.host
-        if not self._endpoint.is_local_socket:
+        url, host = self.address.url, self.address.host
+        if not self.address.is_local_socket:
             if ":" in host:
                 # Only then: with it, an IPv4 address would be bound, and told, as a mapped one.
                 self._socket.setsockopt(zmq.IPV6, 1)
                 host = f"[{host}]"
-            url = f"tcp://{host}:{self._endpoint.port or '*'}"
+            url = f"tcp://{host}:{self.address.port or '*'}"
         try:
             self._socket.bind(url)
         except zmq.ZMQError as error:
             kind = ConflictError if error.errno == zmq.EADDRINUSE else ConfigError
             raise kind("rpc.bind", f"cannot bind {url}: {error}", field="endpoint") from None
         self._bound_url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        if self._endpoint.path is not None:
-            secure_socket_file(self._endpoint.path)
+        if self.address.path is not None:
+            secure_socket_file(self.address.path)
 
     # Messages.
 
     def _receive(self) -> None:
         routing_id = self._socket.recv(zmq.NOBLOCK)
-        entry = self._peers.get(routing_id)
+        peer = self._peers.get(routing_id)
         descriptor = NO_DESCRIPTOR
-        if entry is not None:
-            data = self._socket.recv(zmq.NOBLOCK)
+        if peer is not None:
+            data = receive_frame(self._socket)
         else:
             # Only a frame object knows its descriptor, and only a hello needs it.
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            data = frame.bytes
-            descriptor = _find_descriptor(frame)
-        if self._socket.getsockopt(zmq.RCVMORE):
-            self._skip_parts()
+            data, descriptor = frame.bytes, _find_descriptor(frame)
+            while self._socket.getsockopt(zmq.RCVMORE):
+                self._socket.recv(zmq.NOBLOCK)
+                data = None
+        if data is None:
             self.counters.malformed_frames += 1
             logger.warning("event=frame_refused reason=message of several parts")
-            return
-        if entry is not None:
-            entry[0].receive(data)
+        elif peer is not None:
+            peer.receive(data)
         else:
             self._greet(routing_id, data, descriptor)
-
-    def _skip_parts(self) -> None:
-        while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv(zmq.NOBLOCK, copy=False)
 
     def _greet(self, routing_id: bytes, data: bytes, descriptor: int) -> None:
         # What the monitor has to say about this descriptor so far is about its former owners.
@@ -244,7 +218,7 @@ class RpcServer(RpcSide):
 
     def _check_admission(self, hello: Hello) -> None:
         """Refuse a client that does not fit; a second session replaces an older one."""
-        for routing_id, (peer, _) in list(self._peers.items()):
+        for peer in self.peers:
             if peer.instance_id != hello.identity.instance_id:
                 continue
             if hello.epoch <= peer.epoch:
@@ -253,16 +227,13 @@ class RpcServer(RpcSide):
                     f"epoch {hello.epoch} of {peer.name} is stale, live is {peer.epoch}",
                     field="epoch",
                 )
-            self._drop(
-                routing_id,
-                PeerLostError("rpc.session", f"{peer.name} has connected anew"),
-                tell=True,
-            )
+            error = PeerLostError("rpc.session", f"{peer.name} has connected anew")
+            peer.lose(error, tell=True)
         if len(self._peers) >= self._config.max_peers:
             raise CapacityError(
                 "rpc.handshake", f"{len(self._peers)} clients are connected, the limit"
             )
-        run_compat_check(self._check_compat, hello.identity, self.identity)
+        run_compat_check(self.check_compat, hello.identity, self.identity)
 
     def _refuse(self, routing_id: bytes, error: TandemError) -> None:
         if isinstance(error, CorruptionError):
@@ -270,47 +241,33 @@ class RpcServer(RpcSide):
         elif not isinstance(error, PeerLostError):
             self.counters.handshakes_refused += 1
         logger.warning("event=client_refused reason=%s", error)
-        with contextlib.suppress(CapacityError, PeerLostError):  # It is gone or reads nothing.
-            transmit(self._socket, "client", routing_id, encode_frame(make_bye(error)))
+        self._open_transport(routing_id, "client", NO_DESCRIPTOR).say_bye(error)
 
     def _admit(self, routing_id: bytes, hello: Hello, descriptor: int) -> None:
-        connection = _Connection(
-            routing_id,
-            hello.identity.name,
-            descriptor,
-            transmit=self._transmit,
-            drain=self._pump.drain,
-            drop=lambda connection, error, tell: self._drop(
-                connection.routing_id, error, tell=tell
-            ),
-        )
-        lanes = self._peer_context.lanes
+        transport = self._open_transport(routing_id, hello.identity.name, descriptor)
+        lanes = self.peer_context.lanes
         our_lane = None if lanes is None else lanes.offer()
         welcome = make_greeting(Welcome, hello.epoch, self.identity, self._config, our_lane)
         try:
-            self._transmit(connection, encode_frame(welcome))
+            transport.transmit(encode_frame(welcome))
         except TandemError as error:
-            logger.debug("event=client_gone peer=%s reason=%s", connection.name, error)
+            logger.debug("event=client_gone peer=%s reason=%s", hello.identity.name, error)
             if lanes is not None:
                 lanes.withdraw(our_lane)
             return
-        peer = Peer(
-            hello.identity,
-            hello.epoch,
-            hello.limits,
-            connection,
-            self._peer_context,
-            our_lane=our_lane,
-            their_lane=hello.lane,
-        )
-        self._peers[routing_id] = (peer, connection)
+        peer = Peer(hello, transport, self.peer_context, our_lane=our_lane, on_lost=self._note_lost)
+        self._peers[routing_id] = peer
         if descriptor != NO_DESCRIPTOR:
             self._by_descriptor[descriptor] = routing_id
         self._note_joined(peer)
 
-    def _transmit(self, connection: _Connection, data: bytes) -> None:
-        transmit(self._socket, connection.name, connection.routing_id, data)
-        self._pump.note_sent()
+    def _open_transport(self, routing_id: bytes, name: str, descriptor: int) -> Connection:
+        def close() -> None:
+            self._peers.pop(routing_id, None)
+            if self._by_descriptor.get(descriptor) == routing_id:
+                del self._by_descriptor[descriptor]
+
+        return Connection(self._socket, self._pump, name, address=routing_id, on_close=close)
 
     # Loss.
 
@@ -323,10 +280,10 @@ class RpcServer(RpcSide):
         if routing_id is None or routing_id not in self._peers:
             return
         self._pump.drain()  # Frames that it sent before it ended still count.
-        name = self._peers[routing_id][0].name if routing_id in self._peers else ""
-        self._drop(
-            routing_id, PeerLostError("rpc.session", f"connection to {name} is gone"), tell=False
-        )
+        peer = self._peers.get(routing_id)
+        if peer is not None:
+            error = PeerLostError("rpc.session", f"connection to {peer.name} is gone")
+            peer.lose(error, tell=False)
 
     def _shed(self, descriptor: int) -> None:
         """End a connection that takes one of the last descriptors; its client tries again."""
@@ -337,19 +294,6 @@ class RpcServer(RpcSide):
                 "event=connections_shed count=%d reason=few descriptors left, raise RLIMIT_NOFILE",
                 self.counters.connections_shed,
             )
-
-    def _drop(self, routing_id: bytes, error: TandemError, *, tell: bool) -> None:
-        entry = self._peers.pop(routing_id, None)
-        if entry is None:
-            return
-        peer, connection = entry
-        if self._by_descriptor.get(connection.descriptor) == routing_id:
-            del self._by_descriptor[connection.descriptor]
-        if tell:
-            with contextlib.suppress(CapacityError, PeerLostError):  # Best effort: it is lost.
-                transmit(self._socket, connection.name, routing_id, encode_frame(make_bye(error)))
-        peer.lose(error)
-        self._note_lost(peer, error)
 
 
 def _find_descriptor(frame: zmq.Frame) -> int:

@@ -50,14 +50,14 @@ class RpcSide:
 
     def __init__(self, endpoint: str, **options: Unpack[SideOptions]) -> None:
         self.identity = options["identity"]
+        self.address = parse_endpoint(endpoint)
+        self.auth = options["auth"]
+        self.check_compat = options.get("check_compat", check_compat_equal)
         self.counters = RpcCounters()
-        self._endpoint = parse_endpoint(endpoint)
-        self._auth = options["auth"]
         config, methods, clock = options.get("config"), options.get("methods"), options.get("clock")
         self._config = RpcConfig() if config is None else config
         self._methods = MethodTable() if methods is None else methods
-        self._check_compat = options.get("check_compat", check_compat_equal)
-        self._peer_context = PeerContext(
+        self.peer_context = PeerContext(
             self._config,
             self._methods,
             self.counters,

@@ -18,6 +18,7 @@ import msgspec
 
 from tandem._native import (
     CoreBatch,
+    CoreOptions,
     HostMemory,
     PreparedTransfers,
     SegmentDescription,
@@ -92,33 +93,33 @@ class TransferEngine:
         self.topology = load_topology(config)
         """Topology of this host, or as ``topology_file`` has it."""
         nics = plan_nics(config, self.topology)
-        self.core = TransferCore(
-            name=self.name,
-            secret=secret,
-            listen=list(config.listen) if has_secret else [],
-            advertise=list(config.advertise),
-            local_addresses=list(config.local_addresses),
-            bandwidths_bytes_per_s=[gbps * 1e9 / 8 for gbps in nics.rail_gbps],
-            lanes=config.lanes,
-            transports=list(config.transports),
-            io_threads=config.io_threads,
-            copy_threads=config.copy_threads,
-            spin_us=config.polling_us,
-            lease_ms=config.lease_ms,
-            handshake_timeout_ms=config.handshake_timeout_ms,
-            stall_ms=config.stall_ms,
-            min_slice_bytes=config.min_slice_bytes,
-            max_slice_bytes=config.max_slice_bytes,
-            max_connections=config.max_connections,
-            max_notifications=config.max_notifications,
-            socket_buffer_bytes=config.socket_buffer_bytes,
-            checksum=config.checksum,
-            tags=config.tags,
-            file_backend=config.file_backend,
-            penalties=nics.penalties,
-            quota_boards=nics.quota_boards,
-            quota_weight=1.0 if config.nic_weight is None else config.nic_weight,
-        )
+        options = CoreOptions()
+        options.name = self.name
+        options.secret = secret
+        options.listen = list(config.listen) if has_secret else []
+        options.advertise = list(config.advertise)
+        options.local_addresses = list(config.local_addresses)
+        options.bandwidths_bytes_per_s = [gbps * 1e9 / 8 for gbps in nics.rail_gbps]
+        options.lanes = config.lanes
+        options.transports = list(config.transports)
+        options.io_threads = config.io_threads
+        options.copy_threads = config.copy_threads
+        options.spin_us = config.polling_us
+        options.lease_ms = config.lease_ms
+        options.handshake_timeout_ms = config.handshake_timeout_ms
+        options.stall_ms = config.stall_ms
+        options.min_slice_bytes = config.min_slice_bytes
+        options.max_slice_bytes = config.max_slice_bytes
+        options.max_connections = config.max_connections
+        options.max_notifications = config.max_notifications
+        options.socket_buffer_bytes = config.socket_buffer_bytes
+        options.checksum = config.checksum
+        options.tags = config.tags
+        options.file_backend = config.file_backend
+        options.penalties = nics.penalties
+        options.quota_boards = nics.quota_boards
+        options.quota_weight = 1.0 if config.nic_weight is None else config.nic_weight
+        self.core = TransferCore(options)
         self._warn_of_slow_tags(has_secret and not _are_loopback(config.listen))
         self._held: dict[int, HostMemory | SharedArray] = {}
         # Address by id; empty for a file.

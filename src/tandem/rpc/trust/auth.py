@@ -1,10 +1,9 @@
-"""Authentication of a control channel: three kinds of trust in the other side.
+"""Authentication of a control channel: two kinds of trust in the other side.
 
 ``local``: a Unix socket in a folder that only our user can enter, and the kernel's word that the
-peer runs under our uid. ``run``: TCP on loopback with a secret made for one run. ``cluster``: TCP
-between machines with the secret of the cluster. Both kinds over TCP are ZeroMQ CURVE (Curve25519,
-encrypted, replay-proof) with keys derived from the secret; there is no TCP without one, since
-loopback is open to every local user.
+peer runs under our uid. ``cluster``: TCP with the secret of the cluster, by ZeroMQ CURVE
+(Curve25519, encrypted, replay-proof) with keys derived from the secret; there is no TCP without
+one, since loopback is open to every local user.
 
 Secrets are held in ``Auth`` alone; they are in no ``repr``, log line, error or argument list.
 """
@@ -13,8 +12,6 @@ import hmac
 import os
 import secrets
 import stat
-import struct
-from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
@@ -27,10 +24,8 @@ from tandem.rpc.wire.endpoint import Endpoint, parse_endpoint
 
 __all__ = [
     "Auth",
-    "AuthKind",
     "derive_key_bytes",
     "generate_secret",
-    "read_allowed_keys",
     "read_secret",
     "write_secret",
 ]
@@ -39,16 +34,7 @@ MIN_SECRET_BYTES = 16
 """HKDF does not slow guessing down, so a secret must not be guessable: 128 bits, not a word."""
 MAX_SECRET_BYTES = 4096
 KEY_BYTES = 32
-Z85_KEY_CHARS = 40
 ZAP_DOMAIN = "tandem"
-
-
-class AuthKind(StrEnum):
-    """The authentication of a channel."""
-
-    LOCAL = "local"
-    RUN = "run"
-    CLUSTER = "cluster"
 
 
 class Auth:
@@ -60,55 +46,40 @@ class Auth:
 
     def __init__(
         self,
-        kind: AuthKind,
         *,
         server_secret_key: bytes = b"",
         server_public_key: bytes = b"",
         client_secret_key: bytes = b"",
-        allowed_keys: frozenset[bytes] = frozenset(),
     ) -> None:
         """Keys are Z85 text of 40 bytes; empty where this side has no use for one."""
-        self.kind = kind
         self.server_public_key = server_public_key
         self._server_secret_key = server_secret_key
         self._client_secret_key = client_secret_key
-        self._allowed_keys = allowed_keys
 
     @classmethod
     def local(cls) -> Self:
         """Trust the folder of a Unix socket."""
-        return cls(AuthKind.LOCAL)
+        return cls()
 
     @classmethod
-    def run(cls, secret: str | bytes) -> Self:
-        """Trust peers that know the secret of this run; loopback TCP only. See ``generate_secret``.
+    def cluster(cls, secret: str | bytes) -> Self:
+        """Trust peers that know the cluster's secret; see ``generate_secret``.
 
         Raises: ConfigError if the secret is too short.
         """
-        return cls._from_secret(AuthKind.RUN, secret, frozenset())
-
-    @classmethod
-    def cluster(cls, secret: str | bytes, allowed_keys: frozenset[bytes] = frozenset()) -> Self:
-        """Trust peers that know the cluster's secret, and clients with one of ``allowed_keys``.
-
-        Raises: ConfigError if the secret is too short.
-        """
-        return cls._from_secret(AuthKind.CLUSTER, secret, allowed_keys)
-
-    @classmethod
-    def guest(cls, server_public_key: bytes, client_secret_key: bytes) -> Self:
-        """Be a client with a key pair of its own, which the server has in its allow-list.
-
-        Raises: ConfigError if a key is not Z85 text of 40 bytes.
-        """
-        keys = {"server_public_key": server_public_key, "client_secret_key": client_secret_key}
-        for name, key in keys.items():
-            if not _is_key(key):
-                raise ConfigError("rpc.auth", f"{name} is no Z85 key of 40 characters", field=name)
+        material = secret.encode() if isinstance(secret, str) else secret
+        if not MIN_SECRET_BYTES <= len(material) <= MAX_SECRET_BYTES:
+            raise ConfigError(
+                "rpc.auth",
+                f"secret of {len(material)} bytes, need {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}: "
+                "take one from generate_secret()",
+                field="secret",
+            )
+        server_key = _derive_key(material, "server")
         return cls(
-            AuthKind.CLUSTER,
-            server_public_key=server_public_key,
-            client_secret_key=client_secret_key,
+            server_secret_key=server_key,
+            server_public_key=zmq.curve_public(server_key),
+            client_secret_key=_derive_key(material, "client"),
         )
 
     @classmethod
@@ -126,46 +97,23 @@ class Auth:
             raise _refuse_open_tcp(endpoint)
         return cls.cluster(secret)
 
-    @classmethod
-    def _from_secret(
-        cls, kind: AuthKind, secret: str | bytes, allowed_keys: frozenset[bytes]
-    ) -> Self:
-        material = secret.encode() if isinstance(secret, str) else secret
-        if not MIN_SECRET_BYTES <= len(material) <= MAX_SECRET_BYTES:
-            raise ConfigError(
-                "rpc.auth",
-                f"secret of {len(material)} bytes, need {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}: "
-                "take one from generate_secret()",
-                field="secret",
-            )
-        server_key = _derive_key(material, kind, "server")
-        return cls(
-            kind,
-            server_secret_key=server_key,
-            server_public_key=zmq.curve_public(server_key),
-            client_secret_key=_derive_key(material, kind, "client"),
-            allowed_keys=allowed_keys,
-        )
-
     def __repr__(self) -> str:
-        return f"Auth(kind={self.kind.value})"
+        return f"Auth({'cluster' if self.uses_curve else 'local'})"
 
     @property
     def uses_curve(self) -> bool:
         """True if connections are encrypted and their keys checked."""
-        return self.kind is not AuthKind.LOCAL
+        return bool(self.server_public_key)
 
     def admits(self, client_public_key: bytes) -> bool:
         """Return whether a client that proved this key (Z85) may enter."""
-        return client_public_key in self._allowed_keys or hmac.compare_digest(
-            client_public_key, zmq.curve_public(self._client_secret_key)
-        )
+        return hmac.compare_digest(client_public_key, zmq.curve_public(self._client_secret_key))
 
     def check_bind(self, endpoint: Endpoint) -> None:
         """Decide whether a server may open ``endpoint``; makes the folder of a Unix socket.
 
-        Raises: PermissionDeniedError for TCP without a secret, beyond loopback with that of a
-            run, or a folder that is not ours alone; ConfigError if this side holds no server key.
+        Raises: PermissionDeniedError for TCP without a secret, or a folder that is not ours
+            alone.
         """
         if endpoint.path is not None:
             self._check_is_local(endpoint)
@@ -177,10 +125,8 @@ class Auth:
                     "folder from make_runtime_dir()",
                     field="endpoint",
                 )
-            return
-        self._check_tcp(endpoint)
-        if not self._server_secret_key:
-            raise ConfigError("rpc.bind", "a guest has no server key and cannot serve")
+        elif not self.uses_curve:
+            raise _refuse_open_tcp(endpoint)
 
     def check_connect(self, endpoint: Endpoint) -> None:
         """Decide whether a client may speak to ``endpoint``.
@@ -191,9 +137,9 @@ class Auth:
         if endpoint.path is not None:
             self._check_is_local(endpoint)
             check_runtime_dir(endpoint.path.parent)
-            return
-        self._check_tcp(endpoint)
-        if endpoint.port == 0:
+        elif not self.uses_curve:
+            raise _refuse_open_tcp(endpoint)
+        elif endpoint.port == 0:
             raise ConfigError(
                 "rpc.connect", f"{endpoint.url!r} names no port to connect to", field="endpoint"
             )
@@ -216,22 +162,11 @@ class Auth:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public_key)
 
     def _check_is_local(self, endpoint: Endpoint) -> None:
-        if self.kind is not AuthKind.LOCAL:
+        if self.uses_curve:
             raise ConfigError(
                 "rpc.auth",
                 f"{endpoint.url!r} is a Unix socket, protected by its folder: use Auth.local()",
                 field="auth",
-            )
-
-    def _check_tcp(self, endpoint: Endpoint) -> None:
-        if self.kind is AuthKind.LOCAL:
-            raise _refuse_open_tcp(endpoint)
-        if self.kind is AuthKind.RUN and not endpoint.is_loopback:
-            raise PermissionDeniedError(
-                "rpc.auth",
-                f"{endpoint.url!r} leaves this machine, and the secret of a run must not: use "
-                "Auth.cluster()",
-                field="endpoint",
             )
 
 
@@ -257,28 +192,9 @@ def read_secret(path: Path) -> str:
         0600 or less; ConfigError if it is no text or too long.
     """
     try:
-        return _read_private(path, 0o077, MAX_SECRET_BYTES).decode().strip()
+        return _read_private(path, MAX_SECRET_BYTES).decode().strip()
     except UnicodeDecodeError:
         raise ConfigError("rpc.auth", f"{path} is not UTF-8 text", field="secret") from None
-
-
-def read_allowed_keys(path: Path) -> frozenset[bytes]:
-    """Read public keys of guests: one Z85 key of 40 characters a line, ``# `` begins a comment.
-
-    Raises: NotFoundError; PermissionDeniedError if others may write the file; ConfigError with
-        the line number for what is no key.
-    """
-    keys: set[bytes] = set()
-    for number, line in enumerate(_read_private(path, 0o022, 2**20).splitlines(), start=1):
-        key = line.strip()
-        if not key or key == b"#" or key.startswith(b"# "):  # Z85 has "#" but no blank
-            continue
-        if not _is_key(key):
-            raise ConfigError(
-                "rpc.auth", f"{path}:{number} is no Z85 key of 40 characters", field="allowed_keys"
-            )
-        keys.add(key)
-    return frozenset(keys)
 
 
 def derive_key_bytes(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
@@ -287,26 +203,16 @@ def derive_key_bytes(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
     return hmac.digest(pseudo_random_key, info + b"\x01", "sha256")
 
 
-def _derive_key(secret: bytes, kind: AuthKind, side: str) -> bytes:
+def _derive_key(secret: bytes, side: str) -> bytes:
     """Return a Curve25519 secret key in Z85: HKDF-SHA256 of the secret.
 
     Any 32 bytes make a key, since X25519 clamps them (RFC 7748 section 5).
     """
-    label = f"tandem rpc v1 {kind.value} {side}".encode()
+    label = f"tandem rpc v1 cluster {side}".encode()
     return z85.encode(derive_key_bytes(secret, salt=b"tandem rpc", info=label))
 
 
-def _is_key(key: bytes) -> bool:
-    if len(key) != Z85_KEY_CHARS:
-        return False
-    try:
-        # A five-character group can encode more than 32 bits; such text decodes to no key.
-        return z85.encode(z85.decode(key)) == key
-    except (KeyError, ValueError, struct.error):
-        return False
-
-
-def _read_private(path: Path, forbidden_mode: int, max_bytes: int) -> bytes:
+def _read_private(path: Path, max_bytes: int) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -318,7 +224,7 @@ def _read_private(path: Path, forbidden_mode: int, max_bytes: int) -> bytes:
         mode = stat.S_IMODE(status.st_mode)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise PermissionDeniedError("rpc.auth", f"{path} is not a regular file of ours")
-        if mode & forbidden_mode:
+        if mode & 0o077:
             raise PermissionDeniedError(
                 "rpc.auth", f"{path} has mode {mode:04o}: others have access, chmod it to 0600"
             )

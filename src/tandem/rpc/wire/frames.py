@@ -6,7 +6,7 @@ first three elements of ``Hello`` and ``Welcome`` stay readable for ever, so tha
 always be told.
 """
 
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Raw
@@ -93,6 +93,8 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True):
     """Sessions the client object has opened, this one included; a welcome repeats its hello's."""
     identity: Identity
     limits: Limits
+    former_lane: Any = None
+    """Nil, and not read: the lane of sides that number the calls of each way by themselves."""
     lane: LaneOffer | None = None
 
 
@@ -123,9 +125,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=3):
     timeout_ms: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MS)]
     body: Raw
     number: Unsigned = 0
-    """Number of this call among those of its way, by the socket or by a lane, from 1; rises."""
-    after: Unsigned = 0
-    """Number of the last call that was sent by the other way before: it begins after that one."""
+    """Place in the order of the sender's calls of this session, from 1, and its ``call_id``; 0:
+    it begins when it comes."""
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -146,7 +147,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The caller no longer waits."""
+    """The caller no longer waits, and nothing waits for a call that has not come."""
 
     call_id: Unsigned
 

@@ -1,17 +1,19 @@
 """The two kinds of ZeroMQ socket we open, with the options that bound them, and their monitor."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.core.errors import PeerLostError, UnsentError
+from tandem.core.errors import CapacityError, PeerLostError, TandemError, UnsentError
 from tandem.rpc.config import RpcConfig
 from tandem.rpc.window import count_window
+from tandem.rpc.wire.frames import encode_frame, make_bye
 from tandem.rpc.wire.pump import SocketPump
 
-__all__ = ["SocketMonitor", "end_context", "open_socket", "transmit"]
+__all__ = ["Connection", "SocketMonitor", "end_context", "open_socket", "receive_frame"]
 
 # Plain numbers: an ``|`` of zmq's enum members is built anew on every use.
 MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
@@ -59,19 +61,66 @@ def open_socket(
     return socket
 
 
-def transmit(socket: zmq.Socket[bytes], peer_name: str, *parts: bytes) -> None:
-    """Send one message without blocking.
+def receive_frame(socket: zmq.Socket[bytes]) -> bytes | None:
+    """Take one message off the socket, without blocking; None for one of several parts."""
+    data = socket.recv(LAST)
+    is_single = True
+    while socket.getsockopt(zmq.RCVMORE):
+        is_single = False
+        socket.recv(LAST)
+    return data if is_single else None
 
-    Raises: CapacityError if the queue is full; PeerLostError if the connection is gone.
+
+class Connection:
+    """The transport below one session: a socket, or the part of one that belongs to one peer.
+
+    Args:
+        socket: borrowed.
+        pump: of the socket; borrowed.
+        name: of the peer, for errors.
+        address: of the peer on the socket; empty if the socket has one peer.
+        on_close: called by ``close``.
     """
-    try:
-        for part in parts[:-1]:
-            socket.send(part, MORE)
-        socket.send(parts[-1], LAST)
-    except zmq.Again:
-        raise UnsentError("rpc.send", f"the socket queue to {peer_name} is full") from None
-    except zmq.ZMQError as error:
-        raise PeerLostError("rpc.send", f"{peer_name} is not connected: {error}") from None
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        pump: SocketPump,
+        name: str,
+        *,
+        address: bytes = b"",
+        on_close: Callable[[], None],
+    ) -> None:
+        self._socket = socket
+        self._pump = pump
+        self._name = name
+        self._address = address
+        self.drain = pump.drain
+        """Receives all that has arrived."""
+        self.close = on_close
+        """Gives up what belongs to the session. Idempotent."""
+
+    def transmit(self, data: bytes) -> None:
+        """Hand one frame to the socket without blocking.
+
+        Raises: CapacityError if its queue is full; PeerLostError if the connection is gone.
+        """
+        try:
+            if self._address:
+                self._socket.send(self._address, MORE)
+            self._socket.send(data, LAST)
+        except zmq.Again:
+            what = f"the socket queue to {self._name} is full"
+            raise UnsentError("rpc.send", what) from None
+        except zmq.ZMQError as error:
+            what = f"{self._name} is not connected: {error}"
+            raise PeerLostError("rpc.send", what) from None
+        self._pump.note_sent()
+
+    def say_bye(self, error: TandemError) -> None:
+        """Tell the peer why there is no session; best effort, since it may be gone."""
+        with contextlib.suppress(CapacityError, PeerLostError):
+            self.transmit(encode_frame(make_bye(error)))
 
 
 class SocketMonitor:
