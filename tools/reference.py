@@ -143,9 +143,10 @@ def render_models() -> str:
             "- Parts that no operator here is made for (an MLP with an activation of its own, a",
             "  router with a choice of its own, attention with further weights) stay modules of",
             "  transformers, in torch: `tandem plan MODEL` names them.",
-            "- Layers with a state: gated delta rules, Mamba2, short convolutions. Left to",
-            "  transformers' own modules: other state beside KV (Mamba1, lightning attention),",
-            "  attention that chooses tokens by an index. Refused: encoders, images and sound.",
+            "- Layers with a state: gated delta rules, Mamba2, short convolutions. Attention that",
+            "  chooses tokens by an index: that of DeepSeek-V3.2 and GLM-5. Left to transformers'",
+            "  own modules: other state beside KV (Mamba1, lightning attention), other indexes.",
+            "  Refused: encoders, images and sound.",
             "- Proved by transformers' own modules in the slow tests (operators win over them),",
             f"  with a prompt in pieces: {', '.join(f'`{name}`' for name in IN_PIECES)};",
             "  with a prompt at once, and so without prefixes: "

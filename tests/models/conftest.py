@@ -73,6 +73,8 @@ LATENT = {
     "num_experts_per_tok": 3,
 }
 """Multi-head latent attention; keys and values have different sizes, neither the hidden's."""
+INDEX = {"index_topk": 20, "index_n_heads": 8, "index_head_dim": 24}
+"""An index that chooses fewer tokens than most prompts of the tests have."""
 MOE = {
     "qwen3_moe": {"moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2},
     # A window shorter than most prompts of the tests; layers with and without one take turns.
@@ -104,6 +106,8 @@ MOE = {
     },
     "deepseek_v2": {**LATENT, "q_lora_rank": None},
     "deepseek_v3": {**LATENT, "q_lora_rank": 32, "n_group": 4, "topk_group": 2},
+    "deepseek_v32": {**LATENT, "q_lora_rank": 32, "n_group": 4, "topk_group": 2, **INDEX},
+    "glm_moe_dsa": {**LATENT, "q_lora_rank": 32, **INDEX},
 }
 
 

@@ -146,6 +146,8 @@ def _put_sizes(values: dict[str, Any], default: dict[str, Any], draw: random.Ran
         values |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value}
         values |= {"kv_lora_rank": draw.choice((16, 32)), "q_lora_rank": draw.choice((None, 24))}
         values |= {"num_key_value_heads": heads, "hidden_size": heads * draw.choice((6, 10, 14))}
+        if "index_topk" in default:
+            _put_index(values, default, draw)
     elif "head_dim" in default:
         values |= {"head_dim": head_dim, "hidden_size": heads * draw.choice((6, 10, 14))}
         if "v_head_dim" in default:
@@ -153,6 +155,15 @@ def _put_sizes(values: dict[str, Any], default: dict[str, Any], draw: random.Ran
             values["attention_value_scale"] = draw.choice((0.5, 1.5, None))
             # Layers with a window have twice as many KV heads.
             values |= {"num_attention_heads": 2 * kv_heads * draw.choice((1, 2))}
+
+
+def _put_index(values: dict[str, Any], default: dict[str, Any], draw: random.Random) -> None:
+    """Attention that chooses its tokens, by heads enough that few scores are sums of none."""
+    values |= {"q_lora_rank": 24, "index_topk": draw.choice((1, 7, 16, 17))}
+    values |= {"index_n_heads": draw.choice((8, 11)), "index_head_dim": draw.choice((32, 36))}
+    if "indexer_types" in default:
+        count, kinds = values["num_hidden_layers"], ("full", "shared")
+        values["indexer_types"] = ["full", *(draw.choice(kinds) for _ in range(count - 1))]
 
 
 def _put_experts(

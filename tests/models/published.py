@@ -279,6 +279,12 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"max_position_embeddings": 163_840, "rope_parameters": LATENT_YARN},
     ),
+    "deepseek_v32": (
+        "deepseek_v32",
+        {"max_position_embeddings": 163_840, "rope_parameters": LATENT_YARN},
+    ),
+    # An index in one layer of four, as GLM-5.2's.
+    "glm_moe_dsa": ("glm_moe_dsa", {"index_topk_freq": 4, "index_skip_topk_offset": 3}),
     "kimi_k2": (
         "deepseek_v3",
         {

@@ -9,6 +9,7 @@
 #include "bindings/status.h"
 #include "bindings/kernels/tensor_view.h"
 #include "kernels/attention/attention.h"
+#include "kernels/sparse/index.h"
 #include "kernels/vectors/isa.h"
 #include "kernels/attention/kv_store.h"
 
@@ -96,16 +97,73 @@ class KvPool {
     return finish(tensor, view);
   }
 
+  // [blocks, items] of float32 or bfloat16, or uint8 [blocks, bytes] of codes: rows of `key_dim`
+  // items for each token of a block, then fp16 scales of codes, at each of `layer_offsets`, in bytes.
+  static KvPool* make_placed(const TensorView& tensor, const std::string& format, size_t block_size,
+                             size_t key_dim, size_t value_dim,
+                             const std::vector<size_t>& layer_offsets) {
+    const bool is_coded = !format.empty();
+    if (tensor.num_dims() != 2 || !tensor.is_dense_from(0) ||
+        !(is_coded ? tensor.array().dtype() == nb::dtype<uint8_t>() : tensor.is_float()))
+      refuse_view("kernels.attention", "tensor", tensor,
+                  is_coded ? "give contiguous uint8 [blocks, bytes]"
+                           : "give contiguous [blocks, items] of float32 or bfloat16");
+    if (is_coded) check_format(format);
+    if (value_dim < 1 || value_dim > key_dim || block_size < 1 || layer_offsets.empty())
+      refuse(std::to_string(value_dim) + " of " + std::to_string(key_dim) + " items in blocks of " +
+                 std::to_string(block_size) + " in " + std::to_string(layer_offsets.size()) +
+                 " layers",
+             "value_dim");
+    KvView view;
+    view.base = static_cast<const uint8_t*>(tensor.data());
+    const size_t item = is_coded ? 1 : float_bytes(tensor.float_type());
+    view.type = format == "int8"  ? KvType::kInt8
+                : is_coded        ? KvType::kFp8
+                : item == 4       ? KvType::kFloat32
+                                  : KvType::kBfloat16;
+    view.num_blocks = tensor.shape(0);
+    view.num_layers = layer_offsets.size();
+    view.num_kv_heads = 1;
+    view.block_size = block_size;
+    view.key_dim = key_dim;
+    view.value_dim = value_dim;
+    view.row_bytes = key_dim * item;
+    view.head_bytes = view.row_bytes * block_size;
+    view.key_scale_offset = view.value_scale_offset = view.head_bytes;
+    view.layer_bytes = view.head_bytes + (is_coded ? block_size * 2 : 0);
+    view.block_bytes = tensor.shape(1) * item;
+    for (const size_t offset : layer_offsets)
+      if (offset % item != 0 || offset + view.layer_bytes > view.block_bytes)
+        refuse("a layer at byte " + std::to_string(offset) + " of blocks of " +
+                   std::to_string(view.block_bytes) + " bytes",
+               "layer_offsets");
+    auto* pool = new KvPool(tensor, view);
+    pool->layer_offsets_ = layer_offsets;
+    return pool;
+  }
+
   const KvView& view() const { return view_; }
 
-  void read(size_t layer_idx, ThreadPool* pool) const {
+  // Bytes from a block's begin to a layer. Raises a ShapeError where there is no such layer.
+  size_t layer_offset(size_t layer_idx) const {
     if (layer_idx >= view_.num_layers) refuse("no such layer", "layer_idx");
+    return layer_offsets_.empty() ? layer_idx * view_.layer_bytes : layer_offsets_[layer_idx];
+  }
+
+  void read(size_t layer_idx, ThreadPool* pool) const {
+    const size_t offset = layer_offset(layer_idx);
     uint64_t sum = 0;
-    run_released([&] { return read_kv(pool, view_, layer_idx, sum); });
+    run_released([&] { return read_kv(pool, view_, offset, sum); });
   }
 
  private:
   KvPool(const TensorView& tensor, const KvView& view) : tensor_(tensor), view_(view) {}
+
+  static void check_format(const std::string& format) {
+    if (format != "int8" && format != "fp8")
+      raise({Code::kConfig, "kernels.attention", "unknown KV format " + format + ": int8 or fp8",
+             "format"});
+  }
 
   static KvView start(const TensorView& tensor) {
     KvView view;
@@ -117,9 +175,7 @@ class KvPool {
   }
   static KvView start_coded(const TensorView& tensor, const std::string& format,
                             size_t layer_bytes) {
-    if (format != "int8" && format != "fp8")
-      raise({Code::kConfig, "kernels.attention", "unknown KV format " + format + ": int8 or fp8",
-             "format"});
+    check_format(format);
     if (tensor.num_dims() != 3 || !tensor.is_dense_from(0) ||
         tensor.array().dtype() != nb::dtype<uint8_t>() || tensor.shape(2) != layer_bytes)
       refuse_view("kernels.attention", "tensor", tensor,
@@ -137,6 +193,7 @@ class KvPool {
 
   TensorView tensor_;
   KvView view_;
+  std::vector<size_t> layer_offsets_;  // Empty where layers follow each other.
 };
 
 // One step's plan: the arrays are held, and checked once for all layers.
@@ -156,7 +213,8 @@ class PlannedAttention {
   }
 
   void attend(size_t layer_idx, const TensorView& q, const TensorView& out, float scale,
-              int64_t window, float soft_cap, const TensorView* sinks, int64_t chunk) const {
+              int64_t window, float soft_cap, const TensorView* sinks, int64_t chunk,
+              const TensorView* chosen) const {
     constexpr const char* kWhere = "kernels.attention";
     const KvView& kv = step_.kv;
     if (out.num_dims() != 3 || out.shape(0) != num_tokens() || out.shape(1) == 0 ||
@@ -173,7 +231,10 @@ class PlannedAttention {
                       std::to_string(out.shape(1)) + " heads, " + std::to_string(kv.key_dim) +
                       "] with dense rows");
     check_same_type(kWhere, "q", q, out);
-    if (layer_idx >= kv.num_layers) refuse("no such layer", "layer_idx");
+    if (chosen != nullptr) {
+      check_choice(*chosen);
+      if (window != 0 || chunk != 0) refuse("a window or chunks of chosen keys", "chosen");
+    }
     if (window < 0) refuse("a window of " + std::to_string(window) + " tokens", "window");
     if (chunk < 0) refuse("chunks of " + std::to_string(chunk) + " tokens", "chunk");
     if (!(soft_cap >= 0.0f)) refuse("a negative cap", "soft_cap");
@@ -187,7 +248,12 @@ class PlannedAttention {
     call.out_stride = out.stride(0);
     call.type = q.float_type();
     call.num_heads = out.shape(1);
-    call.layer_idx = layer_idx;
+    call.layer_offset = pool_of().layer_offset(layer_idx);
+    if (chosen != nullptr) {
+      call.chosen = static_cast<const int32_t*>(chosen->data());
+      call.num_chosen = chosen->shape(1);
+      check_chosen(call.chosen, call.num_chosen);
+    }
     call.rule = {scale, soft_cap, window,
                  sinks == nullptr ? nullptr : static_cast<const float*>(sinks->data()), chunk};
     run_released([&] { return run_attention(*kernels_, pool_pointer_, step_, call); });
@@ -203,18 +269,76 @@ class PlannedAttention {
                   "give [" + std::to_string(num_tokens()) + ", " + std::to_string(num_heads) +
                       " heads from " + std::to_string(first_head) + " on, " +
                       std::to_string(kv.key_dim) + "] of float32 or bfloat16 with dense rows");
-    if (layer_idx >= kv.num_layers) refuse("no such layer", "layer_idx");
     KvRows source;
     source.keys = static_cast<const uint8_t*>(rows.data()) +
                   first_head * kv.key_dim * float_bytes(rows.float_type());
     source.stride = rows.stride(0);
     source.type = rows.float_type();
-    source.layer_idx = layer_idx;
+    source.layer_offset = pool_of().layer_offset(layer_idx);
     run_released([&] { return store_kv(pool_pointer_, step_, source); });
+  }
+
+  void choose(size_t layer_idx, const TensorView& q, const TensorView& weights, float scale,
+              const TensorView& chosen) const {
+    constexpr const char* kWhere = "kernels.choose_keys";
+    const KvView& kv = step_.kv;
+    if (kv.num_kv_heads != 1) refuse("keys of several heads", "kv");
+    if (q.num_dims() != 3 || q.shape(0) != num_tokens() || q.shape(1) < 1 ||
+        q.shape(1) > kTileRows || q.shape(2) != kv.key_dim || !q.is_dense_from(1) || !q.is_float())
+      refuse_view(kWhere, "q", q,
+                  "give [" + std::to_string(num_tokens()) + ", 1 to " + std::to_string(kTileRows) +
+                      " heads, " + std::to_string(kv.key_dim) +
+                      "] of float32 or bfloat16 with dense rows");
+    if (weights.num_dims() != 2 || weights.shape(0) != num_tokens() ||
+        weights.shape(1) != q.shape(1) || !weights.is_dense_from(1) || !weights.is_float32())
+      refuse_view(kWhere, "weights", weights,
+                  "give float32 [" + std::to_string(num_tokens()) + ", " +
+                      std::to_string(q.shape(1)) + "] with dense rows");
+    check_choice(chosen);
+    IndexCall call;
+    call.q = q.data();
+    call.q_stride = q.stride(0);
+    call.type = q.float_type();
+    call.num_heads = q.shape(1);
+    call.weights = static_cast<const float*>(weights.data());
+    call.weight_stride = weights.stride(0);
+    call.scale = scale;
+    call.layer_offset = pool_of().layer_offset(layer_idx);
+    call.chosen = static_cast<int32_t*>(chosen.data());
+    call.num_chosen = chosen.shape(1);
+    run_released([&] { return run_index(*kernels_, pool_pointer_, step_, call); });
   }
 
  private:
   size_t num_tokens() const { return static_cast<size_t>(step_.query_start.back()); }
+  const KvPool& pool_of() const { return nb::cast<const KvPool&>(kv_); }
+
+  void check_choice(const TensorView& chosen) const {
+    if (chosen.num_dims() != 2 || chosen.shape(0) != num_tokens() || chosen.shape(1) < 1 ||
+        !chosen.is_dense_from(0) || !chosen.is_int32())
+      refuse_view("kernels.attention", "chosen", chosen,
+                  "give contiguous int32 [" + std::to_string(num_tokens()) + ", at least 1]");
+  }
+
+  // Positions ascend up to the token's own, so that no key beyond its context is read.
+  void check_chosen(const int32_t* chosen, size_t count) const {
+    for (size_t s = 0; s < step_.num_sequences(); ++s)
+      for (int64_t row = step_.query_start[s]; row < step_.query_start[s + 1]; ++row) {
+        const int64_t position = step_.context_lens[s] - step_.query_start[s + 1] + row;
+        if (position < static_cast<int64_t>(count)) continue;
+        const int32_t* own = chosen + static_cast<size_t>(row) * count;
+        int64_t before = -1;
+        bool is_right = true;
+        for (size_t i = 0; i < count; ++i) {
+          is_right &= own[i] > before;
+          before = own[i];
+        }
+        if (!is_right || before > position)
+          refuse("positions of row " + std::to_string(row) + ": let them ascend to " +
+                     std::to_string(position) + " at most",
+                 "chosen");
+      }
+  }
 
   void check() const {
     const auto num_blocks = static_cast<int64_t>(step_.kv.num_blocks);
@@ -274,6 +398,19 @@ void bind_attention(nb::module_& module) {
                   nb::rv_policy::take_ownership,
                   "Of [blocks, layers, block_size, key_dim], float32 or bfloat16 (MLA): all heads\n"
                   "share a key, whose first `value_dim` items are the value. Raises: ShapeError.")
+      .def_static("placed", &KvPool::make_placed, "tensor"_a, "format"_a, "block_size"_a,
+                  "key_dim"_a, "value_dim"_a, "layer_offsets"_a, nb::rv_policy::take_ownership,
+                  "Of [blocks, items], float32 or bfloat16, or uint8 [blocks, bytes] of codes.\n\n"
+                  "At each of `layer_offsets`, in bytes, a block has rows [block_size, key_dim] of\n"
+                  "one layer and, of codes, fp16 scales [block_size]; values as in `latent`.\n\n"
+                  "Args:\n"
+                  "    tensor: the blocks; held.\n"
+                  "    format: int8 or fp8 (e4m3); empty: the items are no codes.\n"
+                  "    block_size: tokens of a block.\n"
+                  "    key_dim: items of a token.\n"
+                  "    value_dim: how many of them, from the first, are the value.\n"
+                  "    layer_offsets: one for each layer.\n"
+                  "Raises: ShapeError; ConfigError (format).")
       .def("read", &KvPool::read, "layer_idx"_a, "pool"_a.none() = nb::none(),
            "Read a layer of all blocks and do nothing: a ceiling for benchmarks.\n\n"
            "Raises: ShapeError.");
@@ -298,6 +435,7 @@ void bind_attention(nb::module_& module) {
            "    UnsupportedError (isa).")
       .def("attend", &PlannedAttention::attend, "layer_idx"_a, "q"_a, "out"_a, "scale"_a,
            "window"_a = 0, "soft_cap"_a = 0.0f, "sinks"_a.none() = nb::none(), "chunk"_a = 0,
+           "chosen"_a.none() = nb::none(),
            "Attend each token to its sequence's context up to itself.\n\n"
            "Args:\n"
            "    layer_idx: whose keys and values; this step's were stored before.\n"
@@ -308,12 +446,27 @@ void bind_attention(nb::module_& module) {
            "    soft_cap: a score becomes cap * tanh(score / cap); 0 is none.\n"
            "    sinks: float32 [heads], a logit that takes weight and adds nothing.\n"
            "    chunk: no key before the last multiple of it up to the token is seen; 0 is all.\n"
+           "    chosen: int32 [tokens, n], positions, ascending, of the keys that a token sees;\n"
+           "        None is all. A token before position n sees all in any case.\n"
            "A token's result is bitwise the same alone and in company, prefilled whole or in\n"
            "chunks or decoded, for any number of threads. Raises: ShapeError.")
       .def("store", &PlannedAttention::store, "layer_idx"_a, "rows"_a, "first_head"_a = 0,
            "Write the step's keys and values to their slots, in the type of the pool.\n\n"
            "`rows` [tokens, heads, key_dim] holds keys of all KV heads from `first_head` on, then\n"
-           "values (a latent pool has keys only). Raises: ShapeError.");
+           "values (a latent pool has keys only). Raises: ShapeError.")
+      .def("choose", &PlannedAttention::choose, "layer_idx"_a, "q"_a, "weights"_a, "scale"_a,
+           "chosen"_a,
+           "Choose the keys of an index that score best with each token, up to its own.\n\n"
+           "A score is the sum over heads, in float32, of scale * weight * max(q . key, 0); of\n"
+           "equal ones the lowest position is chosen.\n\n"
+           "Args:\n"
+           "    layer_idx: whose index keys; this step's were stored before.\n"
+           "    q: [tokens, heads, key_dim].\n"
+           "    weights: float32 [tokens, heads].\n"
+           "    scale: on the weights.\n"
+           "    chosen: int32 [tokens, n], written: positions, ascending. A token that sees no\n"
+           "        more than n keys gets all their positions, and then zeros.\n"
+           "As invariant as `attend`. Raises: ShapeError.");
 }
 
 }  // namespace tandem::bindings

@@ -37,6 +37,7 @@ class TensorView {
            array_.dtype().bits == 16 && array_.dtype().lanes == 1;
   }
   bool is_int64() const { return array_.dtype() == nanobind::dtype<int64_t>(); }
+  bool is_int32() const { return array_.dtype() == nanobind::dtype<int32_t>(); }
   FloatType float_type() const {
     return is_float32() ? FloatType::kFloat32 : FloatType::kBfloat16;
   }

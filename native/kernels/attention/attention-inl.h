@@ -463,23 +463,27 @@ struct TileRowsOf {
   float scales[kTile];
 };
 
-inline void find_rows(const SplitTask& task, size_t first, size_t count, bool is_value,
+inline void find_rows(const KeyRows& keys, size_t first, size_t count, bool is_value,
                       TileRowsOf& found) {
-  const KvView& kv = *task.kv;
+  const KvView& kv = *keys.kv;
   const bool has_scales = kv.type == KvType::kFp8 || kv.type == KvType::kInt8;
-  const int64_t* block = task.blocks + first / kv.block_size;
-  size_t offset = first % kv.block_size;
   uint16_t halves[kTile];
-  for (size_t t = 0; t < count; offset = 0, ++block) {
+  for (size_t t = 0; t < count;) {
+    const size_t position =
+        keys.positions == nullptr ? first + t : static_cast<size_t>(keys.positions[first + t]);
+    const size_t offset = position % kv.block_size;
     const uint8_t* layer =
-        kv.base + static_cast<size_t>(*block) * kv.block_bytes + task.layer_idx * kv.layer_bytes;
-    const uint8_t* row = layer + task.kv_head * kv.head_bytes + offset * kv.row_bytes +
+        kv.base + static_cast<size_t>(keys.blocks[position / kv.block_size]) * kv.block_bytes +
+        keys.layer_offset;
+    const uint8_t* row = layer + keys.kv_head * kv.head_bytes + offset * kv.row_bytes +
                          (is_value ? kv.value_offset : 0);
-    const size_t end = min_of(count, t + kv.block_size - offset);
+    // Positions of their own stand alone.
+    const size_t run = keys.positions == nullptr ? kv.block_size - offset : 1;
+    const size_t end = min_of(count, t + run);
     if (has_scales)
       __builtin_memcpy(halves + t,
                        layer + (is_value ? kv.value_scale_offset : kv.key_scale_offset) +
-                           (task.kv_head * kv.block_size + offset) * 2,
+                           (keys.kv_head * kv.block_size + offset) * 2,
                        (end - t) * 2);
     for (; t < end; ++t, row += kv.row_bytes) found.rows[t] = row;
   }
@@ -489,18 +493,21 @@ inline void find_rows(const SplitTask& task, size_t first, size_t count, bool is
 }
 
 // Notes the lines of the tile from `first` on, of which `left` tokens remain.
-inline void find_ahead(const SplitTask& task, size_t first, size_t left, Ahead& ahead) {
-  const KvView& kv = *task.kv;
+inline void find_ahead(const KeyRows& keys, size_t first, size_t left, Ahead& ahead) {
+  const KvView& kv = *keys.kv;
   const size_t count = min_of(kTile, left);
   ahead.clear();
   // Latent values lie within their keys.
   for (size_t offset = 0; offset <= kv.value_offset; offset += kv.value_offset) {
     for (size_t t = 0; t < count;) {
-      const size_t token = (first + t) % kv.block_size;
-      const size_t run = min_of(count - t, kv.block_size - token);
-      const size_t block = static_cast<size_t>(task.blocks[(first + t) / kv.block_size]);
-      ahead.add(kv.base + block * kv.block_bytes + task.layer_idx * kv.layer_bytes +
-                    task.kv_head * kv.head_bytes + offset + token * kv.row_bytes,
+      const size_t position =
+          keys.positions == nullptr ? first + t : static_cast<size_t>(keys.positions[first + t]);
+      const size_t token = position % kv.block_size;
+      const size_t run =
+          keys.positions == nullptr ? min_of(count - t, kv.block_size - token) : 1;
+      const size_t block = static_cast<size_t>(keys.blocks[position / kv.block_size]);
+      ahead.add(kv.base + block * kv.block_bytes + keys.layer_offset +
+                    keys.kv_head * kv.head_bytes + offset + token * kv.row_bytes,
                 run * kv.row_bytes);
       t += run;
     }
@@ -653,7 +660,7 @@ void weigh_tile(const SplitTask& task, const TileWork& work, size_t tile, Ahead&
 
 template <class Op>
 void attend_rows(const SplitTask& task) {
-  const KvView& kv = *task.kv;
+  const KvView& kv = *task.rows.kv;
   const size_t columns = round_up(kv.value_dim, kColumnStep);
   const size_t steps = (kv.key_dim + Op::kItems - 1) / Op::kItems;
   for (size_t r = 0; r < task.num_rows; ++r) {
@@ -671,7 +678,7 @@ void attend_rows(const SplitTask& task) {
   Ahead ahead;
   // Nobody has fetched the first tile, and its values are read a line here and there.
   if (task.key_begin < context) {
-    find_ahead(task, task.key_begin, context - task.key_begin, ahead);
+    find_ahead(task.rows, task.key_begin, context - task.key_begin, ahead);
     ahead.fetch_rest();
   }
   for (size_t tile = task.key_begin; tile < task.key_end && tile < context; tile += kTile) {
@@ -688,11 +695,11 @@ void attend_rows(const SplitTask& task) {
     work.is_masked = find_visible(task, work.begin_row, tile).last < kTile ||
                      find_visible(task, work.end_row - 1, tile).first > 0;
     const size_t count = min_of(kTile, context - tile);
-    find_rows(task, tile, count, false, keys);
-    find_rows(task, tile, count, true, values);
+    find_rows(task.rows, tile, count, false, keys);
+    find_rows(task.rows, tile, count, true, values);
     if (has_scales) work.key_scales = keys.scales, work.value_scales = values.scales;
     const size_t after = tile + kTile;
-    find_ahead(task, after, after < task.key_end && after < context ? context - after : 0, ahead);
+    find_ahead(task.rows, after, after < task.key_end && after < context ? context - after : 0, ahead);
     pack_tile<Op>(kv, keys, count, false, task.scratch.keys, ahead);
     const uint8_t* queries = static_cast<const uint8_t*>(task.queries);
     multiply<Op, true>({
@@ -780,9 +787,11 @@ void finish(const FinishTask& task) {
   finish_rows<uint16_t>(task);
 }
 
+#include "kernels/sparse/index-inl.h"
+
 }  // namespace
 
 extern const AttentionKernels TANDEM_ATTENTION_KERNELS;
-const AttentionKernels TANDEM_ATTENTION_KERNELS = {load_queries, attend, merge, finish};
+const AttentionKernels TANDEM_ATTENTION_KERNELS = {load_queries, attend, merge, finish, score};
 
 }  // namespace tandem

@@ -28,6 +28,7 @@ constexpr size_t kTasksPerThread = 4;
 struct Tile {
   size_t sequence, kv_head, first_row, num_rows;
   size_t key_begin, key_end;  // Multiples of kTileTokens.
+  const int32_t* chosen;      // Positions of the keys; null is all.
   size_t first_part, num_parts;  // Partial results, from this float on; none where one task does all.
 };
 struct Task {
@@ -103,9 +104,8 @@ class Run {
   }
 
  private:
-  size_t num_rows_of(size_t sequence) const {
-    return static_cast<size_t>(step_.query_start[sequence + 1] - step_.query_start[sequence]) *
-           group_;
+  size_t num_tokens_of(size_t sequence) const {
+    return static_cast<size_t>(step_.query_start[sequence + 1] - step_.query_start[sequence]);
   }
   int64_t first_position(size_t sequence) const {
     return step_.context_lens[sequence] -
@@ -114,8 +114,10 @@ class Run {
 
   void plan_tiles() {
     for (size_t sequence = 0; sequence < step_.num_sequences(); ++sequence) {
-      const size_t num_rows = num_rows_of(sequence);
       const int64_t first = first_position(sequence);
+      const size_t num_whole = count_whole(sequence);
+      const size_t num_rows = num_whole * group_;
+      plan_chosen(sequence, num_whole);
       for (size_t row = 0; row < num_rows; row += kTileRows) {
         const size_t count = std::min(kTileRows, num_rows - row);
         const int64_t last_position = first + static_cast<int64_t>((row + count - 1) / group_);
@@ -130,9 +132,39 @@ class Run {
               .num_rows = count,
               .key_begin = begin,
               .key_end = end,
+              .chosen = nullptr,
               .first_part = 0,
               .num_parts = 0});
       }
+    }
+  }
+
+  // Tokens of a sequence, its first ones of this step, that see all up to their own position.
+  size_t count_whole(size_t sequence) const {
+    const size_t tokens = num_tokens_of(sequence);
+    if (call_.chosen == nullptr) return tokens;
+    const int64_t left = static_cast<int64_t>(call_.num_chosen) - first_position(sequence);
+    return left <= 0 ? 0 : std::min(tokens, static_cast<size_t>(left));
+  }
+
+  // Each of the other tokens has keys of its own, and so tiles of its own.
+  void plan_chosen(size_t sequence, size_t first_token) {
+    const size_t row_of_sequence = static_cast<size_t>(step_.query_start[sequence]);
+    const size_t end = round_up(call_.num_chosen, kTileTokens);
+    for (size_t token = first_token; token < num_tokens_of(sequence); ++token) {
+      const int32_t* chosen = call_.chosen + (row_of_sequence + token) * call_.num_chosen;
+      for (size_t row = 0; row < group_; row += kTileRows)
+        for (size_t head = 0; head < step_.kv.num_kv_heads; ++head)
+          tiles_.push_back({
+              .sequence = sequence,
+              .kv_head = head,
+              .first_row = token * group_ + row,
+              .num_rows = std::min(kTileRows, group_ - row),
+              .key_begin = 0,
+              .key_end = end,
+              .chosen = chosen,
+              .first_part = 0,
+              .num_parts = 0});
     }
   }
 
@@ -200,17 +232,22 @@ class Run {
     rows.key_dim = kv.key_dim;
     kernels_.load_queries(rows, scratch.queries, is_bf16_);
     SplitTask split{};
-    split.kv = &kv;
-    split.blocks = step_.block_table + tile.sequence * step_.table_width;
-    split.layer_idx = call_.layer_idx;
-    split.kv_head = tile.kv_head;
+    split.rows = {
+        .kv = &kv,
+        .blocks = step_.block_table + tile.sequence * step_.table_width,
+        .layer_offset = call_.layer_offset,
+        .kv_head = tile.kv_head,
+        .positions = tile.chosen};
     split.rule = call_.rule;
     split.queries = scratch.queries;
     split.is_bf16 = is_bf16_;
     split.group = group_;
     split.first_row = tile.first_row;
     split.num_rows = tile.num_rows;
-    split.first_position = first_position(tile.sequence);
+    split.first_position =
+        tile.chosen == nullptr ? first_position(tile.sequence)
+                               : static_cast<int64_t>(call_.num_chosen) - 1 -
+                                     static_cast<int64_t>(tile.first_row / group_);
     split.scratch = scratch.tile;
     const size_t first_split = tile.key_begin / kSplitTokens;
     const auto run_split = [&](size_t index, const RowState& state) {

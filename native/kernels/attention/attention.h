@@ -37,8 +37,12 @@ struct AttentionCall {
   size_t out_stride = 0;
   FloatType type = FloatType::kFloat32;
   size_t num_heads = 0;  // A multiple of the KV heads.
-  size_t layer_idx = 0;
+  size_t layer_offset = 0;  // Bytes from a block's begin to the layer's keys.
   AttentionRule rule;
+  // [tokens][num_chosen] positions, ascending, of the keys that a token sees; null: all up to its
+  // own. A token before position num_chosen sees all in any case, and its row is not read.
+  const int32_t* chosen = nullptr;
+  size_t num_chosen = 0;
 };
 
 // The kernels for an ISA of `available_isas()`.

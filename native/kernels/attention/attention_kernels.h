@@ -30,7 +30,7 @@ struct KvView {
   size_t key_dim = 0;
   size_t value_dim = 0;
   size_t block_bytes = 0;
-  size_t layer_bytes = 0;
+  size_t layer_bytes = 0;  // Of one layer's keys and values; layers lie where calls say.
   size_t head_bytes = 0;
   size_t row_bytes = 0;
   size_t value_offset = 0;  // From a key's row to its value's; 0 where a value is part of its key.
@@ -83,19 +83,27 @@ struct TileScratch {
   void* values;
 };
 
-struct SplitTask {
+// The keys of one sequence, layer and KV head.
+struct KeyRows {
   const KvView* kv;
   const int64_t* blocks;  // Of the sequence.
-  size_t layer_idx;
+  size_t layer_offset;    // Bytes from a block's begin to its layer.
   size_t kv_head;
+  // Positions of the keys, ascending; null: key i is that of position i.
+  const int32_t* positions;
+};
+
+struct SplitTask {
+  KeyRows rows;
   AttentionRule rule;
   const void* queries;  // [num_rows] operands of load_queries.
   bool is_bf16;         // Operands are bf16; else float.
   size_t group;
   size_t first_row;
   size_t num_rows;
-  int64_t first_position;  // Of the sequence's first token in this step.
-  size_t key_begin;        // Multiples of kTileTokens, within one split.
+  // Of the sequence's first token in this step; where keys have positions of their own, among them.
+  int64_t first_position;
+  size_t key_begin;  // Multiples of kTileTokens, within one split.
   size_t key_end;
   TileScratch scratch;
   RowState state;
@@ -113,12 +121,31 @@ struct FinishTask {
   const float* sinks;  // Of the KV head's first query head; null is none.
 };
 
+// Scores of keys by an index: of token t, out[key] = sum over its heads, ascending, of
+// weight * max(query . key, 0), a float chain whose order depends on nothing else.
+struct ScoreTask {
+  KeyRows rows;         // Without positions of their own.
+  const void* queries;  // [num_tokens * num_heads] operands of load_queries.
+  bool is_bf16;
+  size_t num_heads;      // At most kTileRows with all tokens.
+  size_t num_tokens;
+  const float* weights;  // [num_tokens][num_heads]; tokens `weight_stride` items apart.
+  size_t weight_stride;
+  float scale;           // On the weights.
+  size_t key_begin;      // A multiple of kTileTokens.
+  size_t key_end;        // Keys from here on are not there.
+  TileScratch scratch;
+  float* out;  // [num_tokens][key]; whole tiles are written.
+  size_t out_stride;
+};
+
 struct AttentionKernels {
   void (*load_queries)(const QueryRows&, void* operand, bool is_bf16);
   // Attends rows over the keys of one split, into a fresh state.
   void (*attend)(const SplitTask&);
   void (*merge)(const RowState& total, const RowState& part, size_t num_rows, size_t value_dim);
   void (*finish)(const FinishTask&);
+  void (*score)(const ScoreTask&);
 };
 
 }  // namespace tandem

@@ -87,7 +87,7 @@ std::vector<float> run(const Shape& shape, Isa isa, ThreadPool* pool) {
   KvRows source;
   source.keys = rows.data();
   source.stride = heads * shape.key_dim;
-  source.layer_idx = 1;
+  source.layer_offset = step.kv.layer_bytes;
   CHECK(store_kv(pool, whole, source).is_ok());
 
   const size_t num_tokens = static_cast<size_t>(step.query_start.back());
@@ -102,7 +102,7 @@ std::vector<float> run(const Shape& shape, Isa isa, ThreadPool* pool) {
   call.out = out.data();
   call.out_stride = num_heads * shape.value_dim;
   call.num_heads = num_heads;
-  call.layer_idx = 1;
+  call.layer_offset = step.kv.layer_bytes;
   call.rule = {0.3f, 5.0f, shape.window, sinks.data()};
   CHECK(run_attention(choose_attention(isa), pool, step, call).is_ok());
   // The same in bf16, whose memory differs; its results are for Python to judge.

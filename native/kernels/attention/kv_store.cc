@@ -108,7 +108,7 @@ void store_tokens(const AttentionStep& step, const KvRows& rows, size_t begin, s
     const size_t block_id = static_cast<size_t>(
         step.block_table[sequence * step.table_width + position / kv.block_size]);
     uint8_t* layer = const_cast<uint8_t*>(kv.base) + block_id * kv.block_bytes +
-                     rows.layer_idx * kv.layer_bytes;
+                     rows.layer_offset;
     const T* from = static_cast<const T*>(rows.keys) + token * rows.stride;
     for (size_t kind = 0; kind < kinds; ++kind) {
       const size_t size = kind == 0 ? kv.key_dim : kv.value_dim;
@@ -142,12 +142,12 @@ Status store_kv(ThreadPool* pool, const AttentionStep& step, const KvRows& rows)
   return pool->parallel_for(num_tokens, chunk, body);
 }
 
-Status read_kv(ThreadPool* pool, const KvView& kv, size_t layer_idx, uint64_t& sum) {
+Status read_kv(ThreadPool* pool, const KvView& kv, size_t layer_offset, uint64_t& sum) {
   std::atomic<uint64_t> total{0};
   const auto body = [&](size_t begin, size_t end, int) {
     uint64_t words[8] = {};
     for (size_t block = begin; block < end; ++block) {
-      const uint8_t* p = kv.base + block * kv.block_bytes + layer_idx * kv.layer_bytes;
+      const uint8_t* p = kv.base + block * kv.block_bytes + layer_offset;
       for (size_t i = 0; i + sizeof words <= kv.layer_bytes; i += sizeof words) {
         uint64_t line[8];
         std::memcpy(line, p + i, sizeof line);

@@ -16,7 +16,7 @@ struct KvRows {
   const void* keys = nullptr;  // Of token 0; tokens `stride` items apart.
   size_t stride = 0;
   FloatType type = FloatType::kFloat32;
-  size_t layer_idx = 0;
+  size_t layer_offset = 0;  // Bytes from a block's begin to the layer's keys.
 };
 
 // Writes them to the slots of the step's tokens, which are the last of each context. kInt8 gets
@@ -26,6 +26,6 @@ Status store_kv(ThreadPool* pool, const AttentionStep& step, const KvRows& rows)
 
 // Reads one layer of all blocks and does nothing with it: a ceiling for benchmarks. `sum` only
 // keeps the reads.
-Status read_kv(ThreadPool* pool, const KvView& kv, size_t layer_idx, uint64_t& sum);
+Status read_kv(ThreadPool* pool, const KvView& kv, size_t layer_offset, uint64_t& sum);
 
 }  // namespace tandem

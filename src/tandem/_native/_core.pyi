@@ -1438,6 +1438,24 @@ class KvPool:
         share a key, whose first `value_dim` items are the value. Raises: ShapeError.
         """
 
+    @staticmethod
+    def placed(tensor: TensorView, format: str, block_size: int, key_dim: int, value_dim: int, layer_offsets: Sequence[int]) -> KvPool:
+        """
+        Of [blocks, items], float32 or bfloat16, or uint8 [blocks, bytes] of codes.
+
+        At each of `layer_offsets`, in bytes, a block has rows [block_size, key_dim] of
+        one layer and, of codes, fp16 scales [block_size]; values as in `latent`.
+
+        Args:
+            tensor: the blocks; held.
+            format: int8 or fp8 (e4m3); empty: the items are no codes.
+            block_size: tokens of a block.
+            key_dim: items of a token.
+            value_dim: how many of them, from the first, are the value.
+            layer_offsets: one for each layer.
+        Raises: ShapeError; ConfigError (format).
+        """
+
     def read(self, layer_idx: int, pool: ThreadPool | None = None) -> None:
         """
         Read a layer of all blocks and do nothing: a ceiling for benchmarks.
@@ -1463,7 +1481,7 @@ class PlannedAttention:
             UnsupportedError (isa).
         """
 
-    def attend(self, layer_idx: int, q: TensorView, out: TensorView, scale: float, window: int = 0, soft_cap: float = 0.0, sinks: TensorView | None = None, chunk: int = 0) -> None:
+    def attend(self, layer_idx: int, q: TensorView, out: TensorView, scale: float, window: int = 0, soft_cap: float = 0.0, sinks: TensorView | None = None, chunk: int = 0, chosen: TensorView | None = None) -> None:
         """
         Attend each token to its sequence's context up to itself.
 
@@ -1476,6 +1494,8 @@ class PlannedAttention:
             soft_cap: a score becomes cap * tanh(score / cap); 0 is none.
             sinks: float32 [heads], a logit that takes weight and adds nothing.
             chunk: no key before the last multiple of it up to the token is seen; 0 is all.
+            chosen: int32 [tokens, n], positions, ascending, of the keys that a token sees;
+                None is all. A token before position n sees all in any case.
         A token's result is bitwise the same alone and in company, prefilled whole or in
         chunks or decoded, for any number of threads. Raises: ShapeError.
         """
@@ -1486,6 +1506,23 @@ class PlannedAttention:
 
         `rows` [tokens, heads, key_dim] holds keys of all KV heads from `first_head` on, then
         values (a latent pool has keys only). Raises: ShapeError.
+        """
+
+    def choose(self, layer_idx: int, q: TensorView, weights: TensorView, scale: float, chosen: TensorView) -> None:
+        """
+        Choose the keys of an index that score best with each token, up to its own.
+
+        A score is the sum over heads, in float32, of scale * weight * max(q . key, 0); of
+        equal ones the lowest position is chosen.
+
+        Args:
+            layer_idx: whose index keys; this step's were stored before.
+            q: [tokens, heads, key_dim].
+            weights: float32 [tokens, heads].
+            scale: on the weights.
+            chosen: int32 [tokens, n], written: positions, ascending. A token that sees no
+                more than n keys gets all their positions, and then zeros.
+        As invariant as `attend`. Raises: ShapeError.
         """
 
 class TensorView:

@@ -141,6 +141,9 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             del fields["states"]  # Caches of other models are older than the field.
         if self.windows is None:
             del fields["windows"]
+        if not fields["layout"].get("index_layers"):
+            for name in ("index_dim", "index_layers"):
+                fields["layout"].pop(name, None)
         return _hash_fields(b"tandem-kv-identity\0", fields)
 
     @property

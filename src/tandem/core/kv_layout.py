@@ -100,7 +100,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes of one layer of one block, scales included."""
+        """Bytes of one layer of one block, scales included, index keys not."""
         scales = self.chunks_per_layer * self.block_size * SCALE_BYTES if self.is_coded else 0
         return self.scale_offset + scales
 
@@ -162,12 +162,49 @@ class GqaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="g
 class MlaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="mla"):
     """Latents that all heads share: ``[num_layers, block_size, kv_lora_rank + rope_dim]``.
 
+    Layers that choose tokens by an index have its keys behind their latents.
+
     A token's row is its compressed latent, which is also its value, and then the rotated part of
     its key (multi-head latent attention, DeepSeek-V2 report, section 2.1).
     """
 
     kv_lora_rank: PositiveInt
     rope_dim: Annotated[int, Meta(ge=0)]
+    index_dim: Annotated[int, Meta(ge=0)] = 0
+    """Elements of a token's index key, by which sparse attention chooses; 0: there is none."""
+    index_layers: tuple[int, ...] = ()
+    """Numbers of the layers with index keys, ascending. Behind all else such a layer's slice has
+    ``[block_size, index_dim]`` elements and, where KV is coded, their scales."""
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of one block's index keys in one layer that has them."""
+        if not self.index_layers:
+            return 0
+        scale = SCALE_BYTES if self.is_coded else 0
+        return self.block_size * (self.index_dim * self.item_bytes + scale)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block, all layers and their index keys."""
+        latents = self.bytes_per_layer * self.num_layers
+        return latents + self.index_bytes * len(self.index_layers)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one block; with index keys, of its elements or bytes in a row."""
+        if self.index_layers:
+            return (self.bytes_per_block // (1 if self.is_coded else self.item_bytes),)
+        return super().shape
+
+    def layer_slice(self, block_id: int, layer_idx: int) -> LayerSlice:
+        """Return where a layer of a block lies, its index keys included; see ``BlockLayout``."""
+        assert block_id >= 0, block_id
+        assert 0 <= layer_idx < self.num_layers, (layer_idx, self.num_layers)
+        before = sum(layer < layer_idx for layer in self.index_layers)
+        offset = layer_idx * self.bytes_per_layer + before * self.index_bytes
+        own = self.index_bytes if layer_idx in self.index_layers else 0
+        return LayerSlice(block_id * self.bytes_per_block + offset, self.bytes_per_layer + own)
 
     @property
     def num_kv_heads(self) -> int:

@@ -84,6 +84,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """For multi-head latent attention: items of the latent that all heads share; 0 is another."""
     rope_dim: Annotated[int, Meta(ge=0)] = 0
     """For the same: rotated items of a key, which all heads share too."""
+    index_dim: Annotated[int, Meta(ge=0)] = 0
+    """Items of an index key, by which sparse attention chooses tokens; 0 is no index."""
+    index_layers: tuple[int, ...] = ()
+    """Numbers, among the layers with KV, of those that have an index of their own."""
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     """Size of a dense MLP; models whose layers are all MoE carry it too."""

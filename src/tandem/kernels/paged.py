@@ -3,7 +3,8 @@
 ``PagedBatch`` is plain data built from Python lists; ``PagedKvCache`` owns the pool of blocks and
 the views that operators index. Neither knows of requests. A block is the KV of ``block_size``
 tokens in all layers, contiguous: [layers, *chunks, block_size, row_size], or where KV is coded the
-bytes of each layer, codes and then scales (``KVLayout``; chunks are [2, kv_heads] for GQA).
+bytes of each layer, codes and then scales (``KVLayout``; chunks are [2, kv_heads] for GQA). Where
+some layers have index keys behind their latents, layers have no one size, and a block is a row.
 
 Invariants: a token's KV lives at slot (block_table[position // block_size], position %
 block_size); within a batch no two tokens share a slot; the tail of a block that is being filled
@@ -349,7 +350,21 @@ class PagedKvCache:
         """By number among the layers with KV."""
         self.native = _view_natively(tensor, layout)
         """The same memory as native attention takes it; None where torch attends, or no layer."""
+        self.native_index: KvPool | None = None
+        """The index keys alone, of the layers of ``index_slots`` in their order."""
+        self.index_slots: dict[int, Tensor] = {}
+        """By layer with index keys, [num_blocks, block_size, index_dim]; where they are coded, of
+        codes."""
         self._step_buffers: tuple[object, dict[tuple[object, ...], Any]] = (None, {})
+        if isinstance(layout, MlaLayout) and layout.index_layers:
+            latents, self.index_slots, scales = _view_indexed(tensor, layout)
+            self._by_token = (*latents, *self.index_slots.values(), *scales)
+            self.slots = latents
+            # Rows by token are gathered, as chosen.
+            self.chunks, self.rows_per_block = list[Tensor](), 0
+            if self.native is not None:
+                self.native_index = _view_index_natively(tensor, layout)
+            return
         if layout.is_coded:
             size, rows_shape = layout.scale_offset, layout.layer_shape[:-1]
             codes = tensor[:, :, :size].unflatten(2, layout.layer_shape)
@@ -488,12 +503,54 @@ def wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device:
     return tensor
 
 
+def _view_indexed(
+    tensor: Tensor, layout: MlaLayout
+) -> tuple[list[Tensor], dict[int, Tensor], list[Tensor]]:
+    """Return latents by layer, index keys by layer, and the scales of both.
+
+    The first two are [num_blocks, block_size, size], scales [num_blocks, block_size, 2] bytes.
+    """
+    size, item = layout.block_size, 1 if layout.is_coded else layout.item_bytes
+    scale_bytes = 2 if layout.is_coded else 0
+    latents: list[Tensor] = []
+    keys: dict[int, Tensor] = {}
+    scales: list[Tensor] = []
+    for layer in range(layout.num_layers):
+        widths = [layout.row_size, layout.index_dim][: 1 + (layer in layout.index_layers)]
+        first = layout.layer_slice(0, layer).offset // item
+        for kind, width in enumerate(widths):
+            rows = tensor[:, first : first + size * width].unflatten(1, (size, width))
+            first += size * width
+            if kind:
+                keys[layer] = rows
+            else:
+                latents.append(rows)
+            if scale_bytes:
+                own = tensor[:, first : first + size * scale_bytes]
+                scales.append(own.unflatten(1, (size, scale_bytes)))
+                first += size * scale_bytes
+    return latents, keys, scales
+
+
+def _view_index_natively(tensor: Tensor, layout: MlaLayout) -> KvPool:
+    before = layout.bytes_per_layer
+    offsets = [layout.layer_slice(0, layer).offset + before for layer in layout.index_layers]
+    held = layout.dtype if layout.is_coded else ""
+    view, dim = view_tensor(tensor), layout.index_dim
+    return KvPool.placed(view, held, layout.block_size, dim, dim, offsets)
+
+
 def _view_natively(tensor: Tensor, layout: KVLayout) -> KvPool | None:
     if not layout.num_layers or (not layout.is_coded and not is_native(tensor)):
         return None
     view, dtype, size = view_tensor(tensor), layout.dtype, layout.block_size
     if isinstance(layout, MlaLayout):
         rank = layout.kv_lora_rank
+        if layout.index_layers:
+            offsets = [layout.layer_slice(0, layer).offset for layer in range(layout.num_layers)]
+            return KvPool.placed(
+                view, dtype if layout.is_coded else "", size, layout.row_size, rank, offsets
+            )
         if layout.is_coded:
             return KvPool.coded_latent(view, dtype, size, layout.row_size, rank)
         return KvPool.latent(view, rank)

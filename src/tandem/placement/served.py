@@ -26,6 +26,11 @@ def read_served(plan: ModelPlan, *, kv_bytes: int) -> ModelShape:
         kv_bytes: that a token keeps in all layers together.
     """
     spec = plan.spec
+    latent = spec.kv_lora_rank + spec.rope_dim
+    if spec.index_layers:
+        # What the index keys take of it stands apart.
+        whole = latent * spec.num_kv_layers + spec.index_dim * len(spec.index_layers)
+        kv_bytes = kv_bytes * latent * spec.num_kv_layers // whole
     per_layer = kv_bytes // max(1, spec.num_kv_layers)
     layers = tuple(_read_layer(layer, per_layer, plan) for layer in plan.layers)
     sizes = {m.role: prod(m.shape) for m in plan.other_matrices if m.size_bytes}
@@ -67,6 +72,13 @@ def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
         # The latent is not expanded, for prompts neither.
         ops = 2 * mixer.num_heads * (2 * mixer.rank + mixer.rope)
         kind, window = "mla", 0
+        index = mixer.index
+        read = msgspec.structs.replace(
+            read,
+            top_tokens=mixer.top,
+            index_bytes=0 if index is None else index.dim * BF16_BYTES,
+            index_ops=0 if index is None else 2 * index.num_heads * index.dim,
+        )
     else:
         ops, kind, window = 4 * mixer.num_heads * mixer.head_dim, "gqa", mixer.reach
     return msgspec.structs.replace(

@@ -26,8 +26,6 @@ FORMAT_BYTES: dict[str, float] = {
 }
 """Bytes of one weight with its scales; q4_k_m is GGUF's mixture, 4.85 bits by llama.cpp."""
 
-INDEX_BYTES = 132
-"""Bytes of one token's index key in one layer: 128 of fp8 and a scale."""
 BF16_BYTES = 2
 
 
@@ -47,7 +45,7 @@ class ShapeLayer(msgspec.Struct, frozen=True, kw_only=True):
     kv_items: int = 0
     """Items that a token leaves in the cache."""
     index_bytes: int = 0
-    """Bytes that a token leaves in the cache of a sparse attention's index."""
+    """Bytes that a token leaves in the cache of a sparse attention's index, in bf16."""
     state_bytes: int = 0
     """Bytes of a sequence, however long."""
     window: int = 0
@@ -179,8 +177,6 @@ class _Config:
 
 
 UNSERVED = {
-    "deepseek_v32": "sparse attention with an index (DSA)",
-    "glm_moe_dsa": "sparse attention with an index (DSA)",
     "kimi_linear": "layers with a recurrent state (KDA)",
 }
 """Model types that serving refuses still, with the operator that is missing."""
@@ -255,7 +251,7 @@ def _read_attention(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeL
     ):
         return _read_state(c)
     if c.get("kv_lora_rank"):
-        return _read_latent(c)
+        return _read_latent(c, has_index=_has_index(c, fields, index))
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads", default=heads)
     head_dim = c.get("head_dim", default=hidden // heads)
@@ -274,7 +270,20 @@ def _read_attention(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeL
     )
 
 
-def _read_latent(c: _Config) -> ShapeLayer:
+def _has_index(c: _Config, fields: Mapping[str, Any], index: int) -> bool:
+    """Return True if a layer chooses tokens by an index of its own, and not by an earlier one's."""
+    if not c.get("index_n_heads"):
+        return False
+    types, pattern = c.list("indexer_types"), fields.get("index_topk_pattern")
+    if types:
+        return index >= len(types) or types[index] == "full"
+    if isinstance(pattern, str) and index < len(pattern):
+        return pattern[index] == "F"
+    every = max(1, c.get("index_topk_freq", default=1))
+    return max(0, index - c.get("index_skip_topk_offset", default=2) + 1) % every == 0
+
+
+def _read_latent(c: _Config, *, has_index: bool) -> ShapeLayer:
     """Multi-head latent attention, with DeepSeek's index where it has one."""
     hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
     rope, nope, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
@@ -285,17 +294,19 @@ def _read_latent(c: _Config) -> ShapeLayer:
     items = hidden + 2 * q_rank + queries if q_rank else hidden + queries
     items += hidden + rank + rope + rank + heads * (nope + value) + heads * value + hidden
     index_heads, index_dim = c.get("index_n_heads"), c.get("index_head_dim")
-    if index_heads:
+    top = c.get("index_topk") if index_heads else 0
+    if has_index:
+        items += q_rank + index_heads * index_dim + 2 * hidden + index_dim + index_heads
         weights += q_rank * index_heads * index_dim + hidden * (index_dim + index_heads)
     return ShapeLayer(
         kind="mla",
         attention_weights=weights,
         kv_items=rank + rope,
-        index_bytes=INDEX_BYTES if index_heads else 0,
-        top_tokens=c.get("index_topk") if index_heads else 0,
+        index_bytes=BF16_BYTES * index_dim if has_index else 0,
+        top_tokens=top,
         prefill_ops=2 * heads * (nope + rope + value),
         decode_ops=2 * heads * (2 * rank + rope),
-        index_ops=2 * index_heads * index_dim,
+        index_ops=2 * index_heads * index_dim if has_index else 0,
         adapter_items=items,
     )
 

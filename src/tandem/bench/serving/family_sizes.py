@@ -90,6 +90,11 @@ PUBLISHED_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         _make(2048, 16, 16, 64, 10944, q_lora_rank=None) | _make_moe(1408, 16, 6),
     ),
     "deepseek_v3": ("DeepSeek-V3", _make(7168, 128, 128, 64, 18432) | _make_moe(2048, 16, 8)),
+    "deepseek_v32": (
+        "DeepSeek-V3.2",
+        _make(7168, 128, 128, 64, 18432) | _make_moe(2048, 16, 8),
+    ),
+    "glm_moe_dsa": ("GLM-5", _make(6144, 64, 64, 64, 12288) | _make_moe(2048, 16, 8)),
     "gpt_oss": (
         "gpt-oss-20b",
         _make(2880, 64, 8, 64, 2880, sliding_window=128) | _make_moe(2880, 16, 4),

@@ -35,6 +35,7 @@ BENCHES = {
     "nvme": "tandem.bench.operators.nvme",
     "plan": "tandem.bench.serving.planned",
     "sampling": "tandem.bench.operators.sampling",
+    "sparse": "tandem.bench.operators.sparse",
     "store": "tandem.bench.store",
     "store-disk": "tandem.bench.store_disk",
     "transfer": "tandem.bench.transfer",

@@ -27,6 +27,7 @@ __all__ = [
     "GatedDeltaSpec",
     "GqaSpec",
     "HeadSpec",
+    "IndexSpec",
     "LayerNormSpec",
     "LinearSpec",
     "Mamba2Spec",
@@ -247,6 +248,26 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
         return self.qk_norm is not None and self.qk_norm.size != self.head_dim
 
 
+class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The index by which attention chooses the tokens it attends to (DeepSeek Sparse Attention).
+
+    A token's score is ``sum over heads of weight * relu(query . key)``; all heads share a key.
+    """
+
+    num_heads: PositiveInt
+    dim: PositiveInt
+    """Items of a query's head and of a key, of which the first are rotated."""
+    norm_eps: float
+    """The epsilon of the keys' LayerNorm."""
+    is_interleaved: bool = False
+    """True if the checkpoint's rotated items are pairs of neighbours."""
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores: of the size of a head, and of their number."""
+        return float(self.dim**-0.5 * self.num_heads**-0.5)
+
+
 class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mla"):
     """Multi-head latent attention of a layer; no key or value is expanded."""
 
@@ -274,6 +295,14 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     """The RoPE of the layer, among those of the model."""
     position_scale: PositionScale | None = None
     """On queries, after they are rotated."""
+    top: NonNegativeInt = 0
+    """Tokens that a token attends to, chosen by an index from itself and those before it; all of
+    these where they are no more. 0 is all."""
+    index: IndexSpec | None = None
+    """The layer's own index. None with a ``top``: it attends to what the last layer with an index
+    chose."""
+    gives_choice: bool = False
+    """True if transformers' layers return the choice beside the result."""
 
     @property
     def head(self) -> int:

@@ -70,6 +70,12 @@ class CpuStep:
             own = cache.place_windows(batch)
             assert own is not None, "no blocks for the layers with a window"
             self._groups.append(_plan_attention(cache.windows, own, pool))
+        self._index: _native.PlannedAttention | None = None
+        self._index_layers = tuple(cache.index_slots)
+        if cache.native_index is not None:
+            self._index = _native.PlannedAttention(
+                cache.native_index, batch.block_table, batch.query_start, batch.context_lens, pool
+            )
         angles = [rope.compute(batch.positions, dtype) for rope in ropes]
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
         self._positions = batch.positions
@@ -369,6 +375,8 @@ class CpuStep:
             rows,
             self._pool,
         )
+        if spec.index is not None:
+            self._choose_tokens(attention, h_TD, buffers)
         # The key is there: others may have it while queries are still made.
         self._store(layer_idx, rows, spec.num_heads)
         attention.key_heads.run(buffers.plain, buffers.absorbed)
@@ -377,9 +385,39 @@ class CpuStep:
             scale = scale_positions(spec.position_scale, self._positions, self._dtype)
             queries *= scale[:, None, None]
         mixed = buffers.mixed
-        self._attend(layer_idx, rows, mixed.view, spec.scale, attention.rule)
+        chosen = self._find_choice(spec.top).view if spec.top else None
+        self._attend(layer_idx, rows, mixed.view, spec.scale, attention.rule, chosen)
         attention.value_heads.run(mixed, buffers.value_heads)
         return buffers.values
+
+    def _choose_tokens(self, attention: MlaAttention, h_TD: Buffer, buffers: LatentBuffers) -> None:
+        """Store the index keys, and choose by them what this layer and those that share attend."""
+        index, plan = attention.index, self._index
+        queries, projected = buffers.index_queries, buffers.index_keys
+        assert index is not None and queries is not None and projected is not None, "no index"
+        assert plan is not None, "a cache without index keys"
+        spec, angles = index.spec, self._angles[attention.spec.rope_idx]
+        keys = self._head_buffer("index_key", 1, spec.dim)
+        keys.tensor.copy_(index.norm_keys(projected.tensor))
+        _native.rotate_heads(keys.view, *angles, 1, 0, pool=self._pool)
+        place = self._index_layers.index(self._places[attention.layer_idx].layer_idx)
+        plan.store(place, keys.view)
+        _native.rotate_heads(queries.view, *angles, spec.num_heads, 0, pool=self._pool)
+        matrix = index.weight_matrix
+        weights = self._buffer("index_weights", spec.num_heads, matrix.out_dtype)
+        matrix.run(h_TD, weights)
+        if weights.tensor.dtype != torch.float32:
+            weights = Buffer(weights.tensor.float())
+        chosen = self._find_choice(attention.spec.top)
+        plan.choose(place, queries.view, weights.view, spec.scale, chosen.view)
+
+    def _find_choice(self, top: int) -> Buffer:
+        """Return the tokens that the last index chose, int32 [T, top]."""
+        found: Buffer | None = self._buffers.get(("chosen", top))
+        if found is None:
+            made = torch.zeros(self._num_tokens, top, dtype=torch.int32)
+            found = self._buffers["chosen", top] = Buffer(made)
+        return found
 
     def _attend(
         self,
@@ -388,11 +426,12 @@ class CpuStep:
         out: _native.TensorView,
         scale: float,
         rule: AttentionRule,
+        chosen: _native.TensorView | None = None,
     ) -> None:
         sinks = None if rule.sinks is None else rule.sinks.view
         attention, place = self._find_layer(layer_idx)
-        chunk = (rule.chunk,) if rule.chunk else ()
-        attention.attend(place.layer_idx, q, out, scale, rule.window, rule.soft_cap, sinks, *chunk)
+        options = (rule.window, rule.soft_cap, sinks, rule.chunk, chosen)
+        attention.attend(place.layer_idx, q, out, scale, *options)
 
     def _find_layer(self, layer_idx: int) -> tuple[_native.PlannedAttention, LayerPlace]:
         place = self._places[layer_idx]

@@ -100,9 +100,15 @@ class DecoderLayer(Operator):
             reader.read_into(f"{name}.{self._scale_name}", held)
             self.scale = held.item()
 
-    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
-        """Run as transformers' decoder layers do: [1, T, D] in, [1, T, D] out, new."""
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor | tuple[Tensor, None]:
+        """Run as transformers' decoder layers do: [1, T, D] in, [1, T, D] out, new.
+
+        None stands for what an index chose, where transformers' layers return it.
+        """
         step, x_TD = current_step(), hidden_states[0].clone()
         step.run_layer_(self, x_TD)
         step.complete_(x_TD)
+        mixer = self.parts.attention
+        if isinstance(mixer, MlaAttention) and mixer.spec.gives_choice:
+            return x_TD[None], None
         return x_TD[None]

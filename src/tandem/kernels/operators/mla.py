@@ -6,14 +6,20 @@ and that of values into the outputs, so that nothing of the context is ever expa
 q_h . (U_h c) = (U_h^T q_h) . c. A prefill runs the same way, or its values would not be bitwise
 those of a decode.
 
+A layer with a ``top`` attends to so many tokens alone (DeepSeek Sparse Attention): those whose keys
+in an index score best with the token's queries in it, of equals the earlier, which a ``Step``
+finds before it attends. The index's products are part of the others': its queries are made of the
+same compressed ones, its key of the hidden state.
+
 Shapes: T tokens, D hidden, H heads, R rank of the latent, P rotated items, n items of a query that
 are not rotated, v items of a head's value.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from tandem.core.model.layers import MlaSpec
+from tandem.core.model.layers import IndexSpec, MlaSpec
 from tandem.kernels.interfaces import (
     PLAIN,
     AdaptedPart,
@@ -34,7 +40,7 @@ from tandem.kernels.operators.operator import (
 from tandem.kernels.weights.head_matrix import make_head_matrix
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
 
-__all__ = ["MlaAttention"]
+__all__ = ["Index", "MlaAttention"]
 
 
 class MlaAttention(Operator):
@@ -45,30 +51,46 @@ class MlaAttention(Operator):
             are put in halves at loading, queries' and keys' alike, so that products do not change.
         layer_idx: whose slice of the KV cache.
         settings: how the matrices are stored and run.
+        score_settings: the same of the weights that an index gives its heads.
     """
 
     def __init__(
-        self, spec: MlaSpec, *, layer_idx: int, settings: MatrixSettings = TENSORS
+        self,
+        spec: MlaSpec,
+        *,
+        layer_idx: int,
+        settings: MatrixSettings = TENSORS,
+        score_settings: MatrixSettings = TENSORS,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.layer_idx = layer_idx
         self.settings = settings
+        self.score_settings = score_settings
         self.rule = PLAIN
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``q_proj``, or ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``, and the rest."""
+        """Read ``q_proj``, or ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``, and the rest.
+
+        Of an index, read ``indexer.wq_b``, ``wk``, ``k_norm`` and ``weights_proj``.
+        """
         spec, settings = self.spec, self.settings
         self._load_first(reader, name)
         self.q_matrix: Matrix | None = None
         self.held_q_norm: Buffer | None = None
+        self.index: Index | None = None
+        if spec.index is not None:
+            self.index = Index(self, spec.index, spec.rope, self.score_settings, reader, name)
         if spec.q_rank:
             rows = spec.num_heads * spec.head
             is_packed = settings.weight_format is not None
-            weight = read_rows(
-                reader, [(f"{name}.q_b_proj.weight", rows)], spec.q_rank, is_scratch=is_packed
-            )
-            self._order_queries(weight)
+            parts = [(f"{name}.q_b_proj.weight", rows)]
+            if spec.index is not None:
+                parts.append((f"{name}.indexer.wq_b.weight", spec.index.num_heads * spec.index.dim))
+            weight = read_rows(reader, parts, spec.q_rank, is_scratch=is_packed)
+            self._order_queries(weight[:rows])
+            if self.index is not None:
+                weight[rows:] = weight[rows:][self.index.list_query_rows()]
             self.q_matrix = make_matrix(self, "q_b_", settings, weight, None)
             norm = read_rows(reader, [(f"{name}.q_a_layernorm.weight", spec.q_rank)])
             self.q_norm = freeze(norm)
@@ -96,17 +118,22 @@ class MlaAttention(Operator):
         rows, width = spec.first_product, spec.key
         is_packed = self.settings.weight_format is not None
         parts = [(f"{part}.weight", rows), (f"{latent}.weight", width)]
+        if spec.index is not None:
+            parts.append((f"{name}.indexer.wk.weight", spec.index.dim))
         weight = read_rows(reader, parts, self.spec.hidden_size, is_scratch=is_packed)
         if not spec.q_rank:
             self._order_queries(weight[:rows])
-        self._order_rotated(weight[rows + spec.rank :])
+        self._order_rotated(weight[rows + spec.rank : rows + width])
+        if spec.index is not None:
+            index_key = weight[rows + width :]
+            index_key.copy_(index_key[list_index_rows(spec.index, spec.rope)])
         bias = None
         if self.spec.has_bias:
-            bias = torch.zeros(rows + width, dtype=reader.dtype, device=reader.device)
+            bias = torch.zeros(len(weight), dtype=reader.dtype, device=reader.device)
             if spec.q_rank:
                 reader.read_into(f"{part}.bias", bias[:rows])
-            reader.read_into(f"{latent}.bias", bias[rows:])
-            self._order_rotated(bias[rows + spec.rank :])
+            reader.read_into(f"{latent}.bias", bias[rows : rows + width])
+            self._order_rotated(bias[rows + spec.rank : rows + width])
         self.first_matrix: Matrix = make_matrix(self, "qkv_", self.settings, weight, bias)
 
     def _load_heads(self, reader: WeightReader, name: str) -> None:
@@ -152,6 +179,18 @@ class MlaAttention(Operator):
             self.q_matrix = second = wrapper.wrap_matrix(self.q_matrix)
             parts[f"{name}.q_a_proj"] = AdaptedRows(first, hidden, size)
             parts[f"{name}.q_b_proj"] = AdaptedRows(second, spec.q_rank, len(queries), 0, queries)
+            if self.index is not None:
+                own = self.index.list_query_rows()
+                parts[f"{name}.indexer.wq_b"] = AdaptedRows(
+                    second, spec.q_rank, len(own), len(queries), own
+                )
+        if self.index is not None and spec.index is not None:
+            own, size = list_index_rows(spec.index, spec.rope), size + spec.key
+            parts[f"{name}.indexer.wk"] = AdaptedRows(first, hidden, len(own), size, own)
+            self.index.weight_matrix = weights = wrapper.wrap_matrix(self.index.weight_matrix)
+            parts[f"{name}.indexer.weights_proj"] = AdaptedRows(
+                weights, hidden, spec.index.num_heads
+            )
         return parts
 
     def _order_queries(self, weight: Tensor) -> None:
@@ -164,7 +203,71 @@ class MlaAttention(Operator):
         if self.spec.is_interleaved:
             rows.copy_(torch.cat((rows[0::2], rows[1::2])))
 
-    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        """Run as transformers' attention modules do: [1, T, D] in, ([1, T, D], None) out."""
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor | None, ...]:
+        """Run as transformers' attention modules do: [1, T, D] in, ([1, T, D], None) out.
+
+        The step remembers what an index chose, so that None stands for it where layers return it.
+        """
         mixed = current_step().mix(self, hidden_states[0])
-        return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None], None
+        out = self.output_matrix.forward(mixed, dtype=mixed.dtype)[None]
+        return (out, None, None) if self.spec.gives_choice else (out, None)
+
+
+class Index:
+    """The parts of a layer's index that no other matrix has: weights of heads, the keys' norm.
+
+    Args:
+        owner: the operator; the tensors become its parameters.
+        spec: sizes and options.
+        rope: items that are rotated, from the first on.
+        settings: how the matrix of the heads' weights is stored and run.
+        reader: gives ``{name}.indexer``.
+        name: of the operator.
+    """
+
+    def __init__(
+        self,
+        owner: "MlaAttention",
+        spec: IndexSpec,
+        rope: int,
+        settings: MatrixSettings,
+        reader: WeightReader,
+        name: str,
+    ) -> None:
+        self.spec, hidden_size = spec, owner.spec.hidden_size
+        self._rows = list_index_rows(spec, rope)
+        self.weight_matrix: Matrix = read_matrix(
+            owner,
+            "index_weights_",
+            reader,
+            settings,
+            [(f"{name}.indexer.weights_proj", spec.num_heads)],
+            hidden_size,
+        )
+        norm = f"{name}.indexer.k_norm"
+        self.norm, self.bias = (
+            freeze(read_rows(reader, [(f"{norm}.{part}", spec.dim)])[self._rows])
+            for part in ("weight", "bias")
+        )
+        owner.index_norm, owner.index_bias = self.norm, self.bias
+
+    def list_query_rows(self) -> Tensor:
+        """Return which of the checkpoint's rows of the index's queries comes where."""
+        firsts = torch.arange(self.spec.num_heads) * self.spec.dim
+        return (firsts[:, None] + self._rows).flatten()
+
+    def norm_keys(self, keys_TI: Tensor) -> Tensor:
+        """Return the normed keys, new, of the same dtype; a row depends on that row alone."""
+        weight, bias = self.norm.float(), self.bias.float()
+        normed = functional.layer_norm(
+            keys_TI.float(), weight.shape, weight, bias, self.spec.norm_eps
+        )
+        return normed.to(keys_TI.dtype)
+
+
+def list_index_rows(spec: IndexSpec, rope: int) -> Tensor:
+    """Return which item of the checkpoint's index keys comes where: rotated ones in halves."""
+    items = torch.arange(spec.dim)
+    if not spec.is_interleaved:
+        return items
+    return torch.cat((items[0:rope:2], items[1:rope:2], items[rope:]))

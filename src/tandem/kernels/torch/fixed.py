@@ -25,13 +25,16 @@ __all__ = ["FixedDecode", "count_width"]
 def count_width(batch: PagedBatch, cache: PagedKvCache, size: int) -> int:
     """Return the blocks of each token that a step has, a power of two.
 
-    0: what its attention gathers of a layer is more than is gathered at once.
+    0: what its attention gathers of a layer is more than is gathered at once, or is chosen.
 
     Args:
         batch: of decodes.
         cache: of its blocks.
         size: tokens of the step.
     """
+    if cache.index_slots:
+        # Which rows are gathered depends on the lengths of contexts.
+        return 0
     blocks = -(-max(batch.context_lens) // batch.block_size)
     width = 1 << (blocks - 1).bit_length()
     return width if size * width * cache.layout.bytes_per_layer <= MAX_GATHER_BYTES else 0

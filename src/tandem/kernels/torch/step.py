@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from tandem.core.model.layers import IndexSpec
 from tandem.kernels.activation import apply_function
 from tandem.kernels.gated_delta import GatedDeltaRows
 from tandem.kernels.interfaces import Angles, AttentionRule
@@ -33,6 +34,7 @@ from tandem.kernels.torch.attention import (
     plan_attention,
 )
 from tandem.kernels.torch.gated_delta import run_gated_delta
+from tandem.kernels.torch.index import attend_chosen, choose_tokens, project_index
 from tandem.kernels.torch.latents import project_latents
 
 __all__ = ["Group", "TorchStep", "compute_angles"]
@@ -116,6 +118,7 @@ class TorchStep:
         self._init_parts(
             cache, groups, batch.positions, on_layer=on_layer, states=states, routing=routing
         )
+        self._batch = batch
         self._state_rows = (batch.query_start, list(batch.state_slots))
         self._angles = [compute_angles(rope, batch.positions, dtype) for rope in ropes]
 
@@ -135,6 +138,10 @@ class TorchStep:
         self._states = states
         self._state_rows: tuple[Sequence[int], list[int]] = ((), [])
         self._routing = routing
+        self._batch: PagedBatch | None = None
+        """The tokens, of which sparse attention looks up the sequences."""
+        self._chosen: Tensor | None = None
+        """The tokens that the last index chose, [T, n]."""
         self._written: dict[int, Tensor] = {}
         """Keys and values of the step, by layer with KV, for layers that share them."""
         self._residual: Tensor | None = None
@@ -282,13 +289,44 @@ class TorchStep:
 
     def _mix_latents(self, attention: MlaAttention, h_TD: Tensor) -> Tensor:
         spec = attention.spec
-        q, key = project_latents(attention, h_TD, *self._angles[spec.rope_idx])
+        angles = self._angles[spec.rope_idx]
+        q, key, rest = project_latents(attention, h_TD, *angles)
         if spec.position_scale is not None:
             q *= scale_positions(spec.position_scale, self._positions, q.dtype)[:, None, None]
+        if spec.index is not None:
+            self._choose_tokens(
+                attention, spec.index, project_index(attention, h_TD, rest, *angles)
+            )
         self.write_kv(attention.layer_idx, key[:, 0])
-        mixed = self.attend(attention.layer_idx, q, key, spec.scale, attention.rule)
+        if spec.top:
+            mixed = self._attend_chosen(attention.layer_idx, q, spec.scale)
+        else:
+            mixed = self.attend(attention.layer_idx, q, key, spec.scale, attention.rule)
         heads = mixed.view(len(q), spec.num_heads, spec.rank)
         return attention.value_heads.forward(heads).reshape(len(q), -1)
+
+    def _choose_tokens(
+        self, attention: MlaAttention, spec: IndexSpec, made: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Write the index keys, and choose by them what this layer and those that share attend."""
+        assert self._batch is not None, "an index in a step whose memory stays where it is"
+        place = self._places[attention.layer_idx]
+        group, (queries, keys, weights) = self._groups[place.group], made
+        group.write_index(place.layer_idx, keys)
+        self._chosen = choose_tokens(
+            group.cache,
+            self._batch,
+            place.layer_idx,
+            queries,
+            weights * spec.scale,
+            attention.spec.top,
+        )
+
+    def _attend_chosen(self, layer_idx: int, q_THd: Tensor, scale: float) -> Tensor:
+        assert self._batch is not None and self._chosen is not None, "no index has chosen"
+        place = self._places[layer_idx]
+        cache = self._groups[place.group].cache
+        return attend_chosen(cache, self._batch, place.layer_idx, q_THd, self._chosen, scale)
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """See ``Step``."""
@@ -334,12 +372,18 @@ class Group:
         cache = self.cache
         if kv_T2Kd.dtype != cache.dtype:
             kv_T2Kd = kv_T2Kd.to(cache.dtype)
-        slots = cache.slots[layer_idx]
+        self._put(cache.slots[layer_idx], kv_T2Kd)
+
+    def write_index(self, layer_idx: int, keys_TI: Tensor) -> None:
+        """Write the tokens' index keys of one of these layers."""
+        self._put(self.cache.index_slots[layer_idx], keys_TI.to(self.cache.dtype))
+
+    def _put(self, slots: Tensor, rows: Tensor) -> None:
         if self._runs is None:
-            slots.index_put_(self._slots, kv_T2Kd)
+            slots.index_put_(self._slots, rows)
         else:
             for block_id, offset, first, end in self._runs:
-                slots[block_id, offset : offset + end - first] = kv_T2Kd[first:end]
+                slots[block_id, offset : offset + end - first] = rows[first:end]
 
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
@@ -362,6 +406,8 @@ class Group:
 
 
 def _plan_group(cache: PagedKvCache, batch: PagedBatch) -> Group:
-    decodes, prefills = plan_attention(batch, cache) if cache.layout.num_layers else ([], [])
+    # With an index, rows are gathered as they are chosen.
+    is_planned = cache.layout.num_layers and not cache.index_slots
+    decodes, prefills = plan_attention(batch, cache) if is_planned else ([], [])
     slots = (batch.slot_blocks, batch.slot_offsets)
     return Group(cache, slots, batch.slot_runs, decodes, prefills)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V3 and Kimi-K2: what their configurations must say, and what a checkpoint adds.
+"""DeepSeek-V2, V3, V3.2, Kimi-K2 and GLM-5: what their configurations must say.
 
 Attention, routers, groups and shared experts are found by their parts like those of other families.
 Kimi-K2 is V3's architecture under a name of its own; its published configuration names code to run,
@@ -7,11 +7,18 @@ which is not run.
 
 from typing import Any
 
-__all__ = ["find_problem", "has_interleaved_latents"]
+from tandem.models.families.refused import WITH_INDEX
 
+__all__ = ["find_problem", "has_interleaved_index", "has_interleaved_latents"]
+
+MAX_INDEX_HEADS = 128
+"""Heads of an index whose scores the native kernel sums."""
+MAX_CHOSEN = 1 << 16
 TOP_K_METHODS = {
     "deepseek_v2": ("greedy", "group_limited_greedy"),
     "deepseek_v3": ("noaux_tc",),
+    "deepseek_v32": ("noaux_tc",),
+    "glm_moe_dsa": ("noaux_tc",),
     "kimi_k2": ("noaux_tc",),
 }
 """Ways in which routers may choose, by the ``model_type`` of the file; transformers' V3 knows one
@@ -37,6 +44,18 @@ def find_problem(config: Any) -> tuple[str, str] | None:
     groups = config.n_group or 1
     if config.n_routed_experts % groups or (config.topk_group or 1) > groups:
         return "n_group", f"{config.topk_group} of {groups} groups of {config.n_routed_experts}"
+    return _find_index_problem(config) if config.model_type in WITH_INDEX else None
+
+
+def _find_index_problem(config: Any) -> tuple[str, str] | None:
+    if not 1 <= config.index_topk <= MAX_CHOSEN:
+        return "index_topk", f"index_topk {config.index_topk}: 1 to {MAX_CHOSEN} run"
+    if not 1 <= config.index_n_heads <= MAX_INDEX_HEADS:
+        return "index_n_heads", f"index_n_heads {config.index_n_heads}: 1 to {MAX_INDEX_HEADS} run"
+    rope = config.qk_rope_head_dim
+    if config.index_head_dim < rope:
+        what = f"index_head_dim {config.index_head_dim}: {rope} items of it are rotated"
+        return "index_head_dim", what
     return None
 
 
@@ -44,4 +63,9 @@ def has_interleaved_latents(config: Any) -> bool:
     """Return True if rotated items are stored as pairs of neighbours; V3's configuration may say
     no.
     """
-    return bool(getattr(config, "rope_interleave", True))
+    return config.model_type in WITH_INDEX or bool(getattr(config, "rope_interleave", True))
+
+
+def has_interleaved_index(config: Any) -> bool:
+    """Return True if an index's rotated items are stored as pairs of neighbours: GLM-5's are."""
+    return config.model_type == "glm_moe_dsa"

@@ -48,6 +48,7 @@ LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
     "chunked_attention",
+    "indexed_attention",
     "linear_attention",
     "conv",
     "mlp",

@@ -16,6 +16,8 @@ STATE_FIELDS = re.compile(
     r"|time_step|rwkv|attn_layer_(period|indices|offset)$)"
 )
 INPUT_FIELDS = re.compile(r"^(vision|image|audio|speech|video)_\w*config$|^vision_tower$")
+WITH_INDEX = ("deepseek_v32", "glm_moe_dsa")
+"""Families whose attention chooses tokens by an index that runs here."""
 INDEXED_FIELDS = ("index_topk", "index_n_heads")
 STATEFUL = {
     "falcon_mamba": "state-space layers",
@@ -75,7 +77,8 @@ def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
     field = next((key for key in states if raw[key]), None)
     if field is not None:
         return field, f"{model_type} has {field}: it {BESIDE_KV}"
-    field = next((key for key in INDEXED_FIELDS if raw.get(key)), None)
+    has_index = model_type in WITH_INDEX
+    field = next((key for key in INDEXED_FIELDS if raw.get(key) and not has_index), None)
     if field is not None:
         return field, f"{model_type} has {field}: its attention chooses tokens by an index"
     return None

@@ -99,6 +99,8 @@ FAMILIES = {
         Family(model_type="mimo_v2_flash", is_moe=True),
         Family(model_type="deepseek_v2", is_moe=True, find_problem=deepseek.find_problem),
         Family(model_type="deepseek_v3", is_moe=True, find_problem=deepseek.find_problem),
+        Family(model_type="deepseek_v32", is_moe=True, find_problem=deepseek.find_problem),
+        Family(model_type="glm_moe_dsa", is_moe=True, find_problem=deepseek.find_problem),
         Family(
             model_type="kimi_k2",
             config_type="deepseek_v3",

@@ -96,7 +96,10 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
             return Attention(spec, layer_idx=layer_idx, settings=settings)
         case MlaSpec():
             layer_idx = _count_before(model, name, has_state=False)
-            return MlaAttention(spec, layer_idx=layer_idx, settings=settings)
+            score_settings = _make_gate_settings(planned, resources.pool)
+            return MlaAttention(
+                spec, layer_idx=layer_idx, settings=settings, score_settings=score_settings
+            )
         case GatedDeltaSpec():
             return GatedDelta(
                 spec,

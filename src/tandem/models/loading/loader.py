@@ -696,6 +696,8 @@ def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
             num_layers=spec.num_kv_layers,
             kv_lora_rank=spec.kv_lora_rank,
             rope_dim=spec.rope_dim,
+            index_dim=spec.index_dim,
+            index_layers=spec.index_layers,
             block_size=block_size,
             dtype=dtype,
         )

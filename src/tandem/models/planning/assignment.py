@@ -226,10 +226,15 @@ def _plan_one(
         operator=entry.name,
         spec=spec,
         weight_format=weight_format,
-        score_format=formats.router if isinstance(spec, GATED) else NO_FORMAT,
+        score_format=formats.router if _has_scores(spec) else NO_FORMAT,
         keeps_codes=keeps_codes,
         note=_note_devices(rule, device),
     )
+
+
+def _has_scores(spec: OperatorSpec) -> bool:
+    """Return True if an operator has a matrix that takes the format of scores."""
+    return isinstance(spec, GATED) or (isinstance(spec, MlaSpec) and spec.index is not None)
 
 
 def _tell_problem(rule: Rule, operator: str, module_name: str, why: str) -> str:

@@ -25,6 +25,7 @@ from tandem.core.model.layers import (
     GatedDeltaSpec,
     GqaSpec,
     HeadSpec,
+    IndexSpec,
     LayerNormSpec,
     LinearSpec,
     Mamba2Spec,
@@ -43,7 +44,7 @@ from tandem.core.model.layers import (
     StateMixerSpec,
 )
 from tandem.kernels.operators.rope import Rope
-from tandem.models.families.deepseek import has_interleaved_latents
+from tandem.models.families.deepseek import has_interleaved_index, has_interleaved_latents
 from tandem.models.families.gpt_oss import PAIR_BLOCKS
 from tandem.models.families.registry import classifies
 from tandem.models.planning.probes import (
@@ -470,6 +471,7 @@ def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
         raise UnfitModuleError(f"{type(module).__name__} has norms that add to their weight")
     if _has_bias(module.kv_b_proj):
         raise UnfitModuleError(f"{type(module).__name__} has a bias on what is absorbed")
+    index = _describe_index(module, view)
     return MlaSpec(
         hidden_size=module.o_proj.out_features,
         num_heads=module.num_heads,
@@ -484,7 +486,46 @@ def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
         is_interleaved=has_interleaved_latents(view.config),
         rope_idx=_find_rope_idx(module, view.config),
         position_scale=_find_position_scale(module, view.config),
+        top=view.config.index_topk if hasattr(module, INDEX) else 0,
+        index=index,
+        gives_choice=hasattr(module, SHARES_CHOICE),
     )
+
+
+INDEX, SHARES_CHOICE = "indexer", "skip_topk"
+"""An attention's index, and whether it uses the choice of an earlier layer in place of its own."""
+INDEX_PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
+
+
+def _describe_index(module: Any, view: ModuleView) -> IndexSpec | None:
+    """Describe the index by which attention chooses tokens; None: it has none of its own."""
+    index = getattr(module, INDEX, None)
+    if index is None:
+        if getattr(module, SHARES_CHOICE, False) and not _find_chooser(module, view):
+            raise UnfitModuleError(f"{type(module).__name__} shares a choice that no layer made")
+        return None
+    _require(index, *INDEX_PARTS, "n_heads", "head_dim", "index_topk")
+    parts = {name for name, part in index.named_children() if list(part.parameters())}
+    _refuse_others(index, parts - INDEX_PARTS)
+    if not module.q_lora_rank:
+        raise UnfitModuleError(f"{type(module).__name__} has an index without compressed queries")
+    offset, eps = find_layer_norm(index.k_norm)
+    if offset or not _has_bias(index.k_norm):
+        raise UnfitModuleError(f"{type(index).__name__} norms its keys in another way")
+    if any(_has_bias(getattr(index, name)) for name in INDEX_PARTS - {"k_norm"}):
+        raise UnfitModuleError(f"{type(index).__name__} has a bias on a projection")
+    return IndexSpec(
+        num_heads=index.n_heads,
+        dim=index.head_dim,
+        norm_eps=eps,
+        is_interleaved=has_interleaved_index(view.config),
+    )
+
+
+def _find_chooser(module: Any, view: ModuleView) -> bool:
+    """Return True if a layer before a module's own has an index."""
+    earlier = list(view.model.model.layers)[: module.layer_idx]
+    return any(getattr(layer.self_attn, INDEX, None) is not None for layer in earlier)
 
 
 def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:

@@ -256,6 +256,7 @@ def complete_spec(
             kv_lora_rank=mixer.rank,
             rope_dim=mixer.rope,
         )
+        spec = _add_index(spec, with_kv)
     spec = msgspec.structs.replace(spec, num_plain_layers=mixers.count(None))
     spec = _add_states(spec, [mixer for mixer in mixers if isinstance(mixer, StateMixerSpec)])
     attentions = [mixer for mixer in mixers if isinstance(mixer, GqaSpec | MlaSpec)]
@@ -277,6 +278,22 @@ def complete_spec(
         num_shared_kv_layers=len(attentions) - len(with_kv),
         num_parameters=total,
         num_active_parameters=total - _count_idle(moe, spec.hidden_size),
+    )
+
+
+def _add_index(spec: ModelSpec, mixers: list[GqaSpec | MlaSpec]) -> ModelSpec:
+    """Return ``spec`` with the size of index keys, and the layers that have them."""
+    found = {
+        i: mixer.index
+        for i, mixer in enumerate(mixers)
+        if isinstance(mixer, MlaSpec) and mixer.index is not None
+    }
+    dims = {index.dim for index in found.values()}
+    if len(dims) > 1:
+        what = f"layers have index keys of {len(dims)} sizes: all need one"
+        raise UnsupportedError("models.read_layers", what)
+    return msgspec.structs.replace(
+        spec, index_dim=next(iter(dims), 0), index_layers=tuple(sorted(found))
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import RoutedExperts
+from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.operator import Operator, running
@@ -128,6 +129,7 @@ def _locate_in_layer(
         x = call.given[0].float()
         if part in MIXER_NAMES:
             with running(begin()):
+                _choose_before(ours, name, seen)
                 result = operator(x[None])[0]
         else:
             result = operator(x)
@@ -139,8 +141,25 @@ def _locate_in_layer(
         return ""
     call = seen[name]
     with running(begin()):
+        _choose_before(ours, name, seen)
         result = layer(call.given.float())
+    result = result[0] if isinstance(result, tuple) else result
     return f"{name} ({type(layer).__name__})" if _differs(result, call.result) else ""
+
+
+def _choose_before(ours: CausalModel, name: str, seen: Seen) -> None:
+    """Let the running step have the choice of tokens that a layer shares with one before it."""
+    layers, index = ours.skeleton.model.layers, int(name.rpartition(".")[2])
+    mixers = [getattr(layer, "self_attn", None) for layer in layers[: index + 1]]
+    chosen = [
+        i for i, m in enumerate(mixers) if isinstance(m, MlaAttention) and m.spec.index is not None
+    ]
+    own = mixers[index]
+    if not isinstance(own, MlaAttention) or not own.spec.top or own.spec.index is not None:
+        return
+    assert chosen, "a layer shares a choice that none made"
+    source = chosen[-1]
+    layers[source].self_attn(seen[f"model.layers.{source}.self_attn"].given.float())
 
 
 def _locate_in_block(block: MoeBlock, name: str, seen: Seen) -> str:

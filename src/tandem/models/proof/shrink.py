@@ -46,6 +46,9 @@ LATENT_SIZES = {
     "v_head_dim": 24,
 }
 """With fewer rotated items YaRN's ramp between slow and fast ones would not show its ends."""
+INDEX_SIZES = {"index_head_dim": 40, "index_n_heads": 8, "index_topk": 19}
+"""Sizes of an index: a head of more items than are rotated, heads enough that few scores are sums
+of none, fewer tokens than the proof has."""
 STATE_SIZES = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 40,
@@ -222,6 +225,9 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
         for rope in _list_ropes(values):
             if share is not None and rope.get("partial_rotary_factor") == share:
                 rope["partial_rotary_factor"] = _find_rotated_share(values)
+    for name, size in INDEX_SIZES.items():
+        if isinstance(values.get(name), int) and not (is_true_head and name == "index_head_dim"):
+            values[name] = size
     for name, size in STATE_SIZES.items():
         if isinstance(values.get(name), int) and not is_true_head:
             values[name] = min(values[name], size)
