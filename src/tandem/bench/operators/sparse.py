@@ -143,9 +143,8 @@ class _Layer:
 
     def time_index(self, context: int) -> float:
         plan, (q, weights, chosen) = self._plan_index(context)
-        views = [view_tensor(tensor) for tensor in (q, weights)]
-        out = view_tensor(chosen)
-        return 1e3 * time_call(lambda: plan.choose(0, *views, 1.0, out))
+        queries, factors, out = view_tensor(q), view_tensor(weights), view_tensor(chosen)
+        return 1e3 * time_call(lambda: plan.choose(0, queries, factors, 1.0, out))
 
     def time_read(self, context: int) -> float:
         pool = self.cache.native_index
