@@ -1,9 +1,12 @@
-"""File names and dotted names in pages and docstrings that do not exist.
+"""File names and dotted names in pages and docstrings that do not exist, and words of two meanings.
 
 Looked at: what stands in backticks in every Markdown page and every docstring, and names that begin
 with the package's. A file name must be the end of a path in the tree; a dotted name that begins
 with the package or a folder of it must be a module, a member of one, or a setting. Nothing is
 imported: sources are read as syntax.
+The tables "Words in names" and "Words that names do not have" of the glossary are rules: a class
+whose name has such a word stands in its row, other names have the word only in the folders of the
+row, and the words of the second table stand in no name.
 The changelog and the records of ``benchmarks/`` speak of their own day and are not looked at.
 """
 
@@ -20,6 +23,7 @@ PACKAGE = ROOT / "src" / "tandem"
 SKIPPED = ("CHANGELOG.md", "benchmarks/", "examples/demo_model/")
 """Pages that speak of what was, and of where a model's text comes from."""
 
+GLOSSARY = ROOT / "docs" / "reference" / "glossary.md"
 SPAN = re.compile(r"(?P<ticks>`+)(?P<name>[^`\n]+)(?P=ticks)|\b(?P<bare>tandem(?:\.[A-Za-z_]\w*)+)")
 FILE = re.compile(r"[\w./-]*\w\.(?:py|pyi|md|cc|h|toml|cmake)")
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
@@ -153,6 +157,55 @@ def find_untrue(text: str, page: str, files: list[str]) -> Iterator[tuple[int, s
                 yield line, said
 
 
+def read_table(title: str) -> dict[str, list[str]]:
+    """Return the rows of a table of the glossary: by word, its other cells."""
+    _, _, rest = GLOSSARY.read_text().partition(f"## {title}\n")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in rest.partition("\n## ")[0].splitlines()
+        if line.startswith("|")
+    ]
+    return {word: cells for word, *cells in rows[2:]}
+
+
+def split_words(name: str) -> set[str]:
+    """Return the words of a name in CamelCase or with underscores, in lower case."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def find_bound(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Yield (line, name, True if it is a class's) of each name that a module binds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name, isinstance(node, ast.ClassDef)
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg, False
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr if isinstance(node, ast.Attribute) else node.id, False
+
+
+def find_ambiguous(sources: dict[str, str]) -> Iterator[str]:
+    """Yield what the glossary refuses in sources, given by their path in the package."""
+    meanings, barred = read_table("Words in names"), read_table("Words that names do not have")
+    classes = {word: set(re.findall(r"\w+", cells[1])) for word, cells in meanings.items()}
+    homes = {word: tuple(cells[2].split()) for word, cells in meanings.items()}
+    seen: set[str] = set()
+    for path, text in sources.items():
+        for line, name, is_class in find_bound(ast.parse(text)):
+            seen.add(name)
+            words = split_words(name)
+            for word in words & barred.keys():
+                yield f"{path}:{line}: {name}: say {barred[word][0]}, not {word}"
+            for word in words & meanings.keys():
+                if is_class and name not in classes[word]:
+                    yield f"{path}:{line}: class {name} is not in the glossary's row of {word}"
+                elif homes[word] and not path.startswith(homes[word]):
+                    yield f"{path}:{line}: {name}: {word} has another meaning in the glossary"
+    for word, listed in classes.items():
+        for name in sorted(listed - seen):
+            yield f"{GLOSSARY.name}: {name}, in the row of {word}, does not exist"
+
+
 def main() -> int:
     """Print each untrue name with its place; return 1 if there is one."""
     files = list_files()
@@ -164,6 +217,10 @@ def main() -> int:
             for offset, name in find_untrue(text, path, files):
                 sys.stdout.write(f"{path}:{begin + offset}: `{name}` does not exist\n")
                 found += 1
+    sources = {str(p.relative_to(PACKAGE)): p.read_text() for p in sorted(PACKAGE.rglob("*.py"))}
+    for problem in find_ambiguous(sources):
+        sys.stdout.write(f"{problem}\n")
+        found += 1
     return int(found > 0)
 
 

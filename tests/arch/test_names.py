@@ -67,3 +67,25 @@ def test_docstrings_of_all_kinds_are_read(names):
     )
     texts = names.find_docstrings(names.ast.parse(source))
     assert sorted(text for _, text in texts) == ["Module.", "Of A.", "Of x.", "Of y."]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "problem"),
+    [
+        ("rpc/a.py", "class LostPeer: ...", "row of peer"),
+        ("rpc/a.py", "class PeerLostError: ...", ""),
+        ("rpc/a.py", "def take_turn(): ...", "another meaning"),
+        ("bench/clients/a.py", "def take_turn(turn): ...", ""),
+        ("store/a.py", "self.damage = 1", "say corruption"),
+        ("store/a.py", "for edge in a: ...", "say boundary"),
+    ],
+)
+def test_a_word_has_one_meaning(names, path, text, problem):
+    """The glossary's tables are rules for the names of the package."""
+    found = [line for line in names.find_ambiguous({path: text}) if line.startswith(path)]
+    assert bool(found) == bool(problem), found
+    assert all(problem in line for line in found)
+
+
+def test_classes_of_the_glossary_exist(names):
+    assert any("Segment, in the row" in line for line in names.find_ambiguous({}))

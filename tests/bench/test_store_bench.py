@@ -17,8 +17,8 @@ def test_deciders_are_measured(monkeypatch):
 
 
 def test_the_curve_of_the_allocator():
-    for mix in bench.MIXES:
-        filling, *rest = bench.trace_allocator(mix, 20_000, points=2)
+    for distribution in bench.DISTRIBUTIONS:
+        filling, *rest = bench.trace_allocator(distribution, 20_000, points=2)
         assert filling.used_share >= 0.93
         assert [point.num_puts for point in rest] == [10_000, 20_000]
         assert all(point.mean_ns > 0 for point in rest)

@@ -29,7 +29,7 @@ from tandem.store.config import StoreConfig
 from tandem.store.election.roster import MemoryRosterStore
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.host import StoreHost
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 from tandem.store.master.master import StoreMaster
 from tandem.store.ports import FORMER_WRITERS
 
@@ -41,7 +41,7 @@ DISK_BYTES = 6 * BUCKET_BYTES
 class SimHostPort:
     """The memory of a host on the network. ``segment`` outlives the process."""
 
-    def __init__(self, world: "StoreWorld", process: Process, segment: Segment) -> None:
+    def __init__(self, world: "StoreWorld", process: Process, segment: HostSegment) -> None:
         self.world, self.process, self.segment = world, process, segment
         self.address = process.instance_id
         self.read_base = next(world.bases)
@@ -175,7 +175,7 @@ class StoreWorld(World):
         self.config = config
         self.bases = itertools.count(BASE_STEP, BASE_STEP)
         self.ports: dict[str, SimHostPort] = {}
-        self.segments: dict[str, Segment] = {}
+        self.segments: dict[str, HostSegment] = {}
         self.disks: dict[str, MemoryDisk] = {}
         """Of the hosts that have an SSD tier; they survive processes."""
         self.hosts: dict[str, tuple[Process, StoreHost]] = {}
@@ -289,7 +289,7 @@ class StoreWorld(World):
 
     def start_host(self, name: str, capacity: int) -> None:
         if name not in self.segments:
-            self.segments[name] = self._watch(Segment.make_anonymous(capacity))
+            self.segments[name] = self._watch(HostSegment.make_anonymous(capacity))
         process = Process(self, name)
         segment, disk = self.segments[name], None
         if name in self.disks:
@@ -303,7 +303,7 @@ class StoreWorld(World):
         self.hosts[name] = (process, host)
         self.joins[name] = process.spawn(self._keep_joined(process, host))
 
-    def _watch(self, segment: Segment) -> Segment:
+    def _watch(self, segment: HostSegment) -> HostSegment:
         seal_many = segment.seal_many
 
         def watched(records, **missing) -> None:

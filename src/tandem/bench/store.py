@@ -449,21 +449,24 @@ def _make_exists_case(count: int) -> BenchCase:
 
 def _make_allocator_cases(*, quick: bool) -> Iterator[BenchCase]:
     num_puts = 50_000 if quick else 1_000_000
-    for mix in MIXES:
+    for distribution in DISTRIBUTIONS:
 
-        def check(mix: str = mix) -> str:
-            first, *_ = trace_allocator(mix, 50_000)
+        def check(distribution: str = distribution) -> str:
+            first, *_ = trace_allocator(distribution, 50_000)
             return "ok" if first.used_share >= 0.93 else f"{first.used_share:.3f} used when full"
 
-        def measure(mix: str = mix) -> float:
-            return trace_allocator(mix, num_puts)[-1].mean_ns
+        def measure(distribution: str = distribution) -> float:
+            return trace_allocator(distribution, num_puts)[-1].mean_ns
 
         yield BenchCase(
-            name=f"op=allocate mix={mix} puts={num_puts}", unit="ns", ours=measure, check=check
+            name=f"op=allocate mix={distribution} puts={num_puts}",
+            unit="ns",
+            ours=measure,
+            check=check,
         )
 
 
-MIXES: dict[str, Callable[[random.Random], int]] = {
+DISTRIBUTIONS: dict[str, Callable[[random.Random], int]] = {
     "kv5": lambda rng: rng.choice(tuple(KV_BLOCK_BYTES.values())),
     "4k": lambda rng: 4096,
     "small": lambda rng: int(512 * 2 ** rng.uniform(0, 7)),
@@ -484,14 +487,14 @@ class AllocatorPoint:
         """Native calls alone: allocating, and releasing what had to go."""
 
 
-def trace_allocator(mix: str, num_puts: int, *, points: int = 10) -> list[AllocatorPoint]:
+def trace_allocator(distribution: str, num_puts: int, *, points: int = 10) -> list[AllocatorPoint]:
     """Put ``num_puts`` objects into 4 GiB, the oldest 5 % making room; the first point is the
     filling, the others equal stretches of the whole.
     """
     rng = random.Random(1)  # noqa: S311 - sizes, not secrets
     capacity = 4 * 2**30
     space = SegmentAllocator(capacity)
-    drawn = [layout.extent_bytes(64, MIXES[mix](rng)) for _ in range(100_000)]
+    drawn = [layout.extent_bytes(64, DISTRIBUTIONS[distribution](rng)) for _ in range(100_000)]
     live: deque[tuple[int, int]] = deque()
     filling = AllocatorPoint()
     trace = [filling]
@@ -548,10 +551,10 @@ def main() -> None:
     write = sys.stdout.write
     write("| mix | puts | used when a put found no room, mean | lowest | ns a put |\n")
     write("|---|---|---|---|---|\n")
-    for mix in MIXES:
-        for point in trace_allocator(mix, 1_000_000):
+    for distribution in DISTRIBUTIONS:
+        for point in trace_allocator(distribution, 1_000_000):
             write(
-                f"| {mix} | {point.num_puts} | {point.used_share:.4f} | "
+                f"| {distribution} | {point.num_puts} | {point.used_share:.4f} | "
                 f"{point.lowest_share:.4f} | {point.mean_ns:.0f} |\n"
             )
 

@@ -27,7 +27,7 @@ from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.formats.headers import ExtentHeader
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.disk_files import DiskFolder
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 from tandem.transfer import TransferConfig, TransferEngine
 
 __all__ = ["make_cases"]
@@ -56,7 +56,7 @@ class _Disk:
         self.path = Path(tempfile.mkdtemp(prefix="tandem-bench-"))
         self.runner = asyncio.Runner()
         self.engine = TransferEngine(TransferConfig())
-        self.segment = Segment.make_anonymous((self.count + 1) * self.length + mmap.PAGESIZE)
+        self.segment = HostSegment.make_anonymous((self.count + 1) * self.length + mmap.PAGESIZE)
         self._versions = itertools.count(1)
         self.headers: list[ExtentHeader] = []
         self._fill()

@@ -171,7 +171,7 @@ class _Bank:
         self._pool, self._hidden, self._num = pool, hidden, num
         self._random = np.random.default_rng(0)
         self._weights = 3 * hidden * inner
-        self._turn = 0
+        self._num_calls = 0
 
     def time_reading(self) -> float:
         """Return the bytes a second of reading the bank."""
@@ -184,8 +184,8 @@ class _Bank:
 
     def time_token(self) -> float:
         """Return the bytes a second at which one token's experts are computed."""
-        first = self._turn * TOP_K % (self._num - TOP_K + 1)
-        self._turn += 1
+        first = self._num_calls * TOP_K % (self._num - TOP_K + 1)
+        self._num_calls += 1
         ids = np.arange(first, first + TOP_K, dtype=np.int64)[None]
         return TOP_K * self._bank.expert_bytes / self.time_forward(ids)
 

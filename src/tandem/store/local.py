@@ -17,7 +17,7 @@ from tandem.core.errors import NotFoundError, UnsupportedError
 from tandem.rpc import Kept
 from tandem.store.client import AsyncStoreClient
 from tandem.store.config import StoreConfig
-from tandem.store.host import Segment, StoreHost
+from tandem.store.host import HostSegment, StoreHost
 from tandem.store.interfaces import Piece
 from tandem.store.master.master import StoreMaster
 from tandem.store.messages import Endpoint
@@ -31,7 +31,9 @@ MACHINE = "local"
 class MemoryHostPort:
     """Gives out places where a segment begins, in an address space of its own."""
 
-    def __init__(self, address: str, segment: Segment, peers: "dict[str, MemoryHostPort]") -> None:
+    def __init__(
+        self, address: str, segment: HostSegment, peers: "dict[str, MemoryHostPort]"
+    ) -> None:
         self.address = address
         self.segment = segment
         self._bases = itertools.count(2**40, 2**40)
@@ -166,7 +168,7 @@ class LocalStore:
     async def __aenter__(self) -> Self:
         self._master = StoreMaster(self._config, clock=self._clock, epoch=1, draw=secrets.randbelow)
         self._master.start()
-        segment = Segment.make_anonymous(self._config.segment_bytes)
+        segment = HostSegment.make_anonymous(self._config.segment_bytes)
         port = MemoryHostPort("memory", segment, self._peers)
         self._host = StoreHost("local", MACHINE, segment, port)
         self._host.on_master(_connect("host", self._master.methods(), self._host.methods()))

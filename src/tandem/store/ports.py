@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.core.errors import ConfigError, DeadlineError, NotFoundError, PeerLostError, TandemError
-from tandem.store.host import Segment
+from tandem.store.host import HostSegment
 from tandem.store.interfaces import Piece
 from tandem.store.messages import Endpoint
-from tandem.transfer import Buffer, Op, TransferEngine
-from tandem.transfer import Segment as RemoteSegment
+from tandem.transfer import Buffer, Op, Segment, TransferEngine
 
 __all__ = ["FORMER_WRITERS", "TransferClientPort", "TransferHostPort"]
 
@@ -34,7 +33,7 @@ class _Peers:
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
-        self._opened: dict[str, asyncio.Task[RemoteSegment]] = {}
+        self._opened: dict[str, asyncio.Task[Segment]] = {}
 
     async def move(
         self, op: Op, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float
@@ -49,7 +48,7 @@ class _Peers:
             self._drop(endpoint.address)
             raise
 
-    async def _open(self, address: str, timeout_s: float) -> RemoteSegment:
+    async def _open(self, address: str, timeout_s: float) -> Segment:
         task = self._opened.get(address)
         if task is None:
             opening = asyncio.to_thread(self._engine.open, address, deadline_s=timeout_s)
@@ -110,7 +109,7 @@ class TransferHostPort:
     it gives the space of an unfinished write to another writer. Borrows engine and segment.
     """
 
-    def __init__(self, engine: TransferEngine, segment: Segment) -> None:
+    def __init__(self, engine: TransferEngine, segment: HostSegment) -> None:
         self._engine = engine
         self._segment = segment
         self._peers = _Peers(engine)
@@ -178,6 +177,6 @@ class TransferHostPort:
             await self._peers.move(Op.READ, source, [piece], timeout_s)
 
 
-def _retrieve(task: "asyncio.Task[RemoteSegment]") -> None:
+def _retrieve(task: "asyncio.Task[Segment]") -> None:
     if not task.cancelled():
         task.exception()  # The exception is stored in the future, which may have no waiter.

@@ -29,7 +29,7 @@ from tandem.core.wire import (
     Slo,
 )
 from tandem.engine.cluster.dispatcher import Dispatcher
-from tandem.engine.cluster.machine import Limits
+from tandem.engine.cluster.request_states import Limits
 from tandem.engine.process.methods import CONTINUE
 
 TIMEOUT_S = 10.0

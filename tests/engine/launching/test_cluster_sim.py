@@ -10,7 +10,7 @@ from launched_world import FLEETS, LaunchedSettings, LaunchedWorld
 
 from tandem.conductor import role_balance
 from tandem.engine.cluster.client import ClusterClient
-from tandem.engine.cluster.machine import RequestMachine
+from tandem.engine.cluster.request_states import RequestStates
 from tandem.engine.launching.attached import AttachedCluster
 from tandem.sim import run_virtual
 
@@ -86,7 +86,7 @@ def name_legs_alike(machine, kind, instance):
     return make_leg(machine, kind, instance)
 
 
-make_leg = RequestMachine._make_leg
+make_leg = RequestStates._make_leg
 
 
 async def leave_half(cluster, member):
@@ -101,7 +101,7 @@ async def take_no_rosters(cluster):
 @pytest.mark.parametrize(
     ("owner", "name", "mutant", "seed"),
     [
-        (RequestMachine, "_make_leg", name_legs_alike, 38),
+        (RequestStates, "_make_leg", name_legs_alike, 38),
         (ClusterClient, "_drop", leave_half, 34),
         (AttachedCluster, "_take_rosters", take_no_rosters, 0),
     ],

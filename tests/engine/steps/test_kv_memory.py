@@ -17,7 +17,7 @@ from tandem.engine.kv_memory import KEEP_FREE_BYTES, KvExtents
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.request import Request
-from tandem.engine.scheduling.scheduler import MEMORY_PATIENCE_S, MEMORY_RETRY_S, Scheduler
+from tandem.engine.scheduling.scheduler import MEMORY_RETRY_S, MEMORY_WAIT_S, Scheduler
 from tandem.kernels.cpu.device import CPU, CpuDevice, CpuMemory
 from tandem.models.config import ModelConfig
 from tandem.transfer import TransferConfig, TransferEngine
@@ -166,7 +166,7 @@ def test_a_request_that_waits_too_long_ends_and_makes_room():
     assert stage.starved == ["a"]
     assert large.finish_reason is FinishReason.ERROR
     assert small.finish_reason is FinishReason.LENGTH
-    assert stage.now_s > MEMORY_PATIENCE_S
+    assert stage.now_s > MEMORY_WAIT_S
 
 
 # ------------------------------------------------------------------------ the memory

@@ -22,7 +22,7 @@ from tandem.conductor.routes import InstanceRef
 from tandem.core.errors import PeerLostError
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput, SamplingParams
 from tandem.engine.cluster.dispatcher import Dispatcher
-from tandem.engine.cluster.machine import Limits
+from tandem.engine.cluster.request_states import Limits
 from tandem.engine.process.methods import CONTINUE
 
 BLOCK = 16

@@ -14,7 +14,7 @@ from tandem.core.errors import UnsupportedError
 from tandem.kernels.cpu.linear import PackedLinear, count_bytes
 from tandem.kernels.oracles.packed import run_linear
 from tandem.kernels.weights.formats import QuantizedMatrix, dequantize, find_format
-from tandem.kernels.weights.recode import can_hold, join_formats, recode
+from tandem.kernels.weights.recode import can_represent, join_formats, recode
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_it_joins_others_with_a_minimum_in_fp16():
     matrix = draw(128)
     wide = join_formats([matrix.weight_format, find_format("int4g64sym")])
     assert wide is find_format("int4g64")
-    assert can_hold(wide, matrix.weight_format)
+    assert can_represent(wide, matrix.weight_format)
     again = dequantize(recode(matrix, wide))
     error = np.abs(again - dequantize(matrix))
     scales = np.abs(matrix.scales.astype(np.float64)).repeat(128, 1)

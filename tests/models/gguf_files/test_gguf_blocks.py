@@ -16,7 +16,7 @@ import pytest
 
 from tandem.core.errors import UnsupportedError
 from tandem.kernels.weights.formats import dequantize as dequantize_codes
-from tandem.kernels.weights.recode import can_hold, join_formats, recode
+from tandem.kernels.weights.recode import can_represent, join_formats, recode
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, dequantize, unpack
 from tandem.models.sources.gguf_header import BLOCK_SIZES, TYPE_IDS
 
@@ -129,7 +129,7 @@ def test_parts_of_one_product_share_a_format(kinds):
     wide = join_formats([matrix.weight_format for matrix in matrices])
     assert wide is not None
     for matrix in matrices:
-        assert can_hold(wide, matrix.weight_format)
+        assert can_represent(wide, matrix.weight_format)
         assert np.array_equal(dequantize_codes(recode(matrix, wide)), dequantize_codes(matrix))
 
 

@@ -29,7 +29,7 @@ from tandem.kernels.weights.formats import (
     select_rows,
     stack,
 )
-from tandem.kernels.weights.recode import can_hold, make_plain, recode
+from tandem.kernels.weights.recode import can_represent, make_plain, recode
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, dequantize, unpack
 from tandem.models.sources.gguf_header import BLOCK_SIZES
 
@@ -70,7 +70,7 @@ def check_equal(matrix: BlockMatrix, pool: ThreadPool) -> None:
 def test_every_kind_in_every_format_that_holds_it(kind, pool):
     """Also with a last panel that is not full."""
     matrix = draw(kind, 100)
-    wider = [f for f in WEIGHT_FORMATS.values() if can_hold(f, matrix.weight_format)]
+    wider = [f for f in WEIGHT_FORMATS.values() if can_represent(f, matrix.weight_format)]
     assert matrix.weight_format in wider
     for wide in wider:
         converted = convert_codes(matrix, wide)

@@ -13,7 +13,7 @@ from tandem.conductor.conductor import Conductor
 from tandem.conductor.policies.table import make_policy
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.loads.traces import TraceRow
-from tandem.engine.cluster.machine import RequestMachine
+from tandem.engine.cluster.request_states import RequestStates
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -38,15 +38,15 @@ def test_the_parts_are_the_products_own(monkeypatch):
     assert type(placing.conductor) is Conductor
     assert type(placing.conductor.policy) is type(make_policy("prefix"))
     made = []
-    real = RequestMachine.__init__
+    real = RequestStates.__init__
 
     def note(self, *arguments):
         made.append(type(self))
         real(self, *arguments)
 
-    monkeypatch.setattr(RequestMachine, "__init__", note)
+    monkeypatch.setattr(RequestStates, "__init__", note)
     cluster.run(draw_rows(3))
-    assert made == [RequestMachine] * 3
+    assert made == [RequestStates] * 3
 
 
 def test_one_request_on_one_instance_by_hand():

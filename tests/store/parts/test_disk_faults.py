@@ -26,7 +26,7 @@ from tandem.store.formats.headers import ExtentHeader
 from tandem.store.host import disk_io
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.host import StoreHost
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 from tandem.store.messages import Ack, DiskState, Joined, KeyBytes
 
 CAPACITY = 4 * 2**20
@@ -38,7 +38,7 @@ class Bench:
 
     def __init__(self, disk: MemoryDisk, *, capacity: int = CAPACITY) -> None:
         self.disk = disk
-        self.segment = Segment.make_anonymous(SEGMENT)
+        self.segment = HostSegment.make_anonymous(SEGMENT)
         self.capacity = capacity
         self.values: dict[tuple[str, int], bytes] = {}
         self.headers: dict[str, ExtentHeader] = {}
@@ -129,7 +129,7 @@ class Bench:
         record = self.tier.index.find(key)
         if record is None or record.header.version != version:
             raise NotFoundError("test.read", key)
-        shelf, mine = Segment.make_anonymous(SEGMENT), self.tier._reader._segment
+        shelf, mine = HostSegment.make_anonymous(SEGMENT), self.tier._reader._segment
         self.tier._reader._segment = shelf
         try:
             await self.tier.load(record.header, 0)
@@ -209,7 +209,7 @@ async def crash_and_return(step: int, is_power_lost: bool) -> None:
     for key in gone:
         bench.told.pop(key)
     disk.crash_at = -1
-    bench.segment = Segment.make_anonymous(SEGMENT)
+    bench.segment = HostSegment.make_anonymous(SEGMENT)
     bench.at.clear()
     await bench.start()
     await bench.check()

@@ -9,13 +9,13 @@ from tandem.core.errors import InternalError
 from tandem.sim import run_virtual
 from tandem.store import HostService, StoreConfig, StoreHost
 from tandem.store.election import LeaderClient
-from tandem.store.host import DiskFolder, DiskTier, Segment
+from tandem.store.host import DiskFolder, DiskTier, HostSegment
 from tandem.store.services.host import find_segment_folder
 from tandem.transfer import TransferEngine
 
 HOMES = {"LeaderClient": LeaderClient}
 CLOSED = {
-    (Segment, "close"),
+    (HostSegment, "close"),
     (TransferEngine, "close"),
     (DiskFolder, "close"),
     (DiskTier, "aclose"),
@@ -45,7 +45,7 @@ async def test_a_start_that_fails_closes_what_was_open(tmp_path, monkeypatch, na
         raise InternalError("test.start", "no")
 
     owner, method = name.split(".")
-    monkeypatch.setattr(Segment if owner == "Segment" else HOMES[owner], method, fail)
+    monkeypatch.setattr(HostSegment if owner == "Segment" else HOMES[owner], method, fail)
     config = StoreConfig(
         master=f"ipc://{tmp_path}/m.sock",
         name="h",
@@ -59,7 +59,7 @@ async def test_a_start_that_fails_closes_what_was_open(tmp_path, monkeypatch, na
             pass
     assert set(closed) == CLOSED
     path = tmp_path / "segments" / "h.segment"
-    (await asyncio.to_thread(Segment.open_file, path, 2**20)).close()
+    (await asyncio.to_thread(HostSegment.open_file, path, 2**20)).close()
 
 
 def test_users_of_a_machine_have_folders_of_their_own(monkeypatch):
@@ -96,7 +96,7 @@ class _Master:
 
 
 async def grow_and_close() -> tuple[int, int, int]:
-    host = StoreHost("h", "m", Segment.make_anonymous(2**20), _Port())
+    host = StoreHost("h", "m", HostSegment.make_anonymous(2**20), _Port())
     master = _Master()
     host.master = master
     host.is_joined.set()

@@ -12,7 +12,7 @@ from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.formats.headers import ExtentHeader
 from tandem.store.formats.records import append_record
 from tandem.store.host.host import StoreHost
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 from tandem.store.master.state.orders import OrderLine
 from tandem.store.messages import (
     Ack,
@@ -165,7 +165,7 @@ def test_a_host_that_joins_again_obeys_nothing_of_the_attempt_before():
 
     async def main() -> None:
         master = ForgetfulMaster()
-        host = StoreHost("h", "m", Segment.make_anonymous(1 << 20), Port())
+        host = StoreHost("h", "m", HostSegment.make_anonymous(1 << 20), Port())
         wipe = {name: handler for name, handler, *_ in host.methods()}["wipe"]
         host.on_master(master)
         await master.is_asked_again.wait()
@@ -207,7 +207,7 @@ def test_a_wipe_ends_all_pulls_of_its_extents():
     """One that ended while another was waited for left its object in space that was free then."""
 
     async def main() -> None:
-        segment, port = Segment.make_anonymous(1 << 20), PullPort()
+        segment, port = HostSegment.make_anonymous(1 << 20), PullPort()
         value = np.arange(100, dtype=np.uint8)
         table = make_table([value])
         header = ExtentHeader("k", 100, 1 << 40, checksum_table(table), 1, False, 0)

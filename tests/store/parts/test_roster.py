@@ -154,32 +154,32 @@ async def test_a_later_term_without_members_is_no_new_store(etcd):
 @pytest.mark.asyncio
 async def test_a_flipped_bit_costs_nothing_and_is_named(tmp_path):
     """Neither a host, nor a removal, which would come undone."""
-    damage = CorruptionLog()
-    store = FileRosterStore(tmp_path, "m", damage)
+    corruption = CorruptionLog()
+    store = FileRosterStore(tmp_path, "m", corruption)
     await store.save(ROSTER)
     await store.add((1, FIRST))
     await store.add((2, SECOND))
     whole = {name: (tmp_path / name).read_bytes() for name in ("members.m", "tombstones.m")}
     assert (await store.load()).roster == ROSTER
-    assert not damage.names
+    assert not corruption.names
     for name, data in whole.items():
         for at in range(len(data)):
             damaged = bytearray(data)
             damaged[at] ^= 1 << at % 8
             (tmp_path / name).write_bytes(damaged)
-            damage.names.clear()
+            corruption.names.clear()
             saved = await store.load()
             assert (saved.roster, saved.is_new) == (ROSTER, False), at
             assert list(saved.tombstones) == [(1, FIRST), (2, SECOND)], at
             # Without its last line break the last copy is torn, which is no damage.
-            assert len(damage.names) == (at < len(data) - 1), at
+            assert len(corruption.names) == (at < len(data) - 1), at
             assert (tmp_path / name).read_bytes() == data, "made anew from the other copy"
 
 
 @pytest.mark.asyncio
 async def test_members_without_a_whole_copy_are_not_believed(tmp_path):
-    damage = CorruptionLog()
-    store = FileRosterStore(tmp_path, "m", damage)
+    corruption = CorruptionLog()
+    store = FileRosterStore(tmp_path, "m", corruption)
     await store.save(ROSTER)
     path = tmp_path / "members.m"
     whole = path.read_bytes()
@@ -187,7 +187,7 @@ async def test_members_without_a_whole_copy_are_not_believed(tmp_path):
     for _ in range(2):  # It stays: a master that starts once more must not take the store for new.
         saved = await store.load()
         assert (saved.roster, saved.is_new) == (None, False)
-    assert damage.names == ["roster"]
+    assert corruption.names == ["roster"]
     for length in range(len(whole) // 2 - 1):
         path.write_bytes(whole[:length])
         saved = await store.load()
@@ -198,21 +198,21 @@ async def test_members_without_a_whole_copy_are_not_believed(tmp_path):
 
 @pytest.mark.asyncio
 async def test_tombstones_without_a_whole_copy_are_named_and_take_no_others_along(tmp_path):
-    damage = CorruptionLog()
-    store = FileRosterStore(tmp_path, "m", damage)
+    corruption = CorruptionLog()
+    store = FileRosterStore(tmp_path, "m", corruption)
     await store.add((1, FIRST))
     await store.add((2, SECOND))
     path = tmp_path / "tombstones.m"
     path.write_bytes(path.read_bytes().replace(b"key", b"kex"))
     assert [number for number, _ in (await store.load()).tombstones] == [2]
-    assert damage.names == ["tombstones"]
+    assert corruption.names == ["tombstones"]
 
 
 @pytest.mark.asyncio
 async def test_a_torn_line_takes_no_other_with_it(tmp_path):
     """Whoever wrote it had no answer: that is no damage."""
-    damage = CorruptionLog()
-    store = FileRosterStore(tmp_path, "m", damage)
+    corruption = CorruptionLog()
+    store = FileRosterStore(tmp_path, "m", corruption)
     await store.add((1, FIRST))
     path = tmp_path / "tombstones.m"
     whole = path.read_bytes()
@@ -227,13 +227,13 @@ async def test_a_torn_line_takes_no_other_with_it(tmp_path):
         await store.add((3, SECOND))  # What was torn is not joined to it.
         assert [number for number, _ in (await store.load()).tombstones] == [*numbers, 3]
     assert seen == {1, 2}
-    assert not damage.names
+    assert not corruption.names
 
 
 @pytest.mark.asyncio
 async def test_a_round_that_failed_leaves_no_half_a_line(tmp_path, monkeypatch):
-    damage = CorruptionLog()
-    store = FileRosterStore(tmp_path, "m", damage)
+    corruption = CorruptionLog()
+    store = FileRosterStore(tmp_path, "m", corruption)
     await store.add((1, FIRST))
     monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
     with pytest.raises(InternalError, match="no space"):
@@ -241,7 +241,7 @@ async def test_a_round_that_failed_leaves_no_half_a_line(tmp_path, monkeypatch):
     monkeypatch.undo()
     await store.add((2, SECOND))
     assert [number for number, _ in (await store.load()).tombstones] == [1, 2]
-    assert not damage.names
+    assert not corruption.names
 
 
 @pytest.mark.asyncio
@@ -261,8 +261,8 @@ async def test_files_of_a_later_version_are_left_alone(tmp_path, monkeypatch):
 @pytest.mark.asyncio
 async def test_what_cannot_be_read_in_etcd_is_named(etcd):
     async with make_backend(etcd, "/test/damaged") as backend:
-        holder, damage = await lead(backend), CorruptionLog()
-        store = EtcdRosterStore(backend, holder, timeout_s=5, damage=damage)
+        holder, corruption = await lead(backend), CorruptionLog()
+        store = EtcdRosterStore(backend, holder, timeout_s=5, corruption=corruption)
         await store.save(ROSTER)
         await store.add((1, FIRST))
         await store.add((2, SECOND))
@@ -272,7 +272,7 @@ async def test_what_cannot_be_read_in_etcd_is_named(etcd):
         saved = await store.load()
         assert (saved.roster, saved.is_new) == (None, False)
         assert list(saved.tombstones) == [(2, SECOND)]
-        assert damage.names == ["roster", "tombstones"]
+        assert corruption.names == ["roster", "tombstones"]
 
 
 @pytest.mark.asyncio

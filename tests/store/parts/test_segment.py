@@ -34,7 +34,7 @@ from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.formats.headers import ExtentHeader
 from tandem.store.formats.records import append_record
 from tandem.store.host import segment as segment_module
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 from tandem.store.messages import ExtentRecords
 
 CAPACITY = 2**20
@@ -47,7 +47,9 @@ def path(tmp_path):
     return folder / "a.segment"
 
 
-def put(segment: Segment, offset: int, key: str, value: bytes, version: int = 1) -> ExtentHeader:
+def put(
+    segment: HostSegment, offset: int, key: str, value: bytes, version: int = 1
+) -> ExtentHeader:
     """Do what client and host do together."""
     view = np.frombuffer(value, np.uint8)
     table = make_table([view])
@@ -94,7 +96,7 @@ def test_objects_are_sealed_together_or_not_at_all():
         header = ExtentHeader(f"key-{i}", len(value), i + 1, checksum, 1, False, 0)
         append_record(records, at, header)
         at += layout.extent_bytes(5, len(value))
-    segment = Segment.make_anonymous(CAPACITY)
+    segment = HostSegment.make_anonymous(CAPACITY)
     blob = b"".join(values)
     for wrong in (blob[:-1] + bytes([blob[-1] ^ 1]), blob[:-1], blob + b"x"):
         with pytest.raises(CorruptionError):
@@ -125,13 +127,13 @@ def test_tables_do_not_depend_on_how_a_value_is_cut():
 
 
 def test_objects_survive_their_process(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     segment.epoch = 7
     first = put(segment, 0, "first", b"x" * 100_000)
     second = put(segment, 2**18, "zweites-ü", b"", version=9)
     identity = segment.segment_id
     segment.close()
-    again = Segment.open_file(path, CAPACITY)
+    again = HostSegment.open_file(path, CAPACITY)
     assert again.segment_id == identity
     assert again.epoch == 7
     assert list(again.scan()) == [(0, first), (2**18, second)]
@@ -143,44 +145,44 @@ def test_objects_survive_their_process(path):
 
 
 def test_a_segment_of_another_size_is_made_anew(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     put(segment, 0, "key", b"x")
     identity = segment.segment_id
     segment.close()
-    other = Segment.open_file(path, 2 * CAPACITY)
+    other = HostSegment.open_file(path, 2 * CAPACITY)
     assert other.segment_id != identity
     assert list(other.scan()) == []
     other.close()
 
 
 def test_a_later_format_is_refused_and_left_alone(path):
-    Segment.open_file(path, CAPACITY).close()
+    HostSegment.open_file(path, CAPACITY).close()
     with pytest.MonkeyPatch.context() as later:
         later.setattr(headers, "FORMAT", headers.FORMAT + 1)
         data = headers.pack_head(segment_module.MAGIC, bytes(99)) + path.read_bytes()[4096:]
     path.write_bytes(data)
     with pytest.raises(UnsupportedError, match="format 3"):
-        Segment.open_file(path, CAPACITY)
+        HostSegment.open_file(path, CAPACITY)
     assert path.read_bytes() == data
 
 
 @pytest.mark.parametrize("kept", range(0, 80, 4))
 def test_a_crash_while_a_header_is_written_leaves_no_object(path, kept):
     """The mark is the last store; until then the header may be there to any length."""
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     put(segment, 0, "key", b"x" * 1000)
     written = segment.data[: layout.table_offset(3)].copy()
     segment.wipe(0)
     segment.data[:kept] = written[:kept]
     segment.close()
-    again = Segment.open_file(path, CAPACITY)
+    again = HostSegment.open_file(path, CAPACITY)
     assert list(again.scan()) == []
     put(again, 0, "other", b"y" * 1000)  # And its place can be used.
     again.close()
 
 
 def test_broken_headers_are_dropped_and_no_others(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     offsets = [i * 4096 for i in range(40)]
     headers = {at: put(segment, at, f"key-{at}", bytes(1000)) for at in offsets}
     rng = random.Random(1)
@@ -195,7 +197,7 @@ def test_broken_headers_are_dropped_and_no_others(path):
 
 
 def test_flipped_values_and_tables_are_found(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     header = put(segment, 0, "key", bytes(range(256)) * 1000)
     begin, end = segment.span(header)
     table_end = begin + 4 * layout.count_chunks(header.size)
@@ -210,12 +212,12 @@ def test_flipped_values_and_tables_are_found(path):
 
 
 def test_wrong_orders_are_refused():
-    segment = Segment.make_anonymous(CAPACITY)
+    segment = HostSegment.make_anonymous(CAPACITY)
     put(segment, 0, "key", bytes(5000))
     with pytest.raises(ConflictError, match="another object"):
         put(segment, 0, "other", b"")
     # An extent that begins before and reaches into it.
-    segment2 = Segment.make_anonymous(CAPACITY)
+    segment2 = HostSegment.make_anonymous(CAPACITY)
     put(segment2, 2048, "key", b"x")
     with pytest.raises(ConflictError, match="another object"):
         put(segment2, 0, "long", bytes(5000))
@@ -232,11 +234,11 @@ def test_wrong_orders_are_refused():
 
 
 def test_pins_are_kept_with_the_object(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     header = put(segment, 512, "key", b"value")
     segment.repin(512, hard=False, soft_pin_ms=99)
     segment.close()
-    again = Segment.open_file(path, CAPACITY)
+    again = HostSegment.open_file(path, CAPACITY)
     expected = header._replace(hard_pin=False, soft_pin_ms=99)
     assert list(again.scan()) == [(512, expected)]
     assert again.is_intact(512, expected)
@@ -246,7 +248,7 @@ def test_pins_are_kept_with_the_object(path):
 def test_a_large_segment_is_usable_at_once_and_grows_behind(path, monkeypatch):
     monkeypatch.setattr(segment_module, "FIRST_RESERVE_BYTES", 2**16)
     monkeypatch.setattr(segment_module, "RESERVE_STEP_BYTES", 2**18)
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     assert segment.usable_bytes == 2**16
     with pytest.raises(ConfigError):
         segment.seal(2**17, ExtentHeader("k", 10, 1, 0, 1, False, 0))
@@ -256,7 +258,7 @@ def test_a_large_segment_is_usable_at_once_and_grows_behind(path, monkeypatch):
     assert grown[-1] == segment.usable_bytes == CAPACITY
     header = put(segment, CAPACITY - 8192, "key", bytes(5000))
     segment.close()
-    again = Segment.open_file(path, CAPACITY)
+    again = HostSegment.open_file(path, CAPACITY)
     assert again.usable_bytes < CAPACITY or grown  # Whatever holds an object is usable.
     assert list(again.scan()) == [(CAPACITY - 8192, header)]
     assert again.is_intact(CAPACITY - 8192, header)
@@ -274,7 +276,7 @@ def test_pages_are_mapped_before_they_are_used(path):
         return found
 
     capacity = 2**25
-    segment = Segment.open_file(path, capacity)
+    segment = HostSegment.open_file(path, capacity)
     try:
         segment.data[:5] = 7
         if not populate_pages(segment.data[:1]):
@@ -291,23 +293,23 @@ def test_pages_are_mapped_before_they_are_used(path):
 
 def test_a_file_that_gives_way_is_never_shortened(path):
     """Clients of its last owner may still map it: what they touch must not go away under them."""
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     put(segment, CAPACITY - 8192, "key", b"value")
     with path.open("rb") as file:
         old = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     inode = path.stat().st_ino
     segment.close()
-    other = Segment.open_file(path, CAPACITY // 2)
+    other = HostSegment.open_file(path, CAPACITY // 2)
     assert path.stat().st_ino != inode
     assert other.segment_id != segment.segment_id
     assert b"key" in old[-8192:]
     with pytest.raises(ConflictError):
-        Segment.open_file(path, CAPACITY // 2)
+        HostSegment.open_file(path, CAPACITY // 2)
     other.close()
 
 
 def test_who_may_write_to_the_file_is_noticed(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     assert segment.has_no_writers()
     with path.open("rb") as file:
         lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
@@ -315,7 +317,7 @@ def test_who_may_write_to_the_file_is_noticed(path):
         assert not segment.has_no_writers()
     assert segment.has_no_writers()
     segment.close()
-    assert Segment.make_anonymous(CAPACITY).has_no_writers()
+    assert HostSegment.make_anonymous(CAPACITY).has_no_writers()
 
 
 @pytest.fixture
@@ -349,7 +351,7 @@ def huge_folder(tmp_path):
 
 def test_a_segment_on_huge_pages_survives_and_is_reached_by_its_peers(huge_folder, tmp_path):
     with pytest.raises(CapacityError, match="free"):
-        Segment.open_file(huge_folder / "large.segment", 2**25)
+        HostSegment.open_file(huge_folder / "large.segment", 2**25)
     tmp_path.chmod(0o700)
     config = StoreConfig(
         master=f"ipc://{tmp_path}/m.sock",

@@ -25,7 +25,7 @@ from tandem.store import Part, PutOptions, PutResult, StoreClient, StoreConfig
 from tandem.store.client.client import AsyncStoreClient
 from tandem.store.client.put_batch import PutBatch
 from tandem.store.host.host import StoreHost
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 from tandem.store.local import LocalStore, MemoryHostPort, MemoryPort, _connect
 from tandem.store.master.master import StoreMaster
 from tandem.store.messages import CommitPut, CommitStatus, KeyBytes, StartedPut, StartPut
@@ -381,7 +381,7 @@ def test_repair_goes_on_after_a_burst_of_orders_that_failed_at_once():
         master.start()
 
         async def add_host(name: str) -> StoreHost:
-            segment = Segment.make_anonymous(2**22)
+            segment = HostSegment.make_anonymous(2**22)
             host = StoreHost(name, name, segment, MemoryHostPort(name, segment, peers))
             host.on_master(_connect(name, master.methods(), host.methods()))
             await host.is_joined.wait()

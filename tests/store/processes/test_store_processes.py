@@ -18,7 +18,7 @@ from store_cluster import Cluster
 from tandem.core.errors import CapacityError, ConflictError, PermissionDeniedError
 from tandem.rpc import make_runtime_dir
 from tandem.store import Part, PutOptions, PutResult
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 
 
 @pytest.fixture
@@ -247,11 +247,11 @@ def test_drain_moves_everything_while_it_is_read(cluster):
 def test_a_second_owner_of_a_segment_is_refused(tmp_path):
     folder = tmp_path / "segments"
     folder.mkdir(mode=0o700)
-    segment = Segment.open_file(folder / "a", 2**20)
+    segment = HostSegment.open_file(folder / "a", 2**20)
     with pytest.raises(ConflictError, match="live host"):
-        Segment.open_file(folder / "a", 2**20)
+        HostSegment.open_file(folder / "a", 2**20)
     segment.close()
-    Segment.open_file(folder / "a", 2**20).close(remove=True)
+    HostSegment.open_file(folder / "a", 2**20).close(remove=True)
     assert not (folder / "a").exists()
 
 
@@ -262,14 +262,14 @@ def test_foreign_and_open_files_are_refused(tmp_path):
     path.write_bytes(b"somebody's letters" * 100)
     path.chmod(0o600)
     with pytest.raises(ConflictError, match="not a segment"):
-        Segment.open_file(path, 2**20)
+        HostSegment.open_file(path, 2**20)
     assert path.read_bytes() == b"somebody's letters" * 100
     path.chmod(0o644)
     with pytest.raises(PermissionDeniedError, match="0600"):
-        Segment.open_file(path, 2**20)
+        HostSegment.open_file(path, 2**20)
     folder.chmod(0o755)
     with pytest.raises(PermissionDeniedError, match="0700"):
-        Segment.open_file(path, 2**20)
+        HostSegment.open_file(path, 2**20)
 
 
 def test_a_segment_that_the_file_system_cannot_hold_is_refused(tmp_path):
@@ -278,7 +278,7 @@ def test_a_segment_that_the_file_system_cannot_hold_is_refused(tmp_path):
     room = os.statvfs(folder)
     too_much = room.f_bavail * room.f_frsize + 2**30
     with pytest.raises(CapacityError, match="free"):
-        Segment.open_file(folder / "a", too_much)
+        HostSegment.open_file(folder / "a", too_much)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "cma"])

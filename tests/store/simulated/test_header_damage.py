@@ -41,7 +41,7 @@ from tandem.store.formats.headers import (
 )
 from tandem.store.formats.records import append_record
 from tandem.store.host import segment as segment_module
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 from tandem.store.master.master import StoreMaster
 from tandem.store.master.state.versions import MAX_EPOCH_JUMP
 from tandem.store.messages import ExtentRecords, HostStage
@@ -108,12 +108,12 @@ def test_no_flipped_bit_of_a_list_of_removals_brings_an_object_back():
 
 
 def test_a_medium_that_rots_away_is_told_of_by_a_count():
-    damage = CorruptionLog()
+    corruption = CorruptionLog()
     for number in range(3 * MAX_NAMED):
-        damage.note(f"record {number}", "rot")
-        damage.note("record 0", "rot")
-    assert len(damage.names) == MAX_NAMED + 1
-    assert damage.names[-1] == f"and {2 * MAX_NAMED} more, see the log"
+        corruption.note(f"record {number}", "rot")
+        corruption.note("record 0", "rot")
+    assert len(corruption.names) == MAX_NAMED + 1
+    assert corruption.names[-1] == f"and {2 * MAX_NAMED} more, see the log"
 
 
 # A segment.
@@ -127,7 +127,7 @@ def path(tmp_path):
 
 
 def test_a_segment_survives_every_flipped_bit_of_one_copy_of_its_head(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     segment.epoch = 5
     header = put(segment, 0, "key", b"x" * 1000)
     identity = segment.segment_id
@@ -137,18 +137,18 @@ def test_a_segment_survives_every_flipped_bit_of_one_copy_of_its_head(path):
             at = COPIES_AT[bit % 2] + bit // 8
             (byte,) = os.pread(file.fileno(), 1, at)
             os.pwrite(file.fileno(), bytes([byte ^ 1 << bit % 8]), at)
-        segment = Segment.open_file(path, CAPACITY)
+        segment = HostSegment.open_file(path, CAPACITY)
         assert (segment.segment_id, segment.epoch) == (identity, 5), bit
         assert list(segment.scan()) == [(0, header)], bit
-        assert segment.damage.names == ["head of segment a.segment"], bit
+        assert segment.corruption.names == ["head of segment a.segment"], bit
         segment.close()
-    Segment.open_file(path, CAPACITY).close()  # Each time it was made anew from the other.
+    HostSegment.open_file(path, CAPACITY).close()  # Each time it was made anew from the other.
     assert not list(path.parent.glob("*.quarantined"))
 
 
 @pytest.mark.parametrize("bit", range(0, SEGMENT_HEAD_BITS, 11))
 def test_a_segment_whose_head_is_gone_is_quarantined_and_never_believed(path, bit):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     segment.epoch = 5
     put(segment, 0, "key", b"x" * 1000)
     identity = segment.segment_id
@@ -157,11 +157,11 @@ def test_a_segment_whose_head_is_gone_is_quarantined_and_never_believed(path, bi
     flip(data, bit, *COPIES_AT)
     path.write_bytes(data)
     for turn in range(2):
-        segment = Segment.open_file(path, CAPACITY)
+        segment = HostSegment.open_file(path, CAPACITY)
         assert segment.segment_id != identity
         assert segment.epoch == 0
         assert list(segment.scan()) == []
-        assert segment.damage.names == ([] if turn else ["segment a.segment"])
+        assert segment.corruption.names == ([] if turn else ["segment a.segment"])
         put(segment, 512, f"other{turn}", b"y")
         segment.wipe(512)
         segment.close()
@@ -169,11 +169,11 @@ def test_a_segment_whose_head_is_gone_is_quarantined_and_never_believed(path, bi
 
 
 def test_a_process_that_dies_between_the_copies_of_a_head_loses_nothing(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     segment.epoch, identity = 5, segment.segment_id
     segment.close()
     before = path.read_bytes()
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     segment.epoch = 6
     segment.close()
     after = path.read_bytes()
@@ -181,7 +181,7 @@ def test_a_process_that_dies_between_the_copies_of_a_head_loses_nothing(path):
         for base in COPIES_AT:
             torn = after[: base + cut] + before[base + cut :]
             path.write_bytes(torn)
-            segment = Segment.open_file(path, CAPACITY)
+            segment = HostSegment.open_file(path, CAPACITY)
             assert segment.epoch in (5, 6)
             assert segment.segment_id == identity
             segment.close()
@@ -189,36 +189,36 @@ def test_a_process_that_dies_between_the_copies_of_a_head_loses_nothing(path):
 
 
 def test_every_flipped_bit_of_an_object_costs_that_object_alone(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     kept = {at: put(segment, at, f"key{at}", bytes(1000)) for at in (0, 8192)}
     length = layout.HEADER_BYTES + len("between")
     for bit in range(8 * length):
         put(segment, 4096, "between", b"value")
         segment.data[4096 + bit // 8] ^= 1 << bit % 8
         segment.close()
-        segment = Segment.open_file(path, CAPACITY)
+        segment = HostSegment.open_file(path, CAPACITY)
         assert dict(segment.scan()) == kept, bit
-        assert segment.damage.names == ["object at 4096 of segment a.segment"], bit
+        assert segment.corruption.names == ["object at 4096 of segment a.segment"], bit
     segment.close()
 
 
 def test_an_object_of_an_epoch_that_was_never_obeyed_is_not_believed(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     segment.epoch = 3
     good = put(segment, 0, "good", b"x", version=3 << layout.VERSION_BITS | 9)
     put(segment, 4096, "bad", b"x", version=4 << layout.VERSION_BITS)
     assert list(segment.scan()) == [(0, good)]
-    assert segment.damage.names == ["object at 4096 of segment a.segment"]
+    assert segment.corruption.names == ["object at 4096 of segment a.segment"]
     segment.close()
 
 
 def test_an_object_that_was_copied_to_another_place_is_not_believed(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     header = put(segment, 0, "key", b"x")
     segment.data[4096:4608] = segment.data[:512]
     segment._starts[8] = segment_module.MARK
     assert list(segment.scan()) == [(0, header)]
-    other = Segment.make_anonymous(CAPACITY)
+    other = HostSegment.make_anonymous(CAPACITY)
     other.data[:512] = segment.data[:512]
     other._starts[0] = segment_module.MARK
     assert list(other.scan()) == []
@@ -226,15 +226,15 @@ def test_an_object_that_was_copied_to_another_place_is_not_believed(path):
 
 
 def test_no_flipped_bit_of_a_mark_takes_or_makes_an_object(path):
-    segment = Segment.open_file(path, CAPACITY)
+    segment = HostSegment.open_file(path, CAPACITY)
     kept = {at: put(segment, at, f"key{at}", bytes(1000)) for at in (0, 4096)}
     for bit in range(8):
         segment._starts[8] ^= 1 << bit
         segment._starts[3] ^= 1 << bit
         segment.close()
-        segment = Segment.open_file(path, CAPACITY)
+        segment = HostSegment.open_file(path, CAPACITY)
         assert dict(segment.scan()) == kept, bit
-        assert len(segment.damage.names) == 2
+        assert len(segment.corruption.names) == 2
         assert set(segment._starts.tolist()) == {0, segment_module.MARK}
     segment.close()
 
@@ -274,7 +274,7 @@ async def damage_a_disk(change, *, is_sealed: bool) -> tuple[list[str], dict, Me
     async with asyncio.timeout(30):
         while tier.index.find("new") is None:
             await asyncio.sleep(0.01)
-    return tier.damage.names, found, disk
+    return tier.corruption.names, found, disk
 
 
 def list_bits(num_bytes: int, step: int) -> range:
@@ -351,9 +351,9 @@ def test_a_flipped_bit_in_the_note_of_the_epoch_is_never_an_epoch(tmp_path):
             data = bytearray(whole)
             flip(data, bit, *copies)
             path.write_bytes(data)
-            damage = CorruptionLog()
-            assert next_epoch(tmp_path, damage) == expected, bit
-            assert damage.names == ["note of the epoch"], bit
+            corruption = CorruptionLog()
+            assert next_epoch(tmp_path, corruption) == expected, bit
+            assert corruption.names == ["note of the epoch"], bit
     assert (tmp_path / "epoch.quarantined").exists()
     path.write_bytes(b"17\n")  # As it was before it had a checksum.
     assert next_epoch(tmp_path, CorruptionLog()) == 1
@@ -373,7 +373,7 @@ async def join_with_epoch(epoch: int, *, on_disk: bool) -> tuple[int, str, list]
     world.start_master()
     world.start_host("good", 2**18)
     await asyncio.sleep(1)
-    segment = world.segments["bad"] = world._watch(Segment.make_anonymous(2**18))
+    segment = world.segments["bad"] = world._watch(HostSegment.make_anonymous(2**18))
     if not on_disk:
         segment.epoch = epoch
     world.start_host("bad", 2**18)
@@ -405,7 +405,7 @@ def test_an_epoch_that_starts_can_explain_is_outbid():
 
 
 def test_no_epoch_is_beyond_what_a_version_holds():
-    segment = Segment.make_anonymous(2**16)
+    segment = HostSegment.make_anonymous(2**16)
     segment.epoch = MAX_EPOCH
     for epoch in (-1, MAX_EPOCH + 1, 2**40):
         with pytest.raises(ValueError, match="epoch"):
@@ -431,7 +431,7 @@ class _Still:
 # Whole processes.
 
 
-def list_damage(folder: Path) -> list[tuple[str, object]]:
+def list_corruptions(folder: Path) -> list[tuple[str, object]]:
     """Name a field of a header, and the function that flips a bit of it in the files of a host."""
 
     def in_file(name: str, bit: int, *bases: int):
@@ -497,7 +497,7 @@ def test_the_store_comes_back_whatever_bit_of_a_header_was_flipped(tmp_path, cap
     """Each field of each header of the files of a host, while that host is down."""
     import msgspec
 
-    damage = list_damage(tmp_path)[::stride]
+    corruption = list_corruptions(tmp_path)[::stride]
 
     tmp_path.chmod(0o700)
     runtime = make_runtime_dir()
@@ -535,7 +535,7 @@ def test_the_store_comes_back_whatever_bit_of_a_header_was_flipped(tmp_path, cap
         num_flipped = 0
         async with MasterService(config), ClientService(config) as service:
             client = service.client
-            for turn, (name, change) in enumerate([("nothing", None), *damage]):
+            for turn, (name, change) in enumerate([("nothing", None), *corruption]):
                 was_flipped = change is not None and change()
                 num_flipped += was_flipped
                 caplog.clear()
@@ -553,6 +553,6 @@ def test_the_store_comes_back_whatever_bit_of_a_header_was_flipped(tmp_path, cap
         return num_flipped
 
     try:
-        assert asyncio.run(run()) == len(damage)
+        assert asyncio.run(run()) == len(corruption)
     finally:
         shutil.rmtree(runtime)

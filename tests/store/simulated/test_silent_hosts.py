@@ -13,12 +13,12 @@ from tandem.core.errors import DeadlineError
 from tandem.sim import Faults, run_virtual
 from tandem.store.client.client import PutResult
 from tandem.store.client.options import PutOptions
-from tandem.store.client.put_batch import MIN_PATIENCE_S as MIN_WRITE_PATIENCE_S
+from tandem.store.client.put_batch import MIN_WRITE_S as MIN_WRITE_PATIENCE_S
 from tandem.store.config import StoreConfig
 from tandem.store.master.policies import HostView, rank_replicas
-from tandem.store.master.state.answering import MIN_PATIENCE_S
+from tandem.store.master.state.answering import MIN_WRITE_S
 from tandem.store.master.state.space import ORDER_TIMEOUT_S
-from tandem.store.patience import UsualTime
+from tandem.store.usual_time import UsualTime
 
 STOP_S = 9.0
 """Less than the lease of a session."""
@@ -92,7 +92,7 @@ def test_puts_leave_a_host_that_is_stopped(size, is_tcp, is_known, replicas):
                 seed, size, replicas, is_tcp=is_tcp, is_known=is_known
             )
         )
-        most_s = 2 * MIN_PATIENCE_S + (2 * MIN_WRITE_PATIENCE_S if is_tcp else 0)
+        most_s = 2 * MIN_WRITE_S + (2 * MIN_WRITE_PATIENCE_S if is_tcp else 0)
         assert max(took_s) < most_s
         # Once it is known to be silent, none waits for it.
         assert sum(each > 0.1 for each in took_s) <= 2

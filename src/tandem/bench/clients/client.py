@@ -152,7 +152,7 @@ class LoadClient:
             return
         all_open = asyncio.Barrier(count)
 
-        async def hold_one() -> None:
+        async def keep_one() -> None:
             # A connection is free again when its answer has been read: none serves two of them.
             try:
                 async with self._http.stream("GET", "/v1/models") as answer:
@@ -167,7 +167,7 @@ class LoadClient:
         with contextlib.suppress(TimeoutError):
             # A server that takes fewer at a time makes requests wait, which the run will tell.
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                await asyncio.gather(*(hold_one() for _ in range(count)))
+                await asyncio.gather(*(keep_one() for _ in range(count)))
 
     async def _talk(
         self,

@@ -102,7 +102,7 @@ class _Case:
 
     def __init__(self, kind: str, kv: str, tokens: int, context: int) -> None:
         self.shape, self.kv, self.tokens, self.context = SHAPES[kind], kv, tokens, context
-        self.turn = 0
+        self.nth = 0
         self.chosen: tuple[torch.dtype, int] = (torch.bfloat16, 1)
         self.layers: _Layers
         self.threads: _native.ThreadPool
@@ -186,18 +186,18 @@ class _Case:
         return mixed[0].transpose(0, 1)
 
     def run_ours(self) -> None:
-        self.turn = (self.turn + 1) % self.layers.count
-        self.plan.attend(self.turn, *self.views, self.scale)
+        self.nth = (self.nth + 1) % self.layers.count
+        self.plan.attend(self.nth, *self.views, self.scale)
 
     def time_rival(self, kind: tuple[torch.dtype, int]) -> float:
         dtype, threads = kind
         torch.set_num_threads(threads)
-        layer = self.turn % len(self.rivals[dtype])
+        layer = self.nth % len(self.rivals[dtype])
         return time_call(lambda: self.run_rival(layer, dtype)) * 1e3
 
     def time_ceiling(self) -> float:
         # The one that was used last, so that ours never finds what this has just read.
-        layer = (self.turn - 1) % self.layers.count
+        layer = (self.nth - 1) % self.layers.count
         read = time_call(lambda: self.layers.pool.read(layer, self.threads))
         multiplied = time_call(lambda: self.multiplier.multiply_registers(self.num_macs))
         return max(read, multiplied) * 1e3

@@ -67,7 +67,7 @@ LARGEST_ERROR = 0.02
 class _Case:
     def __init__(self, model: str, sequences: int, tokens: int) -> None:
         self.shape, self.sequences, self.tokens = SHAPES[model], sequences, tokens
-        self.turn, self.rival_threads = 0, 1
+        self.nth, self.rival_threads = 0, 1
         self.generator = torch.Generator().manual_seed(0)
 
     def _draw(self, *size: int, scale: float = 1.0) -> Tensor:
@@ -149,8 +149,8 @@ class _Case:
         )
 
     def run_ours(self) -> None:
-        self.turn = (self.turn + 1) % len(self.layers)
-        self.execution.gated_delta(self.rule, self.rows, self.layers[self.turn])
+        self.nth = (self.nth + 1) % len(self.layers)
+        self.execution.gated_delta(self.rule, self.rows, self.layers[self.nth])
 
     @torch.inference_mode()
     def run_rival(self) -> None:
@@ -181,7 +181,7 @@ class _Case:
         return time_call(self.run_rival) * 1e3
 
     def time_ceiling(self) -> float:
-        states = self.layers[(self.turn + 1) % len(self.layers)].states.tensor
+        states = self.layers[(self.nth + 1) % len(self.layers)].states.tensor
         torch.set_num_threads(self.threads.num_threads)
         # Scaling by 1 reads and writes all of them.
         moved = time_call(lambda: states.mul_(1.0))

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from tandem._native import ThreadPool, read_topology, recommend_threads
 from tandem.bench.harness import BenchCase
-from tandem.bench.operators.turns import Kind, list_kinds, make_turn_case, time_torch
+from tandem.bench.operators.rotation import Kind, list_kinds, make_rotation_case, time_torch
 from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.weights.formats import find_format
 
@@ -103,37 +103,37 @@ class _Turns:
     def kinds(self) -> list[Kind]:
         return self.matrices.kinds
 
-    def find(self, turn: int) -> PackedLinear:
-        return self.matrices.pack(self.name)[turn]
+    def find(self, nth: int) -> PackedLinear:
+        return self.matrices.pack(self.name)[nth]
 
-    def run(self, turn: int) -> torch.Tensor:
-        return self.find(turn).forward(self.x[torch.float32])
+    def run(self, nth: int) -> torch.Tensor:
+        return self.find(nth).forward(self.x[torch.float32])
 
     @torch.inference_mode()
-    def time_rival(self, turn: int, kind: Kind) -> float:
+    def time_rival(self, nth: int, kind: Kind) -> float:
         dtype = kind[0]
         assert isinstance(dtype, torch.dtype)
-        weight = self.matrices.rivals[dtype][turn]
+        weight = self.matrices.rivals[dtype][nth]
         return time_torch(kind, lambda: F.linear(self.x[dtype], weight))
 
     def check_rival(self, kind: Kind) -> str:
         del kind  # torch's own product is what ours is checked against.
         return ""
 
-    def find_idle(self, turn: int) -> int:
+    def find_idle(self, nth: int) -> int:
         # Out of use for as long as the one whose turn is next.
-        return (turn + self.count // 2) % self.count
+        return (nth + self.count // 2) % self.count
 
-    def read_all(self, turn: int) -> None:
-        self.find(turn).read_weights()
+    def read_all(self, nth: int) -> None:
+        self.find(nth).read_weights()
 
-    def read(self, idle: int, turn: int) -> None:
-        del turn  # Every call needs all of a matrix.
+    def read(self, idle: int, nth: int) -> None:
+        del nth  # Every call needs all of a matrix.
         self.read_all(idle)
 
-    def multiply(self, turn: int) -> None:
+    def multiply(self, nth: int) -> None:
         ins, outs = self.matrices.shape
-        self.find(turn).multiply_registers(len(self.x[torch.float32]) * ins * outs)
+        self.find(nth).multiply_registers(len(self.x[torch.float32]) * ins * outs)
 
     def measure_error(self) -> float:
         want = F.linear(self.x[torch.float32], self.matrices.rivals[torch.float32][0])
@@ -151,7 +151,7 @@ def _make_case(bench: _Bench, shape_name: str, name: str, num_rows: int) -> Benc
             x.update({dtype: wide.to(dtype) for dtype in matrices.rivals})
         return _Turns(matrices, name, x)
 
-    return make_turn_case(
+    return make_rotation_case(
         f"op=linear format={name} shape={shape_name} tokens={num_rows}",
         num_tokens=num_rows,
         largest_error=FORMATS[name],

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem._native import ThreadPool, cpu_features, read_topology, recommend_threads
 from tandem.bench.harness import BenchCase
-from tandem.bench.operators.turns import Kind, list_kinds, make_turn_case, time_torch
+from tandem.bench.operators.rotation import Kind, list_kinds, make_rotation_case, time_torch
 from tandem.bench.rivals.isa import list_kt_settings
 from tandem.bench.rivals.processes import RivalProcess, install_rival
 from tandem.kernels.cpu.experts import PackedExperts
@@ -186,14 +186,14 @@ class _KtKernel:
         for process in self._processes.values():
             process.call("take", paths=paths)
 
-    def run(self, turn: int, kind: Kind) -> float:
+    def run(self, nth: int, kind: Kind) -> float:
         """Return the seconds of a call."""
-        return self._processes[kind].call("run", turn=turn)
+        return self._processes[kind].call("run", nth=nth)
 
     def compute(self, kind: Kind) -> torch.Tensor:
         """Return the result of the first layer."""
         path = str(self._folder / "out.safetensors")
-        self._processes[kind].call("run", turn=0)
+        self._processes[kind].call("run", nth=0)
         self._processes[kind].call("save", path=path)
         return load_file(path)["out"].float()
 
@@ -322,19 +322,19 @@ class _Turns:
     def kinds(self) -> list[Kind]:
         return self.layers.list_kinds(self.name)
 
-    def find(self, turn: int) -> PackedExperts:
-        return self.layers.pack(self.name)[turn]
+    def find(self, nth: int) -> PackedExperts:
+        return self.layers.pack(self.name)[nth]
 
-    def run(self, turn: int) -> torch.Tensor:
-        batch = self.batches[turn]
-        return self.find(turn).forward(batch.x, batch.ids, batch.weights)
+    def run(self, nth: int) -> torch.Tensor:
+        batch = self.batches[nth]
+        return self.find(nth).forward(batch.x, batch.ids, batch.weights)
 
-    def time_rival(self, turn: int, kind: Kind) -> float:
+    def time_rival(self, nth: int, kind: Kind) -> float:
         rival = kind[0]
         if isinstance(rival, str):
-            return self.layers.kt_kernel(self.name, self.batches).run(turn, kind)
-        layer = self.layers.rivals[rival][turn]
-        return time_torch(kind, lambda: layer.forward(self.batches[turn]))
+            return self.layers.kt_kernel(self.name, self.batches).run(nth, kind)
+        layer = self.layers.rivals[rival][nth]
+        return time_torch(kind, lambda: layer.forward(self.batches[nth]))
 
     def check_rival(self, kind: Kind) -> str:
         if not isinstance(kind[0], str):
@@ -343,20 +343,20 @@ class _Turns:
         allowed = KT_LARGEST_ERROR[self.name]
         return "" if error <= allowed else f"{kind[0]}: relative error {error:.4f} over {allowed}"
 
-    def find_idle(self, turn: int) -> int:
+    def find_idle(self, nth: int) -> int:
         # Of all layers the one that has been out of use the longest when its turn comes.
-        return (turn - 1) % self.count
+        return (nth - 1) % self.count
 
-    def read_all(self, turn: int) -> None:
-        self.find(turn).read_weights(self.layers.num_experts)
+    def read_all(self, nth: int) -> None:
+        self.find(nth).read_weights(self.layers.num_experts)
 
-    def read(self, idle: int, turn: int) -> None:
-        self.find(idle).read_weights(self.batches[turn].num_active)
+    def read(self, idle: int, nth: int) -> None:
+        self.find(idle).read_weights(self.batches[nth].num_active)
 
-    def multiply(self, turn: int) -> None:
-        shape, num_tokens = self.layers.shape, len(self.batches[turn].x)
+    def multiply(self, nth: int) -> None:
+        shape, num_tokens = self.layers.shape, len(self.batches[nth].x)
         macs = num_tokens * shape.top_k * 3 * shape.hidden * shape.inner
-        self.find(turn).multiply_registers(macs)
+        self.find(nth).multiply_registers(macs)
 
     def measure_error(self) -> float:
         return self._compare(self.run(0))
@@ -376,7 +376,7 @@ def _make_case(bench: _Bench, shape: Shape, name: str, num_tokens: int) -> Bench
             batches.extend(layers.make_batch(num_tokens) for _ in range(layers.num_layers))
         return _Turns(layers, name, batches)
 
-    return make_turn_case(
+    return make_rotation_case(
         f"op=moe format={name} shape={shape.name} tokens={num_tokens}",
         num_tokens=num_tokens,
         largest_error=FORMATS[name],

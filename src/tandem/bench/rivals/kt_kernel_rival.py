@@ -82,10 +82,10 @@ class Rival:
             batch["count"] = torch.tensor([len(batch["x"])], dtype=torch.int32)
         self.out = torch.zeros_like(self.batches[0]["x"])
 
-    def run(self, turn):
+    def run(self, nth):
         """Return the seconds of a call."""
         begin = time.perf_counter()
-        self.layers[turn].forward(self.batches[turn], self.out)
+        self.layers[nth].forward(self.batches[nth], self.out)
         return time.perf_counter() - begin
 
     def save(self, path):

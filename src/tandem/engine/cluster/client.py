@@ -49,9 +49,9 @@ from tandem.engine.bounded_file import BoundedFile
 from tandem.engine.cluster.adapters import ClusterAdapters
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.cluster.dispatcher import Dispatcher
-from tandem.engine.cluster.machine import Limits
 from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.cluster.placing import describe_candidate
+from tandem.engine.cluster.request_states import Limits
 from tandem.engine.config import KvEventConfig
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import Launcher, ProcessLauncher

@@ -1,4 +1,4 @@
-"""Runs the machines of all live requests over instances: executes actions, feeds outcomes back.
+"""Runs the states of all live requests over instances: executes actions, feeds outcomes back.
 
 Owns the live requests, their timers and the calls under way. Knows no processes: instances are
 ``Port``s, so the same code runs in the simulated world. All of it runs on one event loop, whose
@@ -28,7 +28,8 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.core.wire import AddRequest, ContinueRequest, FinishReason, InstanceInfo, RequestOutput
-from tandem.engine.cluster.machine import (
+from tandem.engine.cluster.placing import Placing
+from tandem.engine.cluster.request_states import (
     Action,
     Cancel,
     Continue,
@@ -43,10 +44,9 @@ from tandem.engine.cluster.machine import (
     Limits,
     Note,
     ReleaseLeg,
-    RequestMachine,
+    RequestStates,
     Submit,
 )
-from tandem.engine.cluster.placing import Placing
 from tandem.engine.cluster.table import State
 from tandem.engine.process.methods import CONTINUE, InstanceMethod
 from tandem.engine.process.output_stream import OutputStream
@@ -133,7 +133,7 @@ class _Past(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    machine: RequestMachine
+    states: RequestStates
     stream: OutputStream
     begin_s: float
     accepted: "asyncio.Future[None]"
@@ -156,7 +156,7 @@ class _Live:
 
     @property
     def request(self) -> AddRequest:
-        return self.machine.request
+        return self.states.request
 
 
 class Dispatcher:
@@ -222,10 +222,10 @@ class Dispatcher:
             request = msgspec.structs.replace(request, sampling=sampling)
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        machine = RequestMachine(request, self._limits, now_s, self._tag)
+        states = RequestStates(request, self._limits, now_s, self._tag)
         stream = OutputStream(request_id, self._cancel)
-        live = self._live[request_id] = _Live(machine, stream, now_s, loop.create_future())
-        self._run(live, machine.start(now_s))
+        live = self._live[request_id] = _Live(states, stream, now_s, loop.create_future())
+        self._run(live, states.start(now_s))
         try:
             await live.accepted
         except asyncio.CancelledError:
@@ -264,7 +264,7 @@ class Dispatcher:
     def count_at(self, name: str) -> int:
         """Return how many requests have something at an instance: a leg, or held blocks."""
         return sum(
-            any(leg.instance.name == name for leg in live.machine.held.values())
+            any(leg.instance.name == name for leg in live.states.held.values())
             for live in self._live.values()
         )
 
@@ -283,7 +283,7 @@ class Dispatcher:
     async def close(self) -> None:
         """End every request with an error and every call."""
         for live in list(self._live.values()):
-            self._run(live, live.machine.take(Cancel(), asyncio.get_running_loop().time()))
+            self._run(live, live.states.take(Cancel(), asyncio.get_running_loop().time()))
         calls = list(self._calls)
         for call in calls:
             call.cancel()
@@ -294,7 +294,7 @@ class Dispatcher:
         """Chooses the instances, and knows how they fare."""
         return self._placing.conductor
 
-    # ---------------------------------------------------------------- machines
+    # ---------------------------------------------------------------- states
 
     def _cancel(self, request_id: str) -> None:
         live = self._live.get(request_id)
@@ -302,22 +302,22 @@ class Dispatcher:
             self._feed(live, Cancel())
 
     def _feed(self, live: _Live, message: Input) -> None:
-        self._run(live, live.machine.take(message, asyncio.get_running_loop().time()))
+        self._run(live, live.states.take(message, asyncio.get_running_loop().time()))
 
     def _run(self, live: _Live, actions: Sequence[Action]) -> None:
         """Execute actions, those that their answers ask for included."""
         todo = list(actions)
         while todo:
             todo[:1] = self._execute(live, todo[0])
-        machine = live.machine
-        if machine.state is not live.state:
-            live.state = machine.state
+        states = live.states
+        if states.state is not live.state:
+            live.state = states.state
             logger.debug("event=request_state request=%s state=%s", live.request.request_id,
-                         machine.state)  # fmt: skip
-        if machine.is_over:
+                         states.state)  # fmt: skip
+        if states.is_over:
             self._forget(live)
-        elif machine.deadline_s != live.timer_s:
-            self._set_timer(live, machine.deadline_s)
+        elif states.deadline_s != live.timer_s:
+            self._set_timer(live, states.deadline_s)
 
     def _set_timer(self, live: _Live, when_s: float) -> None:
         if live.timer is not None:
@@ -332,7 +332,7 @@ class Dispatcher:
         live.timer, live.timer_s = None, math.inf
         now_s = asyncio.get_running_loop().time()
         # A loop may call a timer within its clock's resolution before the moment.
-        self._run(live, live.machine.tick(max(now_s, live.machine.deadline_s)))
+        self._run(live, live.states.tick(max(now_s, live.states.deadline_s)))
 
     def _forget(self, live: _Live) -> None:
         request_id = live.request.request_id
@@ -394,7 +394,7 @@ class Dispatcher:
                     "event=request_fallback request=%s reason=%s state=%s",
                     live.request.request_id,
                     reason,
-                    live.machine.state,
+                    live.states.state,
                 )
         return []
 
@@ -405,10 +405,10 @@ class Dispatcher:
             is_served = self._placing.serves(place.identity)
             if not (is_served or is_down or place.is_held):
                 # No instance that is starting might serve that model.
-                return live.machine.take(NoRoute(is_foreign=True), now_s)
+                return live.states.take(NoRoute(is_foreign=True), now_s)
         is_accepted = live.accepted.done()
         if not is_accepted and self._is_long_outage(now_s):
-            return live.machine.take(NoRoute(), now_s)
+            return live.states.take(NoRoute(), now_s)
         if live.question is None:
             live.question = self._placing.describe(live.request)
         is_new = not is_accepted and live.decision is None
@@ -420,7 +420,7 @@ class Dispatcher:
                     "engine.submit", rejection.what, retry_after_s=rejection.retry_after_s
                 )
             )
-            return live.machine.take(Cancel(), now_s)
+            return live.states.take(Cancel(), now_s)
         if route is None and is_new:
             live.decision = None  # It is asked about again when it can be placed.
         elif live.choice is None and live.decision.chosen is not None:
@@ -431,7 +431,7 @@ class Dispatcher:
         if route is None:
             self._unplaced[live.request.request_id] = (live, place)
             return []
-        return live.machine.take(route, now_s)
+        return live.states.take(route, now_s)
 
     def _note_token(self, live: _Live) -> None:
         choice = live.choice

@@ -1,6 +1,6 @@
 """The states of a request that a cluster serves: owners, deadlines and exits, as one table.
 
-``tandem.engine.cluster.machine`` runs from ``TABLE``;
+``tandem.engine.cluster.request_states`` runs from ``TABLE``;
 ``docs/design/engine/disaggregation_states.md`` is generated from it. A test checks for each exit
 that what was held in a state is held, given back or ended in the next one, so that no exit can
 leak. Pure data.

@@ -76,23 +76,23 @@ class Admission:
 
             waiting = sorted(waiting, key=order)
         if state.shares.num_clients > 1:
-            waiting = self._take_turns(waiting)
+            waiting = self._share_out(waiting)
         return waiting[:MAX_CANDIDATES]
 
-    def _take_turns(self, waiting: Sequence[Request]) -> list[Request]:
+    def _share_out(self, waiting: Sequence[Request]) -> list[Request]:
         """Return requests so that clients run as many as their weights say; keep their orders.
 
         The next slot goes to the client that has the fewest for its weight with it (D'Hondt).
         """
-        turns = Counter(request.client for request in self._state.running)
+        shares = Counter(request.client for request in self._state.running)
         keyed: list[tuple[int, bool, float, int, Request]] = []
         for request in waiting:
             is_new = request.state is not RequestState.PREEMPTED
-            turns[request.client] += 1
-            turn = turns[request.client] / request.weight
+            shares[request.client] += 1
+            share = shares[request.client] / request.weight
             # Of clients that have equally many, the one whose request came first.
             order = request.sequence_id
-            keyed.append((request.priority, is_new, turn if is_new else 0.0, order, request))
+            keyed.append((request.priority, is_new, share if is_new else 0.0, order, request))
         keyed.sort(key=lambda entry: entry[:4])
         return [entry[4] for entry in keyed]
 

@@ -61,7 +61,7 @@ __all__ = ["ScheduledSequence", "Scheduler", "StepPlan"]
 MEMORY_RETRY_S = 1.0
 """Between attempts to get memory that the machine lacked."""
 
-MEMORY_PATIENCE_S = 30.0
+MEMORY_WAIT_S = 30.0
 """Time in which nothing could be computed for lack of memory, before a request ends."""
 
 
@@ -353,7 +353,7 @@ class Scheduler:
             self._starved_since_s = None
         elif self._starved_since_s is None:
             self._starved_since_s = now_s
-        elif now_s - self._starved_since_s >= MEMORY_PATIENCE_S:
+        elif now_s - self._starved_since_s >= MEMORY_WAIT_S:
             # The others have yielded their blocks to the most urgent one, and may need fewer.
             request = (state.running or state.waiting)[0]
             self._lifecycle.finish(request, FinishReason.ERROR, now_s)

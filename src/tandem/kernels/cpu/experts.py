@@ -38,7 +38,7 @@ from tandem.kernels.operators.experts import (
 from tandem.kernels.operators.operator import allocate_scratch
 from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, convert_codes, select_outputs
 from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat, split_pair
-from tandem.kernels.weights.recode import can_hold
+from tandem.kernels.weights.recode import can_represent
 
 __all__ = ["NativeExperts", "PackedExperts", "WeightCache", "count_bytes", "start_submitter"]
 
@@ -590,7 +590,7 @@ class NativeExperts(RoutedExperts):
         gate_up, down_format = split_pair(self.weight_format)
         wanted = {True: down_format, False: gate_up}
         formats = [(wanted[is_down(weight)], reader.find_format(weight)) for weight in names]
-        if all(held is not None and can_hold(wide, held) for wide, held in formats):
+        if all(held is not None and can_represent(wide, held) for wide, held in formats):
             for i in range(self.num_experts):
                 gate, up, down = self._read_codes(reader, name, i)
                 gate, up = (convert_codes(matrix, wanted[False]) for matrix in (gate, up))

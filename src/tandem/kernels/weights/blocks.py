@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.kernels.weights.formats import QuantizedMatrix, WeightFormat, select_rows, stack
-from tandem.kernels.weights.recode import can_hold, recode
+from tandem.kernels.weights.recode import can_represent, recode
 
 __all__ = [
     "BlockMatrix",
@@ -59,7 +59,7 @@ def convert_codes(matrix: CodedMatrix, wide: WeightFormat) -> CodedMatrix:
     """
     if isinstance(matrix, QuantizedMatrix):
         return recode(matrix, wide)
-    assert can_hold(wide, matrix.weight_format), f"{wide.name}, {matrix.weight_format.name}"
+    assert can_represent(wide, matrix.weight_format), f"{wide.name}, {matrix.weight_format.name}"
     return replace(matrix, weight_format=wide)
 
 

@@ -21,7 +21,7 @@ from tandem.kernels.native import Buffer
 from tandem.kernels.operators.operator import Operator, freeze, read_rows
 from tandem.kernels.weights.blocks import CodedMatrix, convert_codes, select_outputs, stack_outputs
 from tandem.kernels.weights.formats import BLOCK_ROWS, WeightFormat, find_whole_blocks
-from tandem.kernels.weights.recode import can_hold, group_formats
+from tandem.kernels.weights.recode import can_represent, group_formats
 
 __all__ = ["TENSORS", "MatrixSettings", "TensorMatrix", "make_matrix", "read_matrix"]
 
@@ -171,7 +171,9 @@ def _read_codes(
             stacks += stacked
             first += size
         return stacks
-    if wanted is None or not all(held is not None and can_hold(wanted, held) for held in formats):
+    if wanted is None or not all(
+        held is not None and can_represent(wanted, held) for held in formats
+    ):
         return None
     if wanted.has_blocks and (
         any(rows % BLOCK_ROWS for _, rows in parts[:-1])

@@ -16,7 +16,7 @@ import numpy as np
 
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, QuantizedMatrix, WeightFormat
 
-__all__ = ["can_hold", "group_formats", "join_formats", "make_plain", "recode"]
+__all__ = ["can_represent", "group_formats", "join_formats", "make_plain", "recode"]
 
 
 PLAIN_FORMATS = {
@@ -46,7 +46,7 @@ def make_plain(weight_format: WeightFormat) -> WeightFormat:
     return WEIGHT_FORMATS[PLAIN_FORMATS.get(weight_format.name, weight_format.name)]
 
 
-def can_hold(wide: WeightFormat, narrow: WeightFormat) -> bool:
+def can_represent(wide: WeightFormat, narrow: WeightFormat) -> bool:
     """Return True if codes of ``narrow`` can be laid out in ``wide``."""
     if wide == narrow:
         return True
@@ -118,7 +118,7 @@ def recode(matrix: QuantizedMatrix, wide: WeightFormat) -> QuantizedMatrix:
     REQUIRES: ``can_hold(wide, matrix.weight_format)``; neither holds blocks alone.
     """
     narrow = matrix.weight_format
-    assert can_hold(wide, narrow), f"{wide.name} does not hold {narrow.name}"
+    assert can_represent(wide, narrow), f"{wide.name} does not hold {narrow.name}"
     if wide == narrow:
         return matrix
     if narrow.has_zeros and matrix.minima is not None:

@@ -94,16 +94,16 @@ class WindowDetokenizer:
         self._window += [i for i in token_ids if i not in self._skip]
         if len(self._window) == self._num_read or self._is_byte(self._window[-1]):
             return ""
-        return self._advance(can_hold=True)
+        return self._advance(can_wait=True)
 
     def flush(self) -> str:
         """End the sequence; an incomplete character becomes U+FFFD."""
-        return self._advance(can_hold=False)
+        return self._advance(can_wait=False)
 
-    def _advance(self, *, can_hold: bool) -> str:
+    def _advance(self, *, can_wait: bool) -> str:
         text = self._decode(self._window)
         # A decoder with bytes inside a longer chain shows an unfinished character as U+FFFD.
-        if len(text) <= len(self._seen_text) or (can_hold and text.endswith("�")):
+        if len(text) <= len(self._seen_text) or (can_wait and text.endswith("�")):
             return ""
         piece = text[len(self._seen_text) :]
         self._window = self._window[self._num_read :]

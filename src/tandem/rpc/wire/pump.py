@@ -16,7 +16,7 @@ __all__ = ["SocketPump"]
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_PER_TURN = 64
+MESSAGES_PER_PASS = 64
 """After this many messages other callbacks of the loop get their turn."""
 
 # Plain numbers: an ``&`` of zmq's enum members costs more than asking the socket.
@@ -38,15 +38,15 @@ class SocketPump:
         self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
-        self._turn_planned = False
+        self._is_planned = False
         self._closed = False
-        self._loop.add_reader(self._fd, self._take_turn)
-        self._plan_turn()
+        self._loop.add_reader(self._fd, self._receive_some)
+        self._plan()
 
     def note_sent(self) -> None:
         """Look again soon if sending has swallowed the sign of an arrival."""
-        if not self._turn_planned and self._is_readable():
-            self._plan_turn()
+        if not self._is_planned and self._is_readable():
+            self._plan()
 
     def drain(self) -> None:
         """Receive all that has arrived, now."""
@@ -59,13 +59,13 @@ class SocketPump:
             self._closed = True
             self._loop.remove_reader(self._fd)
 
-    def _take_turn(self) -> None:
-        self._turn_planned = False
-        for _ in range(MESSAGES_PER_TURN):
+    def _receive_some(self) -> None:
+        self._is_planned = False
+        for _ in range(MESSAGES_PER_PASS):
             if not self._is_readable():
                 return
             self._receive_one()
-        self._plan_turn()
+        self._plan()
 
     def _receive_one(self) -> None:
         try:
@@ -73,10 +73,10 @@ class SocketPump:
         except Exception:
             logger.exception("event=receive_failed")
 
-    def _plan_turn(self) -> None:
-        if not self._turn_planned:
-            self._turn_planned = True
-            self._loop.call_soon(self._take_turn)
+    def _plan(self) -> None:
+        if not self._is_planned:
+            self._is_planned = True
+            self._loop.call_soon(self._receive_some)
 
     def _is_readable(self) -> bool:
         return not self._closed and bool(int(self._socket.getsockopt(EVENTS)) & POLLIN)

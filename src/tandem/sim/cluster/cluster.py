@@ -1,6 +1,6 @@
 """A simulated cluster: requests go by the product's table of states over simulated instances.
 
-Every request is a ``RequestMachine``, as in the server's dispatcher; here its actions take no time
+Every request is a ``RequestStates``, as in the server's dispatcher; here its actions take no time
 and never fail but as the instances' schedulers refuse them. Nothing but this module knows of
 requests over more than one instance.
 """
@@ -17,7 +17,7 @@ from tandem.core.errors import TandemError
 from tandem.core.loads.records import RequestRecord
 from tandem.core.loads.traces import BLOCK_TOKENS, TraceRow
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput
-from tandem.engine.cluster.machine import (
+from tandem.engine.cluster.request_states import (
     Action,
     Cancel,
     Continue,
@@ -31,7 +31,7 @@ from tandem.engine.cluster.machine import (
     Limits,
     Note,
     ReleaseLeg,
-    RequestMachine,
+    RequestStates,
     Submit,
 )
 from tandem.sim.cluster.events import Events
@@ -66,7 +66,7 @@ class RoleSwitch(msgspec.Struct, frozen=True, gc=False):
 @dataclass(slots=True, eq=False)
 class _Live:
     row: TraceRow
-    machine: RequestMachine
+    states: RequestStates
     record: RequestRecord
     keys: list[bytes]
     is_accepted: bool = False
@@ -147,11 +147,11 @@ class SimCluster:
             sent_s=now_s - self._request_s,
         )
         self.records.append(record)
-        machine = RequestMachine(request, self._limits, now_s)
+        states = RequestStates(request, self._limits, now_s)
         keys = self._keys.find(row, request.prompt_ids)
-        live = _Live(row, machine, record, keys)
+        live = _Live(row, states, record, keys)
         self.num_live += 1
-        self._run(live, machine.start(now_s))
+        self._run(live, states.start(now_s))
         self._expect_next()
 
     def _balance(self) -> None:
@@ -162,70 +162,70 @@ class SimCluster:
         if self._has_more or self.num_live:
             self.events.call_at(now_s + ROLE_LOOK_S, self._balance)
 
-    # ---------------------------------------------------------------- machines
+    # ---------------------------------------------------------------- states
 
     def _feed(self, live: _Live, message: Input) -> None:
-        self._run(live, live.machine.take(message, self.events.now_s))
+        self._run(live, live.states.take(message, self.events.now_s))
 
     def _run(self, live: _Live, actions: Iterable[Action]) -> None:
         todo = list(actions)
         while todo:
             todo[:1] = self._execute(live, todo[0])
-        machine = live.machine
-        if machine.is_over:
+        states = live.states
+        if states.is_over:
             self._forget(live)
-        elif machine.deadline_s != live.timer_s:
-            live.timer_s = machine.deadline_s
+        elif states.deadline_s != live.timer_s:
+            live.timer_s = states.deadline_s
             if live.timer_s < math.inf:
                 self.events.call_at(live.timer_s, self._tick, live, live.timer_s)
 
     def _tick(self, live: _Live, when_s: float) -> None:
-        if live.timer_s == when_s and not live.machine.is_over:
+        if live.timer_s == when_s and not live.states.is_over:
             live.timer_s = math.inf
-            self._run(live, live.machine.tick(self.events.now_s))
+            self._run(live, live.states.tick(self.events.now_s))
 
     def _forget(self, live: _Live) -> None:
         if live.timer_s == -math.inf:
             return
         live.timer_s = -math.inf
         self.num_live -= 1
-        self.placing.conductor.note_end(live.machine.request.request_id, self.events.now_s)
+        self.placing.conductor.note_end(live.states.request.request_id, self.events.now_s)
         live.record.done_s = self.events.now_s
         if self._on_done is not None:
             self._on_done(live.record)
 
     def _execute(self, live: _Live, action: Action) -> list[Action]:
         """Carry out one action; return those that its outcome asks for at once."""
-        machine, now_s = live.machine, self.events.now_s
+        states, now_s = live.states, self.events.now_s
         match action:
             case Place():
                 decision = self.placing.decide(
-                    action, machine.request, live.keys, now_s, is_new=not live.is_accepted
+                    action, states.request, live.keys, now_s, is_new=not live.is_accepted
                 )
                 if decision.rejection is not None:
                     live.record.error = f"overloaded: {decision.rejection.reason}"
-                    return machine.take(Cancel(), now_s)
+                    return states.take(Cancel(), now_s)
                 live.is_accepted = True
                 self._log(live, decision.route)
-                return machine.take(decision.route or NoRoute(), now_s)
+                return states.take(decision.route or NoRoute(), now_s)
             case Submit(leg=leg, request=request):
                 try:
                     self._submit(live, leg.leg_id, leg.instance.name, request)
                 except TandemError as error:
-                    return machine.take(LegFailed(leg.leg_id, error), now_s)
+                    return states.take(LegFailed(leg.leg_id, error), now_s)
             case Continue(leg=leg, message=message):
-                if self.placing.is_refused_late(leg.instance.name, machine.request):
+                if self.placing.is_refused_late(leg.instance.name, states.request):
                     live.record.error = "overloaded: tpot, after the prefill"
-                    return machine.take(Cancel(), now_s)
+                    return states.take(Cancel(), now_s)
                 is_taken = self.instances[leg.instance.name].continue_request(message)
-                return machine.take(Continued(leg.leg_id, is_taken), now_s)
+                return states.take(Continued(leg.leg_id, is_taken), now_s)
             case DropLeg(leg=leg):
                 self.instances[leg.instance.name].cancel(leg.leg_id)
             case ReleaseLeg(leg=leg):
                 self.instances[leg.instance.name].release_hold(leg.leg_id)
             case Deliver(output=output):
                 if not live.record.output_tokens and output.token_ids:
-                    self.placing.conductor.note_first_token(machine.request.request_id, now_s)
+                    self.placing.conductor.note_first_token(states.request.request_id, now_s)
                 _take_output(live.record, output)
             case Fail(error=error):
                 live.record.error = f"{error.code}: {error.what}"

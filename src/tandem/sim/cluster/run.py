@@ -12,7 +12,7 @@ from tandem.core.loads.figures import Objectives, summarise
 from tandem.core.loads.records import LoadReport, RequestRecord
 from tandem.core.loads.traces import TraceRow, check_divisor, read_rows, shrink_rows
 from tandem.core.wire import Slo
-from tandem.engine.cluster.machine import Limits
+from tandem.engine.cluster.request_states import Limits
 from tandem.placement.catalog import find_model, read_hardware
 from tandem.placement.costs import Placement
 from tandem.placement.fitting import read_efficiencies

@@ -67,7 +67,7 @@ class _BlockingCalls(MasterCalls):
     ) -> None:
         super().__init__(channel, clock=calls.clock, config=calls.config, machine=calls.machine)
         self.ids = calls.ids
-        self._patient = calls
+        self._loop_calls = calls
         self._channel = channel
         self._loop = loop
 
@@ -118,7 +118,7 @@ class _BlockingCalls(MasterCalls):
                 except LOST_ERRORS as error:
                     # Whatever became of it: requests may come twice.
                     logger.debug("event=call_again method=%s reason=%s", method, error)
-            again = self._patient.call(method, request, response, deadline_s, extra_s=extra_s)
+            again = self._loop_calls.call(method, request, response, deadline_s, extra_s=extra_s)
             return self._wait(again, deadline_s)
 
         return wait()
@@ -127,7 +127,7 @@ class _BlockingCalls(MasterCalls):
         # Not awaited here: the caller's deadline may be over.
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(
-                lambda: self._patient.spawn(self._patient.tell(method, request, response))
+                lambda: self._loop_calls.spawn(self._loop_calls.tell(method, request, response))
             )
 
     def spawn(self, work: Any) -> None:

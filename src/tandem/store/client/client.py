@@ -54,7 +54,7 @@ from tandem.store.messages import (
     SetFloor,
     StoreStatus,
 )
-from tandem.store.patience import UsualTime
+from tandem.store.usual_time import UsualTime
 
 __all__ = ["AsyncStoreClient"]
 

@@ -41,7 +41,7 @@ from tandem.store.messages import (
     StartPut,
     StartStatus,
 )
-from tandem.store.patience import UsualTime
+from tandem.store.usual_time import UsualTime
 
 __all__ = ["Items", "PutBatch", "is_inline"]
 
@@ -52,9 +52,9 @@ MAX_ATTEMPTS = 4
 MAX_INLINE_BATCH_BYTES = 2**15
 """Most bytes of values in one request; the master passes them on."""
 CALLER_ERRORS = (ConfigError, ShapeError)
-PATIENCE_FACTOR = 8.0
+USUAL_FACTOR = 8.0
 """So many times what a write to a host usually takes are waited for it; then another is asked."""
-MIN_PATIENCE_S = 1.0
+MIN_WRITE_S = 1.0
 WORK_BYTES = 2**22
 """The unit by which a write is measured; twice the bytes may take twice the time."""
 OFF_LOOP_BYTES = 2**24
@@ -337,8 +337,8 @@ class PutBatch:
         usual = self._usual.setdefault(endpoint.address, UsualTime())
         timeout_s = until_s - begin_s
         if self._attempt < MAX_ATTEMPTS - 1:
-            patience_s = usual.multiply(PATIENCE_FACTOR, least_s=MIN_PATIENCE_S, most_s=timeout_s)
-            timeout_s = min(timeout_s, patience_s * work * 2**self._attempt)
+            usual_s = usual.multiply(USUAL_FACTOR, least_s=MIN_WRITE_S, most_s=timeout_s)
+            timeout_s = min(timeout_s, usual_s * work * 2**self._attempt)
         if timeout_s <= 0:
             raise DeadlineError("store.put", f"no time is left to write to {endpoint.name}")
         await self._port.write(endpoint, pieces, timeout_s)

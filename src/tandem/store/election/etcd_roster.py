@@ -42,10 +42,10 @@ class EtcdRosterStore:
         holder: Holder,
         *,
         timeout_s: float,
-        damage: CorruptionLog | None = None,
+        corruption: CorruptionLog | None = None,
     ) -> None:
         self._gateway = gateway
-        self._damage = CorruptionLog() if damage is None else damage
+        self._corruption = CorruptionLog() if corruption is None else corruption
         self._epoch = holder.epoch
         self._is_ours = {
             "key": gateway.key(LEADER_KEY), "target": "VALUE", "value": encode_leader(holder),
@@ -61,7 +61,7 @@ class EtcdRosterStore:
             try:
                 roster = msgspec.json.decode(decode_value(pair), type=Roster)
             except msgspec.MsgspecError as error:
-                self._damage.note("roster", f"key {MEMBERS_KEY!r} in etcd: {error}")
+                self._corruption.note("roster", f"key {MEMBERS_KEY!r} in etcd: {error}")
         # The count of terms stands beside it, so a first term means that there never was any.
         is_new = pair is None and self._epoch == 1
         return SavedRoster(roster, await self._load_tombstones(), is_new)
@@ -80,7 +80,7 @@ class EtcdRosterStore:
                 try:
                     chunk = msgspec.json.decode(decode_value(pair), type=list[Tombstone])
                 except msgspec.MsgspecError as error:
-                    self._damage.note("tombstones", f"key {key!r} in etcd: {error}")
+                    self._corruption.note("tombstones", f"key {key!r} in etcd: {error}")
                 else:
                     batches.append((number, chunk))
             if not found.more or not found.kvs:

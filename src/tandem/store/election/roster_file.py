@@ -28,11 +28,11 @@ class FileRosterStore:
         damage: told of what does not hold together; None: the log alone.
     """
 
-    def __init__(self, folder: Path, name: str, damage: CorruptionLog | None = None) -> None:
+    def __init__(self, folder: Path, name: str, corruption: CorruptionLog | None = None) -> None:
         self._folder = folder
         self._members = folder / f"members.{name}"
         self._tombstones = folder / f"tombstones.{name}"
-        self._damage = CorruptionLog() if damage is None else damage
+        self._corruption = CorruptionLog() if corruption is None else corruption
 
     async def load(self) -> SavedRoster:
         """See ``RosterStore``. Raises also: UnsupportedError if a later version wrote it."""
@@ -60,7 +60,7 @@ class FileRosterStore:
         try:
             return SavedRoster(msgspec.json.decode(lines[0], type=Roster), tombstones)
         except (IndexError, msgspec.MsgspecError) as error:
-            self._damage.note("roster", f"{self._members}: no copy can be read: {error}")
+            self._corruption.note("roster", f"{self._members}: no copy can be read: {error}")
             return SavedRoster(None, tombstones)
 
     def _save(self, line: bytes) -> None:
@@ -74,7 +74,7 @@ class FileRosterStore:
             try:
                 batches.append(msgspec.json.decode(line, type=tuple[int, list[Tombstone]]))
             except msgspec.MsgspecError as error:
-                self._damage.note("tombstones", f"{self._tombstones}: {error}")
+                self._corruption.note("tombstones", f"{self._tombstones}: {error}")
         return batches
 
     def _read_lines(self, path: Path, name: str) -> list[bytes] | None:
@@ -87,7 +87,7 @@ class FileRosterStore:
             raise _describe(path, error) from None
         bodies, num_damaged = parse_lines(data, str(path))
         if num_damaged:
-            self._damage.note(name, f"{num_damaged} lines of {path}")
+            self._corruption.note(name, f"{num_damaged} lines of {path}")
         whole = b"".join(map(pack_line, bodies))
         if bodies and data != whole:
             self._replace(path, whole)

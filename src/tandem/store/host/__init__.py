@@ -7,6 +7,6 @@ Other folders import from here alone. Start reading at ``host.py``; ``segment.py
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.disk_files import DiskFolder
 from tandem.store.host.host import HostPort, StoreHost
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 
-__all__ = ["DiskFolder", "DiskTier", "HostPort", "Segment", "StoreHost"]
+__all__ = ["DiskFolder", "DiskTier", "HostPort", "HostSegment", "StoreHost"]

@@ -36,7 +36,7 @@ from tandem.store.host.disk_queue import WriteQueue
 from tandem.store.host.disk_reading import RecordReader, read_buckets
 from tandem.store.host.disk_scan import index_name
 from tandem.store.host.disk_tombstones import TombstoneList
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 from tandem.store.messages import DiskState, DiskStatus
 from tandem.store.metrics import LatencyHistogram
 
@@ -73,12 +73,12 @@ class DiskTier:
     def __init__(
         self,
         port: DiskPort,
-        segment: Segment,
+        segment: HostSegment,
         *,
         capacity_bytes: int,
         clock: Clock,
         on_change: Callable[[], None] = lambda: None,
-        damage: CorruptionLog | None = None,
+        corruption: CorruptionLog | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.state = DiskState.ACTIVE
@@ -89,7 +89,7 @@ class DiskTier:
         self.dropped: dict[str, int] = {}
         """Gone since the master was told."""
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
-        self.damage = CorruptionLog() if damage is None else damage
+        self.corruption = CorruptionLog() if corruption is None else corruption
         """Damage of the files since they were opened."""
         self.write_latency = LatencyHistogram()
         self.load_latency = LatencyHistogram()
@@ -134,9 +134,9 @@ class DiskTier:
         """
         num_damaged = await self._tombstones.read()
         if num_damaged:
-            self.damage.note("list of removals", f"{num_damaged} copies of entries")
+            self.corruption.note("list of removals", f"{num_damaged} copies of entries")
         dead = set(self._tombstones.entries)
-        async for number, nbytes, found in read_buckets(self._io, self.damage):
+        async for number, nbytes, found in read_buckets(self._io, self.corruption):
             self._next_number = max(self._next_number, number + 1)
             if found is None:
                 continue
@@ -185,7 +185,7 @@ class DiskTier:
             num_objects=len(self.index),
             num_queued=len(self._queue) + max(len(self._flight), not self._round_ended.is_set()),
             counts=dict(self.counts),
-            damaged=list(self.damage.names),
+            damaged=list(self.corruption.names),
             write_counts=list(self.write_latency.counts),
             write_sum_s=self.write_latency.sum_s,
             load_counts=list(self.load_latency.counts),
@@ -258,7 +258,7 @@ class DiskTier:
             is_good = False
         if not is_good:
             self.counts["corrupt"] += 1
-            self.damage.note(
+            self.corruption.note(
                 f"record at {record.position} of bucket {record.bucket}", f"key {header.key!r}"
             )
             await self._forget_record(record)

@@ -66,7 +66,7 @@ class DiskFolder:
         self._descriptor = descriptor
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._engine = engine
-        self.damage = CorruptionLog()
+        self.corruption = CorruptionLog()
         """Damage of the folder's own note."""
         self._mark = mark
         self._opened: OrderedDict[int, _Opened] = OrderedDict()
@@ -88,14 +88,14 @@ class DiskFolder:
         check_folder(path)
         descriptor = open_own_file(path / LOCK_NAME, os.O_RDWR | os.O_CREAT)
         try:
-            damage = CorruptionLog()
-            folder_id = lock_folder(path, descriptor, damage)
+            corruption = CorruptionLog()
+            folder_id = lock_folder(path, descriptor, corruption)
             mark = marks / f"{folder_id.hex()}.ssd-condemned"
             # Renamed to be the mark: that takes neither a descriptor nor space.
             with suppress(OSError):  # ``condemn`` tries again.
                 mark.with_suffix(BELIEVED).touch(mode=0o600)
             folder = cls(path, descriptor, folder_id, engine, mark)
-            folder.damage = damage
+            folder.corruption = corruption
         except BaseException:
             os.close(descriptor)
             raise

@@ -41,7 +41,7 @@ def open_own_file(path: Path, flags: int) -> int:
     return descriptor
 
 
-def lock_folder(path: Path, descriptor: int, damage: CorruptionLog) -> bytes:
+def lock_folder(path: Path, descriptor: int, corruption: CorruptionLog) -> bytes:
     """Lock the folder and return its id, giving it one if it is new."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,14 +60,16 @@ def lock_folder(path: Path, descriptor: int, damage: CorruptionLog) -> bytes:
                 raise ConflictError(
                     "store.disk", f"{path}/{LOCK_NAME} is none of ours: move the folder away"
                 ) from None
-            damage.note(f"note {LOCK_NAME} of the disk", error)
+            corruption.note(f"note {LOCK_NAME} of the disk", error)
             _keep_copy(path / f"{LOCK_NAME}.quarantined", data)
             folder_id = _ask_buckets(path)
         else:
             folder_id = head.copies[0]
             if not head.is_damaged:
                 return folder_id
-            damage.note(f"note {LOCK_NAME} of the disk", "a copy of it, made anew from the other")
+            corruption.note(
+                f"note {LOCK_NAME} of the disk", "a copy of it, made anew from the other"
+            )
     elif any(path.glob(f"*{SUFFIX}")):
         raise ConflictError("store.disk", f"{path}/{LOCK_NAME} is empty: move the folder away")
     folder_id = secrets.token_bytes(ID_BYTES) if folder_id is None else folder_id

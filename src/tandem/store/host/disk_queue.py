@@ -7,7 +7,7 @@ from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError
 from tandem.store.formats.headers import ExtentHeader
 from tandem.store.host.disk_index import DiskIndex
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 
 __all__ = ["WriteQueue"]
 
@@ -25,7 +25,7 @@ class WriteQueue:
         clock: of the pauses between scans.
     """
 
-    def __init__(self, segment: Segment, clock: Clock) -> None:
+    def __init__(self, segment: HostSegment, clock: Clock) -> None:
         self.versions: OrderedDict[int, int] = OrderedDict()
         """By offset, oldest first: sealed, to be written."""
         self.is_behind = True

@@ -11,7 +11,7 @@ from tandem.store.formats.bucket import Record
 from tandem.store.formats.headers import ExtentHeader
 from tandem.store.host.disk_io import OFF_LOOP_BYTES, PIECE_BYTES, DiskIo, copy_bytes
 from tandem.store.host.disk_scan import ReadBucket, index_name, read_bucket
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 
 __all__ = ["RecordReader", "read_buckets"]
 
@@ -19,7 +19,7 @@ __all__ = ["RecordReader", "read_buckets"]
 class RecordReader:
     """Reads records of one disk to one segment; both are borrowed."""
 
-    def __init__(self, io: DiskIo, segment: Segment) -> None:
+    def __init__(self, io: DiskIo, segment: HostSegment) -> None:
         self._io = io
         self._segment = segment
 
@@ -53,7 +53,7 @@ class RecordReader:
 
 
 async def read_buckets(
-    io: DiskIo, damage: CorruptionLog
+    io: DiskIo, corruption: CorruptionLog
 ) -> AsyncIterator[tuple[int, int, ReadBucket | None]]:
     """Yield number, bytes and contents of each bucket that is there, in their order.
 
@@ -61,9 +61,9 @@ async def read_buckets(
     """
     for number, nbytes in sorted(await io.port.list_buckets()):
         try:
-            found = await read_bucket(io, number, nbytes, damage)
+            found = await read_bucket(io, number, nbytes, corruption)
         except CorruptionError as error:
-            damage.note(f"bucket {number}", error)
+            corruption.note(f"bucket {number}", error)
             # First, as ``DiskTier`` does when it removes one.
             await io.port.drop_note(index_name(number))
             await io.port.quarantine_bucket(number)

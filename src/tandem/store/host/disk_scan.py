@@ -58,7 +58,7 @@ class ReadBucket(NamedTuple):
 
 
 async def read_bucket(
-    io: DiskIo, number: int, nbytes: int, damage: CorruptionLog
+    io: DiskIo, number: int, nbytes: int, corruption: CorruptionLog
 ) -> ReadBucket | None:
     """Return the records of a bucket; what of it is damaged is noted.
 
@@ -75,24 +75,24 @@ async def read_bucket(
         if not head.strip(b"\0"):
             return None
         if form.parse_bucket_head(head, number, io.port.folder_id):
-            damage.note(f"head of bucket {number}", "a copy of it; the other holds together")
+            corruption.note(f"head of bucket {number}", "a copy of it; the other holds together")
         data = await io.port.read_note(index_name(number))
         if data:
             try:
                 records = form.parse_index(data, number)
             except CorruptionError as error:
-                damage.note(f"index of bucket {number}", f"{error}: the bucket is read instead")
+                corruption.note(f"index of bucket {number}", f"{error}: the bucket is read instead")
             else:
                 ends = [record.position + record.length for record in records]
                 end = max(ends, default=form.HEAD_BYTES)
                 if end <= nbytes:
                     return ReadBucket(records, end, has_index=True)
-        return await _scan_bucket(_Window(io.port, number, nbytes, buffer), damage)
+        return await _scan_bucket(_Window(io.port, number, nbytes, buffer), corruption)
     finally:
         io.give_buffer(buffer)
 
 
-async def _scan_bucket(window: _Window, damage: CorruptionLog) -> ReadBucket:
+async def _scan_bucket(window: _Window, corruption: CorruptionLog) -> ReadBucket:
     """Read a bucket without index, values included: what is torn ends it or is left out."""
     records: list[Record] = []
     position = form.HEAD_BYTES
@@ -106,10 +106,10 @@ async def _scan_bucket(window: _Window, damage: CorruptionLog) -> ReadBucket:
             if await _is_whole(record, window):
                 records.append(record)
             else:
-                damage.note(f"record at {position} of bucket {number}", "its value")
+                corruption.note(f"record at {position} of bucket {number}", "its value")
         except CorruptionError as error:
             if head[: layout.HEADER_BYTES].any():  # Else nothing has been written there.
-                damage.note(f"record at {position} of bucket {number}", error)
+                corruption.note(f"record at {position} of bucket {number}", error)
             break
         position += record.length
     return ReadBucket(records, position, has_index=False)

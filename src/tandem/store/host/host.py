@@ -24,7 +24,7 @@ from tandem.store.formats import layout
 from tandem.store.formats.headers import MAX_EPOCH, ExtentHeader
 from tandem.store.formats.records import append_record, iterate_records
 from tandem.store.host.disk import DiskTier
-from tandem.store.host.segment import Segment
+from tandem.store.host.segment import HostSegment
 from tandem.store.messages import (
     Ack,
     CloseWriter,
@@ -115,7 +115,7 @@ class StoreHost:
         self,
         name: str,
         machine: str,
-        segment: Segment,
+        segment: HostSegment,
         port: HostPort,
         disk: DiskTier | None = None,
     ) -> None:
@@ -289,7 +289,7 @@ class StoreHost:
         can_write = await self._close_writers(old_writers)
         while True:
             done = InventoryDone(
-                joined.session, num_pages, can_write, list(self.segment.damage.names)
+                joined.session, num_pages, can_write, list(self.segment.corruption.names)
             )
             await master.call("inventory_done", done, Ack, timeout_s=CALL_TIMEOUT_S)
             self.is_joined.set()
@@ -454,7 +454,7 @@ class StoreHost:
             try:
                 self.disk.on_wiped(offset, self.segment.read_header(offset).key)
             except CorruptionError as error:
-                self.segment.damage.note(f"object at {offset} of {self.name}", error)
+                self.segment.corruption.note(f"object at {offset} of {self.name}", error)
         self.num_objects -= 1
         self.segment.wipe(offset)
 

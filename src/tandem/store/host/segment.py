@@ -44,7 +44,7 @@ from tandem.store.formats.headers import (
 from tandem.store.formats.records import append_record
 from tandem.store.messages import ExtentRecords
 
-__all__ = ["Segment", "check_folder"]
+__all__ = ["HostSegment", "check_folder"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ POPULATE_STEP_BYTES = 32 * 2**20
 POPULATE_NICENESS = 10
 
 
-class Segment:
+class HostSegment:
     """Memory with objects in it. Made by ``open_file`` or ``make_anonymous``."""
 
     def __init__(self, memory: mmap.mmap, capacity_bytes: int, segment_id: bytes) -> None:
@@ -73,7 +73,7 @@ class Segment:
         """Bytes that will be usable, as far as is known."""
         self.segment_id = segment_id.hex()
         self.path: Path | None = None
-        self.damage = CorruptionLog()
+        self.corruption = CorruptionLog()
         """Damage of the file since it was opened."""
         self._home = int.from_bytes(segment_id[:8], "little")
         self._epoch = 0
@@ -91,7 +91,7 @@ class Segment:
     # Life.
 
     @classmethod
-    def make_anonymous(cls, capacity_bytes: int) -> "Segment":
+    def make_anonymous(cls, capacity_bytes: int) -> "HostSegment":
         """Make one that dies with the process, for ``StoreClient.local`` and tests."""
         capacity_bytes = _check_capacity(capacity_bytes)
         memory = mmap.mmap(-1, _data_offset(capacity_bytes) + capacity_bytes)
@@ -100,11 +100,11 @@ class Segment:
         return segment
 
     @classmethod
-    def open_file(cls, path: Path, capacity_bytes: int) -> "Segment":
+    def open_file(cls, path: Path, capacity_bytes: int) -> "HostSegment":
         """Attach to the segment at ``path``, or make it.
 
         A segment of another capacity is replaced by an empty one: it is a cache. A file whose head
-        does not hold together is moved aside, and named in ``damage``.
+        does not hold together is moved aside, and named in ``corruption``.
 
         Raises: ConflictError (a live process owns it; it is not even as long as a segment
             could be); UnsupportedError (a later version wrote
@@ -113,8 +113,8 @@ class Segment:
         """
         capacity_bytes = _check_capacity(capacity_bytes)
         check_folder(path.parent)
-        damage = CorruptionLog()
-        descriptor, head = _open(path, capacity_bytes, damage)
+        corruption = CorruptionLog()
+        descriptor, head = _open(path, capacity_bytes, corruption)
         try:
             segment = cls._attach(path, descriptor, capacity_bytes, head)
         except BaseException:
@@ -122,7 +122,7 @@ class Segment:
                 path.unlink(missing_ok=True)  # Made just now, and ours: nobody else would.
             os.close(descriptor)
             raise
-        segment.damage = damage
+        segment.corruption = corruption
         segment.path = path
         segment._descriptor = descriptor
         return segment
@@ -130,7 +130,7 @@ class Segment:
     @classmethod
     def _attach(
         cls, path: Path, descriptor: int, capacity_bytes: int, head: "_FileHead | None"
-    ) -> "Segment":
+    ) -> "HostSegment":
         data_at = _data_offset(capacity_bytes)
         # Of whole pages, which are huge on hugetlbfs.
         page_bytes = os.fstatvfs(descriptor).f_bsize
@@ -375,7 +375,7 @@ class Segment:
         """Yield all objects in order of offset.
 
         One whose header is damaged, or overlaps, is quarantined: it is no object any more, and is
-        named in ``damage``.
+        named in ``corruption``.
         """
         end = 0
         self._mend_marks()
@@ -384,7 +384,7 @@ class Segment:
             try:
                 header, length = self._read_behind(offset, end)
             except CorruptionError as error:
-                self.damage.note(f"object at {offset} of segment {self.name}", error)
+                self.corruption.note(f"object at {offset} of segment {self.name}", error)
                 self.wipe(offset)
                 continue
             end = offset + length
@@ -399,7 +399,7 @@ class Segment:
         """Set or clear marks that are neither: most of their bits decide, then the header."""
         for granule in np.flatnonzero((self._starts != 0) & (self._starts != MARK)).tolist():
             mark = int(self._starts[granule])
-            self.damage.note(f"mark {granule} of segment {self.name}", f"{mark:#x}")
+            self.corruption.note(f"mark {granule} of segment {self.name}", f"{mark:#x}")
             self._starts[granule] = MARK if mark.bit_count() >= 4 else 0
 
     def _read_behind(self, offset: int, end: int) -> tuple[ExtentHeader, int]:
@@ -465,7 +465,9 @@ class _FileHead(NamedTuple):
     epoch: int
 
 
-def _open(path: Path, capacity_bytes: int, damage: CorruptionLog) -> "tuple[int, _FileHead | None]":
+def _open(
+    path: Path, capacity_bytes: int, corruption: CorruptionLog
+) -> "tuple[int, _FileHead | None]":
     """Return the locked file, and the head of the segment in it; None for an empty file.
 
     What cannot be attached gives way to another file. It is never shortened: clients of its last
@@ -479,10 +481,10 @@ def _open(path: Path, capacity_bytes: int, damage: CorruptionLog) -> "tuple[int,
                 if os.fstat(descriptor).st_size == 0:
                     return descriptor, None
                 try:
-                    head = _read_file_head(path, descriptor, capacity_bytes, damage)
+                    head = _read_file_head(path, descriptor, capacity_bytes, corruption)
                 except CorruptionError as error:
                     _quarantine(path, descriptor)
-                    damage.note(f"segment {path.name}", error)
+                    corruption.note(f"segment {path.name}", error)
                 else:
                     if head is not None:
                         return descriptor, head
@@ -529,7 +531,7 @@ def _check_file(path: Path, descriptor: int) -> None:
 
 
 def _read_file_head(
-    path: Path, descriptor: int, capacity_bytes: int, damage: CorruptionLog
+    path: Path, descriptor: int, capacity_bytes: int, corruption: CorruptionLog
 ) -> _FileHead | None:
     """Return the head of a segment that can be attached; None if the file is to be made anew.
 
@@ -543,7 +545,7 @@ def _read_file_head(
         return None  # Its owner died before the head was written.
     head = parse_head(data, MAGIC, FIELDS.size, str(path))
     if head.is_damaged:
-        damage.note(f"head of segment {path.name}", "a copy of it, made anew from the other")
+        corruption.note(f"head of segment {path.name}", "a copy of it, made anew from the other")
     granule, capacity, segment_id, epoch = max(
         (FIELDS.unpack(copy) for copy in head.copies), key=operator.itemgetter(3)
     )

@@ -174,10 +174,10 @@ class Allocation:
         Raises: CapacityError if not even those could that may be soon.
         """
         hosts = self._state.writable_hosts()
-        if not hosts or _can_hold([host.capacity_bytes for host in hosts], batch.lengths):
+        if not hosts or _can_fit([host.capacity_bytes for host in hosts], batch.lengths):
             return True
         able = [host.final_bytes for host in self._state.hosts.values() if not host.is_leaving]
-        if not self._state.awaited.is_learning and not _can_hold(able, batch.lengths):
+        if not self._state.awaited.is_learning and not _can_fit(able, batch.lengths):
             raise self._describe_full(batch)
         return False
 
@@ -204,7 +204,7 @@ class Allocation:
         )
 
 
-def _can_hold(capacities: Sequence[int], lengths: Sequence[int]) -> bool:
+def _can_fit(capacities: Sequence[int], lengths: Sequence[int]) -> bool:
     """Return True if empty hosts could have room for extents; no means that they never will."""
     return max(lengths) <= max(capacities, default=0) and sum(lengths) <= sum(capacities)
 

@@ -134,12 +134,12 @@ class PutBatch:
 
     # Start: the client is let in.
 
-    def hold(self) -> dict[int, int]:
+    def begin_writing(self) -> dict[int, int]:
         """Hold the space for the client's writes; return the bases of hosts that let it in."""
         bases: dict[int, int] = {}
         for number in self.places:
             writers = self._state.hosts[number].writers
-            writers.hold(self.client, self.grant, self.list_offsets(number))
+            writers.begin_writing(self.client, self.grant, self.list_offsets(number))
             if (base := writers.find(self.client)) >= 0:
                 bases[number] = base
         return bases
@@ -157,7 +157,7 @@ class PutBatch:
     async def _open_writer(self, host: HostSpace) -> int:
         # The host is asked until it answers; it is only this put that goes on without it.
         try:
-            async with asyncio.timeout(self._state.patience_s(host)):
+            async with asyncio.timeout(self._state.answer_timeout_s(host)):
                 return await host.writers.open(self.client)
         except TimeoutError:
             host.doubt()
@@ -197,8 +197,8 @@ class PutBatch:
         for number in failed:
             del self.places[number]
         for number in self.places:
-            was_held = self._state.hosts[number].writers.unhold(self.client, self.grant)
-            assert was_held, "a fence takes space from puts"
+            was_writing = self._state.hosts[number].writers.end_writing(self.client, self.grant)
+            assert was_writing, "a fence takes space from puts"
         return failed
 
     def cut_tables(self, tables: bytes) -> Blob:
@@ -217,7 +217,7 @@ class PutBatch:
         Raises: CapacityError if no tombstones can be kept for what is replaced.
         """
         await self._wait_room()
-        async with self._hold_keys():
+        async with self._lock_keys():
             self._forget_lost()
             statuses = bytearray([CommitStatus.EXPIRED]) * len(self.keys)
             if self._is_unsure():
@@ -243,7 +243,7 @@ class PutBatch:
             return bytes(statuses)
 
     @contextlib.asynccontextmanager
-    async def _hold_keys(self) -> AsyncGenerator[None]:
+    async def _lock_keys(self) -> AsyncGenerator[None]:
         """Hold the keys against other commits, all at once and, for a time, not while unsure."""
         state = self._state
         deadline_s = state.clock.now_s() + state.config.put_timeout_ms / 1e3
@@ -296,7 +296,7 @@ class PutBatch:
                 "seal",
                 SealExtents,
                 Ack,
-                timeout_s=self._state.patience_s(host, len(objects)),
+                timeout_s=self._state.answer_timeout_s(host, len(objects)),
                 records=self._make_records(number, objects, checksums),
                 has_values=blob.is_values,
                 blob=part if blob.is_values else b"",

@@ -120,7 +120,7 @@ class Puts:
             done = bytes([StartStatus.DONE]) * count
             return StartedPut(statuses=done, grant=0, places=[], endpoints=[])
         self.unfinished.setdefault(name, batch)
-        bases = batch.hold()
+        bases = batch.begin_writing()
         if len(bases) == len(batch.places):
             return batch.describe(bases)
         return self._open_writers(batch, bases)

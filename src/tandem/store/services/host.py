@@ -13,7 +13,7 @@ from tandem.core.errors import CapacityError, ConfigError, InternalError, Tandem
 from tandem.rpc import LaneRouter, MethodTable, RpcConfig
 from tandem.store.config import StoreConfig
 from tandem.store.election import LeaderClient
-from tandem.store.host import DiskFolder, DiskTier, Segment, StoreHost
+from tandem.store.host import DiskFolder, DiskTier, HostSegment, StoreHost
 from tandem.store.ports import TransferHostPort
 from tandem.store.services.connect import (
     find_endpoints,
@@ -81,7 +81,7 @@ class HostService:
         config, to_thread = self._config, asyncio.to_thread
         path = find_segment_folder(config) / f"{make_file_name(self._name)}.segment"
         try:
-            segment = await to_thread(Segment.open_file, path, config.segment_bytes)
+            segment = await to_thread(HostSegment.open_file, path, config.segment_bytes)
         except OSError as error:
             if isinstance(error, TandemError):
                 raise
@@ -123,7 +123,7 @@ class HostService:
         return table
 
     async def _open_disk(
-        self, segment: Segment, engine: TransferEngine, opening: contextlib.AsyncExitStack
+        self, segment: HostSegment, engine: TransferEngine, opening: contextlib.AsyncExitStack
     ) -> DiskTier | None:
         """Open the SSD tier; a disk that cannot be read leaves a host of memory alone."""
         config = self._config
@@ -140,7 +140,7 @@ class HostService:
                 segment,
                 capacity_bytes=config.ssd_bytes,
                 clock=MonotonicClock(),
-                damage=folder.damage,
+                corruption=folder.corruption,
             )
             await disk.open()
         except (InternalError, CapacityError):

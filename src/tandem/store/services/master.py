@@ -54,7 +54,7 @@ EPOCH_MAGIC = b"TANDEPO\0"
 EPOCH = struct.Struct("<Q")
 
 
-def next_epoch(folder: Path, damage: CorruptionLog) -> int:
+def next_epoch(folder: Path, corruption: CorruptionLog) -> int:
     """Return an epoch above all that were taken in this folder, and note it there.
 
     A note that is damaged is moved aside: the hosts know the epochs that they have seen, and the
@@ -67,11 +67,11 @@ def next_epoch(folder: Path, damage: CorruptionLog) -> int:
         head = parse_head(path.read_bytes(), EPOCH_MAGIC, EPOCH.size, str(path))
         epoch = max(EPOCH.unpack(copy)[0] for copy in head.copies)
         if head.is_damaged:
-            damage.note("note of the epoch", "a copy of it, made anew from the other")
+            corruption.note("note of the epoch", "a copy of it, made anew from the other")
     except FileNotFoundError:
         pass
     except CorruptionError as error:
-        damage.note("note of the epoch", error)
+        corruption.note("note of the epoch", error)
         path.replace(folder / "epoch.quarantined")
     if epoch >= MAX_EPOCH:
         raise CapacityError("store.master", f"{path} has the last epoch, {epoch}: start anew")
@@ -101,7 +101,7 @@ class MasterService:
         self._rpc = make_rpc_config(RpcConfig() if rpc is None else rpc, config)
         self._server: RpcServer
         self._page: MetricsPage | None = None
-        self._damage = CorruptionLog()
+        self._corruption = CorruptionLog()
         self._open = contextlib.AsyncExitStack()
         self._backend: EtcdBackend | None = None
         self.elected: ElectedMaster[StoreMaster]
@@ -149,7 +149,7 @@ class MasterService:
             self._server.register(*method)
         self._server.on_peer_lost(self._note_caller_lost)
         if config.election.backend == "none":
-            self.elected.take(next_epoch(state_folder(url), self._damage))
+            self.elected.take(next_epoch(state_folder(url), self._corruption))
         self._server.start()
         opening.push_async_callback(self._server.aclose)
         if config.election.backend == "etcd":
@@ -168,7 +168,7 @@ class MasterService:
             term=term,
             roster=self._open_roster(epoch) if epoch else None,
             counters=counters,
-            damaged=self._damage.names,
+            damaged=self._corruption.names,
         )
 
     def _open_roster(self, epoch: int) -> RosterStore:
@@ -177,12 +177,14 @@ class MasterService:
             url = self._server.endpoint
             path = parse_endpoint(url).path
             name = make_file_name(url.partition("://")[2] if path is None else path.name)
-            return FileRosterStore(state_folder(url), name, self._damage)
+            return FileRosterStore(state_folder(url), name, self._corruption)
         from tandem.store.election.etcd_roster import EtcdRosterStore
 
         timeout_s = self._config.election.timeout_ms / 1e3
         holder = Holder(self._address, epoch)
-        return EtcdRosterStore(self._backend, holder, timeout_s=timeout_s, damage=self._damage)
+        return EtcdRosterStore(
+            self._backend, holder, timeout_s=timeout_s, corruption=self._corruption
+        )
 
     @property
     def _address(self) -> str:

@@ -1,14 +1,14 @@
 """True if a host answers as soon as it usually does. Pure: time is an argument."""
 
-from tandem.store.patience import UsualTime
+from tandem.store.usual_time import UsualTime
 
 __all__ = ["Answering"]
 
-PATIENCE_FACTOR = 4.0
+USUAL_FACTOR = 4.0
 """So many times what a host usually takes are waited for it, where another would do as well."""
-MIN_PATIENCE_S = 0.25
+MIN_WRITE_S = 0.25
 """A process that has to share its core may be away for a tenth of a second."""
-OBJECT_PATIENCE_S = 50e-6
+OBJECT_ANSWER_S = 50e-6
 """For each object of an order; sealing one takes some 2 us."""
 
 
@@ -38,12 +38,12 @@ class Answering:
         if self._doubted_s is not None:
             return True
         oldest_s = next(iter(self._unanswered.values()), None)
-        return oldest_s is not None and now_s - oldest_s > self.patience_s()
+        return oldest_s is not None and now_s - oldest_s > self.answer_timeout_s()
 
-    def patience_s(self, num_objects: int = 0) -> float:
+    def answer_timeout_s(self, num_objects: int = 0) -> float:
         """Return how long to wait for a quick order about so many objects, if others can do it."""
-        usual_s = self._usual.multiply(PATIENCE_FACTOR, least_s=MIN_PATIENCE_S, most_s=self._most_s)
-        return min(usual_s + num_objects * OBJECT_PATIENCE_S, self._most_s)
+        usual_s = self._usual.multiply(USUAL_FACTOR, least_s=MIN_WRITE_S, most_s=self._most_s)
+        return min(usual_s + num_objects * OBJECT_ANSWER_S, self._most_s)
 
     def note_sent(self, order: object, now_s: float) -> None:
         """Note that an order is under way; it is known by its identity."""

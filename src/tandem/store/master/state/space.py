@@ -299,9 +299,9 @@ class HostSpace:
         """True if it keeps others waiting for much longer than usual: better ask another."""
         return self._answering.is_silent(self._clock.now_s())
 
-    def patience_s(self, num_objects: int = 0) -> float:
+    def answer_timeout_s(self, num_objects: int = 0) -> float:
         """Return how long to wait for a quick order about so many objects, if others can do it."""
-        return self._answering.patience_s(num_objects)
+        return self._answering.answer_timeout_s(num_objects)
 
     def doubt(self) -> None:
         """Note that it did not answer, or bytes did not arrive there: it is silent until it answers

@@ -104,10 +104,10 @@ class StoreState:
             machine=machine,
         )
 
-    def patience_s(self, host: HostSpace, num_objects: int = 0) -> float:
+    def answer_timeout_s(self, host: HostSpace, num_objects: int = 0) -> float:
         """Return how long a put waits for a host: not long where another could take its place."""
         has_others = any(other is not host for other in self.answering_hosts())
-        return host.patience_s(num_objects) if has_others else ORDER_TIMEOUT_S
+        return host.answer_timeout_s(num_objects) if has_others else ORDER_TIMEOUT_S
 
     # Objects.
 

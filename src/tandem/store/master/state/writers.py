@@ -83,11 +83,11 @@ class Writers:
             return -1
         return -1 if writer.base.exception() is not None else writer.base.result()
 
-    def hold(self, client: str, grant: int, offsets: Sequence[int]) -> None:
+    def begin_writing(self, client: str, grant: int, offsets: Sequence[int]) -> None:
         """Note that an unfinished put of ``client`` may write there."""
         self._writer(client).held[grant] = offsets
 
-    def unhold(self, client: str, grant: int) -> bool:
+    def end_writing(self, client: str, grant: int) -> bool:
         """Note that the client says that it writes there no more. False: it was shut out before."""
         writer = self._writers.get(client)
         return writer is not None and writer.held.pop(grant, None) is not None

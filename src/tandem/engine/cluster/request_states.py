@@ -42,7 +42,7 @@ __all__ = [
     "Limits",
     "Note",
     "ReleaseLeg",
-    "RequestMachine",
+    "RequestStates",
     "Submit",
 ]
 
@@ -189,7 +189,7 @@ class _Happened:
     actions: list[Action] = field(default_factory=list["Action"])
 
 
-class RequestMachine:
+class RequestStates:
     """One request.
 
     Args:

@@ -20,7 +20,7 @@ from tandem.core.wire import (
     RequestOutput,
     SamplingParams,
 )
-from tandem.engine.cluster.machine import (
+from tandem.engine.cluster.request_states import (
     Cancel,
     Continue,
     Continued,
@@ -32,7 +32,7 @@ from tandem.engine.cluster.machine import (
     Limits,
     Note,
     ReleaseLeg,
-    RequestMachine,
+    RequestStates,
     Submit,
 )
 from tandem.engine.cluster.table import TABLE, State
@@ -57,7 +57,7 @@ class ToyLeg:
     held_until_s: float = 0.0
 
 
-class RecordingMachine(RequestMachine):
+class RecordingStates(RequestStates):
     """Notes which exits it took."""
 
     def _fire(self, event):
@@ -84,7 +84,7 @@ class World:
         request = AddRequest(
             request_id="r", prompt_ids=PROMPT, sampling=sampling, timeout_s=timeout_s
         )
-        self.machine = RecordingMachine(request, LIMITS, 0.0)
+        self.machine = RecordingStates(request, LIMITS, 0.0)
         self.machine.fired = set() if fired is None else fired
         self.execute(self.machine.start(0.0))
 
@@ -348,7 +348,7 @@ def test_without_attempts_a_request_is_still_placed_once():
     """``max_attempts`` counts fallbacks, not placements."""
     sampling = SamplingParams(max_tokens=3, seed=SEED)
     request = AddRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling, timeout_s=60.0)
-    machine = RequestMachine(request, Limits(max_attempts=0), 0.0)
+    machine = RequestStates(request, Limits(max_attempts=0), 0.0)
     assert [type(action) for action in machine.start(0.0)] == [Place]
     (submit,) = machine.take(Alone(InstanceRef("p0", 0)), 0.0)
     actions = machine.take(LegFailed(submit.leg.leg_id, PeerLostError("toy", "gone")), 1.0)
@@ -360,7 +360,7 @@ def test_one_loss_is_one_attempt_also_when_the_held_blocks_go_with_it():
     """A decode instance dies while it loads and no other can read the blocks: one failure."""
     sampling = SamplingParams(max_tokens=3, seed=SEED)
     request = AddRequest(request_id="r", prompt_ids=PROMPT, sampling=sampling, timeout_s=60.0)
-    machine = RequestMachine(request, Limits(max_attempts=1), 0.0)
+    machine = RequestStates(request, Limits(max_attempts=1), 0.0)
     machine.start(0.0)
     (prefill,) = machine.take(Pair(InstanceRef("p0", 0), None), 0.0)
     output = RequestOutput(

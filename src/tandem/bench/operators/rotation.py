@@ -12,7 +12,7 @@ import torch
 
 from tandem.bench.harness import BenchCase, time_call
 
-__all__ = ["Kind", "Turns", "list_kinds", "make_turn_case", "time_torch"]
+__all__ = ["Kind", "Rotation", "list_kinds", "make_rotation_case", "time_torch"]
 
 Kind = tuple[torch.dtype | str, int]
 """Kind of the rival: torch in a dtype, or a peer by its name; and its threads."""
@@ -21,8 +21,8 @@ LONG_TOKENS = 256
 """Above, a call takes so long that the rivals are compared by one call each."""
 
 
-class Turns(Protocol):
-    """Operators of ours and of the rival, with what each is called with; ``turn`` picks one."""
+class Rotation(Protocol):
+    """Operators of ours and of the rival, with what each is called with; ``nth`` picks one."""
 
     @property
     def count(self) -> int:
@@ -34,11 +34,11 @@ class Turns(Protocol):
         """Kinds of the rival."""
         ...
 
-    def run(self, turn: int) -> object:
+    def run(self, nth: int) -> object:
         """Call ours."""
         ...
 
-    def time_rival(self, turn: int, kind: Kind) -> float:
+    def time_rival(self, nth: int, kind: Kind) -> float:
         """Return the seconds of one call of the rival, on as many threads as ``kind`` says."""
         ...
 
@@ -46,19 +46,19 @@ class Turns(Protocol):
         """Return what is wrong with the rival's result; nothing where it is right."""
         ...
 
-    def find_idle(self, turn: int) -> int:
+    def find_idle(self, nth: int) -> int:
         """Return an operator that has been out of use for long."""
         ...
 
-    def read_all(self, turn: int) -> None:
+    def read_all(self, nth: int) -> None:
         """Read all packed bytes of ours."""
         ...
 
-    def read(self, idle: int, turn: int) -> None:
-        """Read as many packed bytes of operator ``idle`` as the call of ``turn`` needs."""
+    def read(self, idle: int, nth: int) -> None:
+        """Read as many packed bytes of operator ``idle`` as the call of ``nth`` needs."""
         ...
 
-    def multiply(self, turn: int) -> None:
+    def multiply(self, nth: int) -> None:
         """Do the multiply-adds of a call in registers."""
         ...
 
@@ -78,41 +78,41 @@ def time_torch(kind: Kind, call: Callable[[], object]) -> float:
     return time_call(call)
 
 
-def make_turn_case(
-    name: str, *, num_tokens: int, largest_error: float, find: Callable[[], Turns]
+def make_rotation_case(
+    name: str, *, num_tokens: int, largest_error: float, find: Callable[[], Rotation]
 ) -> BenchCase:
     """Make a case; ``find`` gives its operators, made when they are first asked for."""
-    turn = 0
+    nth = 0
     chosen: Kind = (torch.bfloat16, 1)
 
     def time_ours() -> float:
-        nonlocal turn
-        turns = find()
-        turn = (turn + 1) % turns.count
-        return time_call(lambda: turns.run(turn)) * 1e3
+        nonlocal nth
+        rotation = find()
+        nth = (nth + 1) % rotation.count
+        return time_call(lambda: rotation.run(nth)) * 1e3
 
     def time_rival(kind: Kind) -> float:
-        return find().time_rival(turn, kind) * 1e3
+        return find().time_rival(nth, kind) * 1e3
 
     def time_ceiling() -> float:
-        turns = find()
-        idle = turns.find_idle(turn)
+        rotation = find()
+        idle = rotation.find_idle(nth)
         # The rival leaves the caches full of what it wrote: writing that back slows the next read.
-        turns.read_all(turn)
-        read = time_call(lambda: turns.read(idle, turn))
-        return max(read, time_call(lambda: turns.multiply(idle))) * 1e3
+        rotation.read_all(nth)
+        read = time_call(lambda: rotation.read(idle, nth))
+        return max(read, time_call(lambda: rotation.multiply(idle))) * 1e3
 
     def check() -> str:
         nonlocal chosen
-        turns = find()
-        error = turns.measure_error()
+        rotation = find()
+        error = rotation.measure_error()
         if not error <= largest_error:
             return f"relative error {error:.4f}, at most {largest_error} is allowed"
-        for kind in turns.kinds:
-            if fault := turns.check_rival(kind):
+        for kind in rotation.kinds:
+            if fault := rotation.check_rival(kind):
                 return fault
         tries = 1 if num_tokens > LONG_TOKENS else 3
-        chosen = min(turns.kinds, key=lambda kind: min(time_rival(kind) for _ in range(tries)))
+        chosen = min(rotation.kinds, key=lambda kind: min(time_rival(kind) for _ in range(tries)))
         return "ok"
 
     return BenchCase(
