@@ -12,19 +12,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
 
-import httptools
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tandem.core.errors import ConfigError
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
+from tandem.server.edge.bounded_connection import BoundedConnection
 
 __all__ = ["RunningServer", "open_listener", "run_server"]
 
@@ -35,12 +30,6 @@ _CLOSE_TIMEOUT_S = 2
 _IDLE_CONNECTION_S = 75
 """The same as long as common proxies keep theirs; shorter makes their next request race the
 close."""
-_MAX_HEAD_BYTES = 1 << 18
-"""Most bytes of a request's head, and of its trailers. The parser keeps them, and copies a header
-with every packet that it goes on in."""
-_TOO_LARGE = b"\r\n".join(
-    [b"HTTP/1.1 431 Too Large", b"content-length: 0", b"connection: close", b"", b""]
-)
 
 
 class _Server(uvicorn.Server):
@@ -50,101 +39,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
-
-
-class _Parser(httptools.HttpRequestParser):
-    """The parser of a connection, which answers in HTTP/1.1 whatever else a client offers.
-
-    llhttp takes all that follows the head of a request with ``Upgrade`` for the other protocol, and
-    the body would be lost. Java's HTTP client offers HTTP/2 so with every request.
-    """
-
-    def __init__(self, connection: "_Connection") -> None:
-        super().__init__(connection)
-        self._connection = connection
-
-    def feed_data(self, data: "Buffer") -> None:
-        """Parse bytes; raises ``httptools.HttpParserError``."""
-        rest = memoryview(data)
-        while True:
-            try:
-                super().feed_data(rest)
-            except httptools.HttpParserUpgrade as offer:
-                if self.get_method() == b"CONNECT":
-                    what = "no tunnels here"
-                    raise httptools.HttpParserInvalidMethodError(what) from None
-                rest = rest[offer.args[0] :]
-            else:
-                return
-            super().feed_data(self._connection.repeat_head())
-
-
-class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, with bounds.
-
-    A client that ends its side and does not read ends it at once: asyncio would close it when all
-    bytes are sent, which that client can put off for ever. A head without end is refused.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.parser = _Parser(self)
-        # As uvicorn sets its own: what follows "Connection: close" is no reason not to answer.
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._kept_bytes = 0  # Since a head or a piece of a body was whole.
-        self._is_in_head = False
-
-    def data_received(self, data: bytes) -> None:
-        """Parse what came; close a connection whose head or trailers are too large."""
-        self._kept_bytes += len(data)
-        super().data_received(data)
-        if self._kept_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
-            _logger.warning("event=head_refused bytes=%d", self._kept_bytes)
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.write(_TOO_LARGE)
-            self.transport.close()
-
-    def on_message_begin(self) -> None:
-        """Begin a head."""
-        self._is_in_head = True
-        super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Note a header; trailers are no headers, and nobody reads them."""
-        if self._is_in_head:
-            super().on_header(name, value)
-
-    def on_chunk_header(self) -> None:
-        """Note that a piece of a body begins."""
-        self._kept_bytes = 0
-
-    def on_body(self, body: bytes) -> None:
-        """Take a piece of a body."""
-        self._kept_bytes = 0
-        super().on_body(body)
-
-    def eof_received(self) -> None:
-        """End the connection; asyncio closes it unless told otherwise."""
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()
-
-    def on_headers_complete(self) -> None:
-        """Begin the request, unless its head is to be repeated."""
-        self._kept_bytes, self._is_in_head = 0, False
-        if not self.parser.should_upgrade():
-            super().on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        """End the request's body, unless its head is to be repeated."""
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
-
-    def repeat_head(self) -> bytes:
-        """Return the head that was parsed last, without the offer of another protocol."""
-        version = self.parser.get_http_version().encode()
-        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
-        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
-        return b"\r\n".join([*lines, b"", b""])
 
 
 class RunningServer:
@@ -206,7 +100,7 @@ async def run_server(
     listener = open_listener(config) if listener is None else listener
     settings = uvicorn.Config(
         app,
-        http=_Connection,
+        http=BoundedConnection,
         ws="none",
         lifespan="on",
         log_config=None,

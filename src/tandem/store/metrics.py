@@ -5,21 +5,42 @@ Counting is plain Python and needs nothing; only ``list_families`` needs ``prome
 """
 
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tandem.rpc import RpcCounters
-from tandem.store.messages import StoreStatus
+from tandem.store.messages import DiskState, DiskStatus, HostStage, HostStatus, StoreStatus
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["METRICS", "LatencyHistogram", "MetricSpec", "StoreCounters", "list_families"]
+__all__ = [
+    "METRICS",
+    "Figures",
+    "LatencyHistogram",
+    "MetricSpec",
+    "StoreCounters",
+    "list_families",
+]
 
 BUCKETS_S = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
     1.0, 2.5, 5.0, 10.0,
 )  # fmt: skip
+
+
+class Figures(NamedTuple):
+    """The state of a process that a page shows."""
+
+    status: StoreStatus
+    counters: "StoreCounters"
+    channel: RpcCounters
+    is_leader: bool
+
+
+Values = Sequence[tuple[list[str], Any]]
+"""Labels, and a number; of a histogram its counts and its sum."""
 
 
 class MetricSpec(NamedTuple):
@@ -29,6 +50,7 @@ class MetricSpec(NamedTuple):
     kind: str
     labels: tuple[str, ...]
     help: str
+    read: Callable[[Figures], Values]
 
 
 class LatencyHistogram:
@@ -46,26 +68,31 @@ class LatencyHistogram:
         self.sum_s += seconds
 
 
+def _count(text: str) -> int:
+    """Return a field that counts what ``text`` says on the page."""
+    return field(default=0, metadata={"help": text})
+
+
 @dataclass(slots=True)
 class StoreCounters:
     """Counters of a master; counters only grow."""
 
-    hits: int = 0
-    misses: int = 0
-    objects_created: int = 0
-    objects_removed: int = 0
-    objects_evicted: int = 0
-    objects_demoted: int = 0
-    objects_promoted: int = 0
-    forced_evictions: int = 0
-    puts_waited: int = 0
-    puts_expired: int = 0
-    fences: int = 0
-    replicas_corrupt: int = 0
-    replicas_copied: int = 0
-    replicas_dropped: int = 0
-    hosts_lost: int = 0
-    terms: int = 0
+    hits: int = _count("Keys that the master was asked for and found.")
+    misses: int = _count("Keys looked up and not found.")
+    objects_created: int = _count("Objects that became visible.")
+    objects_removed: int = _count("Objects removed by a call.")
+    objects_evicted: int = _count("Objects evicted, from all tiers.")
+    objects_demoted: int = _count("Objects evicted from memory that a disk keeps.")
+    objects_promoted: int = _count("Objects read from a disk into memory.")
+    forced_evictions: int = _count("Evictions for a put that found no space.")
+    puts_waited: int = _count("Times a put waited for space.")
+    puts_expired: int = _count("Unfinished puts that ran out of time.")
+    fences: int = _count("Clients shut out of a host.")
+    replicas_corrupt: int = _count("Replicas dropped for a wrong checksum.")
+    replicas_copied: int = _count("Replicas made by repair or drain.")
+    replicas_dropped: int = _count("Replicas beyond those wanted, dropped for their space.")
+    hosts_lost: int = _count("Hosts that went away.")
+    terms: int = _count("Terms that this master has begun.")
     latencies: dict[str, LatencyHistogram] = field(default_factory=dict[str, LatencyHistogram])
     """By method; from when a request was decoded to its answer."""
 
@@ -74,83 +101,117 @@ class StoreCounters:
         self.latencies.setdefault(method, LatencyHistogram()).observe(seconds)
 
 
-_COUNTER_HELP = {
-    "hits": "Keys that the master was asked for and found.",
-    "misses": "Keys looked up and not found.",
-    "objects_created": "Objects that became visible.",
-    "objects_removed": "Objects removed by a call.",
-    "objects_evicted": "Objects evicted, from all tiers.",
-    "objects_demoted": "Objects evicted from memory that a disk keeps.",
-    "objects_promoted": "Objects read from a disk into memory.",
-    "forced_evictions": "Evictions for a put that found no space.",
-    "puts_waited": "Times a put waited for space.",
-    "puts_expired": "Unfinished puts that ran out of time.",
-    "fences": "Clients shut out of a host.",
-    "replicas_corrupt": "Replicas dropped for a wrong checksum.",
-    "replicas_copied": "Replicas made by repair or drain.",
-    "replicas_dropped": "Replicas beyond those wanted, dropped for their space.",
-    "hosts_lost": "Hosts that went away.",
-    "terms": "Terms that this master has begun.",
-}
+def _of_store(name: str, text: str, read: Callable[[Figures], float]) -> MetricSpec:
+    return MetricSpec(f"tandem:store_{name}", "gauge", (), text, lambda page: [([], read(page))])
+
+
+def _of_hosts(name: str, text: str, read: Callable[[HostStatus], float]) -> MetricSpec:
+    def list_values(page: Figures) -> Values:
+        return [([host.name], read(host)) for host in page.status.hosts]
+
+    return MetricSpec(f"tandem:store_host_{name}", "gauge", ("host",), text, list_values)
+
+
+def _of_disks(
+    name: str, text: str, read: Callable[[DiskStatus], Any], kind: str = "gauge"
+) -> MetricSpec:
+    def list_values(page: Figures) -> Values:
+        hosts = page.status.hosts
+        return [([host.name], read(host.disk)) for host in hosts if host.disk is not None]
+
+    return MetricSpec(f"tandem:store_disk_{name}", kind, ("host",), text, list_values)
+
+
+def _list_disk_events(page: Figures) -> Values:
+    disks = [(host.name, host.disk.counts) for host in page.status.hosts if host.disk is not None]
+    return [([name, event], each) for name, c in disks for event, each in sorted(c.items())]
+
+
+def _of_counter(name: str, text: str) -> MetricSpec:
+    def list_values(page: Figures) -> Values:
+        return [([], getattr(page.counters, name))]
+
+    return MetricSpec(f"tandem:store_{name}_total", "counter", (), text, list_values)
+
+
+def _list_latencies(page: Figures) -> Values:
+    latencies = sorted(page.counters.latencies.items())
+    return [([method], (each.counts, each.sum_s)) for method, each in latencies]
+
+
+def _list_channel_events(page: Figures) -> Values:
+    return [([each.name], getattr(page.channel, each.name)) for each in fields(page.channel)]
+
 
 METRICS: tuple[MetricSpec, ...] = (
-    MetricSpec("tandem:store_epoch", "gauge", (), "Epoch of the master; 0 while another leads."),
-    MetricSpec("tandem:store_is_leader", "gauge", (), "1 while this master may serve."),
-    MetricSpec("tandem:store_is_recovering", "gauge", (), "1 while hosts may still bring objects."),
-    MetricSpec("tandem:store_objects", "gauge", (), "Objects in the directory."),
-    MetricSpec("tandem:store_value_bytes", "gauge", (), "Bytes of their values, each once."),
-    MetricSpec("tandem:store_unreadable_objects", "gauge", (), "Objects whose hosts are all lost."),
-    MetricSpec(
-        "tandem:store_under_replicated_objects", "gauge", (), "Objects with too few replicas."
+    _of_store("epoch", "Epoch of the master; 0 while another leads.", lambda p: p.status.epoch),
+    _of_store("is_leader", "1 while this master may serve.", lambda p: p.is_leader),
+    _of_store(
+        "is_recovering",
+        "1 while hosts may still bring objects.",
+        lambda p: p.status.is_recovering,
     ),
-    MetricSpec("tandem:store_unfinished_puts", "gauge", (), "Puts begun and not ended."),
-    MetricSpec("tandem:store_host_up", "gauge", ("host",), "1 while the host is connected."),
-    MetricSpec("tandem:store_host_capacity_bytes", "gauge", ("host",), "Usable segment."),
-    MetricSpec("tandem:store_host_used_bytes", "gauge", ("host",), "Segment that is not free."),
-    MetricSpec(
-        "tandem:store_host_quarantined_bytes",
-        "gauge",
-        ("host",),
+    _of_store("objects", "Objects in the directory.", lambda p: p.status.num_objects),
+    _of_store("value_bytes", "Bytes of their values, each once.", lambda p: p.status.total_bytes),
+    _of_store(
+        "unreadable_objects",
+        "Objects whose hosts are all lost.",
+        lambda p: p.status.num_unreadable,
+    ),
+    _of_store(
+        "under_replicated_objects",
+        "Objects with too few replicas.",
+        lambda p: p.status.num_under_replicated,
+    ),
+    _of_store("unfinished_puts", "Puts begun and not ended.", lambda p: p.status.num_unfinished),
+    _of_hosts("up", "1 while the host is connected.", lambda h: h.stage != HostStage.LOST),
+    _of_hosts("capacity_bytes", "Usable segment.", lambda h: h.capacity_bytes),
+    _of_hosts("used_bytes", "Segment that is not free.", lambda h: h.used_bytes),
+    _of_hosts(
+        "quarantined_bytes",
         "Space of unfinished puts whose writer is not yet proven gone.",
+        lambda h: h.quarantined_bytes,
     ),
-    MetricSpec(
-        "tandem:store_disk_degraded",
-        "gauge",
-        ("host",),
+    _of_disks(
+        "degraded",
         "1 while the SSD tier takes nothing: full, failing or given up.",
+        lambda d: d.state != DiskState.ACTIVE,
     ),
-    MetricSpec("tandem:store_disk_capacity_bytes", "gauge", ("host",), "Files it may fill."),
-    MetricSpec("tandem:store_disk_used_bytes", "gauge", ("host",), "Files it has."),
-    MetricSpec("tandem:store_disk_live_bytes", "gauge", ("host",), "Records that can be read."),
-    MetricSpec("tandem:store_disk_objects", "gauge", ("host",), "Objects on the disk."),
-    MetricSpec("tandem:store_disk_queued", "gauge", ("host",), "Objects waiting to be written."),
+    _of_disks("capacity_bytes", "Files it may fill.", lambda d: d.capacity_bytes),
+    _of_disks("used_bytes", "Files it has.", lambda d: d.used_bytes),
+    _of_disks("live_bytes", "Records that can be read.", lambda d: d.live_bytes),
+    _of_disks("objects", "Objects on the disk.", lambda d: d.num_objects),
+    _of_disks("queued", "Objects waiting to be written.", lambda d: d.num_queued),
     MetricSpec(
         "tandem:store_disk_events_total",
         "counter",
         ("host", "event"),
         "Since the host started: objects and bytes written and loaded, skipped, evicted; errors.",
+        _list_disk_events,
     ),
-    MetricSpec(
-        "tandem:store_disk_write_seconds",
-        "histogram",
-        ("host",),
+    _of_disks(
+        "write_seconds",
         "Time of a round of writes behind, its sync included.",
-    ),
-    MetricSpec(
-        "tandem:store_disk_load_seconds",
+        lambda d: (d.write_counts, d.write_sum_s),
         "histogram",
-        ("host",),
+    ),
+    _of_disks(
+        "load_seconds",
         "Time to read an object from the disk into memory and check it.",
+        lambda d: (d.load_counts, d.load_sum_s),
+        "histogram",
     ),
     *(
-        MetricSpec(f"tandem:store_{name}_total", "counter", (), text)
-        for name, text in _COUNTER_HELP.items()
+        _of_counter(each.name, each.metadata["help"])
+        for each in fields(StoreCounters)
+        if each.metadata
     ),
     MetricSpec(
         "tandem:store_call_seconds",
         "histogram",
         ("method",),
         "Time a call spent in the master, waiting for hosts included.",
+        _list_latencies,
     ),
     MetricSpec(
         "tandem:store_channel_events_total",
@@ -158,13 +219,12 @@ METRICS: tuple[MetricSpec, ...] = (
         ("event",),
         "On the master's control channel: calls begun, failed, expired; peers joined and lost; "
         "frames and handshakes refused.",
+        _list_channel_events,
     ),
 )
 
 
-def list_families(
-    status: StoreStatus, counters: StoreCounters, channel: RpcCounters, *, is_leader: bool
-) -> "list[Metric]":
+def list_families(figures: Figures) -> "list[Metric]":
     """Return what ``prometheus_client`` makes a page of."""
     from prometheus_client.core import (
         CounterMetricFamily,
@@ -172,44 +232,20 @@ def list_families(
         HistogramMetricFamily,
     )
 
-    values = _collect_values(status, counters)
-    values["tandem:store_is_leader"] = [([], float(is_leader))]
-    values["tandem:store_channel_events_total"] = [
-        ([each.name], float(getattr(channel, each.name))) for each in fields(channel)
-    ]
-    histograms = _collect_histograms(status, counters)
     families: list[Metric] = []
     for spec in METRICS:
         if spec.kind == "histogram":
             family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
-            for labels, counts, sum_s in histograms[spec.name]:
+            for labels, (counts, sum_s) in spec.read(figures):
                 family.add_metric(labels, _cumulate(counts), sum_s)
             families.append(family)
             continue
         make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
         plain = make(spec.name, spec.help, labels=spec.labels)
-        for labels, value in values[spec.name]:
-            plain.add_metric(labels, value)
+        for labels, value in spec.read(figures):
+            plain.add_metric(labels, float(value))
         families.append(plain)
     return families
-
-
-def _collect_histograms(
-    status: StoreStatus, counters: StoreCounters
-) -> dict[str, list[tuple[list[str], list[int], float]]]:
-    disks = [(host.name, host.disk) for host in status.hosts if host.disk is not None]
-    return {
-        "tandem:store_call_seconds": [
-            ([method], histogram.counts, histogram.sum_s)
-            for method, histogram in sorted(counters.latencies.items())
-        ],
-        "tandem:store_disk_write_seconds": [
-            ([name], disk.write_counts, disk.write_sum_s) for name, disk in disks
-        ],
-        "tandem:store_disk_load_seconds": [
-            ([name], disk.load_counts, disk.load_sum_s) for name, disk in disks
-        ],
-    }
 
 
 def _cumulate(counts: list[int]) -> list[tuple[str, float]]:
@@ -219,40 +255,3 @@ def _cumulate(counts: list[int]) -> list[tuple[str, float]]:
         total += count
         rows.append(("+Inf" if bound == float("inf") else repr(bound), total))
     return rows
-
-
-def _collect_values(
-    status: StoreStatus, counters: StoreCounters
-) -> dict[str, list[tuple[list[str], float]]]:
-    values: dict[str, list[tuple[list[str], float]]] = {
-        "tandem:store_epoch": [([], status.epoch)],
-        "tandem:store_is_recovering": [([], float(status.is_recovering))],
-        "tandem:store_objects": [([], status.num_objects)],
-        "tandem:store_value_bytes": [([], status.total_bytes)],
-        "tandem:store_unreadable_objects": [([], status.num_unreadable)],
-        "tandem:store_under_replicated_objects": [([], status.num_under_replicated)],
-        "tandem:store_unfinished_puts": [([], status.num_unfinished)],
-    }
-    for field_ in fields(counters):
-        if field_.name != "latencies":
-            value = getattr(counters, field_.name)
-            values[f"tandem:store_{field_.name}_total"] = [([], value)]
-    hosts = status.hosts
-    values["tandem:store_host_up"] = [([h.name], float(h.stage != "lost")) for h in hosts]
-    values["tandem:store_host_capacity_bytes"] = [([h.name], h.capacity_bytes) for h in hosts]
-    values["tandem:store_host_used_bytes"] = [([h.name], h.used_bytes) for h in hosts]
-    values["tandem:store_host_quarantined_bytes"] = [([h.name], h.quarantined_bytes) for h in hosts]
-    disks = [(host.name, host.disk) for host in hosts if host.disk is not None]
-    for field_name in ("capacity_bytes", "used_bytes", "live_bytes"):
-        values[f"tandem:store_disk_{field_name}"] = [
-            ([name], getattr(disk, field_name)) for name, disk in disks
-        ]
-    values["tandem:store_disk_degraded"] = [([n], float(d.state != "active")) for n, d in disks]
-    values["tandem:store_disk_objects"] = [([n], d.num_objects) for n, d in disks]
-    values["tandem:store_disk_queued"] = [([n], d.num_queued) for n, d in disks]
-    values["tandem:store_disk_events_total"] = [
-        ([name, event], count)
-        for name, disk in disks
-        for event, count in sorted(disk.counts.items())
-    ]
-    return values

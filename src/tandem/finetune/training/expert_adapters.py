@@ -11,6 +11,7 @@ Shapes: E experts, R rank, N outputs, K inputs of a matrix.
 import warnings
 from math import prod
 from pathlib import Path
+from types import MethodType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -44,23 +45,16 @@ class AdaptableExperts(Protocol):
         ...
 
 
-class NativeWrapper(ParamWrapper):
-    """A ``ParamWrapper`` whose experts take the factors themselves."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the weighted sum of adapted experts; the outermost wrapper is called."""
-        wrappers: dict[str, ParamWrapper] = {}
-        inner: Any = self
-        while isinstance(inner, ParamWrapper):
-            wrappers[inner.parameter_name] = inner
-            inner = inner.base_layer
-        if self.disable_adapters:
-            return inner(x, *args, **kwargs)
-        return inner.run_adapted(x, *args, factors=_collect(inner, wrappers), **kwargs)
-
-
-# PEFT knows by this name that another adapter may be added to a wrapper.
-NativeWrapper.__name__ = ParamWrapper.__name__
+def _run_adapted(outermost: ParamWrapper, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the weighted sum of adapted experts, which take the factors themselves."""
+    wrappers: dict[str, ParamWrapper] = {}
+    inner: Any = outermost
+    while isinstance(inner, ParamWrapper):
+        wrappers[inner.parameter_name] = inner
+        inner = inner.base_layer
+    if outermost.disable_adapters:
+        return inner(x, *args, **kwargs)
+    return inner.run_adapted(x, *args, factors=_collect(inner, wrappers), **kwargs)
 
 
 def _collect(experts: Any, wrappers: dict[str, ParamWrapper]) -> ExpertFactors:
@@ -152,7 +146,10 @@ def _check_files(model: nn.Module, folder: Path) -> None:
 
 def _use_kernels(model: Any) -> Any:
     for module in model.modules():
-        if type(module) is ParamWrapper and isinstance(module.get_base_layer(), AdaptableExperts):
-            # PEFT has no hook to choose the class of a parameter's wrapper.
-            module.__class__ = NativeWrapper
+        if isinstance(module, ParamWrapper) and isinstance(
+            module.get_base_layer(), AdaptableExperts
+        ):
+            # PEFT has no hook to choose the class of a parameter's wrapper, and tells wrappers by
+            # the name of their class. The outermost one is called.
+            module.forward = MethodType(_run_adapted, module)
     return model

@@ -84,7 +84,7 @@ class _CollectionPause:
         self._count = 0
         self._was_enabled = False
 
-    def hold(self) -> None:
+    def acquire(self) -> None:
         """Stop collections until ``release``."""
         with self._lock:
             if self._count == 0:
@@ -139,7 +139,7 @@ class CudaStream:
         """Stop the collector of cycles until ``synchronize``: host functions are queued."""
         if not self._is_paused:
             self._is_paused = True
-            _pause.hold()
+            _pause.acquire()
 
     def _resume_collection(self) -> None:
         if self._is_paused:
@@ -299,7 +299,7 @@ class CudaDevice:
             torch.cuda.current_blas_handle()
         own.captured = functions = []
         # What the collector frees, such as another graph, would end the capture.
-        _pause.hold()
+        _pause.acquire()
         try:
             # Other threads pin memory and ask events meanwhile, as they may.
             with torch.cuda.graph(graph, stream=own.stream, capture_error_mode="thread_local"):

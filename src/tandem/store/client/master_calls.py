@@ -13,6 +13,7 @@ from tandem.core.errors import DeadlineError, PeerLostError, TandemError, Unsent
 from tandem.store.config import StoreConfig
 from tandem.store.interfaces import MasterChannel
 from tandem.store.messages import Change, KeyBytes, Located
+from tandem.store.tasks import Tasks
 
 __all__ = ["MasterCalls", "RequestIds"]
 
@@ -69,7 +70,7 @@ class MasterCalls:
         self.config = config
         self.machine = machine
         self.ids = RequestIds()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def deadline_s(self) -> float:
         """Return when a call that begins now must be done."""
@@ -183,12 +184,8 @@ class MasterCalls:
 
     def spawn(self, work: Any) -> None:
         """Run a coroutine behind."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(work)
 
     async def aclose(self) -> None:
         """End what runs behind."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.aclose()

@@ -17,6 +17,7 @@ from tandem.store.election.campaign import Campaign
 from tandem.store.messages import LeaderAnswer
 from tandem.store.metrics import StoreCounters
 from tandem.store.sessions import Caller
+from tandem.store.tasks import Tasks
 
 __all__ = ["ElectableMaster", "ElectedMaster", "Term"]
 
@@ -99,7 +100,7 @@ class ElectedMaster(Generic[M]):
         """None: a single master, which always leads."""
         self._make = make_master
         self._end_sessions = end_sessions
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Tasks()
         self.master = self._make_master(0)
         """Without a term: an empty master of epoch 0 that cannot be called."""
         self._handlers: dict[str, Callable[..., Any]] = {}
@@ -132,9 +133,7 @@ class ElectedMaster(Generic[M]):
             return
         self._handlers.clear()
         self.master = self._make_master(0)
-        closing = asyncio.get_running_loop().create_task(master.aclose())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._closing.spawn(master.aclose())
         self._end_sessions(self._describe())
 
     def on_caller_lost(self, caller: Caller) -> None:
@@ -144,7 +143,7 @@ class ElectedMaster(Generic[M]):
     async def aclose(self) -> None:
         """End the master's tasks."""
         await self.master.aclose()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.join()
 
     def _make_master(self, epoch: int) -> M:
         term = None if self.campaign is None else _ElectedTerm(self, self.campaign, epoch)

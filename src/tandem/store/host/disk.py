@@ -39,6 +39,7 @@ from tandem.store.host.disk_tombstones import TombstoneList
 from tandem.store.host.segment import HostSegment
 from tandem.store.messages import DiskState, DiskStatus
 from tandem.store.metrics import LatencyHistogram
+from tandem.store.tasks import Tasks
 
 __all__ = ["DiskTier"]
 
@@ -105,7 +106,7 @@ class DiskTier:
             lambda tombstones: self.index.keep_tombstones(tombstones, self._going),
             self._note_uncompacted,
         )
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = Tasks()
         """See ``_end``."""
         self._going: dict[int, asyncio.Event] = {}
         """Buckets that are given up, whose files may still be there; set when that has ended."""
@@ -171,9 +172,7 @@ class DiskTier:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         await self._io.aclose()
-        for task in self._ending:
-            task.cancel()  # What it waited for has ended, or hangs.
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await self._ending.aclose()  # What it waited for has ended, or hangs.
 
     def status(self) -> DiskStatus:
         """Return what the master shows of this disk."""
@@ -239,9 +238,9 @@ class DiskTier:
             the disk cannot read it: it is forgotten then.
         """
         record = self.index.find_same(header)
-        if record is None and self._ending:
+        if record is None and (ending := self._ending.list_running()):
             # It may be going, and is not to be taken for gone while a start would find it.
-            await asyncio.wait(list(self._ending))
+            await asyncio.wait(ending)
             record = self.index.find_same(header)
         if record is None or self.is_failed:
             raise NotFoundError("store.load", f"{header.key!r} is not on this disk")
@@ -292,7 +291,7 @@ class DiskTier:
             if record is not None and record.header.version <= version:
                 gone.append(self._doubtful.pop(key))
         # What is not found may be going, by an order of before whose answer was late, or otherwise.
-        earlier = list(self._ending)
+        earlier = self._ending.list_running()
         await self._bury(gone)
         if earlier:
             await asyncio.wait(earlier)
@@ -309,10 +308,7 @@ class DiskTier:
 
         An order to forget waits for it, also if no caller here waits any more.
         """
-        task = asyncio.get_running_loop().create_task(work)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
-        await asyncio.shield(task)
+        await asyncio.shield(self._ending.spawn(work))
 
     async def _write_tombstones(self, tombstones: Sequence[RecordTombstone]) -> None:
         try:

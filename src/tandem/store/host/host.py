@@ -50,6 +50,7 @@ from tandem.store.messages import (
     WipeExtents,
 )
 from tandem.store.sessions import Caller
+from tandem.store.tasks import Tasks
 
 __all__ = ["HostPort", "StoreHost"]
 
@@ -128,8 +129,8 @@ class StoreHost:
         self._disk_changed = asyncio.Event()
         if disk is not None:
             disk.on_change = self._disk_changed.set
-        self._forgetting: set[asyncio.Task[None]] = set()
-        self._growing: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
+        """Telling the master of growth, and forgetting what it does not want of the disk."""
         self.num_objects = 0
         self._session = -1
         self._last_number = -1
@@ -183,9 +184,7 @@ class StoreHost:
         if self.master is None or not self.is_joined.is_set():
             return  # The join will tell.
         message = self._describe_growth()
-        task = asyncio.get_running_loop().create_task(self._tell_grown(message))
-        self._growing.add(task)
-        task.add_done_callback(self._growing.discard)
+        self._tasks.spawn(self._tell_grown(message))
 
     def _describe_growth(self) -> SegmentGrown:
         return SegmentGrown(self._session, self.segment.usable_bytes, self.segment.final_bytes)
@@ -202,7 +201,7 @@ class StoreHost:
 
     async def aclose(self) -> None:
         """Stop joining, pulling, reporting and telling of growth."""
-        behind = (*self._pulls.values(), *self._forgetting, *self._growing)
+        behind = (*self._pulls.values(), *self._tasks.list_running())
         running = (self._joining, self._reporting, *behind)
         tasks = [task for task in running if task is not None]
         self.on_master_lost()
@@ -376,10 +375,7 @@ class StoreHost:
                 if not flag
             }
             if unwanted:  # Removed, or evicted, while they were written.
-                forgetting = disk.forget(list(unwanted), list(unwanted.values()))
-                task = asyncio.get_running_loop().create_task(forgetting)
-                self._forgetting.add(task)
-                task.add_done_callback(self._forgetting.discard)
+                self._tasks.spawn(disk.forget(list(unwanted), list(unwanted.values())))
             return True
 
     async def _close_writers(self, bases: set[int]) -> bool:

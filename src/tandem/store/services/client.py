@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import socket
-from typing import Self
 
 from tandem.core.clock import BootClock
 from tandem.rpc import LaneRouter, MethodTable, Peer, RpcConfig
@@ -19,28 +18,23 @@ from tandem.store.services.connect import (
     make_engine,
     make_rpc_config,
 )
+from tandem.store.services.service import Service
 from tandem.transfer import EngineLanes
 
 __all__ = ["ClientService"]
 
 
-class ClientService:
+class ClientService(Service):
     """The services of a client process. An async context manager; inside it ``client`` is
     usable.
     """
 
     def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
+        super().__init__()
         self._config = config
         self._urls = find_endpoints(config)
         self._rpc = make_rpc_config(RpcConfig() if rpc is None else rpc, config)
         self.client: AsyncStoreClient
-        self._open = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as opening:
-            await self._start(opening)
-            self._open = opening.pop_all()
-        return self
 
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
         """Open one after the other; what is open is closed in the opposite order."""
@@ -71,9 +65,6 @@ class ClientService:
     def leader(self) -> str:
         """Address of the master that leads; empty while there is no session with one."""
         return self._channel.endpoint
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._open.aclose()
 
     def _on_peer(self, _: Peer) -> None:
         self.client.on_master()

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 from pathlib import Path
-from typing import Self
 
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import CapacityError, ConfigError, InternalError, TandemError
@@ -23,6 +22,7 @@ from tandem.store.services.connect import (
     make_file_name,
     make_rpc_config,
 )
+from tandem.store.services.service import Service
 from tandem.transfer import EngineLanes, TransferEngine
 
 __all__ = ["HostService", "find_segment_folder"]
@@ -35,7 +35,7 @@ def find_segment_folder(config: StoreConfig) -> Path:
     return Path(config.segment_dir.replace("{uid}", str(os.geteuid())))
 
 
-class HostService:
+class HostService(Service):
     """A host process. An async context manager; entering it does not wait for a master.
 
     Args:
@@ -52,6 +52,7 @@ class HostService:
         *,
         keep_segment: bool | None = None,
     ) -> None:
+        super().__init__()
         machine = config.machine or socket.gethostname()
         name = config.name or f"{machine}:{os.getpid()}"
         self._urls = find_endpoints(config)
@@ -62,14 +63,6 @@ class HostService:
         self.host: StoreHost
         # Without a name of its own the file could not be found again.
         self._is_kept = bool(config.name) if keep_segment is None else keep_segment
-
-        self._open = contextlib.AsyncExitStack()
-
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as opening:
-            await self._start(opening)
-            self._open = opening.pop_all()
-        return self
 
     @property
     def urls(self) -> list[str]:
@@ -155,6 +148,3 @@ class HostService:
     async def _leave(self) -> None:
         if not self._is_kept and self.host.disk is None:
             await self.host.leave()
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._open.aclose()

@@ -9,7 +9,7 @@ import struct
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from tandem.core.clock import BootClock, MonotonicClock
 from tandem.core.errors import CapacityError, ConfigError, CorruptionError, TandemError
@@ -27,7 +27,7 @@ from tandem.store.election import (
 )
 from tandem.store.formats.headers import MAX_EPOCH, pack_head, parse_head
 from tandem.store.master.master import StoreMaster
-from tandem.store.metrics import StoreCounters, list_families
+from tandem.store.metrics import Figures, StoreCounters, list_families
 from tandem.store.services.connect import (
     auth_for,
     check_version,
@@ -39,6 +39,7 @@ from tandem.store.services.connect import (
     state_folder,
 )
 from tandem.store.services.metrics_page import MetricsPage
+from tandem.store.services.service import Service
 from tandem.transfer import EngineLanes
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def next_epoch(folder: Path, corruption: CorruptionLog) -> int:
     return epoch + 1
 
 
-class MasterService:
+class MasterService(Service):
     """A master process. An async context manager.
 
     With an election, entering it does not wait for the leadership, and it is never refused for
@@ -89,6 +90,7 @@ class MasterService:
     """
 
     def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
+        super().__init__()
         self._config = config
         urls = find_endpoints(config)
         if len(urls) > 1:
@@ -102,7 +104,6 @@ class MasterService:
         self._server: RpcServer
         self._page: MetricsPage | None = None
         self._corruption = CorruptionLog()
-        self._open = contextlib.AsyncExitStack()
         self._backend: EtcdBackend | None = None
         self.elected: ElectedMaster[StoreMaster]
 
@@ -120,12 +121,6 @@ class MasterService:
     def metrics_address(self) -> tuple[str, int] | None:
         """Host and port of ``GET /metrics``; None if it is off."""
         return None if self._page is None else self._page.address
-
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as opening:
-            await self._start(opening)
-            self._open = opening.pop_all()
-        return self
 
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
         config, url = self._config, self._url
@@ -212,17 +207,10 @@ class MasterService:
         running = asyncio.create_task(self.elected.campaign.run())
         opening.push_async_callback(_end_task, running)
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._open.aclose()
-
     def _list_metrics(self) -> "list[Metric]":
         elected = self.elected
-        return list_families(
-            elected.master.status(),
-            elected.counters,
-            self._server.counters,
-            is_leader=elected.is_leader,
-        )
+        status, channel = elected.master.status(), self._server.counters
+        return list_families(Figures(status, elected.counters, channel, elected.is_leader))
 
 
 async def _end_task(task: "asyncio.Task[None]") -> None:

@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from tandem.store.master.state.space import HostSpace
-from tandem.store.master.state.tasks import Tasks
 from tandem.store.messages import HostStage
+from tandem.store.tasks import Tasks
 
 __all__ = ["Awaited"]
 

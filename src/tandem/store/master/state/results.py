@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tandem.core.errors import ConflictError
-from tandem.store.master.state.tasks import Tasks
 from tandem.store.messages import Change
 from tandem.store.sessions import Caller
+from tandem.store.tasks import Tasks
 
 __all__ = ["Results"]
 

@@ -32,6 +32,7 @@ from tandem.store.messages import (
     WipeExtents,
 )
 from tandem.store.sessions import Caller
+from tandem.store.tasks import Tasks
 
 __all__ = ["ORDER_TIMEOUT_S", "Extent", "HostSpace"]
 
@@ -110,7 +111,7 @@ class HostSpace:
         self._clock = clock
         self._epoch = epoch
         self._on_space = on_space
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         ways = self.ledger, self.order, self.spawn, on_space
         self.writers = Writers(name, *ways)
         self.drops = Drops(name, *ways, clock=clock, lease_ms=lease_ms)
@@ -219,8 +220,7 @@ class HostSpace:
             self.line.end()
             self.line = None
         self.stage = HostStage.LOST
-        for task in list(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
         self._answering.reset()
         self.purging.clear()
         self.writers.end()
@@ -323,9 +323,7 @@ class HostSpace:
 
     def spawn(self, work: Any) -> None:
         """Run a coroutine that ends with this session."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.spawn(work)
 
     # Taking space.
 

@@ -14,10 +14,10 @@ from tandem.store.master.policies import Strategy, order_hosts
 from tandem.store.master.state.awaited import Awaited
 from tandem.store.master.state.index import NO_ROW, Directory, Passes
 from tandem.store.master.state.space import ORDER_TIMEOUT_S, Extent, HostSpace
-from tandem.store.master.state.tasks import Tasks
 from tandem.store.master.state.versions import Versions
 from tandem.store.messages import ExtentRecords
 from tandem.store.metrics import StoreCounters
+from tandem.store.tasks import Tasks
 
 __all__ = ["CopyUnderWay", "StoreState"]
 

@@ -1,4 +1,4 @@
-"""Work of a master that no caller's going ends."""
+"""Work that goes on behind its caller, until its owner is closed."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """The tasks of one master, on one event loop."""
+    """The tasks of one owner, on one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run a coroutine that its caller's going does not end."""
+        """Run a coroutine that goes on when its caller is gone."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -32,9 +32,20 @@ class Tasks:
         finally:
             self._tasks.discard(task)
 
+    def list_running(self) -> list[asyncio.Future[Any]]:
+        """Return those that have not ended."""
+        return list(self._tasks)
+
+    def cancel(self) -> None:
+        """Cancel all of them."""
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def join(self) -> None:
+        """Wait until those that there are have ended, however they do."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def aclose(self) -> None:
         """End all of them."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self.cancel()
+        await self.join()

@@ -1,0 +1,125 @@
+"""The connection class that uvicorn is given: HTTP/1.1 with bounds on what a client may send."""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["BoundedConnection"]
+
+_logger = logging.getLogger(__name__)
+
+_MAX_HEAD_BYTES = 1 << 18
+"""Most bytes of a request's head, and of its trailers. The parser keeps them, and copies a header
+with every packet that it goes on in."""
+_TOO_LARGE = b"\r\n".join(
+    [b"HTTP/1.1 431 Too Large", b"content-length: 0", b"connection: close", b"", b""]
+)
+
+
+class _Parser(httptools.HttpRequestParser):
+    """The parser of a connection, which answers in HTTP/1.1 whatever else a client offers.
+
+    llhttp takes all that follows the head of a request with ``Upgrade`` for the other protocol, and
+    the body would be lost. Java's HTTP client offers HTTP/2 so with every request.
+    """
+
+    def __init__(self, connection: "BoundedConnection") -> None:
+        super().__init__(connection)
+        self._connection = connection
+
+    def feed_data(self, data: "Buffer") -> None:
+        """Parse bytes; raises ``httptools.HttpParserError``."""
+        rest = memoryview(data)
+        while True:
+            try:
+                super().feed_data(rest)
+            except httptools.HttpParserUpgrade as offer:
+                if self.get_method() == b"CONNECT":
+                    what = "no tunnels here"
+                    raise httptools.HttpParserInvalidMethodError(what) from None
+                rest = rest[offer.args[0] :]
+            else:
+                return
+            super().feed_data(self._connection.repeat_head())
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection by httptools, with four differences that no setting of uvicorn makes.
+
+    - A head, or trailers, of more than ``_MAX_HEAD_BYTES`` is answered 431 and the connection
+      closed: the parser keeps all of it, and copies a header with every packet it goes on in.
+    - A client that ends its side and does not read ends the connection at once: asyncio would
+      close it when all bytes are sent, which that client can put off for ever.
+    - A request that offers another protocol is answered in HTTP/1.1; see ``_Parser``.
+    - Trailers are no headers of the request.
+
+    It uses these members of ``HttpToolsProtocol``, which uvicorn does not promise:
+    ``parser``, ``cycle``, ``transport``, ``url``, ``headers``, and the callbacks of httptools.
+    ``tests/server/edge/test_uvicorn_versions.py`` runs the tests of connections on each release
+    that pyproject.toml allows.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser = _Parser(self)
+        # As uvicorn sets its own: what follows "Connection: close" is no reason not to answer.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._kept_bytes = 0  # Since a head or a piece of a body was whole.
+        self._is_in_head = False
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came; close a connection whose head or trailers are too large."""
+        self._kept_bytes += len(data)
+        super().data_received(data)
+        if self._kept_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
+            _logger.warning("event=head_refused bytes=%d", self._kept_bytes)
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(_TOO_LARGE)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note a header; trailers are no headers, and nobody reads them."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
+    def on_chunk_header(self) -> None:
+        """Note that a piece of a body begins."""
+        self._kept_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body."""
+        self._kept_bytes = 0
+        super().on_body(body)
+
+    def eof_received(self) -> None:
+        """End the connection; asyncio closes it unless told otherwise."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+    def on_headers_complete(self) -> None:
+        """Begin the request, unless its head is to be repeated."""
+        self._kept_bytes, self._is_in_head = 0, False
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """End the request's body, unless its head is to be repeated."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def repeat_head(self) -> bytes:
+        """Return the head that was parsed last, without the offer of another protocol."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
