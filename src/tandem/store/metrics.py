@@ -102,7 +102,10 @@ class StoreCounters:
 
 
 def _of_store(name: str, text: str, read: Callable[[Figures], float]) -> MetricSpec:
-    return MetricSpec(f"tandem:store_{name}", "gauge", (), text, lambda page: [([], read(page))])
+    def list_values(page: Figures) -> Values:
+        return [([], read(page))]
+
+    return MetricSpec(f"tandem:store_{name}", "gauge", (), text, list_values)
 
 
 def _of_hosts(name: str, text: str, read: Callable[[HostStatus], float]) -> MetricSpec:
