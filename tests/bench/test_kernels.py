@@ -127,9 +127,9 @@ class FakeKtKernel:
         self.batches = [load_file(path) for path in paths]
         assert len(self.batches) == len(self.layers)
 
-    def run(self, turn: int) -> float:
-        layer = {name: weight.float() for name, weight in self.layers[turn].items()}
-        batch = self.batches[turn]
+    def run(self, nth: int) -> float:
+        layer = {name: weight.float() for name, weight in self.layers[nth].items()}
+        batch = self.batches[nth]
         self.out = torch.zeros(batch["x"].shape)
         for t, x in enumerate(batch["x"].float()):
             for expert, weight in zip(batch["ids"][t], batch["weights"][t], strict=True):
