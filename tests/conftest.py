@@ -1,7 +1,9 @@
 """Shared by all tests: hub offline, and markers that a file's name implies."""
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,21 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.register_profile("repeat", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("repeat")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Keep the garbage collector away from what lives to the end: tests, and what they import.
+
+    They are most objects of the process: a full collection would walk them each time, for most of
+    a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,6 +29,8 @@ def test_objects_over_both_paths(monkeypatch):
     monkeypatch.setattr(bench, "MEASURE_S", 0.001)
     monkeypatch.setattr(bench, "QUICK_SIZES", (4096,))
     monkeypatch.setattr(bench, "BATCHES", (3,))
+    monkeypatch.setattr(bench, "NUM_CLIENTS", 2)
+    monkeypatch.setattr(bench, "LATENCY_S", 0.1)
     monkeypatch.setattr(bench, "_make_allocator_cases", lambda quick: iter(()))
     monkeypatch.setattr(bench, "_make_directory_cases", lambda quick: iter(()))
     cases = bench.make_cases(quick=True)

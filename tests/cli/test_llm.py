@@ -103,8 +103,11 @@ def test_importing_tandem_loads_neither_torch_nor_the_extension():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_closing_ends_a_request_in_flight_with_an_error():
-    llm = tandem.LLM("demo", max_model_len=512, prefill=1, decode=1)
+@pytest.mark.parametrize(
+    "roles", [{}, pytest.param({"prefill": 1, "decode": 1}, marks=pytest.mark.slow)]
+)
+def test_closing_ends_a_request_in_flight_with_an_error(roles):
+    llm = tandem.LLM("demo", max_model_len=512, **roles)
     stream = llm.stream(PROMPTS[0], max_tokens=400, ignore_eos=True)
     next(stream)
     llm.close()

@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from tandem.cli import main
+from tandem.kernels import calibration
 
 URL = "--url=http://127.0.0.1:1"
 
@@ -129,9 +130,10 @@ or the folder that was named. A colon is none."""
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """An empty folder to work in, no hub, and a store that nobody serves."""
+def elsewhere(tmp_path, tmp_path_factory, monkeypatch):
+    """An empty folder to work in, no hub, a machine that is measured once, no store."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(calibration, "DEFAULT_ROOT", tmp_path_factory.mktemp("hardware"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TANDEM_STORE__MASTER", f"ipc://{tmp_path}/m")
     monkeypatch.setenv("TANDEM_RPC__CONNECT_TIMEOUT_MS", "100")

@@ -52,7 +52,18 @@ def run_python(code: str, isa: str | None) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("isa", ["plain", "avx2", "avx512_vnni", "avx512_bf16"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param("plain", marks=SLOW),
+        "avx2",
+        pytest.param("avx512_vnni", marks=SLOW),
+        "avx512_bf16",
+    ],
+)
 def test_every_library_obeys_the_cap(isa: str):
     if isa not in kernel_isas():
         pytest.skip(f"the machine, the build or the cap of this run has no {isa}")

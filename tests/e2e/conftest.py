@@ -1,4 +1,4 @@
-"""A real server of the demo model, started once per module as a user starts it."""
+"""A real server of the demo model, started as a user starts it, once a process of the tests."""
 
 import contextlib
 import json
@@ -126,7 +126,7 @@ def serve_demo_module():
     return serve
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server() -> Iterator[LiveServer]:
     with serve() as live:
         yield live

@@ -1,6 +1,6 @@
 """Goal: a terminal sees how far loading has come, and afterwards nothing of it; a file never does.
 
-Method: ``tandem serve`` on a model of some 900 MB under a pseudo-terminal, whose bytes are drawn on
+Method: ``tandem serve`` on a model of some 400 MB under a pseudo-terminal, whose bytes are drawn on
 a screen of our own that knows what the bar sends. Pipes are checked for every server of these tests
 (``conftest.serve``).
 """
@@ -24,7 +24,7 @@ from tandem.models.loading.hub import DEMO_FOLDER
 SHAPE = {
     "hidden_size": 1024,
     "intermediate_size": 2048,
-    "num_hidden_layers": 64,
+    "num_hidden_layers": 28,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,

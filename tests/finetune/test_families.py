@@ -166,12 +166,12 @@ def test_answers_with_a_cache_are_those_without(tmp_path):
     assert torch.equal(cached, whole)
 
 
-LATE = ("lfm2_moe", "granitemoehybrid")
-"""Families whose mixers transformers runs, as it does others: one more of a kind."""
+KINDS = ("llama", "gpt_oss", "deepseek_v3", "olmo_hybrid")
+"""One of each kind of attention, of experts and of states."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LATE else n for n in FAMILIES]
+    "name", [n if n in KINDS else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
 )
 def test_every_family_takes_a_step_without_memory(name, adapt):
     """No operation depends on values, and one layer of each kind shows what all layers need."""

@@ -179,8 +179,13 @@ def take_plain_losses(folder, **options) -> list[float]:
 @pytest.mark.parametrize(
     ("keys", "options"),
     [
-        ({}, {}),
-        ({"pref_loss": "ipo", "pref_beta": 0.3}, {"loss_type": "ipo", "beta": 0.3}),
+        # The third goes the way of both.
+        pytest.param({}, {}, marks=pytest.mark.slow),
+        pytest.param(
+            {"pref_loss": "ipo", "pref_beta": 0.3},
+            {"loss_type": "ipo", "beta": 0.3},
+            marks=pytest.mark.slow,
+        ),
         (
             {"pref_loss": "hinge", "pref_ftx": 0.5},
             {"loss_type": ["hinge", "sft"], "loss_weights": [1.0, 0.5]},

@@ -61,7 +61,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(make_values, tmp_path):
     assert finetune(make_recipe(values)).num_examples == 3
     wanted = read_steps(tmp_path / "whole")
     assert sorted(wanted) == list(range(1, 7))
-    for step in (2, 3, 5):
+    for step in (2, 5):
         folder = tmp_path / f"from-{step}"
         shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
         # What an interrupted write leaves is not taken for a checkpoint, and is removed.

@@ -55,7 +55,7 @@ def compute_served(checkpoint, adapter, ids):
     return model.forward(PagedBatch.build([chunk], 16), model.allocate_kv(3, block_size=16))
 
 
-@pytest.mark.parametrize("expert_format", ["bf16", "none"])
+@pytest.mark.parametrize("expert_format", ["bf16", pytest.param("none", marks=pytest.mark.slow)])
 def test_shared_experts_are_trained_saved_and_resumed(
     expert_format, checkpoint, make_values, tmp_path
 ):

@@ -3,7 +3,10 @@
 No weights are made of these sizes: a proof shrinks them.
 """
 
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}
 LATENT_YARN: dict[str, Any] = {
@@ -325,6 +328,27 @@ FIRST_USE: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3": ("hy_v3", {}),
 }
 """Families that are proved where they are first used; not on the page of those that CI proves."""
+STAND_INS = (
+    "llama",
+    "gemma2",
+    "gpt_oss",
+    "qwen3_moe",
+    "deepseek_v3",
+    "qwen3_next",
+    "lfm2",
+    "granitemoehybrid",
+)
+"""Families with one mechanism each: plain attention, caps and windows, sinks, experts, latents,
+gated delta rules, convolutions, state spaces. Where a check goes over all families, `make test`
+checks these and `make test-slow` the others, each of which `make test` proves once.
+"""
+
+
+def mark_others_slow(names: Iterable[str]) -> list[Any]:
+    """Return parameters of a test, of which the families that others stand for are slow."""
+    return [
+        name if name in STAND_INS else pytest.param(name, marks=pytest.mark.slow) for name in names
+    ]
 
 
 def make_published(name: str, **changes: Any) -> Any:

@@ -72,15 +72,16 @@ print((read_rss() - before) / len(directory))
 
 
 NUM_CLIENTS = 8
+LATENCY_S = 3.0
 LATENCY_PROGRAM = """
 import random, sys, time
 from tandem.store import StoreClient, StoreConfig
-count, times = int(sys.argv[2]), []
+count, seconds, times = int(sys.argv[2]), float(sys.argv[3]), []
 with StoreClient(StoreConfig(master=sys.argv[1])) as client:
     client.exists("0")
     print("ready", flush=True)
     sys.stdin.readline()
-    end = time.monotonic() + 3
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         key = f"{random.randrange(count):064}"
         begin = time.perf_counter()
@@ -357,7 +358,10 @@ def _make_latency_case(num_objects: int) -> BenchCase:
                 store.client.put_many(keys, [b""] * len(keys))
             children = [
                 start_child(
-                    [sys.executable, "-c", LATENCY_PROGRAM, store.endpoint, str(num_objects)],
+                    [
+                        *(sys.executable, "-c", LATENCY_PROGRAM, store.endpoint),
+                        *(str(num_objects), str(LATENCY_S)),
+                    ],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,

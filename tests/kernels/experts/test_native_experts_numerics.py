@@ -155,7 +155,9 @@ def test_odd_sizes(name: str, hidden: int, inner: int, isa: str, pool: ThreadPoo
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 2, 5, 6, 7, 16, 50, 97])
+@pytest.mark.parametrize(
+    "tokens", [1, 2, 6, 7, 50, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 16, 97))]
+)
 def test_every_regime(name: str, tokens: int, pool: ThreadPool):
     """One expert, so that it has this many rows: one, a register block, a chunk and their edges."""
     check(make_case(3, experts=1, tokens=tokens), name, pool, kernel_isas()[-1])
@@ -232,7 +234,9 @@ def test_activation_oracle_against_torch():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("num_parts", [2, 3, 4])
+@pytest.mark.parametrize(
+    "num_parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
+)
 def test_parts(name: str, num_parts: int, pool: ThreadPool):
     """Uneven shares: of 5 blocks of columns or of 10, whatever the format makes of 640."""
     case = with_biases(make_case(11, hidden=128, inner=640, experts=2, tokens=7))

@@ -32,6 +32,9 @@ from tandem.kernels.weights.formats import WEIGHT_FORMATS, find_format
 
 FORMATS = ["f32", "bf16", "int8row", "int8g128", "int8g16", "int8g32min", "int4g32", "int4g32sym"]
 FORMATS += ["fp8", "fp8row", "mxfp4"]
+KINDS = ("bf16", "int8g128", "mxfp4")
+"""A format of values, of integers and of codes of floats."""
+EDGES = ("plain", "amx_emulated")
 GPT_OSS = Activation(alpha=1.702, limit=1.0, up_offset=1.0)
 
 
@@ -133,15 +136,18 @@ def none_outside(counts):
     return not any(counts.values())
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(
-    "isa",
-    # Between the narrowest and the widest one, in the slow tests.
-    [
-        pytest.param(isa, marks=[pytest.mark.slow] * (0 < i < len(kernel_isas()) - 1))
-        for i, isa in enumerate([*kernel_isas(), "amx_emulated"])
-    ],
-)
+def mark_slow(isas):
+    """Return (format, ISA) of a test: all formats on the widest of ISAs, three on the others."""
+    return [
+        (name, isa)
+        if isa == kernel_isas()[-1] or (isa in EDGES and name in KINDS)
+        else pytest.param(name, isa, marks=pytest.mark.slow)
+        for isa in isas
+        for name in FORMATS
+    ]
+
+
+@pytest.mark.parametrize(("name", "isa"), mark_slow([*kernel_isas(), "amx_emulated"]))
 def test_experts(name, isa, pool):
     """Every format on every instruction set, an expert unused, a slot computed elsewhere."""
     case = Case(name, pool, isa=isa)
@@ -156,7 +162,7 @@ ACTIVATIONS = [GPT_OSS, Activation("gelu"), Activation("gelu_tanh")]
     "options", [{"bias": True, "activation": a} for a in ACTIVATIONS] + [{"parts": 2}]
 )
 @pytest.mark.parametrize("tokens", [1, 150])
-@pytest.mark.parametrize("name", ["f32", "int8g128", "fp8"])
+@pytest.mark.parametrize("name", ["f32", "int8g128", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_biases_limits_parts_and_many_rows(name, options, tokens, pool):
     """gpt-oss's experts, GELUs, weights split for two nodes, and more rows than a block takes."""
     case = Case(name, pool, tokens=tokens, **options)
@@ -300,8 +306,7 @@ def test_pairs_are_in_the_kernels_order():
     assert slots.tolist() == [1, 0, 0, 0, 1]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("isa", [kernel_isas()[-1], "plain", "amx_emulated"])
+@pytest.mark.parametrize(("name", "isa"), mark_slow([kernel_isas()[-1], *EDGES]))
 def test_matrices(name, isa, pool):
     """dX = dY W for odd numbers of rows and outputs, added or not, and a mutant."""
     weight_format = WEIGHT_FORMATS[name]

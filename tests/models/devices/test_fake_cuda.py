@@ -21,7 +21,7 @@ from tandem.kernels.weights.formats import WEIGHT_FORMATS
 from tandem.models.families.registry import choose_auto_class
 from tandem.models.planning.planner import plan_model
 
-QUICK = ("qwen2", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
+QUICK = ("gemma3_text", "deepseek_v3", "qwen3_next", "gpt_oss")
 """One of each kind of mixer and of experts; the others are ``slow``."""
 BLOCK_SIZE = 16
 CUDA = torch.device("cuda:0")

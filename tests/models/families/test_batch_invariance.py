@@ -26,15 +26,22 @@ FORMATS = [
 CODED_KV = ["int8", "fp8"]
 
 
-@pytest.fixture(params=FAMILIES)
-def folder(request, checkpoint):
-    moe = {"moe_intermediate_size": 64} if request.param == "qwen3_moe" else {}
-    return checkpoint(request.param, hidden_size=64, intermediate_size=64, **moe)
+def list_cases():
+    """Return (family, formats): each family in one pair of formats, one family in all of them."""
+    for family in FAMILIES:
+        for formats in FORMATS:
+            is_quick = family == "qwen3_moe" or formats == FORMATS[3]
+            name = "-".join((family, *formats))
+            yield pytest.param(
+                (family, formats), id=name, marks=[] if is_quick else pytest.mark.slow
+            )
 
 
-@pytest.fixture(params=FORMATS, ids=lambda formats: "-".join(formats))
-def load(request, folder):
-    dtype, expert_format, linear_format = request.param
+@pytest.fixture(params=list_cases())
+def load(request, checkpoint):
+    family, (dtype, expert_format, linear_format) = request.param
+    moe = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    folder = checkpoint(family, hidden_size=64, intermediate_size=64, **moe)
 
     def load_one(num_threads=2):
         return load_checkpoint(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from loading import load_checkpoint
-from published import PUBLISHED, make_published
+from published import PUBLISHED, make_published, mark_others_slow
 from safetensors.torch import load_file
 
 from tandem._native import ThreadPool
@@ -65,7 +65,7 @@ def run_rounded(model, tokens):
     return theirs, exact, bound
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mark_others_slow(NAMES))
 def test_parity_in_bfloat16(name, tiny, open_session):
     """Rounding the same weights as eager does, ours is as near to the exact result as eager is."""
     model, tokens, folder = tiny(name)
@@ -79,7 +79,7 @@ def test_parity_in_bfloat16(name, tiny, open_session):
         assert off.max() <= max(1.0, 2 * their_off.max())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mark_others_slow(NAMES))
 def test_feeding_changes_no_bit(name, tiny, open_session):
     """One token's logits do not depend on chunks, company, reuse of a prefix or threads."""
     _, tokens, folder = tiny(name)

@@ -380,10 +380,10 @@ RULES = {
 @pytest.mark.parametrize(
     "name",
     [
-        "llama-mha-biases",
-        "qwen3-tied-bias",
+        pytest.param("llama-mha-biases", marks=pytest.mark.slow),
+        pytest.param("qwen3-tied-bias", marks=pytest.mark.slow),
         "qwen3_moe-mixed-layers",
-        "qwen3_moe-windows",
+        pytest.param("qwen3_moe-windows", marks=pytest.mark.slow),
         "gpt_oss",
     ],
 )

@@ -202,7 +202,7 @@ def test_a_strike_at_a_sample_of_steps(victim):
     whole = play_scenario(victim, -1)
     assert whole.num_steps > 150
     assert whole.world.num_terms == 1
-    for step in range(1, whole.num_steps, 43):
+    for step in range(1, whole.num_steps, 67):
         assert play_scenario(victim, step, inline=step % 2 == 0).world.num_terms >= 1
 
 

@@ -86,7 +86,7 @@ async def put_beside_a_stopped_host(
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize(("size", "is_tcp"), [(100, False), (50_000, False), (50_000, True)])
 def test_puts_leave_a_host_that_is_stopped(size, is_tcp, is_known, replicas):
-    for seed in range(3):
+    for seed in range(2):
         took_s, silent, _ = run_virtual(
             lambda seed=seed: put_beside_a_stopped_host(
                 seed, size, replicas, is_tcp=is_tcp, is_known=is_known

@@ -549,7 +549,7 @@ def test_a_crash_at_a_sample_of_steps(victim, inline):
     assert num_steps > 150
     assert counters.objects_evicted > 0
     assert counters.replicas_copied > 0
-    for step in range(1, num_steps, 39):
+    for step in range(1, num_steps, 67):
         play_scenario(victim, step, inline=inline)
 
 
@@ -560,7 +560,7 @@ def test_a_crash_at_a_sample_of_steps_with_disks(victim):
     counters, num_steps = whole.world.master.state.counters, whole.num_steps
     assert counters.objects_demoted > 0
     assert counters.objects_promoted > 0
-    for step in range(1, num_steps, 41):
+    for step in range(1, num_steps, 73):
         play_scenario(victim, step, has_disks=True)
 
 
