@@ -1,6 +1,11 @@
 """Tiny random hybrids: Qwen3-Next, three of whose layers have a state and one KV, and others."""
 
-from transformers import GraniteMoeHybridConfig, Lfm2MoeConfig, Qwen3NextConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    KimiLinearConfig,
+    Lfm2MoeConfig,
+    Qwen3NextConfig,
+)
 
 from tandem.models.proof.tiny import make_tiny, save_tiny
 
@@ -64,6 +69,36 @@ STATE_SPACES = {
     "max_position_embeddings": 512,
     "eos_token_id": 2,
 }
+
+
+KIMI_DELTA = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def save_kimi_delta(place):
+    save_tiny(make_tiny(KimiLinearConfig(**KIMI_DELTA), 0), place)
+    return place
 
 
 def save_short_convolutions(place):

@@ -62,6 +62,16 @@ FAMILIES = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "deepseek_v3": {**MOE, **LATENT},
     "qwen3_next": {**MOE, **STATES, "shared_expert_intermediate_size": 48},
+    "kimi_linear": {
+        **{key: LATENT[key] for key in LATENT if key.endswith(("_dim", "_rank", "_heads"))},
+        "moe_intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 24,
+    },
     "lfm2_moe": {
         **MOE,
         "layer_types": ["conv", "full_attention"],
@@ -84,8 +94,8 @@ LARGEST_ANGLE = 0.02
 
 def make_config(name: str, **changes) -> PretrainedConfig:
     values = {**COMMON, **FAMILIES[name], **changes}
-    if "layer_types" in values:
-        values["layer_types"] = values["layer_types"] * (values["num_hidden_layers"] // 2)
+    for key in {"layer_types", "mlp_layer_types"} & values.keys():
+        values[key] = values[key] * (values["num_hidden_layers"] // 2)
     return CONFIG_MAPPING[name](**values)
 
 

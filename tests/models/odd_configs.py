@@ -8,7 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tandem.models.families import FAMILIES
 from tandem.models.families.gate import take_layer
 from tandem.models.proof.flips import OF_TRAINING, list_read_fields
-from tandem.models.proof.shrink import NUM_TOKENS
+from tandem.models.proof.shrink import NUM_TOKENS, USUAL_NAMES
 
 __all__ = ["MODEL_TYPES", "list_untouched", "make_odd"]
 
@@ -38,6 +38,8 @@ OWNED = {
     "linear_dt_min": "of training",
 }
 """Fields that ``list_untouched`` passes over, and why."""
+UNTIED = ("kimi_linear", "nemotron_h")
+"""Families whose class ties nothing."""
 WINDOWS = ("sliding_attention", "full_attention")
 
 
@@ -71,6 +73,7 @@ def make_odd(model_type: str, seed: int) -> Any:
     draw = random.Random(f"{model_type}-{seed}")
     kind = type(CONFIG_MAPPING[model_type](**DEFAULTS.get(model_type, {})))
     default = kind(**DEFAULTS.get(model_type, {})).to_dict()
+    default = {USUAL_NAMES.get(name, name): value for name, value in default.items()}
     values: dict[str, Any] = {"vocab_size": draw.choice((97, 131))}
     values |= {"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 2}
     _put_sizes(values, default, draw)
@@ -78,8 +81,8 @@ def make_odd(model_type: str, seed: int) -> Any:
         if name in default and not (model_type == "deepseek_v2" and name == "norm_topk_prob"):
             values[name] = not default[name] if seed == 0 else draw.random() < 0.5
     for name in ("tie_word_embeddings", "rope_interleave"):
-        if name == "tie_word_embeddings" and model_type == "nemotron_h":
-            continue  # Its class ties nothing.
+        if name == "tie_word_embeddings" and model_type in UNTIED:
+            continue
         if name in default or (name == "rope_interleave" and model_type == "deepseek_v3"):
             values[name] = not default.get(name, True) if seed == 0 else draw.random() < 0.5
     act = "hidden_activation" if "hidden_activation" in default else "hidden_act"
@@ -235,7 +238,12 @@ def _put_states(values: dict[str, Any], default: dict[str, Any], draw: random.Ra
     _put_state_spaces(values, default, draw)
     if "linear_conv_kernel_dim" not in default:
         return
+    if "mlp_layer_types" in default:
+        kinds = ("dense", "sparse")
+        drawn = [draw.choice(kinds) for _ in range(count - 2)]
+        values["mlp_layer_types"] = draw.sample([*drawn, *kinds], count)
     keys = draw.choice((1, 2, 3))
+    values |= {"linear_num_heads": keys, "linear_head_dim": draw.choice((5, 12, 36))}
     values |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * draw.choice((1, 2))}
     values["linear_key_head_dim"] = draw.choice((5, 8, 12))
     values["linear_value_head_dim"] = draw.choice((7, 32, 36))
@@ -379,7 +387,7 @@ def list_untouched(model_type: str) -> list[str]:
         name
         for name in sorted(list_read_fields(default) & default.to_dict().keys())
         if name not in OWNED
-        if not (name == "tie_word_embeddings" and model_type == "nemotron_h")
+        if not (name == "tie_word_embeddings" and model_type in UNTIED)
         if not (name == "hidden_act" and _has_states(default.to_dict()))
         if not any(word in name for word in OF_TRAINING)
         if all(getattr(config, name) == getattr(plain, name) for config in made)

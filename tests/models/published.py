@@ -160,6 +160,22 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral4": ("mistral4", {}),
     "minimax_m2": ("minimax_m2", {"rotary_dim": 64, "hidden_size": 3072}),
     "gpt_oss": ("gpt_oss", {}),
+    # Fields that name code to run, and those that transformers does not read, left out.
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "first_k_dense_replace": 1,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "kda_layers": [i for i in range(1, 27) if i % 4],
+                "head_dim": 128,
+                "num_heads": 32,
+                "short_conv_kernel_size": 4,
+            },
+        },
+    ),
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": True, "intermediate_size": 5120}),
     "qwen3_5_text": (
         "qwen3_5_text",

@@ -37,8 +37,6 @@ class GatedDelta {
     shape_.num_v_heads = check_floats(kDeltaWhere, "decay_rate", decay_rate);
     shape_.key_dim = key_dim;
     shape_.value_dim = check_floats(kDeltaWhere, "norm", norm);
-    if (check_floats(kDeltaWhere, "decay_bias", decay_bias) != shape_.num_v_heads)
-      refuse_view(kDeltaWhere, "decay_bias", decay_bias, "give as many as there are decay rates");
     if (num_k_heads < 1 || shape_.num_v_heads % num_k_heads != 0 || key_dim < 1 ||
         std::max(key_dim, shape_.value_dim) > kMaxStateDim)
       raise({Code::kShape, kDeltaWhere,
@@ -48,6 +46,11 @@ class GatedDelta {
                  ": give key heads that divide the value heads, and sizes of at most " +
                  std::to_string(kMaxStateDim),
              "num_k_heads"});
+    const size_t num_biases = check_floats(kDeltaWhere, "decay_bias", decay_bias);
+    shape_.num_decays = num_biases == shape_.num_v_heads ? 1 : key_dim;
+    if (num_biases != all_decays_of(shape_))
+      refuse_view(kDeltaWhere, "decay_bias", decay_bias,
+                  "give as many as there are decay rates, or one for each item of their keys");
     if (conv.num_dims() != 2 || !conv.is_float32() || !conv.is_dense_from(0) ||
         conv.shape(0) < 1 || conv.shape(0) > kMaxConvWidth ||
         conv.shape(1) != num_channels_of(shape_))
@@ -81,40 +84,19 @@ class GatedDelta {
     if (x.num_dims() != 2) refuse_view(kDeltaWhere, "x", x, "give [rows, channels]");
     const size_t rows = x.shape(0), values = shape_.num_v_heads * shape_.value_dim;
     check_rows(kDeltaWhere, "x", x, rows, num_channels_of(shape_));
-    check_rows(kDeltaWhere, "z", z, rows, values);
-    check_rows(kDeltaWhere, "a", a, rows, shape_.num_v_heads);
+    check_rows(kDeltaWhere, "a", a, rows, all_decays_of(shape_));
     check_rows(kDeltaWhere, "b", b, rows, shape_.num_v_heads);
-    check_rows(kDeltaWhere, "out", out, rows, values);
-    check_same_type(kDeltaWhere, "z", z, x);
-    check_same_type(kDeltaWhere, "out", out, x);
-    check_same_type(kDeltaWhere, "carried", carried, x);
     check_same_type(kDeltaWhere, "b", b, a);
-    const size_t num_slots = check_slots(kDeltaWhere, "states", states, state_shape(), states.is_float32());
-    if (check_slots(kDeltaWhere, "carried", carried, carried_shape(), true) != num_slots)
-      refuse_view(kDeltaWhere, "carried", carried, "give as many slots as there are states");
-    check_sequences(kDeltaWhere, rows, num_slots, query_start, slots);
     GatedDeltaTask task;
+    place_states(kDeltaWhere, {x, out, carried, query_start, slots}, z, states, values,
+                 state_shape(), carried_shape(), task);
     task.shape = shape_;
     task.weights = weights_;
-    task.x = x.data();
-    task.x_stride = x.stride(0);
-    task.z = z.data();
-    task.z_stride = z.stride(0);
-    task.type = x.float_type();
     task.a = a.data();
     task.a_stride = a.stride(0);
     task.b = b.data();
     task.b_stride = b.stride(0);
     task.gate_type = a.float_type();
-    task.out = out.data();
-    task.out_stride = out.stride(0);
-    task.states = static_cast<float*>(states.data());
-    task.state_stride = states.stride(0);
-    task.carried = carried.data();
-    task.carried_stride = carried.stride(0);
-    task.query_start = query_start.data();
-    task.slots = slots.data();
-    task.num_sequences = slots.size();
     const RecurrentKernels& kernels = recurrent_kernels(isa);
     run_released([&] { return run_gated_delta(kernels, pool, task); });
   }
@@ -138,6 +120,12 @@ const float* check_scanned(const char* name, const TensorView& view, std::vector
 
 float* check_written(const char* name, const TensorView& view, std::vector<size_t> shape) {
   return const_cast<float*>(check_scanned(name, view, std::move(shape)));
+}
+
+std::vector<size_t> shape_decays(const DeltaScanTask& task) {
+  std::vector<size_t> shape = {task.num_tokens, task.shape.num_v_heads};
+  if (task.shape.num_decays > 1) shape.push_back(task.shape.num_decays);
+  return shape;
 }
 
 DeltaScanTask start_scan(const TensorView& queries, const TensorView& keys,
@@ -164,7 +152,8 @@ DeltaScanTask start_scan(const TensorView& queries, const TensorView& keys,
       check_scanned("queries", queries, {task.num_tokens, shape.num_k_heads, shape.key_dim});
   task.values =
       check_scanned("values", values, {task.num_tokens, shape.num_v_heads, shape.value_dim});
-  task.decay = check_scanned("decay", decay, {task.num_tokens, shape.num_v_heads});
+  if (decay.num_dims() == 3) task.shape.num_decays = shape.key_dim;
+  task.decay = check_scanned("decay", decay, shape_decays(task));
   task.beta = check_scanned("beta", beta, {task.num_tokens, shape.num_v_heads});
   task.state = check_written(
       "state", state, {shape.num_v_heads, num_panels_of(shape), shape.key_dim, kStatePanel});
@@ -195,7 +184,7 @@ void scan_delta_backward(const TensorView& queries, const TensorView& keys,
   gradients.d_queries = check_written("d_queries", d_queries, {tokens, heads, key_dim});
   gradients.d_keys = check_written("d_keys", d_keys, {tokens, heads, key_dim});
   gradients.d_values = check_written("d_values", d_values, {tokens, heads, value_dim});
-  gradients.d_decay = check_written("d_decay", d_decay, {tokens, heads});
+  gradients.d_decay = check_written("d_decay", d_decay, shape_decays(task));
   gradients.d_beta = check_written("d_beta", d_beta, {tokens, heads});
   const RecurrentKernels& kernels = recurrent_kernels(isa);
   run_released([&] { return run_delta_gradients(kernels, pool, task, gradients); });
@@ -216,7 +205,7 @@ void bind_recurrent(nb::module_& module) {
            "    conv: [width, channels] of the short convolution, the oldest input first; channels\n"
            "        are the queries and keys of all key heads, then the values of all value heads.\n"
            "    decay_rate: [value heads]: a decay is exp(-rate * softplus(a + bias)).\n"
-           "    decay_bias: [value heads].\n"
+           "    decay_bias: [value heads], or [value heads * key_dim]: each item of a key has a decay.\n"
            "    norm: [value_dim], of the RMSNorm of each head's output, with `norm_eps`.\n"
            "    num_k_heads: each serves as many consecutive value heads.\n"
            "    key_dim: of a head.\n"
@@ -234,7 +223,8 @@ void bind_recurrent(nb::module_& module) {
            "Args:\n"
            "    x: [rows, channels], before the convolution.\n"
            "    z: [rows, value heads * value_dim], of the type of x.\n"
-           "    a, b: [rows, value heads], of one type.\n"
+           "    a: as `decay_bias` in each row.\n"
+           "    b: [rows, value heads], of the type of a.\n"
            "    out: of the shape and type of z, written; may be z.\n"
            "    states: float32 [slots, *state_shape], zero before a sequence's first row.\n"
            "    carried: [slots, *carried_shape] of the type of x, likewise.\n"
@@ -248,7 +238,8 @@ void bind_recurrent(nb::module_& module) {
              "Args:\n"
              "    queries, keys: [tokens, key heads, key_dim], normed; queries scaled.\n"
              "    values: [tokens, value heads, value_dim].\n"
-             "    decay, beta: [tokens, value heads].\n"
+             "    decay: [tokens, value heads], or [tokens, value heads, key_dim].\n"
+             "    beta: [tokens, value heads].\n"
              "    state: as of `GatedDelta.state_shape`; moved on.\n"
              "    out: of the shape of `values`, written.\n"
              "Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.");

@@ -62,25 +62,12 @@ class ShortConv {
     const size_t rows = x.shape(0), channels = conv_.shape(1);
     check_rows(kConvWhere, "x", x, rows, 3 * channels);
     check_rows(kConvWhere, "out", out, rows, channels);
-    check_same_type(kConvWhere, "out", out, x);
-    check_same_type(kConvWhere, "carried", carried, x);
-    const size_t num_slots = check_slots(kConvWhere, "carried", carried, carried_shape(), true);
-    check_sequences(kConvWhere, rows, num_slots, query_start, slots);
     ShortConvTask task;
+    place_rows(kConvWhere, {x, out, carried, query_start, slots}, carried_shape(), task);
     task.num_channels = channels;
     task.conv_width = conv_.shape(0);
     task.conv = static_cast<const float*>(conv_.data());
     task.bias = data_of(bias_);
-    task.x = x.data();
-    task.x_stride = x.stride(0);
-    task.type = x.float_type();
-    task.out = out.data();
-    task.out_stride = out.stride(0);
-    task.carried = carried.data();
-    task.carried_stride = carried.stride(0);
-    task.query_start = query_start.data();
-    task.slots = slots.data();
-    task.num_sequences = slots.size();
     const StateSpaceKernels& kernels = state_space_kernels(isa);
     run_released([&] { return run_short_conv(kernels, pool, task); });
   }
@@ -142,39 +129,17 @@ class Mamba2 {
     if (x.num_dims() != 2) refuse_view(kMambaWhere, "x", x, "give [rows, channels]");
     const size_t rows = x.shape(0), values = num_values_of(shape_);
     check_rows(kMambaWhere, "x", x, rows, num_channels_of(shape_));
-    check_rows(kMambaWhere, "z", z, rows, values);
     check_rows(kMambaWhere, "dt", dt, rows, shape_.num_heads);
-    check_rows(kMambaWhere, "out", out, rows, values);
     check_dense(kMambaWhere, "mixed", mixed, rows, values, mixed.is_float32(), "float32");
-    check_same_type(kMambaWhere, "z", z, x);
-    check_same_type(kMambaWhere, "out", out, x);
-    check_same_type(kMambaWhere, "carried", carried, x);
-    const size_t num_slots =
-        check_slots(kMambaWhere, "states", states, state_shape(), states.is_float32());
-    if (check_slots(kMambaWhere, "carried", carried, carried_shape(), true) != num_slots)
-      refuse_view(kMambaWhere, "carried", carried, "give as many slots as there are states");
-    check_sequences(kMambaWhere, rows, num_slots, query_start, slots);
     Mamba2Task task;
+    place_states(kMambaWhere, {x, out, carried, query_start, slots}, z, states, values,
+                 state_shape(), carried_shape(), task);
     task.shape = shape_;
     task.weights = weights_;
-    task.x = x.data();
-    task.x_stride = x.stride(0);
-    task.z = z.data();
-    task.z_stride = z.stride(0);
-    task.type = x.float_type();
     task.dt = dt.data();
     task.dt_stride = dt.stride(0);
     task.dt_type = dt.float_type();
-    task.out = out.data();
-    task.out_stride = out.stride(0);
     task.mixed = static_cast<float*>(mixed.data());
-    task.states = static_cast<float*>(states.data());
-    task.state_stride = states.stride(0);
-    task.carried = carried.data();
-    task.carried_stride = carried.stride(0);
-    task.query_start = query_start.data();
-    task.slots = slots.data();
-    task.num_sequences = slots.size();
     const StateSpaceKernels& kernels = state_space_kernels(isa);
     run_released([&] { return run_mamba2(kernels, pool, task); });
   }

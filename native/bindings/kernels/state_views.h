@@ -1,4 +1,4 @@
-// Checks that the bindings of all layers with a state share; each raises a ShapeError of the operator `where`.
+// What the bindings of all layers with a state share; checks raise a ShapeError of the operator `where`.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 
 #include "bindings/kernels/tensor_view.h"
 #include "bindings/status.h"
+#include "kernels/recurrent/rows.h"
 
 namespace tandem::bindings {
 
@@ -49,6 +50,53 @@ inline void check_sequences(const char* where, size_t rows, size_t num_slots,
            "slots that are used twice or beyond the " + std::to_string(num_slots) +
                " there are: give each sequence its own",
            "slots"});
+}
+
+// The arguments of a call that computes the rows of sequences.
+struct RowViews {
+  const TensorView& x;
+  const TensorView& out;
+  const TensorView& carried;
+  const std::vector<int64_t>& query_start;
+  const std::vector<int64_t>& slots;
+};
+
+// Checks all but the widths of x and out, and the slots that the others have; gives them to the task.
+inline void place_rows(const char* where, const RowViews& views,
+                       const std::vector<size_t>& carried_shape, SequenceRows& task) {
+  const TensorView &x = views.x, &out = views.out, &carried = views.carried;
+  check_same_type(where, "out", out, x);
+  check_same_type(where, "carried", carried, x);
+  const size_t num_slots = check_slots(where, "carried", carried, carried_shape, true);
+  check_sequences(where, x.shape(0), num_slots, views.query_start, views.slots);
+  task.x = x.data();
+  task.x_stride = x.stride(0);
+  task.type = x.float_type();
+  task.out = out.data();
+  task.out_stride = out.stride(0);
+  task.carried = carried.data();
+  task.carried_stride = carried.stride(0);
+  task.query_start = views.query_start.data();
+  task.slots = views.slots.data();
+  task.num_sequences = views.slots.size();
+}
+
+// The same with a gate, whose width is that of `out`, and matrices.
+inline void place_states(const char* where, const RowViews& views, const TensorView& z,
+                         const TensorView& states, size_t num_values,
+                         const std::vector<size_t>& state_shape,
+                         const std::vector<size_t>& carried_shape, StateRows& task) {
+  check_rows(where, "z", z, views.x.shape(0), num_values);
+  check_rows(where, "out", views.out, views.x.shape(0), num_values);
+  check_same_type(where, "z", z, views.x);
+  const size_t num_slots = check_slots(where, "states", states, state_shape, states.is_float32());
+  if (check_slots(where, "carried", views.carried, carried_shape, true) != num_slots)
+    refuse_view(where, "carried", views.carried, "give as many slots as there are states");
+  place_rows(where, views, carried_shape, task);
+  task.z = z.data();
+  task.z_stride = z.stride(0);
+  task.states = static_cast<float*>(states.data());
+  task.state_stride = states.stride(0);
 }
 
 }  // namespace tandem::bindings

@@ -15,6 +15,7 @@ void scan_head(const DeltaScanTask& task, size_t head, float* scratch) {
   const size_t heads = shape.num_v_heads, k_head = head / (heads / shape.num_k_heads);
   const size_t key_step = shape.num_k_heads * shape.key_dim, value_step = heads * shape.value_dim;
   const size_t key_stride = key_stride_of(shape), value_stride = value_stride_of(shape);
+  const size_t all_decays = all_decays_of(shape);
   DeltaTile tile = split_scratch(shape, scratch);
   float* state = task.state + head * num_panels_of(shape) * shape.key_dim * kStatePanel;
   for (size_t first = 0; first < task.num_tokens; first += kDeltaTokens) {
@@ -26,16 +27,17 @@ void scan_head(const DeltaScanTask& task, size_t head, float* scratch) {
     copy_rows(tile.values, value_stride, task.values + value_place, value_step, shape.value_dim,
               count);
     for (size_t t = 0; t < count; ++t) {
-      tile.decay[t] = task.decay[(first + t) * heads + head];
+      tile.decay[t] = task.decay[(first + t) * all_decays + head * shape.num_decays];
       tile.beta[t] = task.beta[(first + t) * heads + head];
       tile.product[t] =
           dot_block(tile.queries + t * key_stride, tile.keys + t * key_stride, key_stride);
     }
-    for (size_t column = 0; column < value_stride; column += kPassColumns) {
-      float* panel = state + column / kStatePanel * shape.key_dim * kStatePanel;
-      pass_tokens(panel + column % kStatePanel, shape.key_dim, key_stride, tile, count,
-                  tile.values + column, value_stride);
+    if (decays_by_item(shape)) {
+      copy_rows(tile.decays, key_stride, task.decay + first * all_decays + head * shape.key_dim,
+                all_decays, shape.key_dim, count);
+      decay_rows(key_stride, count, tile);
     }
+    pass_head(shape, state, tile, count);
     for (size_t t = 0; t < count; ++t)
       for (size_t i = 0; i < shape.value_dim; ++i)
         task.out[value_place + t * value_step + i] = tile.values[t * value_stride + i];
@@ -75,27 +77,29 @@ struct ScanToken {
   const float* query;
   const float* key;
   F32 values[kRowVectors];
-  float decay, beta;
+  const float* decays;  // One, or one for each item of the key.
+  float beta;
 };
 
 // next = decay state + key (beta gap)^T, gap = values - decay state^T key; `next` may be `state`.
+template <bool kByItem>
 inline void step_state(const ScanToken& token, size_t key_dim, const float* state, float* next,
                        float* gaps) {
   F32 sums[kRowVectors], update[kRowVectors];
   for (size_t v = 0; v < kRowVectors; ++v) sums[v] = zero_f32();
   for (size_t i = 0; i < key_dim; ++i) {
-    const F32 k = set_f32(token.key[i]);
+    const F32 k = set_f32(kByItem ? token.key[i] * token.decays[i] : token.key[i]);
     for (size_t v = 0; v < kRowVectors; ++v)
       sums[v] = fma(load_f32(state + i * kStatePanel + v * kLanes), k, sums[v]);
   }
-  const F32 decay = set_f32(token.decay), beta = set_f32(token.beta);
+  const F32 share = set_f32(kByItem ? 1.0f : token.decays[0]), beta = set_f32(token.beta);
   for (size_t v = 0; v < kRowVectors; ++v) {
-    const F32 gap = fma(zero_f32() - decay, sums[v], token.values[v]);
+    const F32 gap = fma(zero_f32() - share, sums[v], token.values[v]);
     store_f32(gaps + v * kLanes, gap);
     update[v] = beta * gap;
   }
   for (size_t i = 0; i < key_dim; ++i) {
-    const F32 k = set_f32(token.key[i]);
+    const F32 k = set_f32(token.key[i]), decay = set_f32(token.decays[kByItem ? i : 0]);
     for (size_t v = 0; v < kRowVectors; ++v) {
       const size_t place = i * kStatePanel + v * kLanes;
       store_f32(next + place, fma(k, update[v], load_f32(state + place) * decay));
@@ -107,15 +111,17 @@ inline void step_state(const ScanToken& token, size_t key_dim, const float* stat
 struct TokenSlopes {
   float* d_query;
   float* d_key;
-  float d_decay, d_beta;
+  float* d_decays;  // As many as a token has.
+  float d_beta;
   F32 d_values[kRowVectors];
 };
 
 // Takes the gradient of the state over a token, backwards: `slope` is that of `next`, then that of `state`.
+template <bool kByItem>
 inline void step_slope(const ScanToken& token, size_t key_dim, const float* state,
                        const float* next, const float* gaps, const F32 (&d_out)[kRowVectors],
                        float* slope, TokenSlopes& slopes) {
-  F32 d_update[kRowVectors], d_seen[kRowVectors], update[kRowVectors], old[kRowVectors];
+  F32 d_update[kRowVectors], d_seen[kRowVectors], update[kRowVectors];
   for (size_t v = 0; v < kRowVectors; ++v) d_update[v] = zero_f32();
   // The output is next^T query.
   for (size_t first = 0; first < key_dim; first += kLanes) {
@@ -137,41 +143,47 @@ inline void step_slope(const ScanToken& token, size_t key_dim, const float* stat
     for (size_t i = 0; i < count; ++i) slopes.d_query[first + i] += sums[i];
   }
   F32 d_beta[kRowVectors], d_decay[kRowVectors];
-  const F32 decay = set_f32(token.decay), beta = set_f32(token.beta);
+  const F32 beta = set_f32(token.beta);
   for (size_t v = 0; v < kRowVectors; ++v) {
     const F32 gap = load_f32(gaps + v * kLanes);
     d_beta[v] = d_update[v] * gap;
     update[v] = beta * gap;
     slopes.d_values[v] = beta * d_update[v];
     d_seen[v] = zero_f32() - slopes.d_values[v];  // Of decay state^T key.
-    old[v] = decay * d_seen[v];
     d_decay[v] = zero_f32();
   }
   for (size_t first = 0; first < key_dim; first += kLanes) {
     const size_t count = key_dim - first < kLanes ? key_dim - first : kLanes;
-    F32 rows[kLanes];
-    for (size_t i = 0; i < kLanes; ++i) rows[i] = zero_f32();
+    F32 rows[kLanes], decayed[kLanes];  // Products of a row with what its items add to each slope.
+    for (size_t i = 0; i < kLanes; ++i) rows[i] = decayed[i] = zero_f32();
     for (size_t i = 0; i < count; ++i) {
       const F32 k = set_f32(token.key[first + i]);
+      const F32 decay = set_f32(token.decays[kByItem ? first + i : 0]);
       const size_t place = (first + i) * kStatePanel;
       for (size_t v = 0; v < kRowVectors; ++v) {
         const F32 d = load_f32(slope + place + v * kLanes);
         const F32 s = load_f32(state + place + v * kLanes);
-        rows[i] = fma(d, update[v], fma(s, old[v], rows[i]));
+        rows[i] = fma(d, update[v], fma(s, decay * d_seen[v], rows[i]));
         const F32 d_decayed = fma(k, d_seen[v], d);
-        d_decay[v] = fma(s, d_decayed, d_decay[v]);
+        F32& d_own = kByItem ? decayed[i] : d_decay[v];
+        d_own = fma(s, d_decayed, d_own);
         store_f32(slope + place + v * kLanes, decay * d_decayed);
       }
     }
     float sums[kLanes];
     store_f32(sums, sum_rows(rows));
     for (size_t i = 0; i < count; ++i) slopes.d_key[first + i] += sums[i];
+    if constexpr (kByItem) {
+      store_f32(sums, sum_rows(decayed));
+      for (size_t i = 0; i < count; ++i) slopes.d_decays[first + i] += sums[i];
+    }
   }
-  slopes.d_decay = sum_columns(d_decay);
+  if constexpr (!kByItem) slopes.d_decays[0] += sum_columns(d_decay);
   slopes.d_beta = sum_columns(d_beta);
 }
 
 // A panel of one value head: all tokens forwards, keeping the state before each tile; then the tiles backwards.
+template <bool kByItem>
 inline void panel_gradients(const DeltaScanTask& task, const DeltaScanGradients& gradients,
                             size_t head, size_t panel, float* scratch) {
   const GatedDeltaShape& shape = task.shape;
@@ -188,7 +200,7 @@ inline void panel_gradients(const DeltaScanTask& task, const DeltaScanGradients&
     ScanToken token;
     token.query = task.queries + place;
     token.key = task.keys + place;
-    token.decay = task.decay[t * heads + head];
+    token.decays = task.decay + (t * heads + head) * shape.num_decays;
     token.beta = task.beta[t * heads + head];
     load_values(token.values, task.values + value_place(t), columns);
     return token;
@@ -201,15 +213,15 @@ inline void panel_gradients(const DeltaScanTask& task, const DeltaScanGradients&
       float* kept = tile.starts + t / kDeltaTokens * size;
       for (size_t i = 0; i < size; ++i) kept[i] = state[i];
     }
-    step_state(find_token(t), key_dim, state, state, tile.gaps);
+    step_state<kByItem>(find_token(t), key_dim, state, state, tile.gaps);
   }
   for (size_t number = num_tiles_of(task.num_tokens); number-- > 0;) {
     const size_t first = number * kDeltaTokens, rest = task.num_tokens - first;
     const size_t count = rest < kDeltaTokens ? rest : kDeltaTokens;
     for (size_t i = 0; i < size; ++i) tile.states[i] = tile.starts[number * size + i];
     for (size_t t = 0; t < count; ++t)
-      step_state(find_token(first + t), key_dim, tile.states + t * size,
-                 tile.states + (t + 1) * size, tile.gaps + t * kStatePanel);
+      step_state<kByItem>(find_token(first + t), key_dim, tile.states + t * size,
+                          tile.states + (t + 1) * size, tile.gaps + t * kStatePanel);
     for (size_t t = count; t-- > 0;) {
       const size_t place = (first + t) * heads + head;
       F32 d_out[kRowVectors];
@@ -217,10 +229,10 @@ inline void panel_gradients(const DeltaScanTask& task, const DeltaScanGradients&
       TokenSlopes slopes;
       slopes.d_query = gradients.d_queries + place * key_dim;
       slopes.d_key = gradients.d_keys + place * key_dim;
-      step_slope(find_token(first + t), key_dim, tile.states + t * size,
-                 tile.states + (t + 1) * size, tile.gaps + t * kStatePanel, d_out, tile.slope,
-                 slopes);
-      gradients.d_decay[place] += slopes.d_decay;
+      slopes.d_decays = gradients.d_decay + place * shape.num_decays;
+      step_slope<kByItem>(find_token(first + t), key_dim, tile.states + t * size,
+                          tile.states + (t + 1) * size, tile.gaps + t * kStatePanel, d_out,
+                          tile.slope, slopes);
       gradients.d_beta[place] += slopes.d_beta;
       float d_values[kStatePanel];
       for (size_t v = 0; v < kRowVectors; ++v) store_f32(d_values + v * kLanes, slopes.d_values[v]);
@@ -233,12 +245,15 @@ inline void panel_gradients(const DeltaScanTask& task, const DeltaScanGradients&
 void scan_gradients(const DeltaScanTask& task, const DeltaScanGradients& gradients, size_t head,
                     float* scratch) {
   const size_t heads = task.shape.num_v_heads, key_dim = task.shape.key_dim;
+  const size_t num_decays = task.shape.num_decays;
   for (size_t t = 0; t < task.num_tokens; ++t) {
     const size_t place = t * heads + head;
     for (size_t i = 0; i < key_dim; ++i)
       gradients.d_queries[place * key_dim + i] = gradients.d_keys[place * key_dim + i] = 0.0f;
-    gradients.d_decay[place] = gradients.d_beta[place] = 0.0f;
+    for (size_t i = 0; i < num_decays; ++i) gradients.d_decay[place * num_decays + i] = 0.0f;
+    gradients.d_beta[place] = 0.0f;
   }
+  const auto run = decays_by_item(task.shape) ? panel_gradients<true> : panel_gradients<false>;
   for (size_t panel = 0; panel < num_panels_of(task.shape); ++panel)
-    panel_gradients(task, gradients, head, panel, scratch);
+    run(task, gradients, head, panel, scratch);
 }

@@ -16,7 +16,7 @@ struct DeltaScanTask {
   const float* queries = nullptr;  // [tokens][num_k_heads][key_dim], normed and scaled.
   const float* keys = nullptr;     // The same, normed.
   const float* values = nullptr;   // [tokens][num_v_heads][value_dim].
-  const float* decay = nullptr;    // [tokens][num_v_heads].
+  const float* decay = nullptr;    // [tokens][num_v_heads][num_decays].
   const float* beta = nullptr;     // [tokens][num_v_heads].
   // As GatedDeltaTask has a slot's. A scan moves it on; its gradients' scan reads the state it began with.
   float* state = nullptr;

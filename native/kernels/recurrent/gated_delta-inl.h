@@ -2,8 +2,9 @@
 //
 // A tile of tokens passes over a panel of the state at a time. Within a tile, the pass that writes one token's update
 // also reads the sums that the next token needs: S^T k and S^T q before the decay. Of these follow u and
-// o = decay S^T q + (q k) u, so that a token costs one pass. Tiles change no bit: each element and each column's sum
-// go through the same operations, in the order of the key's items, even and odd ones apart.
+// o = decay S^T q + (q k) u, so that a token costs one pass. Where items of a key decay apart, the sums are those with
+// decayed keys and queries. Tiles change no bit: each element and each column's sum go through the same operations, in
+// the order of the key's items, even and odd ones apart.
 #include <stddef.h>
 #include <stdint.h>
 #if defined(__x86_64__)
@@ -34,23 +35,68 @@ inline void scale_to_length(float* x, size_t stride, float scale) {
     store_f32(x + i, load_f32(x + i) * factors * scales);
 }
 
-// Decays and betas of a value head for a tile's tokens.
+// Betas of a value head for a tile's tokens, and decays where it has one of each token.
 template <class T>
 inline void compute_gates(const GatedDeltaTask& task, size_t first_row, size_t num_tokens,
                           size_t head, DeltaTile& tile) {
   float a[kDeltaTokens], b[kDeltaTokens];
+  const size_t num_decays = task.shape.num_decays;
   for (size_t t = 0; t < kDeltaTokens; ++t) {
     const size_t row = first_row + (t < num_tokens ? t : 0);
-    a[t] = widen_one(static_cast<const T*>(task.a)[row * task.a_stride + head]);
+    a[t] = widen_one(static_cast<const T*>(task.a)[row * task.a_stride + head * num_decays]);
     b[t] = widen_one(static_cast<const T*>(task.b)[row * task.b_stride + head]);
   }
+  for (size_t t = 0; t < kDeltaTokens; t += kLanes)
+    store_f32(tile.beta + t, sigmoid(load_f32(b + t)) * set_f32(task.weights.beta_scale));
+  if (num_decays > 1) return;
   const F32 rate = set_f32(task.weights.decay_rate[head]);
   const F32 bias = set_f32(task.weights.decay_bias[head]);
   for (size_t t = 0; t < kDeltaTokens; t += kLanes) {
     const F32 rise = softplus(load_f32(a + t) + bias);
     store_f32(tile.decay + t, exp_nonpositive(zero_f32() - rate * rise));
-    store_f32(tile.beta + t, sigmoid(load_f32(b + t)) * set_f32(task.weights.beta_scale));
   }
+}
+
+// Queries and keys of a tile times its decays.
+inline void decay_rows(size_t key_stride, size_t num_tokens, DeltaTile& tile) {
+  for (size_t i = 0; i < num_tokens * key_stride; i += kLanes) {
+    const F32 decay = load_f32(tile.decays + i);
+    store_f32(tile.decayed_queries + i, load_f32(tile.queries + i) * decay);
+    store_f32(tile.decayed_keys + i, load_f32(tile.keys + i) * decay);
+  }
+}
+
+// Decays of the items of a value head's key for a tile's tokens; what completes a row is not used.
+template <class T>
+inline void compute_decays(const GatedDeltaTask& task, size_t first_row, size_t num_tokens,
+                           size_t head, DeltaTile& tile) {
+  const size_t size = task.shape.key_dim, key_stride = key_stride_of(task.shape);
+  const F32 rate = set_f32(task.weights.decay_rate[head]);
+  const float* bias = task.weights.decay_bias + head * size;
+  const auto decay = [&](F32 raw) { return exp_nonpositive(zero_f32() - rate * softplus(raw)); };
+  for (size_t t = 0; t < num_tokens; ++t) {
+    const T* a = static_cast<const T*>(task.a) + (first_row + t) * task.a_stride + head * size;
+    float* row = tile.decays + t * key_stride;
+    size_t i = 0;
+    for (; i + kLanes <= size; i += kLanes)
+      store_f32(row + i, decay(load_wide(a + i) + load_f32(bias + i)));
+    if (i < size) {
+      float raw[kLanes], own[kLanes];
+      load_tail(raw, a + i, size - i, kLanes);
+      load_tail(own, bias + i, size - i, kLanes);
+      store_f32(row + i, decay(load_f32(raw) + load_f32(own)));
+      i += kLanes;
+    }
+    for (; i < key_stride; i += kLanes) store_f32(row + i, zero_f32());
+  }
+  decay_rows(key_stride, num_tokens, tile);
+}
+
+template <class T>
+inline void prepare_gates(const GatedDeltaTask& task, size_t first_row, size_t num_tokens,
+                          size_t head, DeltaTile& tile) {
+  compute_gates<T>(task, first_row, num_tokens, head, tile);
+  if (decays_by_item(task.shape)) compute_decays<T>(task, first_row, num_tokens, head, tile);
 }
 
 // Vectors of columns that pass together.
@@ -64,20 +110,36 @@ struct PassSums {
 
 enum class Pass { kRead, kUpdateAndRead, kUpdate };
 
+// What a token leaves of each row of a state: the same share, or one of its own.
+struct HeadDecay {
+  static constexpr bool kIsOne = true;
+  F32 share;
+  static HeadDecay of(const DeltaTile& tile, size_t t, size_t) { return {set_f32(tile.decay[t])}; }
+  F32 of_row(size_t) const { return share; }
+};
+struct ItemDecays {
+  static constexpr bool kIsOne = false;
+  const float* shares;
+  static ItemDecays of(const DeltaTile& tile, size_t t, size_t key_stride) {
+    return {tile.decays + t * key_stride};
+  }
+  F32 of_row(size_t i) const { return set_f32(shares[i]); }
+};
+
 // One row of the state; `chain` is 0 for even rows.
-template <Pass kPass, int kChain>
-TANDEM_INLINE inline void pass_row(float* state, F32 decay, const F32 (&update)[kPassVectors],
+template <Pass kPass, int kChain, class Decay>
+TANDEM_INLINE inline void pass_row(float* state, Decay decay, const F32 (&update)[kPassVectors],
                                    const float* old_key, const float* key, const float* query,
                                    size_t i, PassSums& sums) {
   float* row = state + i * kStatePanel;
-  F32 k = zero_f32(), q = zero_f32(), old_k = zero_f32();
-  if constexpr (kPass != Pass::kRead) old_k = set_f32(old_key[i]);
+  F32 k = zero_f32(), q = zero_f32(), old_k = zero_f32(), share = zero_f32();
+  if constexpr (kPass != Pass::kRead) old_k = set_f32(old_key[i]), share = decay.of_row(i);
   if constexpr (kPass != Pass::kUpdate) k = set_f32(key[i]), q = set_f32(query[i]);
   unroll<kPassVectors>([&](auto index) TANDEM_INLINE {
     constexpr int v = decltype(index)::value;
     F32 s = load_f32(row + v * kLanes);
     if constexpr (kPass != Pass::kRead) {
-      s = fma(old_k, update[v], s * decay);
+      s = fma(old_k, update[v], s * share);
       store_f32(row + v * kLanes, s);
     }
     if constexpr (kPass != Pass::kUpdate) {
@@ -87,8 +149,8 @@ TANDEM_INLINE inline void pass_row(float* state, F32 decay, const F32 (&update)[
   });
 }
 
-template <Pass kPass>
-TANDEM_INLINE inline void pass_rows(float* state, size_t size, F32 decay,
+template <Pass kPass, class Decay>
+TANDEM_INLINE inline void pass_rows(float* state, size_t size, Decay decay,
                                     const F32 (&update)[kPassVectors], const float* old_key,
                                     const float* key, const float* query, PassSums& sums) {
   unroll<kPassVectors>([&](auto index) TANDEM_INLINE {
@@ -104,32 +166,52 @@ TANDEM_INLINE inline void pass_rows(float* state, size_t size, F32 decay,
 }
 
 // A tile's tokens over `kPassColumns` columns of a state; `values` become outputs, rows `stride` apart.
+template <class Decay>
 inline void pass_tokens(float* state, size_t key_dim, size_t key_stride, const DeltaTile& tile,
                         size_t num_tokens, float* values, size_t stride) {
   PassSums sums;
   F32 update[kPassVectors] = {zero_f32(), zero_f32()};
-  F32 decay = zero_f32();
+  Decay decay = {};
   for (size_t t = 0; t < num_tokens; ++t) {
-    const float* key = tile.keys + t * key_stride;
-    const float* query = tile.queries + t * key_stride;
+    const size_t row_place = t * key_stride;
+    const float* key = (Decay::kIsOne ? tile.keys : tile.decayed_keys) + row_place;
+    const float* query = (Decay::kIsOne ? tile.queries : tile.decayed_queries) + row_place;
     if (t == 0)
       pass_rows<Pass::kRead>(state, key_dim, decay, update, nullptr, key, query, sums);
     else
-      pass_rows<Pass::kUpdateAndRead>(state, key_dim, decay, update, key - key_stride, key, query,
-                                      sums);
-    decay = set_f32(tile.decay[t]);
+      pass_rows<Pass::kUpdateAndRead>(state, key_dim, decay, update,
+                                      tile.keys + row_place - key_stride, key, query, sums);
+    decay = Decay::of(tile, t, key_stride);
     const F32 beta = set_f32(tile.beta[t]), product = set_f32(tile.product[t]);
     float* row = values + t * stride;
     unroll<kPassVectors>([&](auto index) TANDEM_INLINE {
       constexpr int v = decltype(index)::value;
       const F32 seen = sums.key[0][v] + sums.key[1][v];
       const F32 read = sums.query[0][v] + sums.query[1][v];
-      update[v] = beta * fma(zero_f32() - decay, seen, load_f32(row + v * kLanes));
-      store_f32(row + v * kLanes, fma(product, update[v], decay * read));
+      const F32 value = load_f32(row + v * kLanes);
+      if constexpr (Decay::kIsOne) {
+        update[v] = beta * fma(zero_f32() - decay.share, seen, value);
+        store_f32(row + v * kLanes, fma(product, update[v], decay.share * read));
+      } else {
+        update[v] = beta * (value - seen);
+        store_f32(row + v * kLanes, fma(product, update[v], read));
+      }
     });
   }
   pass_rows<Pass::kUpdate>(state, key_dim, decay, update,
                            tile.keys + (num_tokens - 1) * key_stride, nullptr, nullptr, sums);
+}
+
+// A tile's tokens over the whole state of a value head.
+inline void pass_head(const GatedDeltaShape& shape, float* state, const DeltaTile& tile,
+                      size_t num_tokens) {
+  const size_t key_stride = key_stride_of(shape), value_stride = value_stride_of(shape);
+  const auto pass = decays_by_item(shape) ? pass_tokens<ItemDecays> : pass_tokens<HeadDecay>;
+  for (size_t column = 0; column < value_stride; column += kPassColumns) {
+    float* panel = state + column / kStatePanel * shape.key_dim * kStatePanel;
+    pass(panel + column % kStatePanel, shape.key_dim, key_stride, tile, num_tokens,
+         tile.values + column, value_stride);
+  }
 }
 
 // The norm over a head's outputs, times the gate.
@@ -189,17 +271,13 @@ void run_item(const GatedDeltaTask& task, const GatedDeltaItem& item, float* scr
     }
     for (size_t head = item.v_begin; head < item.v_end; ++head) {
       if (task.gate_type == FloatType::kFloat32)
-        compute_gates<float>(task, begin + first, num_tokens, head, tile);
+        prepare_gates<float>(task, begin + first, num_tokens, head, tile);
       else
-        compute_gates<uint16_t>(task, begin + first, num_tokens, head, tile);
+        prepare_gates<uint16_t>(task, begin + first, num_tokens, head, tile);
       convolve(conv, first, num_tokens, 2 * all_keys + head * shape.value_dim, shape.value_dim,
                tile.values, value_stride);
       float* state = task.states + slot * task.state_stride + head * head_state;
-      for (size_t column = 0; column < value_stride; column += kPassColumns) {
-        float* panel = state + column / kStatePanel * shape.key_dim * kStatePanel;
-        pass_tokens(panel + column % kStatePanel, shape.key_dim, key_stride, tile, num_tokens,
-                    tile.values + column, value_stride);
-      }
+      pass_head(shape, state, tile, num_tokens);
       for (size_t t = 0; t < num_tokens; ++t) {
         const size_t row = begin + first + t;
         norm_and_gate(task, tile.values + t * value_stride,

@@ -1,8 +1,9 @@
 // Gated delta rule (Gated DeltaNet, arXiv:2412.06464) over the tokens of many sequences, from the projections' results
 // to what the output projection takes: short convolution, gates, normed queries and keys, the recurrence, gated norm.
 //
-// The recurrence runs token by token: S = decay S; u = beta (v - S^T k); S = S + k u^T; o = S^T q. Each sum has one
-// order, so that a token's result is bitwise the same in any chunk and batch, for any number of threads, on every ISA.
+// The recurrence runs token by token: S = decay S; u = beta (v - S^T k); S = S + k u^T; o = S^T q. A decay is one number
+// or, in Kimi delta attention (arXiv:2510.26692), one for each item of a key. Each sum has one order, so that a token's
+// result is bitwise the same in any chunk and batch, for any number of threads, on every ISA.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +11,7 @@
 
 #include "base/status.h"
 #include "base/threads/thread_pool.h"
+#include "kernels/recurrent/rows.h"
 #include "kernels/vectors/float_type.h"
 #include "kernels/vectors/isa.h"
 
@@ -28,6 +30,7 @@ struct GatedDeltaShape {
   size_t key_dim = 0;      // Of a head, at most kMaxStateDim.
   size_t value_dim = 0;    // Of a head, at most kMaxStateDim.
   size_t conv_width = 0;   // Inputs that an output of the convolution sees, 1 to kMaxConvWidth.
+  size_t num_decays = 1;   // Of a value head: 1, or key_dim.
 };
 
 // Not members: sources of several instruction sets call them, and each keeps a copy of its own.
@@ -36,6 +39,9 @@ static inline size_t num_channels_of(const GatedDeltaShape& shape) {
 }
 static inline size_t num_panels_of(const GatedDeltaShape& shape) {
   return (shape.value_dim + kStatePanel - 1) / kStatePanel;
+}
+static inline size_t all_decays_of(const GatedDeltaShape& shape) {
+  return shape.num_v_heads * shape.num_decays;
 }
 // Floats of a sequence's state.
 static inline size_t state_size_of(const GatedDeltaShape& shape) {
@@ -46,37 +52,22 @@ static inline size_t state_size_of(const GatedDeltaShape& shape) {
 struct GatedDeltaWeights {
   const float* conv = nullptr;        // [conv_width][num_channels], the oldest input first.
   const float* decay_rate = nullptr;  // [num_v_heads]: the logarithm of a decay is -rate * softplus(a + bias).
-  const float* decay_bias = nullptr;  // [num_v_heads].
+  const float* decay_bias = nullptr;  // [num_v_heads][num_decays].
   const float* norm = nullptr;        // [value_dim].
   float norm_eps = 0.0f;
   float beta_scale = 1.0f;     // beta = scale * sigmoid(b).
   bool is_silu_gated = true;   // The normed output is multiplied by silu(z), else by sigmoid(z).
 };
 
-// Rows of all sequences, one after another. Strides count items.
-struct GatedDeltaTask {
+// x has queries, keys and values before the convolution; z and out all value heads.
+struct GatedDeltaTask : StateRows {
   GatedDeltaShape shape;
   GatedDeltaWeights weights;
-  const void* x = nullptr;  // [rows][num_channels]: queries, keys, values before the convolution.
-  size_t x_stride = 0;
-  const void* z = nullptr;  // [rows][num_v_heads * value_dim].
-  size_t z_stride = 0;
-  FloatType type = FloatType::kFloat32;  // The type of x, z, carried and out.
-  const void* a = nullptr;  // [rows][num_v_heads].
+  const void* a = nullptr;  // [rows][num_v_heads][num_decays].
   size_t a_stride = 0;
   const void* b = nullptr;  // [rows][num_v_heads].
   size_t b_stride = 0;
   FloatType gate_type = FloatType::kFloat32;  // Of a and b.
-  void* out = nullptr;  // [rows][num_v_heads * value_dim].
-  size_t out_stride = 0;
-  // Slots of sequences that go on: states, and the last conv_width - 1 rows of x. Read, then written.
-  float* states = nullptr;
-  size_t state_stride = 0;
-  void* carried = nullptr;
-  size_t carried_stride = 0;
-  const int64_t* query_start = nullptr;  // [num_sequences + 1] rows.
-  const int64_t* slots = nullptr;        // [num_sequences], no two alike.
-  size_t num_sequences = 0;
 };
 
 // Value heads [v_begin, v_end) of one key head, over the rows of one sequence.

@@ -16,7 +16,9 @@ namespace tandem {
 namespace {
 
 constexpr GatedDeltaShape kShapes[] = {{1, 1, 1, 1, 1},   {1, 3, 5, 7, 4},  {2, 4, 16, 33, 2},
-                                       {2, 2, 65, 32, 4}, {1, 2, 64, 64, 3}};
+                                       {2, 2, 65, 32, 4}, {1, 2, 64, 64, 3},
+                                       // Each item of a key decays apart.
+                                       {2, 4, 16, 33, 2, 16}, {1, 2, 65, 64, 3, 65}};
 constexpr size_t kNumSequences = 2;
 constexpr size_t kLengths[kNumSequences] = {70, 35};
 
@@ -43,7 +45,8 @@ std::vector<float> run_chunks(const GatedDeltaShape& shape, Isa isa, ThreadPool*
   const size_t channels = num_channels_of(shape), values = shape.num_v_heads * shape.value_dim;
   TestNumbers numbers;
   const std::vector<float> conv = numbers.vector(shape.conv_width * channels);
-  const std::vector<float> rate(shape.num_v_heads, 0.5f), bias = numbers.vector(shape.num_v_heads);
+  const size_t decays = all_decays_of(shape);
+  const std::vector<float> rate(shape.num_v_heads, 0.5f), bias = numbers.vector(decays);
   const std::vector<float> norm = numbers.vector(shape.value_dim);
   std::vector<float> states(kNumSequences * state_size_of(shape));
   std::vector<T> carried(kNumSequences * (shape.conv_width - 1) * channels);
@@ -51,7 +54,7 @@ std::vector<float> run_chunks(const GatedDeltaShape& shape, Isa isa, ThreadPool*
   for (size_t s = 0; s < kNumSequences; ++s) {
     x[s] = draw<T>(numbers, kLengths[s] * channels);
     z[s] = draw<T>(numbers, kLengths[s] * values);
-    a[s] = draw<T>(numbers, kLengths[s] * shape.num_v_heads);
+    a[s] = draw<T>(numbers, kLengths[s] * decays);
     b[s] = draw<T>(numbers, kLengths[s] * shape.num_v_heads);
   }
   std::vector<float> all;
@@ -67,7 +70,7 @@ std::vector<float> run_chunks(const GatedDeltaShape& shape, Isa isa, ThreadPool*
       };
       append(rows_x, x[s], channels);
       append(rows_z, z[s], values);
-      append(rows_a, a[s], shape.num_v_heads);
+      append(rows_a, a[s], decays);
       append(rows_b, b[s], shape.num_v_heads);
       query_start.push_back(query_start.back() + static_cast<int64_t>(end - begin));
     }
@@ -81,7 +84,8 @@ std::vector<float> run_chunks(const GatedDeltaShape& shape, Isa isa, ThreadPool*
     task.z_stride = task.out_stride = values;
     task.a = rows_a.data();
     task.b = rows_b.data();
-    task.a_stride = task.b_stride = shape.num_v_heads;
+    task.a_stride = decays;
+    task.b_stride = shape.num_v_heads;
     task.type = task.gate_type = sizeof(T) == 4 ? FloatType::kFloat32 : FloatType::kBfloat16;
     task.out = out.data();
     task.states = states.data();

@@ -26,18 +26,28 @@ struct DeltaTile {
   float* decay;
   float* beta;
   float* product;  // Of query and key.
+  // Of a head whose items of a key decay apart: [token][key_stride]; the last two times the decays.
+  float* decays;
+  float* decayed_queries;
+  float* decayed_keys;
 };
 
+static inline bool decays_by_item(const GatedDeltaShape& shape) { return shape.num_decays > 1; }
 static inline size_t tile_floats(const GatedDeltaShape& shape) {
-  return kDeltaTokens * (2 * key_stride_of(shape) + value_stride_of(shape) + 3);
+  const size_t key_rows = decays_by_item(shape) ? 5 : 2;
+  return kDeltaTokens * (key_rows * key_stride_of(shape) + value_stride_of(shape) + 3);
 }
 
 static inline DeltaTile split_scratch(const GatedDeltaShape& shape, float* scratch) {
   const size_t keys = kDeltaTokens * key_stride_of(shape);
   const size_t values = kDeltaTokens * value_stride_of(shape);
   float* const gates = scratch + 2 * keys + values;
-  return {scratch, scratch + keys, scratch + 2 * keys, gates, gates + kDeltaTokens,
-          gates + 2 * kDeltaTokens};
+  float* const decays = gates + 3 * kDeltaTokens;
+  DeltaTile tile = {scratch, scratch + keys, scratch + 2 * keys, gates, gates + kDeltaTokens,
+                    gates + 2 * kDeltaTokens, nullptr, nullptr, nullptr};
+  if (decays_by_item(shape))
+    tile.decays = decays, tile.decayed_queries = decays + keys, tile.decayed_keys = decays + 2 * keys;
+  return tile;
 }
 
 // Scratch of a scan's gradients, one panel at a time.

@@ -52,29 +52,14 @@ struct Mamba2Weights {
   float dt_max = 0.0f;  // May be infinite.
 };
 
-// Rows of all sequences, one after another. Strides count items.
-struct Mamba2Task {
+// x has x, B and C before the convolution; z and out num_values.
+struct Mamba2Task : StateRows {
   Mamba2Shape shape;
   Mamba2Weights weights;
-  const void* x = nullptr;  // [rows][num_channels]: x, B, C before the convolution.
-  size_t x_stride = 0;
-  const void* z = nullptr;  // [rows][num_values].
-  size_t z_stride = 0;
-  FloatType type = FloatType::kFloat32;  // The type of x, z, carried and out.
   const void* dt = nullptr;              // [rows][num_heads].
   size_t dt_stride = 0;
   FloatType dt_type = FloatType::kFloat32;
-  void* out = nullptr;  // [rows][num_values].
-  size_t out_stride = 0;
   float* mixed = nullptr;  // [rows][num_values]: y before gate and norm; scratch.
-  // Slots of sequences that go on: states, and the last conv_width - 1 rows of x. Read, then written.
-  float* states = nullptr;
-  size_t state_stride = 0;
-  void* carried = nullptr;
-  size_t carried_stride = 0;
-  const int64_t* query_start = nullptr;  // [num_sequences + 1] rows.
-  const int64_t* slots = nullptr;        // [num_sequences], no two alike.
-  size_t num_sequences = 0;
 };
 
 // Heads [begin, end) of one group, over the rows of one sequence.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels/recurrent/sequences.h"
+
 namespace tandem {
 namespace {
 
@@ -13,13 +15,12 @@ constexpr size_t kMinConvProducts = 256 << 10;
 
 Status run_short_conv(const StateSpaceKernels& kernels, ThreadPool* pool,
                       const ShortConvTask& task) {
-  const size_t num_rows =
-      task.num_sequences == 0 ? 0 : static_cast<size_t>(task.query_start[task.num_sequences]);
+  const size_t num_rows = count_rows(task);
   if (num_rows == 0) return {};
   std::vector<ShortConvItem> items;
   for (size_t s = 0; s < task.num_sequences; ++s)
     for (size_t first = 0; first < task.num_channels; first += kConvBlock)
-      if (task.query_start[s + 1] > task.query_start[s])
+      if (count_tokens(task, s) > 0)
         items.push_back({s, first, std::min(kConvBlock, task.num_channels - first)});
   const auto run = [&](size_t begin, size_t end, int) {
     for (size_t i = begin; i < end; ++i) kernels.short_conv(task, items[i]);

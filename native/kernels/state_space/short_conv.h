@@ -10,6 +10,7 @@
 
 #include "base/status.h"
 #include "base/threads/thread_pool.h"
+#include "kernels/recurrent/rows.h"
 #include "kernels/state_space/state_space.h"
 #include "kernels/vectors/float_type.h"
 
@@ -18,22 +19,12 @@ namespace tandem {
 // Channels that pass together.
 inline constexpr size_t kConvBlock = 64;
 
-// Rows of all sequences, one after another. Strides count items; pointers are borrowed.
-struct ShortConvTask {
+// x has B, C and x, each num_channels; out one of these.
+struct ShortConvTask : SequenceRows {
   size_t num_channels = 0;
   size_t conv_width = 0;        // Products that an output sees, 1 to kMaxConvWidth.
   const float* conv = nullptr;  // [conv_width][num_channels], the oldest product first.
   const float* bias = nullptr;  // [num_channels], or null.
-  const void* x = nullptr;      // [rows][3 * num_channels]: B, C, x.
-  size_t x_stride = 0;
-  FloatType type = FloatType::kFloat32;  // Of x, carried and out.
-  void* out = nullptr;                   // [rows][num_channels].
-  size_t out_stride = 0;
-  void* carried = nullptr;  // Slots of [conv_width - 1][num_channels]. Read, then written.
-  size_t carried_stride = 0;
-  const int64_t* query_start = nullptr;  // [num_sequences + 1] rows.
-  const int64_t* slots = nullptr;        // [num_sequences], no two alike.
-  size_t num_sequences = 0;
 };
 
 // Channels [first, first + size), at most kConvBlock, over the rows of one sequence.

@@ -4,7 +4,8 @@ A sequence's state is a function of its tokens alone, and does not grow with the
 head a float32 matrix, in panels of 32 value columns, and the last inputs of the short convolution.
 ``Execution.gated_delta`` runs the rule.
 
-Shapes: T rows, W convolution width, C channels, V value heads, v and k sizes of their heads.
+Shapes: T rows, W convolution width, C channels, V value heads, v and k sizes of their heads, d
+decays of a head: 1, or k in Kimi delta attention, whose items of a key decay apart.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ class GatedDeltaRule:
         conv_WC: of the short convolution, the oldest input first; channels are the queries and the
             keys of all key heads, then the values of all value heads.
         decay_rate_V: exp(A_log): a decay is exp(-rate * softplus(a + bias)).
-        decay_bias_V: dt_bias.
+        decay_bias_Vd: dt_bias, [V * d]; its size says what d is.
         norm_v: weight of the RMSNorm of each head's output.
         num_k_heads: each serves as many consecutive value heads.
         key_dim: k.
@@ -49,7 +50,7 @@ class GatedDeltaRule:
         self,
         conv_WC: Tensor,
         decay_rate_V: Tensor,
-        decay_bias_V: Tensor,
+        decay_bias_Vd: Tensor,
         norm_v: Tensor,
         *,
         num_k_heads: int,
@@ -60,13 +61,19 @@ class GatedDeltaRule:
     ) -> None:
         self.conv_WC, self.norm_v = conv_WC.float().contiguous(), norm_v.float().contiguous()
         self.decay_rate_V = decay_rate_V.float().contiguous()
-        self.decay_bias_V = decay_bias_V.float().contiguous()
+        self.decay_bias_Vd = decay_bias_Vd.float().contiguous()
         self.num_k_heads, self.key_dim = num_k_heads, key_dim
         self.num_v_heads, self.value_dim = len(decay_rate_V), len(norm_v)
         self.norm_eps, self.beta_scale, self.gate = norm_eps, beta_scale, gate
         where = "kernels.gated_delta"
         if gate not in GATES:
             raise ConfigError(where, f"unknown gate {gate}: choose one of {', '.join(GATES)}")
+        if len(decay_bias_Vd) not in (self.num_v_heads, self.num_v_heads * key_dim):
+            raise ShapeError(
+                where,
+                f"{len(decay_bias_Vd)} biases of the decays of {self.num_v_heads} heads with keys "
+                f"of {key_dim}: give one for each head, or for each item of their keys",
+            )
         channels = 2 * num_k_heads * key_dim + self.num_v_heads * self.value_dim
         if self.num_v_heads % num_k_heads or conv_WC.shape[1] != channels:
             raise ShapeError(
@@ -80,6 +87,11 @@ class GatedDeltaRule:
     def num_channels(self) -> int:
         """C."""
         return self.conv_WC.shape[1]
+
+    @property
+    def decays_by_item(self) -> bool:
+        """True if each item of a key has a decay of its own."""
+        return len(self.decay_bias_Vd) > self.num_v_heads
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
@@ -102,7 +114,7 @@ class GatedDeltaRule:
         return _native.GatedDelta(
             view_tensor(self.conv_WC),
             view_tensor(self.decay_rate_V),
-            view_tensor(self.decay_bias_V),
+            view_tensor(self.decay_bias_Vd),
             view_tensor(self.norm_v),
             self.num_k_heads,
             self.key_dim,
@@ -157,10 +169,10 @@ class GatedDeltaRows:
     """Queries, keys and values before the convolution."""
     z_TVv: Tensor  # noqa: N815
     """[T, V * v], of the dtype of ``x_TC``."""
-    a_TV: Tensor  # noqa: N815
-    """Before the bias; float32 or of the dtype of ``x_TC``."""
+    a_TVd: Tensor  # noqa: N815
+    """[T, V * d], before the bias; float32 or of the dtype of ``x_TC``."""
     b_TV: Tensor  # noqa: N815
-    """Before the sigmoid; of the dtype of ``a_TV``."""
+    """Before the sigmoid; of the dtype of ``a_TVd``."""
     query_start: Sequence[int]
     """First row of each sequence, and T."""
     slot_ids: Sequence[int]

@@ -13,7 +13,7 @@ import time
 
 import pytest
 from chat_engine import ChatEngine, make_prompt
-from hybrid import save_hybrid, save_short_convolutions, save_state_spaces
+from hybrid import save_hybrid, save_kimi_delta, save_short_convolutions, save_state_spaces
 from sparse import save_sparse
 from test_disaggregation import TIMEOUT_S, Node
 from test_store_tier import LiveStore, Served
@@ -30,6 +30,7 @@ MODELS = {
     "windowed": save_windowed,
     "sharing": save_sharing,
     "hybrid": save_hybrid,
+    "kimi delta": save_kimi_delta,
     "short convolutions": save_short_convolutions,
     "state spaces": save_state_spaces,
     "sparse": save_sparse,

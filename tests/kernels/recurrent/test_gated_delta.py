@@ -24,16 +24,20 @@ ISAS = _native.kernel_isas()
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 every_isa = pytest.mark.parametrize("isa", ISAS)
 SHAPES = {"odd": (1, 3, 5, 7, 4), "narrow": (2, 4, 16, 40, 2), "family": (2, 4, 128, 128, 4)}
+SHAPES |= {"items": (1, 3, 5, 7, 4), "narrow items": (2, 4, 16, 40, 2), "kimi": (2, 2, 128, 128, 4)}
 """Key heads, value heads, sizes of their heads, convolution width."""
+BY_ITEM = ("items", "narrow items", "kimi")
+"""Shapes whose items of a key decay apart."""
 
 
 def make_rule(draw, shape, **options):
     k_heads, v_heads, key, value, width = SHAPES[shape]
     channels = 2 * k_heads * key + v_heads * value
+    decays = v_heads * key if shape in BY_ITEM else v_heads
     return GatedDeltaRule(
         draw(width, channels, dtype=torch.float32, scale=0.5),
         draw(v_heads, dtype=torch.float32).exp(),
-        draw(v_heads, dtype=torch.float32) - 2,
+        draw(decays, dtype=torch.float32) - 2,
         draw(value, dtype=torch.float32),
         num_k_heads=k_heads,
         key_dim=key,
@@ -50,7 +54,7 @@ def make_rows(draw, rule, lengths, dtype, gate_dtype=None):
     return GatedDeltaRows(
         draw(total, rule.num_channels, dtype=dtype),
         draw(total, values, dtype=dtype),
-        draw(total, rule.num_v_heads, dtype=gate_dtype or dtype),
+        draw(total, len(rule.decay_bias_Vd), dtype=gate_dtype or dtype),
         draw(total, rule.num_v_heads, dtype=gate_dtype or dtype),
         starts,
         list(range(len(lengths)))[::-1],
@@ -61,7 +65,7 @@ def run(rule, rows, slots=None, *, isa="", pool=None):
     """Return the outputs of the native rule, and the slots after them."""
     slots = slots or StateSlots.allocate(rule, len(rows.slot_ids), rows.x_TC.dtype)
     out = torch.full_like(rows.z_TVv, math.nan)
-    parts = (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV, out)
+    parts = (rows.x_TC, rows.z_TVv, rows.a_TVd, rows.b_TV, out)
     rule.native.run(
         *map(view_tensor, parts),
         slots.states.view,
@@ -80,7 +84,7 @@ def cut(rows, spans, slot_ids=None):
     starts = [0]
     for begin, end in spans:
         starts.append(starts[-1] + end - begin)
-    parts = (part[index] for part in (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV))
+    parts = (part[index] for part in (rows.x_TC, rows.z_TVv, rows.a_TVd, rows.b_TV))
     return GatedDeltaRows(*parts, starts, slot_ids or rows.slot_ids)
 
 
@@ -88,7 +92,7 @@ def to_oracle(rule, wide):
     return delta.DeltaWeights(
         wide(rule.conv_WC),
         wide(rule.decay_rate_V),
-        wide(rule.decay_bias_V),
+        wide(rule.decay_bias_Vd),
         wide(rule.norm_v),
         rule.num_k_heads,
         rule.key_dim,
@@ -109,7 +113,7 @@ def count_all_outside(rule, rows, out, slots, wide, count_outside):
     weights, outside = to_oracle(rule, wide), 0
     for i, slot in enumerate(rows.slot_ids):
         part = slice(rows.query_start[i], rows.query_start[i + 1])
-        args = [wide(x[part]) for x in (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV)]
+        args = [wide(x[part]) for x in (rows.x_TC, rows.z_TVv, rows.a_TVd, rows.b_TV)]
         expected, state = delta.gated_delta(*args, weights)
         bound, state_bound = delta.gated_delta_bound(*args, weights, out.dtype)
         outside += count_outside(out[part], expected, bound)
@@ -130,12 +134,15 @@ def test_native(isa, dtype, shape, draw, wide, count_outside):
     assert count_all_outside(rule, rows, out, slots, wide, count_outside) == 0
 
 
-@pytest.mark.parametrize("options", [{"beta_scale": 2.0}, {"gate": "sigmoid"}], ids=str)
+OPTIONS = [("narrow", {"beta_scale": 2.0}), ("narrow items", {"gate": "sigmoid"})]
+
+
+@pytest.mark.parametrize(("shape", "options"), OPTIONS, ids=str)
 @pytest.mark.parametrize("execution", [CpuExecution(), TorchExecution()], ids=["cpu", "torch"])
 @both_dtypes
-def test_executions(execution, options, dtype, draw, wide, count_outside):
+def test_executions(execution, shape, options, dtype, draw, wide, count_outside):
     """Gates in float32 beside rows of another dtype; the options of other families."""
-    rule = make_rule(draw, "narrow", **options)
+    rule = make_rule(draw, shape, **options)
     rows = make_rows(draw, rule, [33, 4], dtype, torch.float32)
     slots = StateSlots.allocate(rule, 2, dtype)
     out = execution.gated_delta(rule, rows, slots)
@@ -149,7 +156,7 @@ def test_the_oracle_is_the_familys(draw, wide):
     rule = make_rule(draw, "narrow")
     rows = make_rows(draw, rule, [30], torch.float32)
     weights = to_oracle(rule, wide)
-    args = [wide(x) for x in (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV)]
+    args = [wide(x) for x in (rows.x_TC, rows.z_TVv, rows.a_TVd, rows.b_TV)]
     expected, state = delta.gated_delta(*args, weights)
     mixed = modeling.causal_conv1d_fn(rows.x_TC.T[None], rule.conv_WC.T, activation="silu")
     keys = rule.num_k_heads * rule.key_dim
@@ -158,7 +165,7 @@ def test_the_oracle_is_the_familys(draw, wide):
         q.unflatten(-1, (rule.num_k_heads, -1)),
         k.unflatten(-1, (rule.num_k_heads, -1)),
         v.unflatten(-1, (rule.num_v_heads, -1)),
-        g=-rule.decay_rate_V * torch.nn.functional.softplus(rows.a_TV + rule.decay_bias_V)[None],
+        g=-rule.decay_rate_V * torch.nn.functional.softplus(rows.a_TVd + rule.decay_bias_Vd)[None],
         beta=rows.b_TV.sigmoid()[None],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
@@ -170,18 +177,53 @@ def test_the_oracle_is_the_familys(draw, wide):
     assert np.allclose(wide(last[0]), state, atol=1e-4)
 
 
+@pytest.mark.slow
+def test_the_oracle_by_item_is_the_familys(draw, wide):
+    """As above, for Kimi-Linear."""
+    modeling = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    rule = make_rule(draw, "kimi", gate="sigmoid")
+    rows = make_rows(draw, rule, [30], torch.float32)
+    args = [wide(x) for x in (rows.x_TC, rows.z_TVv, rows.a_TVd, rows.b_TV)]
+    expected, state = delta.gated_delta(*args, to_oracle(rule, wide))
+    mixed = modeling.causal_conv1d_fn(rows.x_TC.T[None], rule.conv_WC.T, activation="silu")
+    heads = mixed[0].T[None].unflatten(-1, (3, rule.num_v_heads, -1)).unbind(2)
+    raw = (rows.a_TVd + rule.decay_bias_Vd).unflatten(-1, (rule.num_v_heads, -1))
+    out, last = modeling.recurrent_kimi_delta_attention(
+        *heads,
+        g=-rule.decay_rate_V[:, None] * torch.nn.functional.softplus(raw)[None],
+        beta=rows.b_TV.sigmoid()[None],
+        initial_state=None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    norm = modeling.KimiLinearRMSNormGated(rule.value_dim, eps=rule.norm_eps)
+    norm.weight.data.copy_(rule.norm_v)
+    y = norm(out[0].flatten(0, 1), rows.z_TVv.view(-1, rule.value_dim))
+    assert np.allclose(wide(y.detach()).reshape(expected.shape), expected, atol=1e-4)
+    assert np.allclose(wide(last[0]), state, atol=1e-4)
+
+
 MUTANTS = {
     "none": lambda rule: None,
     "convolution reversed": lambda rule: rule.conv_WC.copy_(rule.conv_WC.flip(0)),
     "one tap left out": lambda rule: rule.conv_WC[0].zero_(),
     "decay rates of other heads": lambda rule: rule.decay_rate_V.copy_(rule.decay_rate_V.roll(1)),
-    "no bias of the decay": lambda rule: rule.decay_bias_V.zero_(),
+    "no bias of the decay": lambda rule: rule.decay_bias_Vd.zero_(),
     "beta of another range": lambda rule: setattr(rule, "beta_scale", 1.01),
     "another gate": lambda rule: setattr(rule, "gate", "sigmoid"),
     "norm": lambda rule: rule.norm_v.copy_(rule.norm_v.roll(1)),
     "epsilon": lambda rule: setattr(rule, "norm_eps", 1e-2),
     "queries for keys": lambda rule: swap_channels(rule.conv_WC, rule.num_k_heads * rule.key_dim),
 }
+MUTANTS_BY_ITEM = {
+    "none": lambda rule: None,
+    "decays of other items": lambda rule: rule.decay_bias_Vd.copy_(rule.decay_bias_Vd.roll(1)),
+    "one decay a head": lambda rule: rule.decay_bias_Vd.copy_(
+        rule.decay_bias_Vd.view(rule.num_v_heads, -1)[:, :1].expand(-1, rule.key_dim).flatten()
+    ),
+}
+CASES = [("narrow", name) for name in MUTANTS]
+CASES += [("narrow items", name) for name in MUTANTS_BY_ITEM]
 
 
 def swap_channels(conv, keys):
@@ -189,16 +231,16 @@ def swap_channels(conv, keys):
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutants(name, dtype, draw, wide, count_outside):
-    rule = make_rule(draw, "narrow")
+@pytest.mark.parametrize(("shape", "name"), CASES)
+def test_mutants(shape, name, dtype, draw, wide, count_outside):
+    rule = make_rule(draw, shape)
     rows = make_rows(draw, rule, [30, 6], dtype)
     right = to_oracle(rule, wide)
     right = replace(right, **{key: np.copy(v) for key, v in vars(right).items() if np.ndim(v)})
-    MUTANTS[name](rule)
+    (MUTANTS if shape == "narrow" else MUTANTS_BY_ITEM)[name](rule)
     out, _ = run(rule, rows)
     part = slice(0, 30)
-    args = [wide(x[part]) for x in (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV)]
+    args = [wide(x[part]) for x in (rows.x_TC, rows.z_TVv, rows.a_TVd, rows.b_TV)]
     expected, _ = delta.gated_delta(*args, right)
     bound, _ = delta.gated_delta_bound(*args, right, dtype)
     outside = count_outside(out[part], expected, bound)
@@ -253,11 +295,12 @@ def test_slots_of_others_stay(draw):
 @every_isa
 @both_dtypes
 @pytest.mark.parametrize("fill", [0.0, 1e30, -1e30, math.inf, -math.inf])
-def test_extreme_gates_leave_numbers(isa, dtype, fill, draw, wide, count_outside):
+@pytest.mark.parametrize("shape", ["narrow", "items"])
+def test_extreme_gates_leave_numbers(isa, dtype, shape, fill, draw, wide, count_outside):
     """Decays of 0 and 1, betas of 0 and 1: forgetting all, keeping all."""
-    rule = make_rule(draw, "narrow")
+    rule = make_rule(draw, shape)
     rows = make_rows(draw, rule, [40, 5], dtype)
-    rows.a_TV.fill_(fill)
+    rows.a_TVd.fill_(fill)
     rows.b_TV[::2].fill_(fill)
     rows.x_TC[10:20] = 0  # Queries and keys without a length.
     out, slots = run(rule, rows, isa=isa)
@@ -276,6 +319,10 @@ def test_a_nan_stays_in_its_sequence(draw):
     assert torch.equal(out[20:], want[20:])
     assert torch.equal(out[:5], want[:5])
     assert out[5:20].isnan().all()
+
+
+KEPT = {"num_k_heads": 1, "key_dim": 5, "norm_eps": 1e-6}
+"""Of the shape ``odd``."""
 
 
 def test_refusals(draw):
@@ -297,6 +344,8 @@ def test_refusals(draw):
             run(rule, replace(rows, **wrong), slots)
     with pytest.raises(ShapeError, match="states"):
         run(rule, rows, StateSlots.allocate(make_rule(draw, "narrow"), 2, torch.float32))
+    with pytest.raises(ShapeError, match="biases of the decays"):
+        GatedDeltaRule(rule.conv_WC, rule.decay_rate_V, torch.zeros(4), rule.norm_v, **KEPT)
     with pytest.raises(ConfigError, match="tanh"):
         make_rule(draw, "odd", gate="tanh")
     with pytest.raises(ConfigError, match="isa"):

@@ -17,7 +17,10 @@ from tandem.kernels.torch.execution import TorchExecution
 from tandem.kernels.torch.gated_delta import scan_tokens
 
 SHAPES = {"odd": (1, 3, 5, 7), "narrow": (2, 4, 16, 40), "family": (1, 2, 128, 128)}
+SHAPES |= {"odd items": (1, 3, 5, 7), "narrow items": (2, 4, 16, 40), "kimi": (2, 2, 128, 128)}
 """Key heads, value heads, sizes of their heads."""
+BY_ITEM = ("odd items", "narrow items", "kimi")
+"""Shapes whose items of a key decay apart."""
 NAMES = ("queries", "keys", "values", "decays", "betas")
 
 
@@ -29,7 +32,9 @@ def draw_inputs(draw, shape, tokens):
     whole = state.transpose(1, 2).flatten(2)
     whole[..., value:] = 0
     state = whole.unflatten(-1, (-1, 32)).transpose(1, 2).contiguous()
-    decay, beta = (torch.sigmoid(draw(tokens, v_heads, **f32) + shift) for shift in (2, 0))
+    sizes = (v_heads, key) if shape in BY_ITEM else (v_heads,)
+    decay = torch.sigmoid(draw(tokens, *sizes, **f32) + 2)
+    beta = torch.sigmoid(draw(tokens, v_heads, **f32))
     return [q, k, draw(tokens, v_heads, value, **f32), decay, beta], state
 
 
@@ -67,9 +72,10 @@ def test_native_scan(shape, tokens, draw):
     assert find_far(got, want, bound) == []
 
 
+@pytest.mark.parametrize("shape", ["narrow", "narrow items"])
 @pytest.mark.parametrize("isa", _native.kernel_isas())
-def test_every_isa(isa, draw):
-    inputs, state = draw_inputs(draw, "narrow", 40)
+def test_every_isa(isa, shape, draw):
+    inputs, state = draw_inputs(draw, shape, 40)
     d_out = draw(*inputs[2].shape, dtype=torch.float32)
     wide = [part.double() for part in inputs]
     _, _, want = find_gradients(scan_tokens, wide, state.double(), d_out.double())
@@ -104,8 +110,9 @@ def set_last(x, value):
     return x
 
 
-def test_threads_change_no_bit(draw):
-    inputs, state = draw_inputs(draw, "narrow", 75)
+@pytest.mark.parametrize("shape", ["narrow", "narrow items"])
+def test_threads_change_no_bit(shape, draw):
+    inputs, state = draw_inputs(draw, shape, 75)
     d_out = draw(*inputs[2].shape, dtype=torch.float32)
     alone = find_gradients(NativeScan(None), inputs, state, d_out)
     pool = _native.ThreadPool(3, oversubscribe=True)

@@ -34,6 +34,7 @@ from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import LayerNorm, RmsNorm
 from tandem.kernels.operators.rope import Rope
 from tandem.kernels.paged import PagedKvCache
+from tandem.kernels.state_space.kimi_delta import KimiDelta
 from tandem.kernels.state_space.mixers import Mamba2, ShortConv
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch import attention as torch_attention
@@ -551,7 +552,7 @@ MUTANTS = {
     ),
     "no bias of the decay": (
         "olmo_hybrid",
-        change_rule(decay_bias_V=lambda rule: rule.decay_bias_V * 0),
+        change_rule(decay_bias_Vd=lambda rule: rule.decay_bias_Vd * 0),
         "layers.0.linear_attn (GatedDelta)",
     ),
     "updates go half as far": (
@@ -578,6 +579,16 @@ MUTANTS = {
         "qwen3_5_text",
         respec(GatedDelta, ba_names=lambda g: g.spec.ba_names[::-1]),
         "layers.0.linear_attn (GatedDelta)",
+    ),
+    "items of a key decay as their neighbours": (
+        "kimi_linear",
+        change_rule(KimiDelta, decay_bias_Vd=lambda rule: rule.decay_bias_Vd.roll(1)),
+        "layers.0.self_attn (KimiDelta)",
+    ),
+    "gate of the norm times its input": (
+        "kimi_linear",
+        change_rule(KimiDelta, gate=lambda rule: "silu"),
+        "layers.0.self_attn (KimiDelta)",
     ),
     "products of the future": (
         "lfm2",

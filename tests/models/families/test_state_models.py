@@ -11,6 +11,7 @@ import torch
 from loading import load_checkpoint
 from transformers import (
     GraniteMoeHybridConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -83,6 +84,26 @@ def folder(tmp_path_factory):
 
 COMMON = {"vocab_size": 131, "num_hidden_layers": 3, "max_position_embeddings": 512}
 OTHERS = {
+    "kimi delta": KimiLinearConfig(
+        **COMMON,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        kv_lora_rank=32,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_heads=2,
+        linear_head_dim=32,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     "short convolutions": Lfm2Config(
         **COMMON,
         hidden_size=96,
@@ -113,7 +134,7 @@ OTHERS = {
 def test_states_of_other_kinds(kind, formats, tmp_path):
     """As gated delta rules, with all their matrices coded."""
     save_tiny(make_tiny(OTHERS[kind], 0), tmp_path)
-    check_feeds(tmp_path, formats, is_fused=kind == "short convolutions")
+    check_feeds(tmp_path, formats, is_fused=kind != "state spaces")
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)

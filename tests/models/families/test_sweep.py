@@ -54,6 +54,7 @@ SERVED = [
     "internlm3",
     "iquestcoder",
     "jais2",
+    "kimi_linear",
     "kolibri1",
     "laguna",
     "lfm2",

@@ -23,6 +23,7 @@ FAMILIES = {
     "deepseek_v2": {},
     "deepseek_v3": {"n_shared_experts": 2},
     "qwen3_next": {},
+    "kimi_linear": {},
     "lfm2": {},
     "granitemoehybrid": {},
 }

@@ -142,7 +142,7 @@ class _Case:
         return GatedDeltaRows(
             rows.x_TC[:size].to(dtype),
             rows.z_TVv[:size].to(dtype),
-            rows.a_TV[:size].to(dtype),
+            rows.a_TVd[:size].to(dtype),
             rows.b_TV[:size].to(dtype),
             [0, size],
             [0],
@@ -159,7 +159,7 @@ class _Case:
         weight = self.rule.conv_WC.T[:, None].bfloat16()
         mixed = F.silu(F.conv1d(padded.transpose(1, 2), weight, groups=weight.shape[0]))
         q, k, v = mixed.transpose(1, 2).split([s.keys, s.keys, s.values], -1)
-        g = -self.rule.decay_rate_V * F.softplus(self.rows.a_TV.float() + self.rule.decay_bias_V)
+        g = -self.rule.decay_rate_V * F.softplus(self.rows.a_TVd.float() + self.rule.decay_bias_Vd)
         scan = self.family.torch_recurrent_gated_delta_rule
         if t > 1:
             scan = self.family.torch_chunk_gated_delta_rule

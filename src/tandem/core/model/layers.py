@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.core.model.mixers import Mamba2Spec, ShortConvSpec, StateSizes
+from tandem.core.model.mixers import KimiDeltaSpec, Mamba2Spec, ShortConvSpec, StateSizes
 
 __all__ = [
     "SILU",
@@ -28,6 +28,7 @@ __all__ = [
     "GqaSpec",
     "HeadSpec",
     "IndexSpec",
+    "KimiDeltaSpec",
     "LayerNormSpec",
     "LinearSpec",
     "Mamba2Spec",
@@ -377,10 +378,10 @@ class GatedDeltaSpec(
 AttentionSpec = GqaSpec | MlaSpec
 """A mixer that keeps KV."""
 
-StateMixerSpec = GatedDeltaSpec | ShortConvSpec | Mamba2Spec
+StateMixerSpec = GatedDeltaSpec | KimiDeltaSpec | ShortConvSpec | Mamba2Spec
 """A mixer that keeps a state in place of KV."""
 
-MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec | ShortConvSpec | Mamba2Spec
+MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec | KimiDeltaSpec | ShortConvSpec | Mamba2Spec
 """The part of a layer that mixes tokens."""
 
 
@@ -407,7 +408,7 @@ class FrozenGatedDeltaSpec(
 ):
     """A gated delta rule of transformers whose recurrence has a native gradient."""
 
-    rule: GatedDeltaSpec
+    rule: GatedDeltaSpec | KimiDeltaSpec
 
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="head"):
@@ -538,6 +539,7 @@ OperatorSpec = (
     | GqaSpec
     | MlaSpec
     | GatedDeltaSpec
+    | KimiDeltaSpec
     | ShortConvSpec
     | Mamba2Spec
     | LinearSpec

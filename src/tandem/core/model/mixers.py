@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-__all__ = ["Mamba2Spec", "ShortConvSpec", "StateSizes"]
+__all__ = ["KimiDeltaSpec", "Mamba2Spec", "ShortConvSpec", "StateSizes"]
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -86,3 +86,38 @@ class Mamba2Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
         return StateSizes(
             self.num_heads, self.state_dim, self.head_dim, self.num_channels, self.conv_width
         )
+
+
+class KimiDeltaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="kimi_delta"):
+    """Kimi delta attention of a layer: a gated delta rule whose items of a key decay apart.
+
+    Decays and the gate of the output are made in two products each, through a narrow waist.
+    """
+
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    """Items of a head's query, key and value."""
+    conv_width: PositiveInt
+    """Inputs that an output of the short convolution sees."""
+    decay_waist: PositiveInt
+    """Items between the two products that give decays."""
+    gate_waist: PositiveInt
+    """Items between the two products that give the gate."""
+    norm_eps: float
+
+    @property
+    def num_values(self) -> int:
+        """Items of the values of all heads, and of their queries and keys."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: all queries, keys and values."""
+        return 3 * self.num_values
+
+    @property
+    def state_sizes(self) -> StateSizes:
+        """The sizes of the state."""
+        size = self.head_dim
+        return StateSizes(self.num_heads, size, size, self.num_channels, self.conv_width)

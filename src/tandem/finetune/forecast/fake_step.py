@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tandem.core.model.layers import GatedDeltaSpec
+from tandem.core.model.layers import GatedDeltaSpec, KimiDeltaSpec
 from tandem.core.model.plan import LayerSpec
 from tandem.finetune.recipes.targets import find_expert_shapes, find_targets
 from tandem.finetune.training.loss import LOGIT_KEYS, count_piece_rows
@@ -367,7 +367,7 @@ def _replace_packed(model: Any, shape: StepShape, cost: StepCost) -> None:
             stand_in = _Experts(module, cost, shape)
             model.set_submodule(name, stand_in)
     for name, spec in observe_state_mixers(model).items():
-        if isinstance(spec, GatedDeltaSpec):
+        if isinstance(spec, GatedDeltaSpec | KimiDeltaSpec):
             frozen = freeze_mixer(model.get_submodule(name), spec, partial(_FakeScan.apply, cost))
             model.set_submodule(name, frozen)
     if shape.has_packed_linear:

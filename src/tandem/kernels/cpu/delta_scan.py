@@ -26,17 +26,16 @@ class _Scan(torch.autograd.Function):
         q_TGk: Tensor,
         k_TGk: Tensor,
         v_TVv: Tensor,
-        decay_TV: Tensor,
+        decay: Tensor,
         beta_TV: Tensor,
         state_VPkc: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        parts = [part.contiguous() for part in (q_TGk, k_TGk, v_TVv, decay_TV, beta_TV)]
+        parts = [part.contiguous() for part in (q_TGk, k_TGk, v_TVv, decay, beta_TV)]
         last = state_VPkc.clone(memory_format=torch.contiguous_format)
         out = torch.empty_like(parts[2])
         ctx.pool = pool
         ctx.save_for_backward(*parts, last.clone())
-        q, k, v, decay, beta = map(view_tensor, parts)
-        _native.scan_delta(q, k, v, decay, beta, view_tensor(last), view_tensor(out), pool)
+        _native.scan_delta(*map(view_tensor, (*parts, last, out)), pool)
         ctx.mark_non_differentiable(last)
         return out, last
 
@@ -47,17 +46,11 @@ class _Scan(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
         saved: tuple[Tensor, ...] = ctx.saved_tensors
-        _, k_TGk, v_TVv, decay_TV, *_ = saved
+        _, k_TGk, v_TVv, decay, beta_TV, _ = saved
         d_q, d_k = (k_TGk.new_empty(*v_TVv.shape[:2], k_TGk.shape[2]) for _ in range(2))
-        d_v, d_decay, d_beta = (torch.empty_like(part) for part in (v_TVv, decay_TV, decay_TV))
-        q, k, v, decay, beta, state = map(view_tensor, saved)
+        d_v, d_decay, d_beta = map(torch.empty_like, (v_TVv, decay, beta_TV))
         _native.scan_delta_backward(
-            q,
-            k,
-            v,
-            decay,
-            beta,
-            state,
+            *map(view_tensor, saved),
             view_tensor(grads[0].contiguous()),
             view_tensor(d_q),
             view_tensor(d_k),
@@ -82,10 +75,10 @@ class NativeScan:
         q_TGk: Tensor,
         k_TGk: Tensor,
         v_TVv: Tensor,
-        decay_TV: Tensor,
+        decay: Tensor,
         beta_TV: Tensor,
         state_VPkc: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return what the tokens read [T, V, v], and the state after them, new."""
-        out, last = _Scan.apply(self._pool, q_TGk, k_TGk, v_TVv, decay_TV, beta_TV, state_VPkc)
+        out, last = _Scan.apply(self._pool, q_TGk, k_TGk, v_TVv, decay, beta_TV, state_VPkc)
         return out, last

@@ -66,14 +66,14 @@ class CpuExecution(TorchExecution):
 
     def gated_delta(self, rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
         """See ``Execution``."""
-        parts = (rows.x_TC, rows.z_TVv, rows.a_TV, rows.b_TV)
+        parts = (rows.x_TC, rows.z_TVv, rows.a_TVd, rows.b_TV)
         if not all(map(is_native, parts)):
             return run_gated_delta(rule, rows, slots, NativeScan(self._pool))
         out = torch.empty(rows.z_TVv.shape, dtype=rows.z_TVv.dtype)
         rule.native.run(
             view_tensor(rows.x_TC),
             view_tensor(rows.z_TVv),
-            view_tensor(rows.a_TV),
+            view_tensor(rows.a_TVd),
             view_tensor(rows.b_TV),
             view_tensor(out),
             slots.states.view,

@@ -29,7 +29,7 @@ from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import Unrotated, scale_positions
 from tandem.kernels.paged import LayerPlace, PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
-from tandem.kernels.state_space.mixers import Mamba2, NativeRows, ShortConv, StateSpace
+from tandem.kernels.state_space.mixers import NativeRows, StateSpace
 from tandem.kernels.state_space.rules import StateRows
 from tandem.kernels.states import StateCache
 
@@ -126,7 +126,7 @@ class CpuStep:
         if attention_out_norm is None:
             attention.output_matrix.run(mixed, x, is_added=True)
         else:
-            branch = self._buffer("attention_out", attention.spec.hidden_size)
+            branch = self._buffer("attention_out", attention.output_matrix.out_features)
             attention.output_matrix.run(mixed, branch)
             self._norm_branch(attention_out_norm, branch)
         h = self._norm(second_norm, x)
@@ -167,7 +167,7 @@ class CpuStep:
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
         """See ``Step``."""
-        assert isinstance(attention, Attention | MlaAttention | GatedDelta | ShortConv | Mamba2), (
+        assert isinstance(attention, Attention | MlaAttention | GatedDelta | StateSpace), (
             "a mixer not ours"
         )
         return self._mix(attention, Buffer(h_TD)).tensor
@@ -221,7 +221,7 @@ class CpuStep:
         self._pending = branch_TD
 
     def _mix(
-        self, attention: Attention | MlaAttention | GatedDelta | ShortConv | Mamba2, h_TD: Buffer
+        self, attention: Attention | MlaAttention | GatedDelta | StateSpace, h_TD: Buffer
     ) -> Buffer:
         """Do as ``mix``, in buffers of the step."""
         if not isinstance(attention, Attention):
@@ -274,15 +274,12 @@ class CpuStep:
             return values
         return mixed
 
-    def _mix_otherwise(
-        self, mixer: MlaAttention | GatedDelta | ShortConv | Mamba2, h_TD: Buffer
-    ) -> Buffer:
+    def _mix_otherwise(self, mixer: MlaAttention | GatedDelta | StateSpace, h_TD: Buffer) -> Buffer:
         """Do as ``mix`` for latents and for layers with a state."""
         if isinstance(mixer, MlaAttention):
             return self._mix_latents(mixer, h_TD)
         if isinstance(mixer, GatedDelta):
             return self._mix_states(mixer, h_TD)
-        assert isinstance(mixer, StateSpace), "a mixer not ours"
         assert self._states is not None, "a layer with a state without slots"
         slots = self._states.layers[mixer.state_idx]
         rows = StateRows(*self._state_rows)

@@ -15,7 +15,7 @@ from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.operator import Operator, current_step
-from tandem.kernels.state_space.mixers import Mamba2, ShortConv
+from tandem.kernels.state_space.mixers import StateSpace
 
 __all__ = ["BesideExperts", "DecoderLayer", "LayerInput", "LayerParts"]
 
@@ -28,7 +28,7 @@ class LayerParts(NamedTuple):
     """
 
     attention_norm: RmsNorm | None
-    attention: Attention | MlaAttention | GatedDelta | ShortConv | Mamba2
+    attention: Attention | MlaAttention | GatedDelta | StateSpace
     attention_out_norm: RmsNorm | None
     mlp_norm: RmsNorm | None
     mlp: Mlp | MoeBlock

@@ -1,4 +1,4 @@
-"""A gated delta rule of transformers that trains: its recurrence and gradient are native.
+"""Gated delta rules of transformers that train: their recurrence and gradient are native.
 
 Projections stay the module's own, so that adapters wrap them; convolution, gates and norms run in
 torch's graph. The module becomes one of a class between ours and its own, with all it had: its
@@ -7,27 +7,42 @@ names, its weights, and its own forward pass, which takes the steps that continu
 Shapes: B rows, T tokens, D hidden, C channels, V value heads.
 """
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tandem.core.model.layers import GatedDeltaSpec
-from tandem.kernels.gated_delta import GatedDeltaRows, StateSlots
+from tandem.core.model.layers import GatedDeltaSpec, KimiDeltaSpec
+from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlots
 from tandem.kernels.operators.gated_delta import list_rows, make_rule
+from tandem.kernels.state_space.kimi_delta import make_kimi_delta_rule, project_kimi_delta
 from tandem.kernels.torch.gated_delta import Scan, run_gated_delta
 
-__all__ = ["FrozenGatedDelta", "freeze_mixer"]
+__all__ = ["FrozenGatedDelta", "FrozenKimiDelta", "freeze_mixer"]
 
 CONTINUED = ("cache", "cache_params", "cu_seq_lens_q", "seq_idx")
 """Arguments with which rows are no whole sequences: of a cache, and of several in one row."""
 
 
-class FrozenGatedDelta(nn.Module):
+class FrozenDelta(nn.Module):
     """The forward pass over whole sequences; see ``freeze_mixer``."""
 
-    spec: GatedDeltaSpec
     scan: Scan
+
+    @property
+    @abstractmethod
+    def output(self) -> nn.Module:
+        """The projection behind the rule."""
+
+    @abstractmethod
+    def project(self, x_TD: Tensor, ends: Sequence[int], slots: Sequence[int]) -> GatedDeltaRows:
+        """Return the rows that the projections give of all tokens."""
+
+    @abstractmethod
+    def make_rule(self) -> GatedDeltaRule:
+        """Return the rule of the module's weights."""
 
     def forward(
         self,
@@ -42,14 +57,35 @@ class FrozenGatedDelta(nn.Module):
         x_BTD = hidden_states
         if attention_mask is not None:
             x_BTD = (x_BTD * attention_mask[:, :, None]).to(x_BTD.dtype)
-        mixed = self._mix(x_BTD)
-        return getattr(self, self.spec.out_name)(mixed)
+        return self.output(self._mix(x_BTD))
 
     def _mix(self, x_BTD: Tensor) -> Tensor:
         """Run what is between the projections, in float32 also where products are rounded."""
-        spec, (num_rows, num_tokens) = self.spec, x_BTD.shape[:2]
+        num_rows, num_tokens = x_BTD.shape[:2]
+        ends = range(0, num_rows * num_tokens + 1, num_tokens)
+        rows = self.project(x_BTD.flatten(0, 1), ends, range(num_rows))
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            rule = self.make_rule()
+            slots = StateSlots.allocate(rule, num_rows, rows.x_TC.dtype)
+            mixed = run_gated_delta(rule, rows, slots, self.scan)
+        return mixed.unflatten(0, (num_rows, num_tokens))
+
+
+class FrozenGatedDelta(FrozenDelta):
+    """A gated delta rule; see ``FrozenDelta``."""
+
+    spec: GatedDeltaSpec
+
+    @property
+    def output(self) -> nn.Module:
+        """See ``FrozenDelta``."""
+        return getattr(self, self.spec.out_name)
+
+    def project(self, x_TD: Tensor, ends: Sequence[int], slots: Sequence[int]) -> GatedDeltaRows:
+        """See ``FrozenDelta``."""
+        spec = self.spec
         qkvz, ba = (
-            torch.cat([getattr(self, name)(x_BTD) for name in names], -1).flatten(0, 1)
+            torch.cat([getattr(self, name)(x_TD) for name in names], -1)
             for names in (spec.qkvz_names, spec.ba_names)
         )
         orders = list_rows(spec)
@@ -57,21 +93,39 @@ class FrozenGatedDelta(nn.Module):
             qkvz, ba = qkvz[:, orders[0]], ba[:, orders[1]]
         x_TC, z_TVv = qkvz.split([spec.num_channels, spec.all_values], -1)
         b_TV, a_TV = ba.chunk(2, -1)
-        ends = range(0, num_rows * num_tokens + 1, num_tokens)
-        rows = GatedDeltaRows(x_TC, z_TVv, a_TV, b_TV, ends, range(num_rows))
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            parts: tuple[Any, ...] = (self.conv1d, self.A_log, self.dt_bias)
-            conv, a_log, dt_bias = parts
-            rule = make_rule(
-                spec, conv.weight, a_log, dt_bias, getattr(self, spec.norm_name).weight
-            )
-            slots = StateSlots.allocate(rule, num_rows, x_TC.dtype)
-            mixed = run_gated_delta(rule, rows, slots, self.scan)
-        return mixed.unflatten(0, (num_rows, num_tokens))
+        return GatedDeltaRows(x_TC, z_TVv, a_TV, b_TV, ends, slots)
+
+    def make_rule(self) -> GatedDeltaRule:
+        """See ``FrozenDelta``."""
+        parts: tuple[Any, ...] = (self.conv1d, self.A_log, self.dt_bias)
+        conv, a_log, dt_bias = parts
+        norm = getattr(self, self.spec.norm_name).weight
+        return make_rule(self.spec, conv.weight, a_log, dt_bias, norm)
 
 
-def freeze_mixer(module: Any, spec: GatedDeltaSpec, scan: Scan) -> Any:
-    """Return a mixer of transformers with the forward pass of ``FrozenGatedDelta``.
+class FrozenKimiDelta(FrozenDelta):
+    """Kimi delta attention; see ``FrozenDelta``."""
+
+    spec: KimiDeltaSpec
+
+    @property
+    def output(self) -> nn.Module:
+        """See ``FrozenDelta``."""
+        return self.get_submodule("o_proj")
+
+    def project(self, x_TD: Tensor, ends: Sequence[int], slots: Sequence[int]) -> GatedDeltaRows:
+        """See ``FrozenDelta``."""
+        return project_kimi_delta(self, x_TD, ends, slots)
+
+    def make_rule(self) -> GatedDeltaRule:
+        """See ``FrozenDelta``."""
+        parts: tuple[Any, ...] = (self.conv1d, self.forget_gate, self.o_norm)
+        conv, gate, norm = parts
+        return make_kimi_delta_rule(self.spec, conv.weight, gate.A_log, gate.dt_bias, norm.weight)
+
+
+def freeze_mixer(module: Any, spec: GatedDeltaSpec | KimiDeltaSpec, scan: Scan) -> Any:
+    """Return a mixer of transformers with the forward pass of ``FrozenDelta``.
 
     Args:
         module: has what ``spec`` names; not used afterwards, the result has its parts.
@@ -79,7 +133,8 @@ def freeze_mixer(module: Any, spec: GatedDeltaSpec, scan: Scan) -> Any:
         scan: runs the recurrence, differentiable.
     """
     kind = type(module)
-    frozen: Any = type(f"Frozen{kind.__name__}", (FrozenGatedDelta, kind), {})
+    own = FrozenKimiDelta if isinstance(spec, KimiDeltaSpec) else FrozenGatedDelta
+    frozen: Any = type(f"Frozen{kind.__name__}", (own, kind), {})
     made = frozen.__new__(frozen)
     made.__dict__ = module.__dict__
     made.spec, made.scan = spec, scan

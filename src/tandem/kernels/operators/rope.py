@@ -179,11 +179,18 @@ class LayeredRope(Operator):
 
 
 class Unrotated:
-    """The ``Angles`` of a model without positions: they turn nothing, and change no bit."""
+    """The ``Angles`` of a model without positions: they turn nothing, and change no bit.
+
+    Args:
+        size: items that they are for, all that latent attention rotates or some of a head.
+    """
+
+    def __init__(self, size: int = 2) -> None:
+        self._size = size
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See ``Angles``."""
-        cos = torch.ones(len(positions), 2, dtype=dtype, device=positions.device)
+        cos = torch.ones(len(positions), self._size, dtype=dtype, device=positions.device)
         return cos, torch.zeros_like(cos)
 
 

@@ -1,9 +1,10 @@
 """The oracle of the gated delta rule in float64 numpy, and how far a kernel may be from it.
 
-Gated DeltaNet, arXiv:2412.06464, equation 10, as in transformers' ``qwen3_next``.
+Gated DeltaNet, arXiv:2412.06464, equation 10, as in transformers' ``qwen3_next``; Kimi delta
+attention, arXiv:2510.26692, equation 1, as in ``kimi_linear``, whose items of a key decay apart.
 
 Shapes: T tokens of one sequence, W convolution width, C channels, G key heads, V value heads, v and
-k sizes of their heads.
+k sizes of their heads, d decays of a head: 1 or k.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class DeltaWeights:
 
     conv_WC: Array  # noqa: N815 - a shape suffix
     decay_rate_V: Array  # noqa: N815
-    decay_bias_V: Array  # noqa: N815
+    decay_bias_Vd: Array  # noqa: N815
     norm_v: Array
     num_k_heads: int
     key_dim: int
@@ -45,20 +46,27 @@ class DeltaWeights:
         q, k = (part.reshape(size).repeat(group, axis=1) for part in (q, k))
         return q, k, v.reshape(len(mixed_TC), heads, -1)
 
+    def find_rises(self, a_TVd: Array) -> tuple[Array, Array]:
+        """Return what softplus is taken of, and the decays' rates: [T, V, d] and [V, 1]."""
+        heads = len(self.decay_rate_V)
+        raw = a_TVd + self.decay_bias_Vd
+        return raw.reshape(len(raw), heads, -1), self.decay_rate_V[:, None]
+
 
 def gated_delta(
-    x_TC: Array, z_TVv: Array, a_TV: Array, b_TV: Array, w: DeltaWeights
+    x_TC: Array, z_TVv: Array, a_TVd: Array, b_TV: Array, w: DeltaWeights
 ) -> tuple[Array, Array]:
     """Return the gated outputs [T, V * v] of a whole sequence, and its last state [V, k, v]."""
     q, k, v = w.split(silu(_convolve(x_TC, w.conv_WC)))
     q = q / np.sqrt((q**2).sum(-1, keepdims=True) + LENGTH_EPS) * w.key_dim**-0.5
     k = k / np.sqrt((k**2).sum(-1, keepdims=True) + LENGTH_EPS)
-    decay = np.exp(-w.decay_rate_V * np.logaddexp(0, a_TV + w.decay_bias_V))
+    raw, rate = w.find_rises(a_TVd)
+    decay = np.exp(-rate * np.logaddexp(0, raw))
     beta = w.beta_scale * _sigmoid(b_TV)
     state = np.zeros((*k.shape[1:], v.shape[-1]))
     out = np.zeros_like(v)
     for t in range(len(x_TC)):
-        state = state * decay[t][:, None, None]
+        state = state * decay[t][:, :, None]
         update = beta[t][:, None] * (v[t] - np.einsum("hkv,hk->hv", state, k[t]))
         state = state + k[t][:, :, None] * update[:, None]
         out[t] = np.einsum("hkv,hk->hv", state, q[t])
@@ -67,7 +75,7 @@ def gated_delta(
 
 
 def gated_delta_bound(
-    x_TC: Array, z_TVv: Array, a_TV: Array, b_TV: Array, w: DeltaWeights, dtype: torch.dtype
+    x_TC: Array, z_TVv: Array, a_TVd: Array, b_TV: Array, w: DeltaWeights, dtype: torch.dtype
 ) -> tuple[Array, Array]:
     """Bound the error of ``gated_delta`` to first order: [T, V * v], and [V, k, v] of the state.
 
@@ -86,10 +94,10 @@ def gated_delta_bound(
     )
     q, q_error = _scale_to_length(q, q_error, w.key_dim**-0.5)
     k, k_error = _scale_to_length(k, k_error, 1.0)
-    raw = a_TV + w.decay_bias_V
+    raw, rate = w.find_rises(a_TVd)
     rise = np.logaddexp(0, raw)
-    log_error = w.decay_rate_V * (eps * np.abs(raw) + 14 * eps * rise)
-    decay = np.exp(-w.decay_rate_V * rise)
+    log_error = rate * (eps * np.abs(raw) + 14 * eps * rise)
+    decay = np.exp(-rate * rise)
     # Beyond 80 the decay itself is no more than that.
     decay_error = decay * (np.expm1(np.minimum(log_error, 80)) + EXP_ULPS * eps) + SMALLEST
     beta = w.beta_scale * _sigmoid(b_TV)
@@ -103,31 +111,33 @@ def gated_delta_bound(
         return np.einsum("hkv,hk->hv", state, key)
 
     for t in range(len(x_TC)):
-        d, be = decay[t][:, None], beta[t][:, None]
-        seen = sum_keys(state, k[t])
-        rounded = terms * eps * sum_keys(np.abs(state), np.abs(k[t]))
-        gap = v[t] - d * seen
+        d, d_error, be = decay[t][:, :, None], decay_error[t][:, :, None], beta[t][:, None]
+        old = np.abs(state)
+        seen = sum_keys(d * state, k[t])
+        rounded = terms * eps * sum_keys(d * old, np.abs(k[t]))
+        gap = v[t] - seen
         update = be * gap
         update_error = be * (
             v_error[t]
-            + d * (sum_keys(np.abs(state), k_error[t]) + rounded)
-            + decay_error[t][:, None] * np.abs(seen)
-            + 3 * eps * (np.abs(v[t]) + d * np.abs(seen))
+            + sum_keys(d * old, k_error[t])
+            + rounded
+            + sum_keys(d_error * old, np.abs(k[t]))
+            + 3 * eps * (np.abs(v[t]) + np.abs(seen))
         ) + beta_error[t][:, None] * np.abs(gap)
-        old = np.abs(state)
-        state = state * d[:, None] + k[t][:, :, None] * update[:, None]
+        state = d * state + k[t][:, :, None] * update[:, None]
         added = (
-            (decay_error[t][:, None, None] + 3 * eps * d[:, None]) * old
+            (d_error + 3 * eps * d) * old
             + (k_error[t] + 3 * eps * np.abs(k[t]))[:, :, None] * np.abs(update)[:, None]
             + np.abs(k[t])[:, :, None] * update_error[:, None]
         )
-        column_error = d * column_error + np.sqrt((added**2).sum(1)) + SMALLEST
+        largest = decay[t].max(-1)[:, None]
+        column_error = largest * column_error + np.sqrt((added**2).sum(1)) + SMALLEST
         out[t] = sum_keys(state, q[t])
         product = (np.abs(q[t]) * np.abs(k[t])).sum(-1)[:, None]
         out_error[t] = (
             np.sqrt((q[t] ** 2).sum(-1))[:, None] * column_error
             + sum_keys(np.abs(state), q_error[t])
-            + terms * eps * (d * sum_keys(old, np.abs(q[t])) + product * np.abs(update))
+            + terms * eps * (sum_keys(d * old, np.abs(q[t])) + product * np.abs(update))
         )
     inverse = 1 / np.sqrt((out**2).mean(-1, keepdims=True) + w.norm_eps)
     inherited = (np.abs(out) * out_error).mean(-1, keepdims=True) * inverse**2

@@ -1,7 +1,7 @@
 """The gated delta rule in torch: on any device, and differentiable in its rows.
 
 Shapes: T rows, W convolution width, C channels, G key heads, V value heads, v and k sizes of their
-heads, P panels of a state.
+heads, d decays of a head, P panels of a state.
 """
 
 from collections.abc import Callable
@@ -54,11 +54,14 @@ def _run_sequence(
         _scale_to_length(heads.unflatten(-1, (rule.num_k_heads, -1))) for heads in parts[:2]
     )
     v_TVv = parts[2].unflatten(-1, (rule.num_v_heads, -1))
-    rise = F.softplus(rows.a_TV[part].float() + rule.decay_bias_V)
-    decay_TV = torch.exp(-rule.decay_rate_V * rise)
+    rise = F.softplus(rows.a_TVd[part].float() + rule.decay_bias_Vd)
+    rate = rule.decay_rate_V
+    if rule.decays_by_item:
+        rise, rate = rise.unflatten(-1, (rule.num_v_heads, -1)), rate[:, None]
+    decay = torch.exp(-rate * rise)
     beta_TV = torch.sigmoid(rows.b_TV[part].float()) * rule.beta_scale
     state = slots.states.tensor[slot]
-    out_TVv, last = scan(q_TGk * rule.key_dim**-0.5, k_TGk, v_TVv, decay_TV, beta_TV, state)
+    out_TVv, last = scan(q_TGk * rule.key_dim**-0.5, k_TGk, v_TVv, decay, beta_TV, state)
     with torch.no_grad():
         state.copy_(last)
         carried.copy_(seen[len(x_TC) :])
@@ -76,7 +79,7 @@ def scan_tokens(
     q_TGk: Tensor,
     k_TGk: Tensor,
     v_TVv: Tensor,
-    decay_TV: Tensor,
+    decay: Tensor,
     beta_TV: Tensor,
     state_VPkc: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -86,7 +89,7 @@ def scan_tokens(
         q_TGk: queries, normed and scaled.
         k_TGk: keys, normed.
         v_TVv: values.
-        decay_TV: what is left of a state.
+        decay: what is left of a state, [T, V], or [T, V, k] of its rows.
         beta_TV: how far an update goes.
         state_VPkc: in panels of value columns; not modified.
     """
@@ -94,8 +97,9 @@ def scan_tokens(
     q_TVk, k_TVk = (heads.repeat_interleave(group, 1) for heads in (q_TGk, k_TGk))
     state_Vkv = state_VPkc.transpose(1, 2).flatten(2)[..., :size]
     outs: list[Tensor] = []
-    for q, k, v, decay, beta in zip(q_TVk, k_TVk, v_TVv, decay_TV, beta_TV, strict=True):
-        state_Vkv = state_Vkv * decay[:, None, None]
+    rows_TVd1 = decay.reshape(*decay.shape[:2], -1, 1)
+    for q, k, v, share, beta in zip(q_TVk, k_TVk, v_TVv, rows_TVd1, beta_TV, strict=True):
+        state_Vkv = state_Vkv * share
         seen = (state_Vkv * k[:, :, None]).sum(1)
         update = beta[:, None] * (v - seen)
         state_Vkv = state_Vkv + k[:, :, None] * update[:, None]

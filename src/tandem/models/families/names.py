@@ -3,9 +3,9 @@
 transformers knows the names of each family's checkpoints, and renames them by patterns. Beside
 those, Mixtral's hub checkpoints call an expert's matrices ``w1``, ``w3`` and ``w2``; models that
 also take images call their decoder ``model.language_model``; OLMo's hybrids call norms of layers
-otherwise, and have a convolution for each of queries, keys and values. A model that classifies
-calls its head ``score``. Models that give embeddings are often stored without their head, and
-their names without ``model.``.
+otherwise; they and Kimi-Linear have a convolution for each of queries, keys and values. A model
+that classifies calls its head ``score``. Models that give embeddings are often stored without their
+head, and their names without ``model.``.
 """
 
 import re
@@ -93,16 +93,22 @@ class RenamedReader:
         self._reader.skip(self._rename(prefix))
 
 
-class HybridReader(RenamedReader):
-    """A reader of OLMo's hybrids.
+class ConvolutionReader(RenamedReader):
+    """A reader of checkpoints that store a convolution in three parts.
 
     Args:
         reader: has the tensors.
         entries: its tensors by name.
+        rename: as of ``RenamedReader``; the parts keep their names.
     """
 
-    def __init__(self, reader: WeightReader, entries: Mapping[str, TensorEntry]) -> None:
-        super().__init__(reader, _make_norm_rename(set(entries)))
+    def __init__(
+        self,
+        reader: WeightReader,
+        entries: Mapping[str, TensorEntry],
+        rename: Callable[[str], str] = str,
+    ) -> None:
+        super().__init__(reader, rename)
         self._entries = entries
 
     def has(self, name: str) -> bool:
@@ -129,7 +135,9 @@ class HybridReader(RenamedReader):
         return parts if all(part in self._entries for part in parts) else []
 
 
-CONVOLUTION = "linear_attn.conv1d.weight"
+CONVOLUTION = ".conv1d.weight"
+"""The end of the name of one that is made of ``q_conv1d``, ``k_conv1d`` and ``v_conv1d``."""
+FIRST_PART = ".q_conv1d.weight"
 
 
 def _list_renamings(model_type: str) -> list[tuple[str, str]]:
@@ -220,7 +228,9 @@ def rename_reader(
     if any(name.startswith(DECODER) for name in known):
         return RenamedReader(reader, _rename_decoder)
     if any(norm in name for name in known for norm in HYBRID_NORMS.values()):
-        return HybridReader(reader, entries)
+        return ConvolutionReader(reader, entries, _make_norm_rename(known))
+    if any(name.endswith(FIRST_PART) for name in known):
+        reader = ConvolutionReader(reader, entries)
     stored = _map_names(known, model_type)
     is_renamed = any(a != b for a, b in stored.items()) or any(map(_W1.search, known))
     return MappedReader(reader, stored) if is_renamed else reader

@@ -33,12 +33,14 @@ STATEFUL = {
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
 """Families whose layers with a state are gated delta rules, which run here."""
+KIMI_DELTA = ("kimi_linear",)
+"""Families whose layers with a state are Kimi delta attention, which runs here."""
 SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
 """Families whose layers with a state are short convolutions, which run here."""
 STATE_SPACES = ("granitemoehybrid", "bamba", "nemotron_h")
 """Families whose layers with a state are Mamba2's, which run here."""
 WITH_STATES = {
-    **dict.fromkeys(GATED_DELTA, ("linear_attention",)),
+    **dict.fromkeys((*GATED_DELTA, *KIMI_DELTA), ("linear_attention",)),
     **dict.fromkeys(SHORT_CONVOLUTIONS, ("conv",)),
     **dict.fromkeys(STATE_SPACES, ("linear_attention", "mamba")),
 }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.models.families import deepseek, gpt_oss
+from tandem.models.families import deepseek, gpt_oss, kimi
 from tandem.models.families.refused import WITH_STATES
 
 __all__ = [
@@ -107,6 +107,7 @@ FAMILIES = {
             is_moe=True,
             find_problem=deepseek.find_problem,
         ),
+        Family(model_type="kimi_linear", is_moe=True, find_problem=kimi.find_problem),
         Family(model_type="qwen3_next", is_moe=True),
         Family(model_type="qwen3_5_text", composite="qwen3_5"),
         Family(model_type="qwen3_5_moe_text", composite="qwen3_5_moe", is_moe=True),

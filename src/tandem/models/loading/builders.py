@@ -15,6 +15,7 @@ from tandem.core.model.layers import (
     GatedDeltaSpec,
     GqaSpec,
     HeadSpec,
+    KimiDeltaSpec,
     LayerNormSpec,
     LinearSpec,
     Mamba2Spec,
@@ -50,6 +51,7 @@ from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.kernels.operators.norm import LayerNorm, RmsNorm
 from tandem.kernels.operators.operator import Operator
 from tandem.kernels.operators.rope import LayeredRope, Rope
+from tandem.kernels.state_space.kimi_delta import KimiDelta
 from tandem.kernels.state_space.mixers import Mamba2, ShortConv, StateSpace
 from tandem.kernels.torch.experts import Experts
 from tandem.kernels.weights.formats import find_format
@@ -106,6 +108,13 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
                 state_idx=_count_before(model, name, has_state=True),
                 settings=settings,
                 gate_settings=_make_gate_settings(planned, resources.pool),
+            )
+        case KimiDeltaSpec():
+            return KimiDelta(
+                spec,
+                state_idx=_count_before(model, name, has_state=True),
+                settings=settings,
+                decay_settings=_make_gate_settings(planned, resources.pool),
             )
         case ShortConvSpec():
             state_idx = _count_before(model, name, has_state=True)
@@ -235,9 +244,7 @@ def _build_layer(spec: DecoderLayerSpec, module: nn.Module, name: str) -> Decode
     norms = [operators[name] if name else None for name in spec.norms]
     first, attention_out, second, mlp_out = norms
     attention, mlp = operators[spec.mixer_name], operators[spec.mlp_name]
-    assert isinstance(attention, Attention | MlaAttention | GatedDelta | ShortConv | Mamba2), (
-        attention
-    )
+    assert isinstance(attention, Attention | MlaAttention | GatedDelta | StateSpace), attention
     assert isinstance(mlp, Mlp | MoeBlock), mlp
     for norm in norms:
         assert norm is None or isinstance(norm, RmsNorm), norm

@@ -661,7 +661,8 @@ def _find_ropes(
     """
     if module is None:
         # A model without positions.
-        return (Unrotated(),)
+        latents = [layer.mixer for layer in plan.layers if isinstance(layer.mixer, MlaSpec)]
+        return (Unrotated(latents[0].rope) if latents else Unrotated(),)
     if isinstance(module, Rope | LayeredRope):
         ropes = module.ropes
     else:

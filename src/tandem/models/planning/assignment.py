@@ -19,6 +19,7 @@ from tandem.core.model.layers import (
     GatedDeltaSpec,
     GqaSpec,
     HeadSpec,
+    KimiDeltaSpec,
     LinearSpec,
     Mamba2Spec,
     MlaSpec,
@@ -55,6 +56,7 @@ MULTIPLIED = (
     GqaSpec,
     MlaSpec,
     GatedDeltaSpec,
+    KimiDeltaSpec,
     ShortConvSpec,
     Mamba2Spec,
     MlpSpec,
@@ -63,8 +65,8 @@ MULTIPLIED = (
     HeadSpec,
 )
 """Specs of operators whose matrices take the format of linear modules."""
-GATED = (GatedDeltaSpec, Mamba2Spec)
-"""Specs of operators that have a matrix which says how a state decays: it takes that of scores."""
+GATED = (GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec)
+"""Specs of operators with matrices that say how a state decays: these take that of scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

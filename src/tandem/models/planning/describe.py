@@ -26,6 +26,7 @@ from tandem.core.model.layers import (
     GqaSpec,
     HeadSpec,
     IndexSpec,
+    KimiDeltaSpec,
     LayerNormSpec,
     LinearSpec,
     Mamba2Spec,
@@ -93,6 +94,7 @@ __all__ = [
     "describe_frozen_gated_delta",
     "describe_frozen_linear",
     "describe_gated_delta",
+    "describe_kimi_delta",
     "describe_layer_norm",
     "describe_linear",
     "describe_lm_head",
@@ -536,6 +538,14 @@ def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
     return found
 
 
+def describe_kimi_delta(module: Any, view: ModuleView) -> KimiDeltaSpec:
+    """Describe Kimi delta attention."""
+    found = _find_state_mixer(view)
+    if not isinstance(found, KimiDeltaSpec):
+        raise UnfitModuleError(f"{type(module).__name__} is no Kimi delta attention")
+    return found
+
+
 def describe_short_conv(module: Any, view: ModuleView) -> ShortConvSpec:
     """Describe a short convolution that is a mixer of its own."""
     found = _find_state_mixer(view)
@@ -561,7 +571,10 @@ def _find_state_mixer(view: ModuleView) -> StateMixerSpec:
 
 def describe_frozen_gated_delta(module: Any, view: ModuleView) -> FrozenGatedDeltaSpec:
     """Describe a gated delta rule that stays a module of transformers."""
-    return FrozenGatedDeltaSpec(rule=describe_gated_delta(module, view))
+    found = _find_state_mixer(view)
+    if not isinstance(found, GatedDeltaSpec | KimiDeltaSpec):
+        raise UnfitModuleError(f"{type(module).__name__} is no gated delta rule")
+    return FrozenGatedDeltaSpec(rule=found)
 
 
 def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:

@@ -30,6 +30,7 @@ from tandem.models.planning.describe import (
     describe_experts,
     describe_gated_delta,
     describe_kept_attention,
+    describe_kimi_delta,
     describe_mamba2,
     describe_mla_attention,
     describe_mlp,
@@ -48,7 +49,7 @@ from tandem.models.planning.roles import (
     is_experts,
     is_gated,
 )
-from tandem.models.planning.state_mixers import is_mamba2, is_state_mixer
+from tandem.models.planning.state_mixers import is_kimi_delta, is_mamba2, is_state_mixer
 
 __all__ = ["complete_spec", "list_layers", "place_matrices"]
 
@@ -158,6 +159,8 @@ def _list_parts(layer: nn.Module) -> list[nn.Module]:
 def _choose_state_mixer(module: Any) -> Describe:
     if is_mamba2(module):
         return describe_mamba2
+    if is_kimi_delta(module):
+        return describe_kimi_delta
     return describe_gated_delta if hasattr(module, "A_log") else describe_short_conv
 
 

@@ -23,6 +23,7 @@ from tandem.models.planning.describe import (
     describe_frozen_gated_delta,
     describe_frozen_linear,
     describe_gated_delta,
+    describe_kimi_delta,
     describe_layer_norm,
     describe_linear,
     describe_lm_head,
@@ -37,7 +38,7 @@ from tandem.models.planning.describe import (
 )
 from tandem.models.planning.probes import UnfitModuleError
 from tandem.models.planning.roles import find_projections
-from tandem.models.planning.state_mixers import is_mamba2
+from tandem.models.planning.state_mixers import is_kimi_delta, is_mamba2, is_state_mixer
 from tandem.placement.rules import DEFAULT, Rule
 
 __all__ = ["DEVICE_KWARGS", "FORMAT_KWARG", "OPERATORS", "OperatorEntry", "resolve_operator"]
@@ -82,6 +83,8 @@ class OperatorEntry:
 
 
 def _choose_attention(module: Any) -> str:
+    if is_kimi_delta(module):
+        return "KimiDelta"
     return "MlaAttention" if hasattr(module, "kv_b_proj") else "Attention"
 
 
@@ -94,6 +97,11 @@ def _choose_mixer(module: Any) -> str:
     if is_mamba2(module):
         return "Mamba2"
     return "Attention" if find_projections(module) else _choose_feed_forward(module)
+
+
+def _choose_frozen(module: Any) -> str:
+    """Return the operator of what mixes tokens while adapters are trained."""
+    return "FrozenGatedDelta" if is_state_mixer(module) else DEFAULT
 
 
 def _choose_latent(module: Any) -> str:
@@ -187,6 +195,7 @@ for _entry in (
     ),
     OperatorEntry("MlaAttention", describe_mla_attention, absorbs=True, takes_format=True),
     OperatorEntry("GatedDelta", describe_gated_delta, absorbs=True, takes_format=True),
+    OperatorEntry("KimiDelta", describe_kimi_delta, absorbs=True, takes_format=True),
     OperatorEntry("ShortConv", describe_short_conv, absorbs=True, takes_format=True),
     OperatorEntry("Mamba2", describe_mamba2, absorbs=True, takes_format=True),
     OperatorEntry("Mlp", describe_mlp, absorbs=True, takes_format=True, is_optional=True),
@@ -210,6 +219,7 @@ for _entry in (
     OperatorEntry("MoeBlock", describe_moe_block, is_optional=True),
     OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),
     OperatorEntry("SelfAttention", None, choose=_choose_attention),
+    OperatorEntry("FrozenAttention", None, choose=_choose_frozen),
     OperatorEntry("Mixer", None, choose=_choose_mixer),
     OperatorEntry("LatentLinear", None, choose=_choose_latent),
     OperatorEntry("FeedForward", None, choose=_choose_feed_forward),

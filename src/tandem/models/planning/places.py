@@ -14,6 +14,7 @@ _MIXERS = {
     "gqa": "attention",
     "mla": "latent attention",
     "gated_delta": "gated delta rule",
+    "kimi_delta": "Kimi delta attention",
     "short_conv": "short convolution",
     "mamba2": "state space",
 }

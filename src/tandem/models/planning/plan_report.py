@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from tandem.core.model.layers import (
     GatedDeltaSpec,
+    KimiDeltaSpec,
     Mamba2Spec,
     MixerSpec,
     MlaSpec,
@@ -61,6 +62,9 @@ def _tell_mixer(spec: MixerSpec | None) -> str:
     if isinstance(spec, GatedDeltaSpec):
         heads = f"{spec.num_v_heads}/{spec.num_k_heads} heads of {spec.key_dim} x {spec.value_dim}"
         return f"gated delta {heads}, convolution {spec.conv_width}"
+    if isinstance(spec, KimiDeltaSpec):
+        heads = f"{spec.num_heads} heads of {spec.head_dim}"
+        return f"kimi delta {heads}, convolution {spec.conv_width}"
     if isinstance(spec, ShortConvSpec):
         return f"convolution {spec.conv_width} of {spec.hidden_size} channels"
     if isinstance(spec, Mamba2Spec):

@@ -332,10 +332,13 @@ def _group_by_holder(
 
 
 def _group_by_role(run: list[RawMatrix]) -> list[list[RawMatrix]]:
-    """Return which matrices of one holder become one; those of heads stay apart."""
+    """Return which matrices of one holder become one: those of one role that have equal inputs.
+
+    Those of heads stay apart.
+    """
     groups: dict[tuple[MatrixRole, tuple[int, ...]], list[RawMatrix]] = {}
     for matrix in run:
-        shape = matrix.shape if matrix.role == "head_matrices" else ()
+        shape = matrix.shape if matrix.role == "head_matrices" else matrix.shape[1:]
         groups.setdefault((matrix.role, shape), []).append(matrix)
     return list(groups.values())
 

@@ -106,6 +106,10 @@ ROLES: dict[str, MatrixRole] = {
     "in_proj_a": "gates",
     "b_proj": "gates",
     "a_proj": "gates",
+    "f_a_proj": "gates",
+    "f_b_proj": "gates",
+    "g_a_proj": "qkv",
+    "g_b_proj": "qkv",
     "in_proj": "qkv",
     "out_proj": "attention_out",
     "gate_up_proj": "gate_up",
@@ -189,7 +193,7 @@ def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatr
                 vectors.num_buffered += buffer.numel()
                 vectors.buffered_bytes += buffer.numel() * buffer.itemsize
         for key, parameter in own.items():
-            if key.endswith("bias") or parameter.dim() < 2 or isinstance(module, nn.Conv1d):
+            if key.endswith("bias") or _is_vector(parameter) or isinstance(module, nn.Conv1d):
                 vectors.num_weights += parameter.numel()
                 continue
             role = _find_role(name, module)
@@ -210,6 +214,12 @@ def list_adapter_places(model: Any) -> list[AdapterPlace]:
         and _find_role(name, module) != "router"
         and not ROUTER_NAMES.search(name)
     ]
+
+
+def _is_vector(parameter: nn.Parameter) -> bool:
+    """Return True of what has one size, also where it has others of 1 beside."""
+    is_matrix = parameter.dim() == 2
+    return not is_matrix and parameter.numel() == max(parameter.shape, default=1)
 
 
 def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
@@ -274,8 +284,11 @@ def has_layered_rope(config: Any) -> bool:
 def find_projections(module: Any) -> tuple[str, ...]:
     """Return the names of an attention's projections to q, k and v; empty: it is no attention.
 
-    Without the last, keys are values; with the first alone, it shares those of another layer.
+    Without the last, keys are values; with the first alone, it shares those of another layer. What
+    convolves them keeps a state.
     """
+    if hasattr(module, "conv1d"):
+        return ()
     if getattr(module, "is_kv_shared_layer", False):
         kinds: tuple[tuple[str, ...], ...] = (("q_proj",),)
     else:

@@ -14,16 +14,23 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from tandem.core.model.layers import GatedDeltaSpec, Mamba2Spec, ShortConvSpec, StateMixerSpec
+from tandem.core.model.layers import (
+    GatedDeltaSpec,
+    KimiDeltaSpec,
+    Mamba2Spec,
+    ShortConvSpec,
+    StateMixerSpec,
+)
 from tandem.kernels.gated_delta import GatedDeltaRows, StateSlots
 from tandem.kernels.operators.gated_delta import list_rows, make_rule
+from tandem.kernels.state_space.kimi_delta import make_kimi_delta_rule, project_kimi_delta
 from tandem.kernels.state_space.mixers import make_mamba2_rule
 from tandem.kernels.state_space.rules import ShortConvRule, StateRows
 from tandem.kernels.state_space.torch_form import run_mamba2, run_short_conv
 from tandem.kernels.torch.gated_delta import run_gated_delta
 from tandem.models.planning.probes import UnfitModuleError, key_module
 
-__all__ = ["is_mamba2", "is_state_mixer", "observe_state_mixers"]
+__all__ = ["is_kimi_delta", "is_mamba2", "is_state_mixer", "observe_state_mixers"]
 
 PARTS = ("conv1d", "A_log", "dt_bias")
 """The modules and parameters that every gated delta rule of transformers has."""
@@ -33,6 +40,13 @@ PROJECTIONS = (
     (("q_proj", "k_proj", "v_proj", "g_proj"), ("b_proj", "a_proj"), "o_proj"),
 )
 """Names of the projections to queries, keys, values and z, of those to b and a, of the output."""
+KIMI_PARTS = ("conv1d", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm", "o_proj")
+"""The modules that Kimi delta attention has beside the projections to queries, keys and values."""
+KIMI_PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj"),
+    *("g_b_proj", "forget_gate.f_b_proj"),
+)
+"""Those of the hidden state, and of what these give."""
 NORM_NAMES = ("norm", "o_norm")
 SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 PROBE_WIDTH, PROBE_TOKENS, PROBE_CHUNK = 8, 5, 4
@@ -50,9 +64,16 @@ def is_mamba2(module: Any) -> bool:
     return all(hasattr(module, name) for name in (*PARTS, "D", "in_proj", "out_proj"))
 
 
+def is_kimi_delta(module: Any) -> bool:
+    """Return True if a module has the parts of Kimi delta attention."""
+    return all(hasattr(module, name) for name in KIMI_PARTS)
+
+
 def _choose_finder(module: Any) -> "Callable[[Any], StateMixerSpec] | None":
     if is_mamba2(module):
         return _find_mamba2
+    if is_kimi_delta(module):
+        return _find_kimi_delta
     if all(hasattr(module, name) for name in PARTS):
         return _find_gated_delta
     conv = getattr(module, "conv", None)
@@ -148,6 +169,45 @@ def _find_mamba2(module: Any) -> Mamba2Spec:
     return _compare(module, (("in_proj",), "out_proj", spec.num_values), [(spec, run)])
 
 
+def _find_kimi_delta(module: Any) -> KimiDeltaSpec:
+    """Return the spec of Kimi delta attention.
+
+    Raises: UnfitModuleError (a part is missing, or it computes something else).
+    """
+    kind = type(module).__name__
+    names = (*KIMI_PROJECTIONS, "o_proj", "conv1d")
+    try:
+        parts = {name: module.get_submodule(name) for name in names}
+    except AttributeError as error:
+        raise UnfitModuleError(f"{kind} has not all projections: {error}") from error
+    biased = [name for name, part in parts.items() if part.bias is not None]
+    if biased:
+        raise UnfitModuleError(f"{kind} has biases of {', '.join(biased)}")
+    norm = module.o_norm
+    spec = KimiDeltaSpec(
+        hidden_size=module.q_proj.in_features,
+        num_heads=module.num_heads,
+        head_dim=module.head_dim,
+        conv_width=module.conv1d.kernel_size[0],
+        decay_waist=parts["forget_gate.f_a_proj"].out_features,
+        gate_waist=module.g_a_proj.out_features,
+        norm_eps=getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)),
+    )
+    if module.conv1d.in_channels != spec.num_channels:
+        raise UnfitModuleError(f"{kind} convolves something else than queries, keys and values")
+
+    def run(made: Any, x_TD: Tensor) -> Tensor:
+        gate = made.forget_gate
+        vectors = (made.conv1d.weight, gate.A_log, gate.dt_bias, made.o_norm.weight)
+        rule = make_kimi_delta_rule(spec, *vectors)
+        rows = project_kimi_delta(made, x_TD, (0, len(x_TD)), (0,))
+        return made.o_proj(run_gated_delta(rule, rows, _allocate(rule)))
+
+    widths = (KIMI_PROJECTIONS[:6], "o_proj", spec.num_values)
+    # Its products of all pairs of a chunk, for each item, would take more memory than the model's.
+    return _compare(module, widths, [(spec, run)], chunk_size=PROBE_CHUNK)
+
+
 def _allocate(rule: Any) -> StateSlots:
     return StateSlots.allocate(rule, 1, torch.float32)
 
@@ -216,8 +276,15 @@ def _compare(
     module: Any,
     parts: Parts,
     options: Iterable[tuple[AnySpec, Callable[[Any, Tensor], Tensor]]],
+    **arguments: Any,
 ) -> AnySpec:
     """Return the first of several specs whose function gives what the module does.
+
+    Args:
+        module: is not run itself, but a copy.
+        parts: of it.
+        options: the specs, and functions of the copy and its inputs.
+        arguments: that the module is called with.
 
     Raises: UnfitModuleError (none does, or the module cannot be run).
     """
@@ -232,7 +299,7 @@ def _compare(
     transformers_logging.set_verbosity_error()
     try:
         with torch.inference_mode():
-            theirs = made(x)[0]
+            theirs = made(x, **arguments)[0]
     except Exception as error:
         # Whatever code of transformers raises.
         raise UnfitModuleError(f"{kind} cannot be run alone: {error}") from error
@@ -252,10 +319,9 @@ def _make_narrow(module: Any, parts: Parts, generator: torch.Generator) -> Any:
     shell._modules = dict(module._modules)
     first, last, num_mixed = parts
     for name in first:
-        old = getattr(module, name)
-        shell._modules[name] = nn.Linear(
-            PROBE_WIDTH, old.out_features, bias=old.bias is not None, device="meta"
-        )
+        old = module.get_submodule(name)
+        narrow = nn.Linear(PROBE_WIDTH, old.out_features, bias=old.bias is not None, device="meta")
+        _replace_part(shell, name, narrow)
     has_bias = getattr(module, last).bias is not None
     shell._modules[last] = nn.Linear(num_mixed, PROBE_WIDTH, bias=has_bias, device="meta")
     if hasattr(shell, "chunk_size"):
@@ -266,6 +332,18 @@ def _make_narrow(module: Any, parts: Parts, generator: torch.Generator) -> Any:
         parameter.requires_grad_(False)
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return made
+
+
+def _replace_part(shell: Any, name: str, part: nn.Module) -> None:
+    """Put a part in the place of one of a shallow copy, whose own parts are another's."""
+    parent, _, rest = name.partition(".")
+    if not rest:
+        shell._modules[name] = part
+        return
+    inner = copy.copy(shell._modules[parent])
+    inner._modules = dict(inner._modules)
+    shell._modules[parent] = inner
+    _replace_part(inner, rest, part)
 
 
 def _run_ours(made: Any, x_TD: Tensor, spec: GatedDeltaSpec) -> Tensor:

@@ -50,11 +50,21 @@ INDEX_SIZES = {"index_head_dim": 40, "index_n_heads": 8, "index_topk": 19}
 """Sizes of an index: a head of more items than are rotated, heads enough that few scores are sums
 of none, fewer tokens than the proof has."""
 STATE_SIZES = {
+    "linear_head_dim": 40,
+    "linear_num_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 40,
     "linear_conv_kernel_dim": 4,
 }
 """Sizes of layers with a state; a head's values are more than a panel of the kernels."""
+USUAL_NAMES = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""The names that other classes have for fields of Kimi-Linear, which its own takes as well."""
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 Values = dict[str, Any]
@@ -119,10 +129,12 @@ def _describe(value: object) -> str:
 
 
 def _shrink_to(config: Any, num_layers: int, *, is_true_head: bool) -> Any:
-    values: Values = config.to_dict()
+    values: Values = {USUAL_NAMES.get(n, n): value for n, value in config.to_dict().items()}
     for name in ("architectures", "transformers_version", "dtype", "_name_or_path"):
         values.pop(name, None)
     values.pop("quantization_config", None)
+    # Kimi-Linear's, which its class sums up in fields of its own, and reads again.
+    values.pop("linear_attn_config", None)
     _shrink_layers(values, num_layers)
     if hasattr(config, "kv_sharing_modes"):
         _choose_sharing_layers(values, num_layers)
