@@ -1615,7 +1615,7 @@ class GatedDelta:
             conv: [width, channels] of the short convolution, the oldest input first; channels
                 are the queries and keys of all key heads, then the values of all value heads.
             decay_rate: [value heads]: a decay is exp(-rate * softplus(a + bias)).
-            decay_bias: [value heads].
+            decay_bias: [value heads], or [value heads * key_dim]: each item of a key has a decay.
             norm: [value_dim], of the RMSNorm of each head's output, with `norm_eps`.
             num_k_heads: each serves as many consecutive value heads.
             key_dim: of a head.
@@ -1643,7 +1643,8 @@ class GatedDelta:
         Args:
             x: [rows, channels], before the convolution.
             z: [rows, value heads * value_dim], of the type of x.
-            a, b: [rows, value heads], of one type.
+            a: as `decay_bias` in each row.
+            b: [rows, value heads], of the type of a.
             out: of the shape and type of z, written; may be z.
             states: float32 [slots, *state_shape], zero before a sequence's first row.
             carried: [slots, *carried_shape] of the type of x, likewise.
@@ -1661,7 +1662,8 @@ def scan_delta(queries: TensorView, keys: TensorView, values: TensorView, decay:
     Args:
         queries, keys: [tokens, key heads, key_dim], normed; queries scaled.
         values: [tokens, value heads, value_dim].
-        decay, beta: [tokens, value heads].
+        decay: [tokens, value heads], or [tokens, value heads, key_dim].
+        beta: [tokens, value heads].
         state: as of `GatedDelta.state_shape`; moved on.
         out: of the shape of `values`, written.
     Raises: ShapeError; ConfigError or UnsupportedError (isa); CapacityError.

@@ -35,7 +35,8 @@ class _Scan(torch.autograd.Function):
         out = torch.empty_like(parts[2])
         ctx.pool = pool
         ctx.save_for_backward(*parts, last.clone())
-        _native.scan_delta(*map(view_tensor, (*parts, last, out)), pool)
+        q, k, v, shares, beta = map(view_tensor, parts)
+        _native.scan_delta(q, k, v, shares, beta, view_tensor(last), view_tensor(out), pool)
         ctx.mark_non_differentiable(last)
         return out, last
 
@@ -49,8 +50,14 @@ class _Scan(torch.autograd.Function):
         _, k_TGk, v_TVv, decay, beta_TV, _ = saved
         d_q, d_k = (k_TGk.new_empty(*v_TVv.shape[:2], k_TGk.shape[2]) for _ in range(2))
         d_v, d_decay, d_beta = map(torch.empty_like, (v_TVv, decay, beta_TV))
+        q, k, v, shares, beta, state = map(view_tensor, saved)
         _native.scan_delta_backward(
-            *map(view_tensor, saved),
+            q,
+            k,
+            v,
+            shares,
+            beta,
+            state,
             view_tensor(grads[0].contiguous()),
             view_tensor(d_q),
             view_tensor(d_k),

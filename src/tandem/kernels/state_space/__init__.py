@@ -1,1 +1,1 @@
-"""State spaces: Mamba2 and short convolutions, in every form: native, torch, float64."""
+"""Mixers with a state and their projections: Kimi delta attention, Mamba2, short convolutions."""

@@ -129,7 +129,8 @@ def _describe(value: object) -> str:
 
 
 def _shrink_to(config: Any, num_layers: int, *, is_true_head: bool) -> Any:
-    values: Values = {USUAL_NAMES.get(n, n): value for n, value in config.to_dict().items()}
+    stated: Values = config.to_dict()
+    values = {USUAL_NAMES.get(name, name): value for name, value in stated.items()}
     for name in ("architectures", "transformers_version", "dtype", "_name_or_path"):
         values.pop(name, None)
     values.pop("quantization_config", None)
