@@ -162,6 +162,9 @@ class MappedReader(RenamedReader):
     def __init__(self, reader: WeightReader, stored: Mapping[str, str]) -> None:
         super().__init__(reader, self._find)
         self._stored = stored
+        # Codes have tensors of other names than the weight that is asked for.
+        parts = ((a.rpartition(".")[0], b.rpartition(".")[0]) for a, b in stored.items())
+        self._modules = dict(parts)
 
     def skip(self, prefix: str) -> None:
         """See ``WeightReader``."""
@@ -173,7 +176,13 @@ class MappedReader(RenamedReader):
         if name in self._stored:
             return self._stored[name]
         other = _EXPERT.sub(lambda found: f"{found[1]}{_MATRICES[found[2]]}.", name)
-        return self._stored.get(other, name)
+        if other in self._stored:
+            return self._stored[other]
+        for each in (name, other):
+            module, _, ending = each.rpartition(".")
+            if module in self._modules:
+                return f"{self._modules[module]}.{ending}"
+        return name
 
 
 def _map_names(names: set[str], model_type: str) -> dict[str, str]:
