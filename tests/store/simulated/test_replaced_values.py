@@ -11,7 +11,7 @@ import pytest
 from store_world import StoreWorld
 from test_membership_sim import CAPACITY, CONFIG, HOSTS, change_master, joined, on, play, start
 
-from tandem.core.errors import CapacityError, TandemError
+from tandem.core.errors import CapacityError, InternalError, TandemError
 from tandem.sim import Faults, run_virtual
 from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.master.burials import Burials
@@ -100,6 +100,33 @@ def test_a_replaced_version_does_not_come_back_from_a_disk():
         delay_s = 0.0005 + 0.0002 * seed
         num_answered += run_virtual(lambda seed=seed, at=delay_s: lose_host_and_memory(seed, at))
     assert 5 < num_answered < 55, "some upserts are answered, some are not"
+
+
+async def upsert_that_no_host_seals(seed: int) -> None:
+    """The old copy's host is away; a tombstone for what never came would be its end."""
+    world, client = await start(seed)
+    await client.put("key", b"old", on("h0"))
+    world.kill_host("h0")
+    change_master(world)
+    await joined(world, 2)
+
+    def fail(*_: object, **__: object) -> None:
+        raise InternalError("test", "no header can be written")
+
+    healthy = {name: world.hosts[name][1].segment for name in ("h1", "h2")}
+    with pytest.MonkeyPatch.context() as patch:
+        for segment in healthy.values():
+            patch.setattr(segment, "seal_many", fail)
+        with pytest.raises(TandemError):
+            await client.put("key", b"new", upsert_on("h1"))
+    change_master(world)
+    world.start_host("h0", CAPACITY)
+    await joined(world, 3)
+    assert await client.get("key") == b"old"
+
+
+def test_an_upsert_that_no_host_seals_leaves_the_older_value():
+    play(upsert_that_no_host_seals)
 
 
 async def get_with_one_host_dead(seed: int) -> None:

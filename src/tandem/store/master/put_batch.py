@@ -343,6 +343,10 @@ class PutBatch:
         departures, unlisted = self._departures, self._state.unlisted
         is_blind = self.request.upsert and self._burials.is_blind
         replaced = self._find_replaced()
+        if replaced:
+            # What no host has sealed replaces nothing: the older object stays, without a tombstone.
+            sealed = {self.keys[i] for places in self.places.values() for i in places}
+            replaced = [key for key in replaced if key in sealed]
         for key in replaced:
             departures.hide(key)
         try:
