@@ -54,6 +54,8 @@ def test_mapped_flags_are_the_settings():
         ("--disable-radix-cache", True),
         ("--kt-max-deferred-experts-per-token", "2"),
         ("--context-length", "1000"),
+        ("--kt-num-gpu-experts", "32"),
+        ("--kt-gpu-prefill-token-threshold", "400"),
     )
     found = translate(arguments, model=None)
     assert not arguments, "all are taken out"
@@ -63,6 +65,8 @@ def test_mapped_flags_are_the_settings():
     assert config.engine.threads == 3
     assert config.model.deferred_experts == 2
     assert config.engine.max_batch_tokens == 4096
+    assert config.model.device_experts == 32
+    assert config.model.stream_tokens == 400
     assert config.engine.max_running == 37
     assert config.engine.num_kv_blocks == 579
     assert config.engine.prefix_cache is False
@@ -72,9 +76,9 @@ def test_mapped_flags_are_the_settings():
 @pytest.mark.parametrize(
     ("flag", "value", "words"),
     [
-        ("--kt-num-gpu-experts", "32", "tandem plan"),
+        ("--kt-gpu-experts-ratio", "0.5", "device-experts"),
         ("--tensor-parallel-size", "2", "--unified"),
-        ("--kt-enable-dynamic-expert-update", True, "GPU"),
+        ("--record-kt-gpu-expert-distribution", True, "expert-trace"),
         ("--kt-method", "LLAMAFILE", "GGUF"),
         ("--kt-method", "AMXINT3", "AMXINT4"),
         ("--chunked-prefill-size", "-1", "max-batch-tokens"),
@@ -92,7 +96,7 @@ def test_what_is_not_here_is_refused_with_what_does_it(flag, value, words):
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--kt-num-gpu-experts", "0"),
+        ("--kt-gpu-experts-ratio", "0"),
         ("--tensor-parallel-size", "1"),
     ],
 )

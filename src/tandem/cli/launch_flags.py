@@ -34,10 +34,6 @@ EXPERT_FORMATS = {
 }
 """``--kt-method`` to the format of routed experts; native ones stay as the checkpoint has them."""
 
-NO_GPU_EXPERTS = (
-    "no routed expert runs on a GPU yet: leave it out, or give 0; "
-    "`tandem plan MODEL --hardware NAME` says how many would fit"
-)
 FOUND = "cores and NUMA nodes are found from affinity and quota"
 
 
@@ -107,10 +103,6 @@ def _whole(flag: str, value: str) -> int:
         raise ConfigError("cli.serve", f"{flag} {value}: must be a whole number") from error
 
 
-def _refuse_gpu(name: str, **more: Any) -> LaunchFlag:
-    return LaunchFlag((name,), "refused", NO_GPU_EXPERTS, harmless=("0", "0.0"), **more)
-
-
 LAUNCH_FLAGS = (
     LaunchFlag(("--model", "--model-path"), "mapped", "model.path"),
     LaunchFlag(("--context-length",), "mapped", "engine.max_model_len"),
@@ -135,13 +127,30 @@ LAUNCH_FLAGS = (
     ),
     LaunchFlag(("--kt-threadpool-count",), "settled", FOUND),
     LaunchFlag(("--kt-numa-nodes",), "refused", f"{FOUND}: start it under numactl or taskset"),
-    _refuse_gpu("--kt-num-gpu-experts"),
-    _refuse_gpu("--kt-gpu-experts-ratio"),
-    _refuse_gpu("--kt-gpu-prefill-token-threshold"),
-    _refuse_gpu("--kt-enable-dynamic-expert-update", has_value=False),
-    _refuse_gpu("--record-kt-gpu-expert-distribution", has_value=False),
+    LaunchFlag(("--kt-num-gpu-experts",), "mapped", "model.device_experts"),
     LaunchFlag(
-        ("--kt-expert-placement-strategy",), "settled", "it is about experts on a GPU, none here"
+        ("--kt-gpu-experts-ratio",),
+        "refused",
+        "give --model.device-experts, a number for each layer",
+        harmless=("0", "0.0"),
+    ),
+    LaunchFlag(("--kt-gpu-prefill-token-threshold",), "mapped", "model.stream_tokens"),
+    LaunchFlag(
+        ("--kt-enable-dynamic-expert-update",),
+        "settled",
+        "experts in a GPU's memory always follow what is chosen, by --model.expert-policy",
+        has_value=False,
+    ),
+    LaunchFlag(
+        ("--record-kt-gpu-expert-distribution",),
+        "refused",
+        "give --engine.expert-trace FILE, and replay it by `tandem plan --experts FILE`",
+        has_value=False,
+    ),
+    LaunchFlag(
+        ("--kt-expert-placement-strategy",),
+        "settled",
+        "--model.expert-policy says which experts stay in a GPU's memory",
     ),
     LaunchFlag(("--kt-max-deferred-experts-per-token",), "mapped", "model.deferred_experts"),
     LaunchFlag(

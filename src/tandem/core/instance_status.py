@@ -31,7 +31,16 @@ __all__ = [
 
 InstanceRole = Literal["unified", "prefill", "decode"]
 StatUnit = Literal[
-    "requests", "lookups", "blocks", "tokens", "bytes", "seconds", "states", "steps", "links"
+    "requests",
+    "lookups",
+    "blocks",
+    "tokens",
+    "bytes",
+    "seconds",
+    "states",
+    "steps",
+    "links",
+    "experts",
 ]
 
 
@@ -150,6 +159,19 @@ class Statistics(msgspec.Struct, kw_only=True):
     step_seconds: Annotated[
         float, _counter("engine_step_seconds_total", "seconds", "Time spent in steps.")
     ] = 0.0
+    num_expert_hits: Annotated[
+        int,
+        _counter(
+            "expert_cache_hits_total",
+            "experts",
+            "Routed experts, each once a layer and step, that the cache held: memory before a "
+            "disk, or a GPU's before the host's.",
+        ),
+    ] = 0
+    num_expert_misses: Annotated[
+        int,
+        _counter("expert_cache_misses_total", "experts", "Those that the cache did not hold."),
+    ] = 0
     num_preemptions: Annotated[
         int,
         _counter("num_preemptions_total", "requests", "Requests put back for want of blocks."),

@@ -13,6 +13,7 @@ from torch import Tensor
 from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, ConfigError, UnsupportedError
+from tandem.core.instance_status import Statistics
 from tandem.core.kv_layout import WindowLayout
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity
@@ -45,6 +46,7 @@ from tandem.models.own.model import OwnModel, load_own
 from tandem.models.planning.places import list_placed_layers
 from tandem.models.tokenizing.grammars import TokenTable, make_token_table
 from tandem.models.tokenizing.tokenizer import load_tokenizer
+from tandem.placement.experts.cache import EXPERT_POLICIES
 
 __all__ = ["BuiltEngine", "build_engine"]
 
@@ -69,6 +71,13 @@ class BuiltEngine(NamedTuple):
     """Decides about loads; None without tiers."""
     experts: ExpertLog | None
     """Counts chosen experts; None where the model's layers do not tell them."""
+
+    def read_expert_hits(self) -> Statistics:
+        """Return how many chosen experts their cache held, and how many it did not."""
+        if isinstance(self.model, OwnModel):
+            return Statistics()
+        hits, misses = self.model.count_expert_hits()
+        return Statistics(num_expert_hits=hits, num_expert_misses=misses)
 
     def take_operators(self) -> CausalModel:
         """Return the model, for whoever runs its steps beside the engine's.
@@ -223,13 +232,22 @@ def build_engine(
 
 def _enable_lanes(model: CausalModel, lanes: LanePlan | None) -> None:
     """Let a device and the host share the routed experts on the host."""
-    split = None
-    if lanes is not None and all(experts.native.is_in_one_piece for experts in model.hosted):
-        split = lanes.make_split()
-        if lanes.stream_tokens:
-            model.enable_stream(lanes.stream_tokens)
-    max_uploads = lanes.max_uploads if lanes is not None and split is not None else 1
-    model.enable_hybrid(model.context.device, split=split, max_uploads=max_uploads)
+    device = model.context.device
+    if lanes is None or not all(experts.native.is_in_one_piece for experts in model.hosted):
+        model.enable_hybrid(device)
+        return
+    if lanes.stream_tokens:
+        model.enable_stream(lanes.stream_tokens)
+    split, make_policy = lanes.make_split(), None
+    if lanes.num_slots:
+        make_policy = partial(EXPERT_POLICIES[lanes.policy], lanes.num_slots)
+    model.enable_hybrid(
+        device,
+        split=split,
+        max_uploads=lanes.max_uploads or 1,
+        num_slots=lanes.num_slots,
+        make_policy=make_policy,
+    )
 
 
 def _make_pool(

@@ -1,13 +1,18 @@
-"""Routed experts on the host beside a device: what is uploaded in a decode, streamed in a prompt.
+"""Routed experts on the host beside a device: what is uploaded, kept there, or streamed.
 
 Speeds of a GPU are not measured yet, so the plan takes those of a known machine; decodes learn
 their own from the first step on.
 """
 
+from math import prod
+
 import msgspec
 
+from tandem.core.errors import ConfigError
 from tandem.core.model.plan import ModelPlan
 from tandem.kernels.calibration import find_kept
+from tandem.kernels.device import Device
+from tandem.kernels.lanes.loads import count_loaded
 from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes
 from tandem.placement.catalog import find_hardware
@@ -17,8 +22,9 @@ from tandem.placement.fitting import read_efficiencies
 from tandem.placement.served import place_served
 from tandem.placement.shape import ModelShape
 
-__all__ = ["LanePlan", "plan_lanes"]
+__all__ = ["LanePlan", "count_slot_bytes", "plan_lanes"]
 
+MIB = 1 << 20
 KNOWN_MACHINE = "xeon6430-4090"
 """Its GPU and its link stand for those of a machine whose GPU is not measured."""
 
@@ -28,6 +34,12 @@ class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     max_uploads: int
     """Experts of a layer that a decode step uploads at most."""
+    num_slots: int
+    """Experts of a layer that stay in the device's memory."""
+    slot_bytes: int
+    """Bytes of all of them there, with places for uploads that do not stay."""
+    policy: str
+    """Name of the policy that decides which these are, of ``EXPERT_POLICIES``."""
     stream_tokens: int
     """Tokens of a step from which its experts are streamed; 0: never."""
     stream_reason: str
@@ -45,19 +57,57 @@ class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
         uploads = f"up to {self.max_uploads} a layer" if self.max_uploads else "none"
         why = "model.max_uploads; how many is learnt while both run"
         streamed = f"from {self.stream_tokens} tokens on" if self.stream_tokens else "never"
+        kept = "none"
+        if self.num_slots:
+            kept = f"{self.num_slots} a layer, {self.slot_bytes / MIB:,.0f} MiB, by {self.policy}"
         return [
             ("uploaded experts", uploads, why if self.max_uploads else "model.max_uploads"),
+            ("experts on the device", kept, "model.device_experts"),
             ("streamed experts", streamed, self.stream_reason),
         ]
 
 
-def plan_lanes(config: ModelConfig, model: ModelPlan, shape: ModelShape) -> LanePlan | None:
+def count_slot_bytes(config: ModelConfig, model: ModelPlan, device: Device) -> int:
+    """Return the bytes of experts that stay on a device, and of places for uploads that do not.
+
+    Args:
+        config: says how many.
+        model: planned.
+        device: computes all but routed experts.
+
+    Raises: ConfigError (nothing brings experts to a device).
+    """
+    if not config.device_experts:
+        return 0
+    if not config.max_uploads or device.is_host or model.expert_device != "cpu":
+        what = "experts stay on a device that they are uploaded to: give model.device cuda, with "
+        what += "routed experts on the cpu and model.max_uploads of 1 at least"
+        raise ConfigError("engine.plan", what, field="model.device_experts")
+    total = 0
+    for matrix in model.matrices:
+        if matrix.role != "experts":
+            continue
+        num_experts = matrix.shape[0]
+        each = count_loaded(
+            device,
+            prod(matrix.shape[1:]),
+            matrix.size_bytes // num_experts,
+            is_float=matrix.weight_format == "f32",
+        )
+        total += (min(config.device_experts, num_experts) + config.max_uploads) * each
+    return total
+
+
+def plan_lanes(
+    config: ModelConfig, model: ModelPlan, shape: ModelShape, *, slot_bytes: int = 0
+) -> LanePlan | None:
     """Return the lanes of a model's experts; None where host and device share none.
 
     Args:
         config: says what is wanted.
         model: planned.
         shape: of the model.
+        slot_bytes: of ``count_slot_bytes``.
     """
     sizes = list_expert_sizes(model)
     is_shared = model.device != "cpu" and model.expert_device == "cpu"
@@ -83,6 +133,9 @@ def plan_lanes(config: ModelConfig, model: ModelPlan, shape: ModelShape) -> Lane
         reason = f"where it is predicted to be faster, with the GPU of {known.title}"
     return LanePlan(
         max_uploads=config.max_uploads,
+        num_slots=min(config.device_experts, sizes.num_experts),
+        slot_bytes=slot_bytes,
+        policy=config.expert_policy,
         stream_tokens=tokens,
         stream_reason=reason,
         host_s=sizes.expert_bytes / (spec.cpu_bandwidth_gbps * 1e9 * eff.cpu_bandwidth),

@@ -16,7 +16,7 @@ from tandem.core.kv_layout import WindowLayout
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KVLayout, ModelSpec
 from tandem.engine.config import EngineConfig
-from tandem.engine.lanes import LanePlan, plan_lanes
+from tandem.engine.lanes import LanePlan, count_slot_bytes, plan_lanes
 from tandem.engine.memory import (
     DEFAULT_FRACTION,
     KvPlan,
@@ -267,6 +267,12 @@ def plan_engine(
         total = device.count_free_bytes()
         left, fraction = total - (model.weight_bytes - model.host_bytes), DEVICE_FRACTION
         _check_device_weights(model, total, left)
+    slot_bytes = count_slot_bytes(model_config, model, device)
+    left -= slot_bytes
+    if slot_bytes and left <= 0:
+        what = f"{model_config.device_experts} experts of each layer take {slot_bytes / GIB:.1f} "
+        what += f"GiB of {model.device}, {-left / GIB:.1f} more than its weights leave: keep fewer"
+        raise ConfigError("engine.plan", what, field="model.device_experts")
     spec = model.spec
     own = spec.max_position_embeddings
     check_context(engine_config.max_model_len, own)
@@ -345,7 +351,7 @@ def plan_engine(
         torch_threads_reason=torch_reason,
         step_reason=step_reason,
         forecast=forecast,
-        lanes=plan_lanes(model_config, model, shape),
+        lanes=plan_lanes(model_config, model, shape, slot_bytes=slot_bytes),
         rejected=(
             *_reject_formats(model, shape, forecast),
             *_reject_deferral(model),

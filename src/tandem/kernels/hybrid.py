@@ -99,8 +99,8 @@ class _Batch:
     """[T, D], the residual stream."""
     num_live: int = 0
     choice: ExpertChoice | None = None
-    uploaded: Tensor | None = None
-    """[B, K, D], outputs of the layer's uploaded experts."""
+    computed: Tensor | None = None
+    """[B, K, D], outputs of the layer's experts that the device computes."""
     jobs: "list[Future[None]]" = field(default_factory=list)
     """Jobs of the layer that runs, and the deferred ones of the layer before it, oldest first."""
     failure: BaseException | None = None
@@ -196,21 +196,25 @@ class HybridDecoder:
             count = lane.choose_count()
             lane.begin_step()
         self._device.follow(self._stream)
-        if not is_captured:
-            self._queue(batch, count)
-        else:
-            if count not in batch.graphs:
-                work = partial(self._queue, batch, count)
-                batch.graphs[count] = self._device.capture(self._stream, work)
-            self._device.launch(batch.graphs[count], self._stream)
         try:
+            if not is_captured:
+                self._queue(batch, count)
+            else:
+                if count not in batch.graphs:
+                    work = partial(self._queue, batch, count)
+                    batch.graphs[count] = self._device.capture(self._stream, work)
+                self._device.launch(batch.graphs[count], self._stream)
             self._stream.synchronize()
+        except BaseException as error:  # noqa: BLE001 - raised below.
+            batch.failure = error
         finally:
             # Nobody else waits for what is still computed from the staging memory.
             for job in batch.jobs:
                 job.exception(MAX_RUN_S)
             batch.jobs = []
         if batch.failure is not None:
+            if lane is not None:
+                lane.clear()
             raise batch.failure
         if lane is not None:
             lane.end_step()
@@ -243,34 +247,43 @@ class HybridDecoder:
                 device.copy(here.late_BK, there.late_BK, stream)
             submit = partial(self._submit, batch, layer_idx, count)
             device.call_host(stream, submit, f"submit {layer_idx}")
-            if count:
-                self._queue_uploads(batch, layer_idx, count)
+            shares = self._shares(layer_idx, count)
+            if shares:
+                self._queue_lane(batch, layer_idx, count)
             if self._has_shared[layer_idx]:
                 device.run(stream, partial(self._run_shared, batch), f"shared {layer_idx}")
             wait = partial(self._wait, batch, layer_idx, count)
             device.call_host(stream, wait, f"wait {layer_idx}")
             leave = partial(self._leave_sum, batch)
-            if count:
+            if shares:
                 assert batch.pairs is not None, "no lane"
                 device.copy(batch.pairs[1].host_BKD, batch.pairs[0].host_BKD, stream)
                 leave = partial(self._leave_pairs, batch, layer_idx)
-            if not count or self._is_carried(layer_idx):
+            if not shares or self._is_carried(layer_idx):
                 device.copy(there.sum_BD, here.sum_BD, stream)
             device.run(stream, leave, f"sum {layer_idx}")
         device.run(stream, partial(self._complete, batch), "end")
 
-    def _queue_uploads(self, batch: _Batch, layer_idx: int, count: int) -> None:
-        """Queue the copies of a layer's uploaded experts, and what the device does with them."""
+    def _queue_lane(self, batch: _Batch, layer_idx: int, count: int) -> None:
+        """Queue the copies of a layer's uploaded experts, and what the device computes of it."""
         device, stream, lane = self._device, self._stream, self._lane
         assert lane is not None, "no lane"
         assert batch.pairs is not None, "no lane"
-        loads = lane.loads[layer_idx]
+        loads, slots = lane.loads[layer_idx], lane.find_slots(layer_idx)
         assert loads is not None, "a layer without experts"
         there, here = (side.take(count, loads.expert_bytes) for side in (lane.there, lane.here))
-        for source, target in zip(there, here, strict=True):
-            device.copy(source, target, stream)
-        device.copy(batch.pairs[1].uploaded_BK, batch.pairs[0].uploaded_BK, stream)
-        work = partial(self._run_uploaded, batch, layer_idx, here)
+        if count:
+            device.copy(there[0], here[0], stream)
+        if slots is None:
+            device.copy(there[1], here[1], stream)
+        else:
+            device.copy(slots.owners_there_P, slots.owners_P, stream)
+            if count:
+                device.copy(slots.places_there_U, slots.places_U, stream)
+                device.run(stream, partial(slots.put, here[0]), f"put {layer_idx}")
+            here = (slots.memory, slots.owners_P)
+        device.copy(batch.pairs[1].on_device_BK, batch.pairs[0].on_device_BK, stream)
+        work = partial(self._run_here, batch, layer_idx, here)
         device.run(stream, work, f"upload {layer_idx}")
         device.call_host(stream, lane.note_uploaded, f"uploaded {layer_idx}")
 
@@ -306,25 +319,30 @@ class HybridDecoder:
         assert batch.step is not None and batch.hidden is not None, "no step"
         batch.step.leave_sum_(Buffer(batch.on_device.sum_BD[: len(batch.hidden)]))
 
-    def _run_uploaded(self, batch: _Batch, layer_idx: int, landing: tuple[Tensor, Tensor]) -> None:
+    def _run_here(self, batch: _Batch, layer_idx: int, places: tuple[Tensor, Tensor]) -> None:
         assert self._lane is not None, "no lane"
         assert batch.pairs is not None, "no lane"
         assert batch.hidden is not None, "no step"
         loads, here, rows = self._lane.loads[layer_idx], batch.on_device, len(batch.hidden)
         assert loads is not None, "a layer without experts"
-        ids_BK = batch.pairs[0].uploaded_BK[:rows]
+        ids_BK = batch.pairs[0].on_device_BK[:rows]
         shape = (*ids_BK.shape, self._shape[0])
-        batch.uploaded = torch.empty(shape, dtype=torch.float32, device=ids_BK.device)
-        memory, owners_U = landing
-        loads.run_pairs(here.x_BD[:rows], ids_BK, owners_U, memory, batch.uploaded)
+        batch.computed = torch.empty(shape, dtype=torch.float32, device=ids_BK.device)
+        memory, owners = places
+        loads.run_pairs(here.x_BD[:rows], ids_BK, owners, memory, batch.computed)
 
     def _leave_pairs(self, batch: _Batch, layer_idx: int) -> None:
         assert batch.step is not None and batch.hidden is not None, "no step"
-        assert batch.uploaded is not None and batch.pairs is not None, "no lane"
+        assert batch.computed is not None and batch.pairs is not None, "no lane"
         here, rows = batch.on_device, len(batch.hidden)
         # One of the two is zero.
-        outputs_BKD = batch.uploaded + batch.pairs[0].host_BKD[:rows]
-        sum_BD = sum_pairs(here.ids_BK[:rows], here.weights_BK[:rows], outputs_BKD)
+        outputs_BKD = batch.computed + batch.pairs[0].host_BKD[:rows]
+        ids_BK, weights_BK = here.ids_BK[:rows], here.weights_BK[:rows]
+        if self._device.has_native_kernels:
+            sum_BD = sum_pairs(ids_BK, weights_BK, outputs_BKD)
+        else:
+            # The device's products round otherwise than the host's: no order of sums mends that.
+            sum_BD = (outputs_BKD * weights_BK[..., None]).sum(1)
         if self._is_carried(layer_idx):
             sum_BD += here.sum_BD[:rows]
         batch.step.leave_sum_(Buffer(sum_BD))
@@ -340,7 +358,11 @@ class HybridDecoder:
     @torch.inference_mode()
     def _submit(self, batch: _Batch, layer_idx: int, count: int) -> None:
         """Give the host's thread the layer's experts; return at once, or when some are staged."""
+        lane = self._lane
         if batch.failure is not None:
+            if batch.pairs is not None:
+                # The device goes on to the end, and finds nothing to compute.
+                batch.pairs[1].on_device_BK.fill_(-1)
             return
         experts, there, num_live = (
             self._experts[layer_idx],
@@ -351,37 +373,37 @@ class HybridDecoder:
         x, weights = Buffer(there.x_BD[:num_live]), Buffer(there.weights_BK[:num_live])
         ids, late = Buffer(there.ids_BK[:num_live]), Buffer(there.late_BK[:num_live])
         out, carried = Buffer(there.sum_BD[:num_live]), Buffer(there.carried_BD[:num_live])
-        lane, chosen = self._lane, None
         work = partial(experts.run, x, ids, weights, out)
+        uploads: list[int] = []
         if lane is not None:
-            chosen = lane.divide(there.ids_BK[:num_live].numpy(), count)
-            if count:
-                work = self._divide(batch, experts, there, chosen)
+            on_device, uploads = lane.divide(layer_idx, there.ids_BK[:num_live].numpy(), count)
+            if self._shares(layer_idx, count):
+                work = self._divide(batch, experts, there, on_device)
             work = partial(lane.time_host, work)
         batch.jobs.append(self._worker.submit(work))
         if self._defers(layer_idx):
             batch.jobs.append(self._worker.submit(experts.run, x, late, weights, carried))
-        if lane is not None and chosen is not None and count:
+        if lane is not None and uploads:
             try:
-                lane.stage(layer_idx, chosen)
+                lane.stage(layer_idx, uploads)
             except BaseException as error:  # noqa: BLE001 - raised by ``run``.
                 batch.failure = error
 
     def _divide(
-        self, batch: _Batch, experts: HostExperts, there: Staging, chosen: NDArray[np.int64]
+        self, batch: _Batch, experts: HostExperts, there: Staging, on_device: NDArray[np.int64]
     ) -> Callable[[], None]:
-        """Return the host's part of a layer whose ``chosen`` experts are uploaded.
+        """Return the host's part of a layer some of whose experts are the device's.
 
         Each output comes by itself, so that its place in the sum is the same in either lane.
         """
         assert batch.pairs is not None, "no lane"
         pairs, num_live, top_k = batch.pairs[1], batch.num_live, self._shape[1]
         ids_TK = there.ids_BK[:num_live]
-        is_uploaded = torch.from_numpy(np.isin(ids_TK.numpy(), chosen))
-        pairs.uploaded_BK[:num_live] = ids_TK.masked_fill(~is_uploaded, -1)
+        is_there = torch.from_numpy(np.isin(ids_TK.numpy(), on_device))
+        pairs.on_device_BK[:num_live] = ids_TK.masked_fill(~is_there, -1)
         # Rows of the graph that do not live repeat the first one.
-        pairs.uploaded_BK[num_live:] = pairs.uploaded_BK[:1]
-        host_P1 = ids_TK.masked_fill(is_uploaded, -1).view(-1, 1)
+        pairs.on_device_BK[num_live:] = pairs.on_device_BK[:1]
+        host_P1 = ids_TK.masked_fill(is_there, -1).view(-1, 1)
         x_PD = there.x_BD[:num_live].repeat_interleave(top_k, 0)
         ones_P1 = torch.ones(len(host_P1), 1)
         out_PD = pairs.host_BKD[:num_live].view(len(host_P1), -1)
@@ -393,7 +415,7 @@ class HybridDecoder:
         if batch.failure is not None:
             return
         there, before = batch.staging[layer_idx % 2], batch.staging[1 - layer_idx % 2]
-        is_carried = self._is_carried(layer_idx)
+        is_carried, shares = self._is_carried(layer_idx), self._shares(layer_idx, count)
         due = 2 if is_carried else 1
         try:
             for job in batch.jobs[:due]:
@@ -405,13 +427,13 @@ class HybridDecoder:
         del batch.jobs[:due]
         if is_carried:
             num_live = batch.num_live
-            if count:
+            if shares:
                 there.sum_BD[:num_live] = before.carried_BD[:num_live]
             else:
                 there.sum_BD[:num_live].add_(before.carried_BD[:num_live])
-        self._fill_up(batch, there, count)
+        self._fill_up(batch, there, shares=shares)
 
-    def _fill_up(self, batch: _Batch, there: Staging, count: int) -> None:
+    def _fill_up(self, batch: _Batch, there: Staging, *, shares: bool) -> None:
         """Give the rows of a graph that do not live what the first row has.
 
         They repeat its token, and write its KV once more: it must be the same.
@@ -421,10 +443,15 @@ class HybridDecoder:
         if num_rows == num_live:
             return
         there.sum_BD[num_live:num_rows] = there.sum_BD[:1]
-        if count:
+        if shares:
             assert batch.pairs is not None, "no lane"
             host_BKD = batch.pairs[1].host_BKD
             host_BKD[num_live:num_rows] = host_BKD[:1]
+
+    def _shares(self, layer_idx: int, count: int) -> bool:
+        """Return True if the device computes some of a layer's experts."""
+        lane = self._lane
+        return count > 0 or (lane is not None and lane.find_slots(layer_idx) is not None)
 
     def _is_carried(self, layer_idx: int) -> bool:
         """Return True if the layer before deferred experts."""

@@ -123,6 +123,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "0 = none."
         ),
     ] = 4
+    device_experts: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="Routed experts of each layer on the host that stay in the memory of the "
+            "device as well, so that a decode step computes them there; model.expert_policy "
+            "chooses them as they are used, and model.max_uploads brings them. 0 = none.",
+        ),
+    ] = 0
     stream_tokens: Annotated[
         Annotated[int, Meta(ge=0, le=1 << 20)] | Literal["auto"],
         Meta(

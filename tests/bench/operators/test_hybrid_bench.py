@@ -17,9 +17,9 @@ def device():
 def test_cases_measure_every_way(device):
     cases = hybrid.make_cases(quick=True, device=device)
     records = list(run_cases("hybrid", cases, budget_s=0.01, rounds=1))
-    assert [record.check for record in records] == ["ok"] * 6
+    assert [record.check for record in records] == ["ok"] * 7
     words = " ".join(record.case for record in records)
-    for word in ("graph=on", "graph=off", "uploaded", "deferred=2", "deferred=4", "prompt=40"):
+    for word in ("graph=on", "graph=off", "uploaded", "cached", "deferred=2", "prompt=40"):
         assert word in words
     assert all("device=fake" in record.case for record in records)
     decodes = [record for record in records if "batch" in record.case]

@@ -22,6 +22,7 @@ from tandem.kernels.cpu.device import CpuDevice  # noqa: E402
 from tandem.kernels.fake.tape import TapeDevice  # noqa: E402
 from tandem.models.config import ModelConfig  # noqa: E402
 from tandem.models.loading import loader  # noqa: E402
+from tandem.placement.experts.cache import LruPolicy  # noqa: E402
 
 PROMPTS = [[(7 * i * i + 3) % 120 + 3 for i in range(n)] for n in (20, 9, 33)]
 LENGTHS = (20, 5, 12)
@@ -49,7 +50,7 @@ class Turns:
         pass
 
 
-def build(*, is_captured, deferred=0, is_uploading=False):
+def build(*, is_captured, deferred=0, is_uploading=False, num_slots=0):
     config = EngineConfig(kv_cache_gib=0.004, block_size=16, max_batch_tokens=64)
     model = ModelConfig(
         path="demo",
@@ -64,6 +65,8 @@ def build(*, is_captured, deferred=0, is_uploading=False):
         built.model.context.device,
         is_captured=is_captured,
         split=Turns() if is_uploading else None,
+        num_slots=num_slots,
+        make_policy=partial(LruPolicy, num_slots),
     )
     # Queued anew, the same step in the same memory.
     built.model._fixed = {}
@@ -93,14 +96,16 @@ def tell_tokens(found):
 
 
 @pytest.mark.parametrize(
-    ("deferred", "is_uploading"),
+    ("deferred", "is_uploading", "num_slots"),
     [
-        (0, False),
-        pytest.param(1, False, marks=pytest.mark.slow),
-        pytest.param(1, True, marks=pytest.mark.slow),
+        (0, False, 0),
+        pytest.param(1, False, 0, marks=pytest.mark.slow),
+        pytest.param(1, True, 0, marks=pytest.mark.slow),
+        # One token's experts are gathered from the places, those of two multiplied in them.
+        (0, True, 3),
     ],
 )
-def test_captured_equals_queued(device, deferred, is_uploading):
+def test_captured_equals_queued(device, deferred, is_uploading, num_slots):
     launched = []
     launch = CpuDevice.launch
 
@@ -113,7 +118,7 @@ def test_captured_equals_queued(device, deferred, is_uploading):
     built = build(is_captured=False, deferred=deferred)
     built.model._fixed = None
     plain = generate(built)
-    kind = {"deferred": deferred, "is_uploading": is_uploading}
+    kind = {"deferred": deferred, "is_uploading": is_uploading, "num_slots": num_slots}
     queued, captured = (build(is_captured=flag, **kind) for flag in (False, True))
     for _ in range(2):
         # The second time with the prefixes that the first has left.

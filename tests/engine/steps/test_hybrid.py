@@ -8,6 +8,7 @@ Work is held back at seeded moments. Tokens are compared with the same model wit
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -26,9 +27,11 @@ from tandem.kernels.devices import open_device as open_named  # noqa: E402
 from tandem.kernels.fake.device import FakeDevice  # noqa: E402
 from tandem.kernels.hybrid import HybridDecoder  # noqa: E402
 from tandem.kernels.lanes.loads import PackedLoads  # noqa: E402
+from tandem.kernels.lanes.slots import ExpertSlots  # noqa: E402
 from tandem.kernels.lanes.streams import ExpertStream  # noqa: E402
 from tandem.models.config import ModelConfig  # noqa: E402
 from tandem.models.loading import loader  # noqa: E402
+from tandem.placement.experts.cache import EXPERT_POLICIES, LruPolicy, StaticPolicy  # noqa: E402
 
 PROMPTS = [[(7 * i * i + 3) % 120 + 3 for i in range(n)] for n in (20, 9, 33)]
 LENGTHS = (12, 5, 8)
@@ -244,6 +247,86 @@ def test_no_bit_depends_on_which_experts_are_uploaded(folder, open_device, is_ca
     counts = {(num_host == 0, num_uploaded == 0) for num_host, _, num_uploaded, _ in turns.noted}
     assert {(False, True), (False, False)} <= counts
     assert all(t >= 0 for _, host_s, _, upload_s in turns.noted for t in (host_s, upload_s))
+    hybrid.close()
+
+
+@pytest.mark.parametrize("policy", [*EXPERT_POLICIES, "static"])
+def test_no_bit_depends_on_which_experts_stay_and_a_replay_hits_as_often(
+    folder, open_device, policy
+):
+    """Experts stay on the device in three of eight slots, and are computed there or on the host."""
+    num_slots, deferred = 3, 2 * (policy == "lru")
+    make_policy = {
+        **{name: partial(make, num_slots) for name, make in EXPERT_POLICIES.items()},
+        "static": partial(StaticPolicy, num_slots, [0, 9, 1, 8, 2, 7, 3, 6]),
+    }[policy]
+    expected, _ = generate(build(folder, deferred=deferred).engine)
+    built = build(folder, deferred=deferred)
+    hybrid = built.model.enable_hybrid(
+        open_device(hold_back(4)),
+        split=Turns(),
+        is_captured=policy != "frequency",
+        num_slots=num_slots,
+        make_policy=make_policy,
+    )
+    trace = {}
+    admit = ExpertSlots.admit
+
+    def record(self, expert_ids, max_uploads):
+        trace.setdefault(self, []).append((list(expert_ids), max_uploads))
+        return admit(self, expert_ids, max_uploads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertSlots, "admit", record)
+        for _ in range(2):
+            assert generate(built.engine)[0] == expected
+    hits = misses = 0
+    for steps in trace.values():
+        replayed, held = make_policy(), set()
+        for expert_ids, max_uploads in steps:
+            hits += len(held.intersection(expert_ids))
+            misses += len(set(expert_ids) - held)
+            for expert_id, evicted in replayed.touch(expert_ids, max_uploads):
+                held.discard(evicted)
+                held.add(expert_id)
+    assert built.model.count_expert_hits() == (hits, misses)
+    assert hits and misses
+    assert built.read_expert_hits().num_expert_hits == hits
+    hybrid.close()
+
+
+def test_slots_are_right_after_a_step_has_failed(folder, open_device, monkeypatch):
+    """An expert of the host raises, then one cannot be staged, then the device itself fails."""
+    built = build(folder)
+    expected, _ = generate(build(folder).engine)
+    hybrid = built.model.enable_hybrid(
+        open_device(), split=Turns(), num_slots=3, make_policy=partial(LruPolicy, 3)
+    )
+    calls = []
+
+    def break_off(original, error):
+        def run(*arguments):
+            calls.append(1)
+            if len(calls) == 7:
+                raise error
+            return original(*arguments)
+
+        return run
+
+    kinds = (
+        (NativeExperts, "run", ValueError("no expert")),
+        (PackedLoads, "stage", ValueError("no staging")),
+        (PackedLoads, "run_pairs", ValueError("no device")),
+    )
+    for kind, name, error in kinds:
+        calls.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, break_off(getattr(kind, name), error))
+            # A step that fails is repeated in halves, which go well.
+            assert generate(built.engine)[0] == expected
+            assert len(calls) > 7
+    assert generate(built.engine)[0] == expected
+    assert built.model.count_expert_hits()[0] > 0
     hybrid.close()
 
 

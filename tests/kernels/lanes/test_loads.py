@@ -13,6 +13,7 @@ from tandem._native import ThreadPool
 from tandem.core.model.layers import SILU, ExpertsSpec
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.cpu.experts import NativeExperts, PackedExperts
+from tandem.kernels.lanes import loads as loads_module
 from tandem.kernels.lanes.loads import PackedLoads, UnpackedLoads
 from tandem.kernels.lanes.pairs import sum_pairs
 from tandem.kernels.native import Buffer
@@ -119,6 +120,30 @@ def test_unpacked_experts_compute_what_packed_ones_do_to_bf16():
     for found in (total.take(), sum_pairs(ids, weights, outputs)):
         error = (found - wanted).norm() / wanted.norm()
         assert error < 0.02, error
+
+
+@pytest.mark.parametrize("name", ["f32", "int8g32"])
+def test_experts_that_are_gathered_give_what_they_give_in_place(name, monkeypatch):
+    native, *_ = make(name)
+    loads, (x, ids, _) = UnpackedLoads(native, POOL, CPU), choose()
+    if name == "f32":  # As of experts with biases.
+        loads._biases = (torch.randn(EXPERTS, 2 * INNER), torch.randn(EXPERTS, HIDDEN))
+    size, places = loads.expert_bytes, 3 * EXPERTS
+    memory = torch.zeros(places * size, dtype=torch.uint8)
+    owners = torch.full((places,), -1)
+    for expert_id in range(1, EXPERTS):  # One of them is nowhere.
+        place = 17 - 2 * expert_id
+        owners[place] = expert_id
+        loads.stage(expert_id, memory[place * size :][:size])
+    ids = ids.masked_fill(ids == 0, -1)
+    found = [torch.empty(TOKENS, TOP_K, HIDDEN) for _ in range(2)]
+    for cost, out in zip((places, 0), found, strict=True):
+        monkeypatch.setattr(loads_module, "GATHERED_COST", cost)
+        loads.run_pairs(x, ids, owners, memory, out)
+    assert (found[0][ids < 0] == 0).all()
+    assert (found[1][ids < 0] == 0).all()
+    error = (found[0] - found[1]).norm() / found[0].norm()
+    assert error < (1e-6 if name == "f32" else 4e-3), error
 
 
 def test_a_product_and_a_sum_are_rounded_once():

@@ -96,17 +96,22 @@ def test_a_family_answers_as_on_the_cpu(name, tmp_path):
 
 
 @pytest.mark.parametrize("deferred", [0, 1])
-@pytest.mark.parametrize("max_uploads", [0, 4])
+@pytest.mark.parametrize(("max_uploads", "device_experts"), [(0, 0), (4, 0), (4, 3)])
 @pytest.mark.parametrize("stream_tokens", [0, 8])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_experts_of_the_host_beside_the_device(
-    checkpoint, name, deferred, max_uploads, stream_tokens
+    checkpoint, name, deferred, max_uploads, device_experts, stream_tokens
 ):
     folder = checkpoint(name, hidden_size=128, moe_intermediate_size=128)
     wishes = {"expert_format": "int8g32", "deferred_experts": deferred}
     wanted = generate(folder, "cpu", **wishes)
     found = generate(
-        folder, "cuda:0", max_uploads=max_uploads, stream_tokens=stream_tokens, **wishes
+        folder,
+        "cuda:0",
+        max_uploads=max_uploads,
+        device_experts=device_experts,
+        stream_tokens=stream_tokens,
+        **wishes,
     )
     if max_uploads or stream_tokens:
         # The device multiplies numbers, the host codes of the input: other roundings.

@@ -29,11 +29,13 @@ from tandem.kernels.devices import open_device
 from tandem.kernels.fake.device import FakeDevice
 from tandem.kernels.hybrid import HybridDecoder
 from tandem.kernels.lanes.loads import UnpackedLoads, make_loads
+from tandem.kernels.lanes.slots import ExpertSlots
 from tandem.kernels.lanes.streams import ExpertStream
 from tandem.kernels.lanes.uploads import UploadLane
 from tandem.kernels.native import Buffer
 from tandem.kernels.routing import split_deferred
 from tandem.kernels.weights.formats import find_format
+from tandem.placement.experts.cache import LruPolicy
 from tandem.placement.experts.lanes import LaneSplit
 
 __all__ = ["Decode", "Layers", "Shape", "describe_step", "make_cases"]
@@ -259,6 +261,7 @@ class Decode:
         is_captured: whether steps are graphs.
         num_deferred: experts of a token.
         is_uploading: whether some experts are uploaded.
+        is_caching: whether those stay on the device, in slots for half of a layer's.
     """
 
     def __init__(
@@ -269,6 +272,7 @@ class Decode:
         is_captured: bool = True,
         num_deferred: int = 0,
         is_uploading: bool = False,
+        is_caching: bool = False,
     ) -> None:
         self.layers, self.num_deferred = layers, num_deferred
         shape, device = layers.shape, layers.device
@@ -276,9 +280,18 @@ class Decode:
         self.x = torch.randn(batch, shape.hidden, generator=chance).to(DTYPE)
         self._hidden = self.x.to(layers.place).clone()
         lane = None
-        if is_uploading:
+        if is_uploading or is_caching:
             loads = [make_loads(experts, layers.pool, device) for experts in layers.experts]
-            lane = UploadLane(device, loads, LaneSplit(1e-3, 1e-3), max_uploads=MAX_UPLOADS)
+            slots: list[ExpertSlots] = []
+            if is_caching:
+                count = shape.num_experts // 2
+                slots = [
+                    ExpertSlots(device, one.expert_bytes, count, MAX_UPLOADS, LruPolicy(count))
+                    for one in loads
+                ]
+            lane = UploadLane(
+                device, loads, LaneSplit(1e-3, 1e-3), max_uploads=MAX_UPLOADS, slots=slots
+            )
         self._step = _Step(layers, num_deferred)
         self._decoder = HybridDecoder(
             device,
@@ -514,6 +527,7 @@ def _list_decodes(layers: Layers, batch: int, words: str) -> Iterator[BenchCase]
         ("graph=on", {}),
         ("graph=off", {"is_captured": False}),
         ("graph=on experts=uploaded", {"is_uploading": True}),
+        ("graph=on experts=cached", {"is_caching": True}),
     ]
     kinds += [
         (f"graph=on deferred={count}", {"num_deferred": count})

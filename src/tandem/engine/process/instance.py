@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -137,6 +138,7 @@ class Instance:
         self._stage = StageChanged(InstanceStage.STARTING)
         self._api: InstanceApi | None = None
         self._tier: TierService | None = None
+        self._read_expert_hits: Callable[[], Statistics] | None = None
         self._exchange: KvExchange | None = None
         self._events: KvEventPublisher | None = None
         self._packed_writer: PackedWriter | None = None
@@ -178,6 +180,8 @@ class Instance:
     def _read_stats(self) -> InstanceStats:
         engine = self._require_api().engine
         parts = [engine.get_stats(), engine.counters]
+        if self._read_expert_hits is not None:
+            parts.append(self._read_expert_hits())
         if self._tier is not None:
             parts += [self._tier.counters, Statistics(store_links={self._tier.state: 1})]
         if self._exchange is not None:
@@ -282,6 +286,7 @@ class Instance:
             allocate_windows=allocate_windows,
             num_siblings=self._spec.num_siblings,
         )
+        self._read_expert_hits = built.read_expert_hits
         adapters, loaded, failures = self._load_adapters(built)
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)

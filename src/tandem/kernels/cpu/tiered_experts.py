@@ -21,7 +21,7 @@ from torch import Tensor
 from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, UnsupportedError
 from tandem.core.model.layers import ExpertsSpec
-from tandem.kernels.cpu.expert_slots import ExpertTier, LayerSlots
+from tandem.kernels.cpu.expert_slots import ExpertTier, LayerSlots, TierCounters
 from tandem.kernels.cpu.experts import NativeExperts, PackedExperts, WeightCache, start_submitter
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.native import Buffer
@@ -167,6 +167,11 @@ class DiskExperts(NativeExperts):
         self._gate = GuessGate()
         self._guesses: list[int] = []
         """Experts without a slot that this step was guessed to choose."""
+
+    @property
+    def counters(self) -> TierCounters:
+        """Counters of the memory that all layers share."""
+        return self._share.tier.counters
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Open the file of packed weights; pack and write it first if there is none.

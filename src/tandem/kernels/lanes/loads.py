@@ -24,7 +24,12 @@ from tandem.kernels.device import Device
 from tandem.kernels.native import Buffer
 from tandem.kernels.weights.formats import split_pair
 
-__all__ = ["ExpertLoads", "LayerSum", "PackedLoads", "UnpackedLoads", "make_loads"]
+__all__ = ["ExpertLoads", "LayerSum", "PackedLoads", "UnpackedLoads", "count_loaded", "make_loads"]
+
+WORD_BYTES = 8
+GATHERED_COST = 3
+"""Experts that are multiplied where they lie in the time of one that is gathered before: a gathered
+one is read twice and written once."""
 
 
 class LayerSum(Protocol):
@@ -79,6 +84,25 @@ def make_loads(native: NativeExperts, pool: ThreadPool, device: Device) -> Exper
     if device.has_native_kernels:
         return PackedLoads(native, pool)
     return UnpackedLoads(native, pool, device)
+
+
+def count_loaded(device: Device, num_weights: int, packed_bytes: int, *, is_float: bool) -> int:
+    """Return the bytes that one expert takes on a device.
+
+    Args:
+        device: where it goes.
+        num_weights: of the expert.
+        packed_bytes: of it on the host.
+        is_float: whether its weight format is float32.
+    """
+    if device.has_native_kernels:
+        return packed_bytes
+    return _round_up(num_weights * (4 if is_float else 2))
+
+
+def _round_up(num_bytes: int) -> int:
+    """Return whole words, in which a device moves an expert from one place to another."""
+    return -(-num_bytes // WORD_BYTES) * WORD_BYTES
 
 
 class PackedLoads:
@@ -168,7 +192,7 @@ class UnpackedLoads:
         self.dtype = torch.float32 if native.weight_format.bits == 32 else torch.bfloat16
         """The dtype of the numbers: bfloat16 holds what codes times scales are to 8 bits."""
         self._num_items = 3 * self._hidden * self._inner
-        self.expert_bytes = self._num_items * self.dtype.itemsize
+        self.expert_bytes = _round_up(self._num_items * self.dtype.itemsize)
         self._biases: tuple[Tensor, Tensor] | None = None
         if native.biases is not None:
             gate, up, down = (part.to(device.torch_device) for part in native.biases)
@@ -180,7 +204,7 @@ class UnpackedLoads:
         half = 2 * self._hidden * self._inner
         gate_up, down = self._unpack(expert_id)
         numbers[:half].view_as(gate_up).copy_(gate_up)
-        numbers[half:].view_as(down).copy_(down)
+        numbers[half : self._num_items].view_as(down).copy_(down)
 
     def _unpack(self, expert_id: int) -> tuple[Tensor, Tensor]:
         """Return float32 [2 F, D] and [D, F].
@@ -210,7 +234,7 @@ class UnpackedLoads:
         half = 2 * self._hidden * self._inner
         return (
             numbers[:half].view(2 * self._inner, self._hidden),
-            numbers[half:].view(self._hidden, self._inner),
+            numbers[half : self._num_items].view(self._hidden, self._inner),
         )
 
     def _multiply(
@@ -227,7 +251,14 @@ class UnpackedLoads:
     def run_pairs(
         self, x_BD: Tensor, ids_BK: Tensor, owners_U: Tensor, memory: Tensor, out_BKD: Tensor
     ) -> None:
-        """See ``ExpertLoads``: each of the few experts takes all tokens, of which some are kept."""
+        """See ``ExpertLoads``.
+
+        Each of a few experts takes all tokens, of which some are kept; of many, those that are
+        chosen are gathered, which reads and writes their weights once more.
+        """
+        if len(owners_U) > GATHERED_COST * ids_BK.numel():
+            self._run_gathered(x_BD, ids_BK, owners_U, memory, out_BKD)
+            return
         out_BKD.zero_()
         for place in range(len(owners_U)):
             owner = owners_U[place : place + 1]
@@ -238,6 +269,29 @@ class UnpackedLoads:
             y_BD = self._multiply(x_BD, memory, place, biases)  # type: ignore[arg-type]
             is_own = (ids_BK == owner) & (ids_BK >= 0)
             out_BKD.copy_(torch.where(is_own[..., None], y_BD[:, None], out_BKD))
+
+    def _run_gathered(
+        self, x_BD: Tensor, ids_BK: Tensor, owners_U: Tensor, memory: Tensor, out_BKD: Tensor
+    ) -> None:
+        half = 2 * self._hidden * self._inner
+        numbers = memory.view(self.dtype).view(len(owners_U), -1)
+        # Places that are nobody's write to one more expert; pairs that are not here take the first.
+        places = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=owners_U.device)
+        known = owners_U.where(owners_U >= 0, self.num_experts)
+        places.index_copy_(0, known, torch.arange(len(owners_U), device=owners_U.device))
+        ids_P = ids_BK.flatten().clamp_min(0)
+        places_P = places.index_select(0, ids_P)
+        gate_up = numbers[:, :half].index_select(0, places_P)
+        down = numbers[:, half : self._num_items].index_select(0, places_P)
+        x_P1D = x_BD.to(self.dtype).repeat_interleave(ids_BK.shape[1], 0)[:, None]
+        hidden = x_P1D @ gate_up.view(-1, 2 * self._inner, self._hidden).mT
+        if self._biases is not None:
+            hidden = hidden + self._biases[0].index_select(0, ids_P)[:, None]
+        weights = down.view(-1, self._hidden, self._inner)
+        y_PD = (activate(self._activation, hidden) @ weights.mT).float()[:, 0]
+        if self._biases is not None:
+            y_PD = y_PD + self._biases[1].index_select(0, ids_P)
+        out_BKD.copy_(y_PD.view_as(out_BKD).masked_fill(ids_BK[..., None] < 0, 0))
 
     def begin_sum(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> LayerSum:
         """See ``ExpertLoads``; the host reads the choices, as a prompt's are many."""

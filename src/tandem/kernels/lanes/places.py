@@ -51,7 +51,7 @@ class Staging(Places):
 
 
 class Pairs:
-    """Outputs of each token's experts apart, and which of them are uploaded, in one memory.
+    """Outputs of each token's experts apart, and which of them are the device's, in one memory.
 
     Args:
         allocate: gives the bytes.
@@ -64,8 +64,8 @@ class Pairs:
             allocate(size * top_k * hidden * 4).view(torch.float32).view(size, top_k, hidden)
         )
         """Without their weights; 0 where the device computes, or nobody."""
-        self.uploaded_BK = allocate(size * top_k * 8).view(torch.int64).view(size, top_k)
-        """Choices whose experts are uploaded; -1 for others."""
+        self.on_device_BK = allocate(size * top_k * 8).view(torch.int64).view(size, top_k)
+        """Choices whose experts the device computes; -1 for others."""
 
 
 class Landing:

@@ -2,12 +2,13 @@
 
 Which experts go by it is decided when a layer has chosen; how many a layer uploads, once a step,
 as a graph has so many places. ``placement.experts.lanes`` learns that number from the times that
-are taken here.
+are taken here. Where layers have slots in the device's memory, uploads fill them, and experts that
+are in one are the device's without an upload.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +16,21 @@ from numpy.typing import NDArray
 from tandem.kernels.device import Device
 from tandem.kernels.lanes.loads import ExpertLoads
 from tandem.kernels.lanes.places import Landing
+from tandem.kernels.lanes.slots import ExpertSlots
 
-__all__ = ["Split", "UploadLane"]
+__all__ = ["Division", "Split", "UploadLane"]
+
+REFILL_STEPS = 8
+"""Steps of which one uploads an expert for the slots even where the host alone is faster: what is
+chosen most changes, and slots must follow."""
+
+
+class Division(NamedTuple):
+    """The experts of a layer that the device computes."""
+
+    on_device: NDArray[np.int64]
+    uploads: list[int]
+    """Those of them that are uploaded, in the order of their uploads."""
 
 
 class Split(Protocol):
@@ -39,6 +53,7 @@ class UploadLane:
         loads: by layer; None where a layer has no experts.
         split: decides how many.
         max_uploads: of a layer, a power of two.
+        slots: by layer, made for as many uploads; empty: experts do not stay on the device.
         read_clock: seconds.
     """
 
@@ -49,6 +64,7 @@ class UploadLane:
         split: Split,
         *,
         max_uploads: int,
+        slots: Sequence[ExpertSlots | None] = (),
         read_clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert max_uploads & (max_uploads - 1) == 0, max_uploads
@@ -57,6 +73,9 @@ class UploadLane:
         expert_bytes = max(one.expert_bytes for one in held)
         self.there = Landing(device.allocate_staging, max_uploads, expert_bytes)
         self.here = Landing(device.allocate, max_uploads, expert_bytes)
+        self._slots = slots
+        self._held_slots = [one for one in slots if one is not None]
+        self._num_steps = 0
         self._num_layers = len(held)
         self._max_uploads = max_uploads
         self._split = split
@@ -73,7 +92,21 @@ class UploadLane:
         """
         each = min(round(self._split.choose(self._num_missed) / self._num_layers),
                    self._max_uploads)  # fmt: skip
+        self._num_steps += 1
+        is_filling = not all(slots.is_full for slots in self._held_slots)
+        if self._held_slots and (is_filling or self._num_steps % REFILL_STEPS == 0):
+            each = max(each, 1)
         return 1 << (each.bit_length() - 1) if each > 0 else 0
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Experts of all steps that were in a slot, and that were in none."""
+        slots = self._held_slots
+        return sum(one.num_hits for one in slots), sum(one.num_missed for one in slots)
+
+    def find_slots(self, layer_idx: int) -> ExpertSlots | None:
+        """Return a layer's slots; None: its experts do not stay on the device."""
+        return self._slots[layer_idx] if self._slots else None
 
     def begin_step(self) -> None:
         """Forget what the last step took."""
@@ -86,25 +119,44 @@ class UploadLane:
         if self._num_missed:
             self._split.note(self._num_host, self._host_s, self._num_uploaded, self._upload_s)
 
-    def divide(self, ids_TK: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-        """Return the experts of a layer that are uploaded: those that most tokens chose."""
+    def divide(self, layer_idx: int, ids_TK: NDArray[np.int64], count: int) -> Division:
+        """Divide a layer's experts: those that most tokens chose are uploaded.
+
+        Args:
+            layer_idx: of the layer.
+            ids_TK: its choices; -1 is none.
+            count: uploads at most.
+        """
         self._begin_s = self._read_clock()
         found, uses = np.unique(ids_TK[ids_TK >= 0], return_counts=True)
-        chosen = found[np.lexsort((found, -uses))[:count]]
-        self._num_host += len(found) - len(chosen)
-        self._num_uploaded += len(chosen)
-        owners = self.there.owners_U.numpy()
-        owners[:] = -1
-        owners[: len(chosen)] = chosen
-        return chosen
+        found = found[np.lexsort((found, -uses))]
+        slots = self.find_slots(layer_idx)
+        if slots is None:
+            on_device = found[:count]
+            uploads = on_device.tolist()
+            owners = self.there.owners_U.numpy()
+            owners[:] = -1
+            owners[: len(uploads)] = uploads
+        else:
+            uploads = slots.admit(found.tolist(), count)
+            known = [expert_id in uploads or slots.holds(expert_id) for expert_id in found.tolist()]
+            on_device = found[np.asarray(known, bool)]
+        self._num_host += len(found) - len(on_device)
+        self._num_uploaded += len(uploads)
+        return Division(on_device, uploads)
 
-    def stage(self, layer_idx: int, chosen: NDArray[np.int64]) -> None:
+    def stage(self, layer_idx: int, expert_ids: Sequence[int]) -> None:
         """Write experts of a layer to the staging memory."""
         loads = self.loads[layer_idx]
         assert loads is not None, "a layer without experts"
         size = loads.expert_bytes
-        for place, expert_id in enumerate(chosen):
-            loads.stage(int(expert_id), self.there.memory[place * size : (place + 1) * size])
+        for place, expert_id in enumerate(expert_ids):
+            loads.stage(expert_id, self.there.memory[place * size : (place + 1) * size])
+
+    def clear(self) -> None:
+        """Give up all slots, after a step that has failed: it may have put anything there."""
+        for slots in self._held_slots:
+            slots.clear()
 
     def note_uploaded(self) -> None:
         """Note that the device has computed a layer's experts."""

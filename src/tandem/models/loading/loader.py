@@ -29,11 +29,13 @@ from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
 from tandem.kernels.cpu.step import CpuStep
+from tandem.kernels.cpu.tiered_experts import DiskExperts
 from tandem.kernels.device import Device
 from tandem.kernels.devices import DeviceContext, open_device
 from tandem.kernels.hybrid import HybridDecoder, find_size
 from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.lanes.loads import make_loads
+from tandem.kernels.lanes.slots import ExpertSlots, SlotPolicy
 from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
 from tandem.kernels.lanes.uploads import Split, UploadLane
 from tandem.kernels.operators.decoder_layer import DecoderLayer
@@ -132,6 +134,7 @@ class CausalModel:
         overwrites. None where layers are not fused or have no experts."""
         self.adapters: ModelAdapters | None = None
         self._hybrid: HybridDecoder | None = None
+        self._lane: UploadLane | None = None
         self._fixed: dict[tuple[int, int], FixedDecode] | None = None
         """Memory of captured decodes, by tokens and blocks of each; None: steps bring their own."""
         self.packed_writer: PackedWriter | None = None
@@ -146,6 +149,8 @@ class CausalModel:
         is_captured: bool = True,
         split: Split | None = None,
         max_uploads: int = MAX_UPLOADS,
+        num_slots: int = 0,
+        make_policy: Callable[[], SlotPolicy] | None = None,
     ) -> HybridDecoder:
         """Run decode steps on a device with routed experts on the host; return what does.
 
@@ -154,6 +159,8 @@ class CausalModel:
             is_captured: see ``HybridDecoder``.
             split: decides how many experts are uploaded instead; None: none are.
             max_uploads: of a layer, a power of two.
+            num_slots: experts of a layer that stay in the device's memory; needs a split.
+            make_policy: makes what decides which these are, for a layer; needed for slots.
 
         Raises: UnsupportedError (layers that are not one operator each, or have experts of no
             weight format).
@@ -175,7 +182,23 @@ class CausalModel:
                 make_loads(e, pool, device) if isinstance(e, NativeExperts) else None
                 for e in experts
             ]
-            lane = UploadLane(device, loads, split, max_uploads=max_uploads)
+            slots: list[ExpertSlots | None] = []
+            if num_slots:
+                assert make_policy is not None, "slots without a policy"
+                slots = [
+                    ExpertSlots(
+                        device,
+                        load.expert_bytes,
+                        min(num_slots, load.num_experts),
+                        max_uploads,
+                        make_policy(),
+                    )
+                    if load is not None
+                    else None
+                    for load in loads
+                ]
+            lane = UploadLane(device, loads, split, max_uploads=max_uploads, slots=slots)
+        self._lane = lane
         self._hybrid = HybridDecoder(
             device,
             list(self._fused),
@@ -190,6 +213,19 @@ class CausalModel:
         if is_captured and not self._execution.is_native and self._layer_inputs is None:
             self._fixed = {}
         return self._hybrid
+
+    def count_expert_hits(self) -> tuple[int, int]:
+        """Return the experts of all steps that their cache held, and that it did not.
+
+        (0, 0) where experts have no cache.
+        """
+        if self._lane is not None:
+            return self._lane.counts
+        on_disk = next((m for m in self.skeleton.modules() if isinstance(m, DiskExperts)), None)
+        if on_disk is None:
+            return 0, 0
+        counters = on_disk.counters
+        return counters.hits, counters.inserted + counters.passed
 
     @property
     def hosted(self) -> list[HostedExperts]:

@@ -1,0 +1,127 @@
+"""Routed experts of one layer that stay in a device's memory: the tier above the host's.
+
+A policy of ``placement.experts.cache`` decides which stay. An expert comes as an upload does, and
+is put into its slot on the device, so that a later step that chooses it moves nothing. Behind the
+slots are places for uploads that take none.
+
+Shapes: S slots, U uploads of a step, P = S + U places.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.kernels.device import Device
+
+__all__ = ["ExpertSlots", "SlotPolicy"]
+
+
+class SlotPolicy(Protocol):
+    """Decides which experts take slots; ``placement.experts.cache.CachePolicy`` is one."""
+
+    def touch(self, expert_ids: Sequence[int], max_insertions: int, /) -> Sequence[tuple[int, int]]:
+        """Note the experts of a step; return those that take slots, each with whose (or -1)."""
+        ...
+
+    def forget(self, expert_id: int, /) -> None:
+        """Note that an expert is not held after all."""
+        ...
+
+
+class ExpertSlots:
+    """The slots of a layer on the device, and the host's account of them.
+
+    Args:
+        device: has the memory.
+        expert_bytes: of one expert on the device, whole multiples of 8.
+        num_slots: S.
+        num_uploads: U.
+        policy: made for S slots.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        expert_bytes: int,
+        num_slots: int,
+        num_uploads: int,
+        policy: SlotPolicy,
+    ) -> None:
+        assert expert_bytes % 8 == 0, expert_bytes
+        self.num_slots, self.expert_bytes = num_slots, expert_bytes
+        num_places = num_slots + num_uploads
+        self.memory = device.allocate(num_places * expert_bytes)
+        """uint8 [P * bytes], on the device."""
+        self.owners_P = device.allocate(num_places * 8).view(torch.int64)
+        """On the device: whose weights lie in each place; -1: nobody's that a step may use."""
+        self.owners_there_P = device.allocate_staging(num_places * 8).view(torch.int64)
+        """The same in staging memory."""
+        self.places_U = device.allocate(num_uploads * 8).view(torch.int64)
+        """On the device: the place of each upload."""
+        self.places_there_U = device.allocate_staging(num_uploads * 8).view(torch.int64)
+        """The same in staging memory."""
+        self.num_hits = self.num_missed = 0
+        """Experts of all steps, each counted once a step, that were in a slot, or were not."""
+        self._policy = policy
+        self._slot_of: dict[int, int] = {}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._owners, self._places = self.owners_there_P.numpy(), self.places_there_U.numpy()
+        self._owners[:] = -1
+        self._passing_places = np.arange(num_slots, num_places)
+
+    @property
+    def is_full(self) -> bool:
+        """True if every slot has an expert."""
+        return not self._free
+
+    def holds(self, expert_id: int) -> bool:
+        """Return True if an expert is in a slot."""
+        return expert_id in self._slot_of
+
+    def admit(self, expert_ids: Sequence[int], max_uploads: int) -> list[int]:
+        """Note a step's experts; return those that are uploaded, in the order of their uploads.
+
+        Args:
+            expert_ids: distinct, those that most tokens chose first: of those that are in no slot
+                and take none, the first are uploaded.
+            max_uploads: at most U.
+        """
+        missed = [expert_id for expert_id in expert_ids if expert_id not in self._slot_of]
+        self.num_missed += len(missed)
+        self.num_hits += len(expert_ids) - len(missed)
+        owners, places = self._owners, self._places
+        owners[self.num_slots :] = -1
+        # What takes no slot is put behind them, and so is what a graph copies beyond the uploads.
+        places[:] = self._passing_places
+        uploads: list[int] = []
+        for expert_id, evicted in self._policy.touch(expert_ids, max_uploads):
+            slot = self._free.pop() if evicted < 0 else self._slot_of.pop(evicted)
+            self._slot_of[expert_id] = slot
+            owners[slot], places[len(uploads)] = expert_id, slot
+            uploads.append(expert_id)
+        passing = [expert_id for expert_id in missed if expert_id not in self._slot_of]
+        for expert_id in passing[: max_uploads - len(uploads)]:
+            owners[self.num_slots + len(uploads)] = expert_id
+            uploads.append(expert_id)
+        return uploads
+
+    def clear(self) -> None:
+        """Give up all slots."""
+        for expert_id, slot in self._slot_of.items():
+            self._free.append(slot)
+            self._policy.forget(expert_id)
+        self._slot_of.clear()
+        self._owners[:] = -1
+
+    def put(self, landing: Tensor) -> None:
+        """Move uploads from where they landed to their places; the device's work.
+
+        Args:
+            landing: uint8, experts one after the other, at most U.
+        """
+        rows = landing.view(torch.int64).view(-1, self.expert_bytes // 8)
+        places = self.memory.view(torch.int64).view(-1, self.expert_bytes // 8)
+        places.index_copy_(0, self.places_U[: len(rows)], rows)
