@@ -142,9 +142,9 @@ class CpuStep:
                 self._run_mlp(mlp, x, h, mlp_out_norm)
             if layer.own_input is not None:
                 self._add_input(layer, layer.own_input, x)
-            if layer.scale != 1.0:
+            if layer.scale_1 is not None:
                 self.complete_(x_TD)
-                x_TD *= layer.scale
+                x_TD *= layer.scale_1
             return None
         return self._choose(mlp, x, h)
 

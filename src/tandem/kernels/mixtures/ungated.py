@@ -1,7 +1,8 @@
 """Routed experts without a gate: two matrices each, in any format of a matrix.
 
-A chosen expert runs over its tokens together; its products are those of a matrix, so that a row
-depends on nothing beside it, and a token adds its experts in the order of their ids.
+On the host a chosen expert runs over its tokens together; its products are those of a matrix, so
+that a row depends on nothing beside it, and a token adds its experts in the order of their ids. On
+another device a few tokens gather their experts' weights, so that no value is looked at.
 
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
@@ -13,9 +14,15 @@ from tandem.core.errors import ShapeError
 from tandem.core.model.layers import ExpertsSpec
 from tandem.kernels.activation import apply_function
 from tandem.kernels.interfaces import Matrix, WeightReader
-from tandem.kernels.operators.experts import RoutedExperts
-from tandem.kernels.operators.operator import allocate_scratch
-from tandem.kernels.weights.matrix import TENSORS, MatrixSettings, make_matrix, read_matrix
+from tandem.kernels.operators.experts import MAX_GATHERED_BYTES, RoutedExperts
+from tandem.kernels.operators.operator import allocate_scratch, freeze
+from tandem.kernels.weights.matrix import (
+    TENSORS,
+    MatrixSettings,
+    TensorMatrix,
+    make_matrix,
+    read_matrix,
+)
 
 __all__ = ["UngatedExperts"]
 
@@ -38,6 +45,10 @@ class UngatedExperts(RoutedExperts):
         size, hidden = self.intermediate_size, self.hidden_size
         shapes = (("up_proj", size, hidden), ("down_proj", hidden, size))
         self._matrices: list[tuple[Matrix, ...]] = []
+        self._stacked: list[Tensor] = []
+        if not reader.execution.is_host and self.settings.weight_format is None:
+            self._load_stacked(reader, name, shapes)
+            return
         stacked: list[Tensor] = []
         if reader.has(f"{name}.up_proj"):
             for part, rows, columns in shapes:
@@ -66,6 +77,24 @@ class UngatedExperts(RoutedExperts):
                 ]
             self._matrices.append(tuple(pair))
 
+    def _load_stacked(
+        self, reader: WeightReader, name: str, shapes: tuple[tuple[str, int, int], ...]
+    ) -> None:
+        """Read each part of all experts into one tensor on the device, whose matrices are views."""
+        is_one = reader.has(f"{name}.up_proj")
+        for part, rows, columns in shapes:
+            shape = (self.num_experts, rows, columns)
+            whole = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+            if is_one:
+                reader.read_into(f"{name}.{part}", whole)
+            for i in range(0 if is_one else self.num_experts):
+                reader.read_into(f"{name}.{i}.{part}.weight", whole[i])
+            self._stacked.append(freeze(whole))
+        self._matrices = [
+            tuple(TensorMatrix(freeze(weight)) for weight in pair)
+            for pair in zip(*self._stacked, strict=True)
+        ]
+
     def _own(self, weight: Tensor, reader: WeightReader) -> Tensor:
         """Return a weight that is packed at once, or a tensor of its own on the model's device."""
         if self.settings.weight_format is not None:
@@ -80,6 +109,10 @@ class UngatedExperts(RoutedExperts):
                 f"ids {tuple(ids_TK.shape)}, weights {tuple(w_TK.shape)}, {len(x_TD)} tokens: "
                 "give [tokens, top_k] of both",
             )
+        expert_bytes = 2 * self.hidden_size * self.intermediate_size * x_TD.itemsize
+        if self._stacked and ids_TK.numel() * expert_bytes <= MAX_GATHERED_BYTES:
+            self._add_gathered_(residual_TD, x_TD, ids_TK, w_TK)
+            return
         total = torch.zeros(residual_TD.shape, dtype=torch.float32, device=residual_TD.device)
         chosen: list[int] = ids_TK.unique().tolist()
         if chosen and not -1 <= chosen[0] <= chosen[-1] < self.num_experts:
@@ -98,3 +131,16 @@ class UngatedExperts(RoutedExperts):
             out = down.forward(hidden, dtype=torch.float32)
             total.index_add_(0, rows, out * weights[:, None])
         residual_TD += total
+
+    def _add_gathered_(
+        self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor
+    ) -> None:
+        """Copy the chosen experts' weights together and multiply, so that it can be captured."""
+        ids = ids_TK.flatten().clamp_min(0)
+        up, down = (part.transpose(1, 2) for part in self._stacked)
+        x = x_TD.repeat_interleave(ids_TK.shape[1], 0)[:, None]
+        raised = torch.bmm(x, up.index_select(0, ids))
+        hidden = apply_function(self.activation.name, raised)
+        out = torch.bmm(hidden, down.index_select(0, ids)).view(*ids_TK.shape, -1).float()
+        weights = w_TK.float().masked_fill(ids_TK < 0, 0.0)
+        residual_TD += torch.bmm(weights[:, None], out)[:, 0]

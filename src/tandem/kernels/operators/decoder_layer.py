@@ -84,7 +84,8 @@ class DecoderLayer(Operator):
         self.beside = beside
         self.own_input = own_input
         self.layer_idx = layer_idx
-        self.scale = 1.0
+        self.scale_1: Tensor | None = None
+        """The factor on the layer's output; None: 1."""
         self._scale_name = scale_name
         for name, module in names.items():
             self.add_module(name, module)
@@ -96,9 +97,9 @@ class DecoderLayer(Operator):
         name.
         """
         if self._scale_name:
-            held = torch.empty(1, dtype=reader.dtype, device=reader.device)
-            reader.read_into(f"{name}.{self._scale_name}", held)
-            self.scale = held.item()
+            # A tensor on the device: its value never comes to the host.
+            self.scale_1 = torch.empty(1, dtype=reader.dtype, device=reader.device)
+            reader.read_into(f"{name}.{self._scale_name}", self.scale_1)
 
     def forward(self, hidden_states: Tensor, **_: object) -> Tensor | tuple[Tensor, None]:
         """Run as transformers' decoder layers do: [1, T, D] in, [1, T, D] out, new.

@@ -24,6 +24,10 @@ __all__ = [
     "read_experts",
 ]
 
+MAX_GATHERED_BYTES = 512 << 20
+"""Weights of chosen experts that a step on a device gathers at most: a decode of a few tokens. More
+tokens are sorted by expert, for which the host reads the choices and so waits for the device."""
+
 MAX_RUN_S = 60.0
 """Far above what the experts of a layer take for the longest prefill."""
 

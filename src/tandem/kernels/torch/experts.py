@@ -11,14 +11,15 @@ from torch import Tensor
 from tandem.core.errors import ShapeError
 from tandem.kernels.activation import activate
 from tandem.kernels.interfaces import WeightReader
-from tandem.kernels.operators.experts import RoutedExperts, read_biases, read_experts
+from tandem.kernels.operators.experts import (
+    MAX_GATHERED_BYTES,
+    RoutedExperts,
+    read_biases,
+    read_experts,
+)
 from tandem.kernels.operators.operator import allocate_scratch, freeze
 
 __all__ = ["Experts"]
-
-MAX_GATHERED_BYTES = 512 << 20
-"""Weights of chosen experts that a step on a device gathers at most: a decode of a few tokens. More
-tokens are sorted by expert, for which the host reads the choices and so waits for the device."""
 
 TOKENS_PER_SUM = 64
 """Their outputs of all slots, in float32, stay in a cache: 4 MiB where K = 8 and D = 2048."""

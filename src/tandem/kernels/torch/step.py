@@ -194,8 +194,8 @@ class TorchStep:
             x_TD += mlp_out_norm(mlp(h))
         if layer.own_input is not None:
             self._add_input_(layer, layer.own_input, x_TD)
-        if layer.scale != 1.0:
-            x_TD *= layer.scale
+        if layer.scale_1 is not None:
+            x_TD *= layer.scale_1
         return None
 
     def _run_beside_(
