@@ -18,7 +18,7 @@ class Reader:
 
     dtype, device = torch.float32, torch.device("cpu")
 
-    class execution:  # noqa: N801 - stands for an attribute.
+    class execution:
         is_host = False
 
     def __init__(self, *, is_stacked):
