@@ -62,6 +62,24 @@ def test_decodes_that_end_and_begin_meanwhile_are_foreseen():
     assert decide("predicted", 2.0) is None
 
 
+def test_decodes_that_begin_meanwhile_are_counted_once():
+    """An instance counts those whose prompts are being computed: they are no growth."""
+    conductor = make("predicted")
+    for number in range(20):
+        conductor.admission.note_accepted(ask(f"r{number}"), 1.0 if number < 10 else 3.0, 100.0)
+        if number < 10:
+            conductor.admission.note_first_token(f"r{number}", 101.0)
+    conductor.set_load("u0", Load(num_decoding=20, decode_tokens=2000, queued_tokens=30_000))
+
+    def decide(tpot_s):
+        question = ask(ttft_s=90.0, tpot_s=tpot_s)
+        return conductor.place(PLACE, question, 102.0, is_new=True).route
+
+    # A step of 21 decodes takes 4.1 ms, one of twice as many 6.2.
+    assert decide(0.0045) is not None
+    assert decide(0.0039) is None
+
+
 def test_promises_that_were_broken_make_it_careful():
     admission, chance = Admission("early"), random.Random(1)
     for number in range(2000):

@@ -27,6 +27,8 @@ def test_what_is_measured_is_this_machine(measured):
     assert 0 < eff.cpu_bandwidth <= 1
     assert 0 < eff.cpu_avx <= 1
     assert eff.layer_us > 0
+    assert set(eff.formats) == {"int8", "int4", "int4g32", "bf16"}
+    assert all(0 < min(s.bandwidth, s.compute) <= 1 for s in eff.formats.values())
     assert measured.rounds == 2
 
 

@@ -137,7 +137,7 @@ class Admission:
             ttft_load = ttft_s * self.margin / slo.ttft_s
         if slo.tpot_s is not None:
             if self.mode == "predicted":
-                tpot_s = self._forecast_tpot(fleet, tpot_s, now_s, now_s + ttft_s)
+                tpot_s = self._forecast_tpot(fleet, tpot_s, now_s + ttft_s)
             tpot_load = tpot_s / slo.tpot_s
         load = max(ttft_load, tpot_load)
         limit = 1.0
@@ -246,7 +246,7 @@ class Admission:
         buckets = np.arange(oldest, last + 1) % NUM_BUCKETS
         return int(np.sum(self._begun[buckets]))
 
-    def _forecast_tpot(self, fleet: Fleet, tpot_s: float, now_s: float, at_s: float) -> float:
+    def _forecast_tpot(self, fleet: Fleet, tpot_s: float, at_s: float) -> float:
         """Return the time between tokens at a moment, in the mean of what decodes."""
         rows = fleet.is_serving & (fleet.role == DECODE)
         if not rows.any():
@@ -255,9 +255,10 @@ class Admission:
         present = float(fleet.num_decoding[rows].sum())
         if not count or present <= 0:
             return tpot_s
-        # Those at that moment for those of now, at the lengths of now.
-        begun_now = max(self.count_decodes(now_s), 1)
-        ratio = (self.count_decodes(at_s) + 1) / begun_now
+        # Loads count the requests whose prompts are still being computed, so those of now are all
+        # that are live here, and as many more as other servers have sent. At the lengths of now.
+        per_own = max(present / max(len(self._live), 1), 1.0)
+        ratio = (self.count_decodes(at_s) + 1) * per_own / present
         decodes = fleet.num_decoding[rows] * ratio
         tokens = fleet.decode_tokens[rows] * ratio
         costs = fleet.costs[:, rows]

@@ -9,7 +9,8 @@ import hashlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from tandem._native import (
     recommend_threads,
 )
 from tandem.kernels.weights.formats import find_format
-from tandem.placement.costs import Efficiencies
+from tandem.placement.costs import Efficiencies, FormatShares
 from tandem.placement.fitting import read_efficiencies
 from tandem.placement.hardware import OPS_PER_CYCLE, HardwareSpec, Isa, Processor
 
@@ -46,7 +47,8 @@ GIB = 1 << 30
 HIDDEN, INNER, TOP_K = 2048, 768, 8
 """Sizes of an expert of Qwen3-30B-A3B."""
 NUM_EXPERTS = 48
-"""Banks of 230 MB in int8 and 450 in bf16, read in turn: together more than a cache holds."""
+"""Banks of 230 MB in int8, 130 in int4 and 450 in bf16, read in turn: together more than a cache
+holds."""
 PREFILL_TOKENS = 128
 MACS = 2_000_000_000
 TINY = 128
@@ -57,8 +59,10 @@ BUDGET_S = 6.0
 ROUNDS = 9
 DISTURBED = 0.5
 """Load of others, as a share of the cores, above which rates are those of a busy machine."""
-FORMAT = "2"
+FORMAT = "3"
 """Format of what is kept; another one is measured again."""
+PEAKS = {"int8": "int8", "int4g32": "int8", "bf16": "bf16"}
+"""Formats that are measured, each with the one that has its multiply-adds."""
 FILLER = 0x3F
 """Byte of which codes, fp16 and bf16 scales are all ordinary numbers."""
 
@@ -220,8 +224,7 @@ class Calibrator:
         self._threads = recommend_threads(read_topology()).threads
         pool = ThreadPool(self._threads)
         self._banks = {
-            name: _Bank(name, pool, hidden=HIDDEN, inner=INNER, num=num_experts)
-            for name in ("int8", "bf16")
+            name: _Bank(name, pool, hidden=HIDDEN, inner=INNER, num=num_experts) for name in PEAKS
         }
         self._tiny = _Bank("int8", pool, hidden=TINY, inner=TINY, num=TOP_K)
         self._samples: dict[tuple[str, str], list[float]] = {}
@@ -275,11 +278,14 @@ class Calibrator:
             source=f"measured here, {self.rounds} rounds",
         )
         compute = self._share("prompt", "peak")
+        formats = {name: self._find_shares(name) for name in self._banks}
+        formats["int4"] = formats["int4g32"]
         efficiencies = msgspec.structs.replace(
             read_efficiencies(),
             cpu_bandwidth=self._share("token", "read"),
             cpu_avx=compute,
             cpu_amx=compute,
+            formats=formats,
             layer_us=CALLS_A_LAYER * self._middle("tiny", "call") * 1e6,
         )
         return Calibration(
@@ -294,13 +300,23 @@ class Calibrator:
         return statistics.median(self._samples[name, what])
 
     def _share(self, what: str, of: str) -> float:
-        """Return the median of the rounds' own ratios, over both formats."""
-        ratios = [
-            a / b
-            for name in self._banks
-            for a, b in zip(self._samples[name, what], self._samples[name, of], strict=True)
-        ]
-        return min(1.0, statistics.median(ratios))
+        """Return the median of the rounds' own ratios, over all formats."""
+        pairs = [(self._samples[n, what], self._samples[PEAKS[n], of]) for n in self._banks]
+        return _divide(*(chain.from_iterable(side) for side in zip(*pairs, strict=True)))
+
+    def _find_shares(self, name: str) -> FormatShares:
+        """Return the shares of one format, medians of the rounds' own ratios."""
+        reads = zip(*(self._samples[each, "read"] for each in self._banks), strict=True)
+        peaks = self._samples[PEAKS[name], "peak"]
+        return FormatShares(
+            bandwidth=_divide(self._samples[name, "token"], map(max, reads)),
+            compute=_divide(self._samples[name, "prompt"], peaks),
+        )
+
+
+def _divide(reached: Iterable[float], peaks: Iterable[float]) -> float:
+    """Return the median quotient, at most 1."""
+    return min(1.0, statistics.median(a / b for a, b in zip(reached, peaks, strict=True)))
 
 
 def calibrate(*, budget_s: float = BUDGET_S, num_experts: int = NUM_EXPERTS) -> Calibration:

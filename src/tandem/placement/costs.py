@@ -13,8 +13,8 @@ from msgspec import Meta
 from tandem.placement.hardware import HardwareSpec, Isa
 from tandem.placement.shape import FORMAT_BYTES, ModelShape, ShapeLayer
 
-__all__ = ["Efficiencies", "Parts", "Placement", "StepTime", "chunk_time", "decode_time",
-           "prefill_time"]  # fmt: skip
+__all__ = ["Efficiencies", "FormatShares", "Parts", "Placement", "StepTime", "chunk_time",
+           "decode_time", "prefill_time"]  # fmt: skip
 
 Share = Annotated[float, Meta(gt=0, le=1)]
 INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m"}
@@ -28,6 +28,15 @@ HOP_US = 10.0
 """Microseconds of one collective between GPUs, whatever its size."""
 
 
+class FormatShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shares of the CPU's peaks that the products of one weight format reach."""
+
+    bandwidth: Share
+    """Share of the memory's, while a few tokens' weights are read."""
+    compute: Share
+    """Share of the multiply-adds', while prompts are computed."""
+
+
 class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shares of the peaks that are reached."""
 
@@ -39,6 +48,9 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Fitted: the same of AMX."""
     staging: Share
     """Fitted: weights for a GPU, copied to pinned memory, as a share of the memory's peak."""
+    formats: dict[str, FormatShares] = {}
+    """Measured: shares of weight formats by name, before ``cpu_bandwidth``, ``cpu_avx`` and
+    ``cpu_amx``; a format that is not here has those."""
     handover_us: Annotated[float, Meta(ge=0)]
     """Fitted: GPU to CPU and back, once a layer with experts on the CPU."""
     layer_us: Annotated[float, Meta(ge=0)] = 0.0
@@ -147,10 +159,14 @@ class _Machine:
         isa: Isa = self._place.isa or processor.isa
         if isa == "amx" and rows <= AMX_ROWS:
             isa = "avx512"
+        bandwidth = self._eff.cpu_bandwidth
         share = self._eff.cpu_amx if isa == "amx" else self._eff.cpu_avx
+        measured = self._eff.formats.get(weight_format)
+        if measured is not None:
+            bandwidth, share = measured.bandwidth, measured.compute
         peak = self._spec.cpu_tflops(is_int8=weight_format in INT8_FORMATS, isa=isa)
         peak *= F32_SHARE[isa] if weight_format == "f32" else 1.0
-        reads = size_bytes / (self.dram * self._eff.cpu_bandwidth)
+        reads = size_bytes / (self.dram * bandwidth)
         return max(reads, ops / (peak * 1e12 * self._sockets * share))
 
     def stream_time(self, size_bytes: float) -> float:

@@ -9,6 +9,7 @@ from sim_scenarios import COSTS, ENGINE, draw_rows
 
 from tandem.core.loads.traces import TraceRow
 from tandem.engine.tiers.planner import CostTierPlanner
+from tandem.sim.cluster.instance import SimInstance
 from tandem.sim.cluster.run import build_cluster, run_scenario
 from tandem.sim.cluster.scenario import parse_scenario
 from tandem.store.master.state.index import Directory
@@ -49,6 +50,32 @@ def test_a_prefix_comes_from_the_other_machine(scope):
         # 2.048 MB at 100 MB/s, then 452 tokens.
         assert second.ttft_s == pytest.approx(0.02048 + 0.01 + 0.0452)
         assert outcome.report.store_hit_ratio == pytest.approx(2048 / 5000)
+
+
+def test_the_conductor_and_instances_are_told_what_a_server_tells(monkeypatch):
+    """Loads from the store at the speed that was measured; cached tokens are no queue."""
+    expected, add = [], SimInstance.add
+
+    def note(instance, message, *arguments):
+        expected.append(message.expected_len)
+        add(instance, message, *arguments)
+        queued.append(instance.measure_load().queued_tokens)
+
+    queued = []
+    monkeypatch.setattr(SimInstance, "add", note)
+    cluster = build_cluster(make())
+    rows = [
+        TraceRow(0.0, 2500, 2000, IDS),
+        TraceRow(4000.0, 2500, 1, [*IDS[:4], 9]),
+        TraceRow(5000.0, 2500, 1, [*IDS[:4], 10]),
+    ]
+    cluster.run(rows)
+    assert expected == [0, 2048, 2048]
+    assert queued == [2500, 452, 452]
+    fleet = cluster.placing.conductor.fleet
+    row = fleet.find(cluster.decisions[1].decode)
+    # 100 MB/s, of 1,000 bytes a token.
+    assert fleet.load_tokens_per_s[row] == pytest.approx(100_000)
 
 
 def test_a_full_segment_evicts():

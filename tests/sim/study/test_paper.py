@@ -18,7 +18,7 @@ from tandem.sim.study.paper import (
     PaperTable,
     Runs,
     list_tables,
-    read_fit,
+    read_fits,
     render_page,
 )
 
@@ -90,8 +90,8 @@ def test_the_fitted_row_is_run_at_each_value_that_is_tried():
         share = scenario.instances[0].gpu_compute
         return msgspec.structs.replace(outcome, ttft_s=outcome.ttft_s / share)
 
-    fit = read_fit()
-    found = Runs(Path("trace"), 10, serve=serve_slower).fit()
+    fit = read_fits()[0]
+    found = Runs(Path("trace"), 10, serve=serve_slower).fit(fit)
     assert found == [(value, pytest.approx(20.0 / value)) for value in fit.tried]
     assert len(asked) == len(fit.tried)
 
@@ -105,6 +105,17 @@ def test_an_order_that_is_not_the_papers_is_wrong():
     results = Runs(Path("trace"), 10, serve=answer([])).measure(table)
     assert [row.is_right for row in results] == [False, False]
     assert [row.off for row in results] == pytest.approx([19.0, 0.5])
+
+
+def test_generated_loads_of_a_whole_table_are_as_short_as_all():
+    limits, serve = {}, answer([])
+
+    def note(key, scenario):
+        limits.setdefault(scenario.load.generator, set()).add(scenario.load.limit)
+        return serve(key, scenario)
+
+    Runs(Path("trace"), 10, serve=note).measure(list_tables(["cache"])["cache"], 0)
+    assert limits == {None: {0}, "toolagent": {10}, "synthetic": {10}}
 
 
 def test_a_long_prompt_that_is_cached():

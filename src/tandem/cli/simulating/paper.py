@@ -26,7 +26,8 @@ def paper(
         ),
     ] = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Run the fitted row at each value that is tried instead.")
+        bool,
+        typer.Option("--fit", help="Run each fitted row at the values that are tried instead."),
     ] = False,
     work: Annotated[
         Path | None, typer.Option(help="File of runs; what is there is not run again.")
@@ -36,20 +37,21 @@ def paper(
 ) -> None:
     """Simulate the tables of the Mooncake paper (FAST'25) and set ours beside theirs."""
     from tandem.core.loads.traces import read_rows
-    from tandem.sim.study.paper import Runs, list_tables, read_fit, render_page
+    from tandem.sim.study.paper import Runs, list_tables, read_fits, render_page
 
     def show(what: str, done: int) -> None:
         sys.stderr.write(f"run {done + 1}: {what}\n")
 
+    complete = [*list_tables(whole)] if whole else []
     next(read_rows(trace), None)  # A file that cannot be read is found before the first run.
     runs = Runs(trace, requests, work, show)
     if fit:
-        wanted = read_fit()
-        tried = [(f"{value:g}", f"{ours:.3g}") for value, ours in runs.fit()]
-        print_table((wanted.path, f"{wanted.row} of {wanted.table}"), tried)
+        for each in read_fits():
+            found = runs.fit(each, 0 if each.table in complete else None)
+            tried = [(f"{value:g}", f"{ours:.3g}") for value, ours in found]
+            print_table((each.path, f"{each.row} of {each.table}"), tried)
         return
     tables = list_tables(table or [])
-    complete = [*list_tables(whole)] if whole else []
     results = {
         name: runs.measure(each, 0 if name in complete else None) for name, each in tables.items()
     }

@@ -28,7 +28,7 @@ from tandem.core.errors import (
     TandemError,
 )
 from tandem.core.wire import AddRequest, ContinueRequest, FinishReason, InstanceInfo, RequestOutput
-from tandem.engine.cluster.placing import Placing
+from tandem.engine.cluster.placing import Placing, add_expected
 from tandem.engine.cluster.request_states import (
     Action,
     Cancel,
@@ -364,7 +364,9 @@ class Dispatcher:
                 port = self._find(leg)
                 if port is not None:
                     # Counted before it is sent: the next request may be placed in this turn.
-                    request = port.load.note_sent(_add_expected(request, leg, live.decision))
+                    request = port.load.note_sent(
+                        add_expected(request, leg.instance.name, live.decision)
+                    )
                     live.counts[leg.leg_id] = (port.load, request.number)
                 live.tasks[leg.leg_id] = self._call(self._submit(live, leg, request))
             case Continue(leg=leg, message=message):
@@ -528,11 +530,3 @@ def _uncount(live: _Live, leg_id: str) -> None:
     load, number = live.counts.pop(leg_id, (None, 0))
     if load is not None:
         load.note_over(number)
-
-
-def _add_expected(request: AddRequest, leg: Leg, decision: Decision | None) -> AddRequest:
-    """Tell an instance which prefix of the prompt it is believed to hold."""
-    chosen = None if decision is None else decision.chosen
-    if chosen is None or chosen.instance != leg.instance.name or not chosen.prefix_len:
-        return request
-    return msgspec.structs.replace(request, expected_len=chosen.prefix_len)

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from tandem.conductor.conductor import Candidate, Conductor, Decision
 from tandem.conductor.directory import Chain
 from tandem.conductor.fleet import InstanceFacts, Load
@@ -20,7 +22,7 @@ from tandem.core.wire import AddRequest, BlockChanges, InstanceInfo, StepRecord
 from tandem.engine.groups.chain import TOKEN_BYTES, hash_block, pack_tokens
 from tandem.engine.process.inventory import cut_key
 
-__all__ = ["Placing", "PlacingPort", "describe_candidate"]
+__all__ = ["Placing", "PlacingPort", "add_expected", "describe_candidate"]
 
 
 class PlacingPort(Protocol):
@@ -193,6 +195,20 @@ def describe_candidate(candidate: Candidate) -> ConsideredInstance:
         prefill_s=candidate.prefill_s,
         ttft_s=candidate.ttft_s,
     )
+
+
+def add_expected(request: AddRequest, instance: str, decision: Decision | None) -> AddRequest:
+    """Return a request that tells an instance which prefix of the prompt it is believed to hold.
+
+    Args:
+        request: about to be sent; not modified.
+        instance: that it is sent to.
+        decision: the last one about it; None: nobody chose.
+    """
+    chosen = None if decision is None else decision.chosen
+    if chosen is None or chosen.instance != instance or not chosen.prefix_len:
+        return request
+    return msgspec.structs.replace(request, expected_len=chosen.prefix_len)
 
 
 def _make_chain(request: AddRequest, identity: str, block_size: int) -> Chain:

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tandem.conductor.conductor import Decision as Placed
 from tandem.conductor.role_balance import ROLE_LOOK_S
 from tandem.conductor.routes import Alone, NoRoute, Pair, Place
 from tandem.core.errors import TandemError
 from tandem.core.loads.records import RequestRecord
 from tandem.core.loads.traces import BLOCK_TOKENS, TraceRow
 from tandem.core.wire import AddRequest, FinishReason, RequestOutput
+from tandem.engine.cluster.placing import add_expected
 from tandem.engine.cluster.request_states import (
     Action,
     Cancel,
@@ -70,6 +72,7 @@ class _Live:
     record: RequestRecord
     keys: list[bytes]
     is_accepted: bool = False
+    decision: Placed | None = None
     timer_s: float = math.inf
 
 
@@ -206,6 +209,7 @@ class SimCluster:
                     live.record.error = f"overloaded: {decision.rejection.reason}"
                     return states.take(Cancel(), now_s)
                 live.is_accepted = True
+                live.decision = decision
                 self._log(live, decision.route)
                 return states.take(decision.route or NoRoute(), now_s)
             case Submit(leg=leg, request=request):
@@ -238,6 +242,7 @@ class SimCluster:
             self._feed(live, LegOutput(leg_id, output))
 
         token = FIRST_OUTPUT_ID + live.record.index
+        request = add_expected(request, name, live.decision)
         self.instances[name].add(request, live.record, put, token, live.keys)
 
     def _log(self, live: _Live, route: Pair | Alone | NoRoute | None) -> None:

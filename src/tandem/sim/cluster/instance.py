@@ -169,6 +169,7 @@ class SimInstance:
             prefill_lease_s=message.prefill_lease_s,
             awaits_continuation=message.awaits_continuation,
             num_stored_blocks=self._count_stored(message, keys),
+            expected_len=message.expected_len,
         )
         request.prefix.block_keys += keys
         seed = message.sampling.seed or 0

@@ -177,6 +177,9 @@ class Placing:
             return
         instance.is_load_new = False
         load = instance.measure_load()
+        if instance.tiers is not None:
+            speed = instance.tiers.read_load_speed()
+            self.conductor.set_load_speed(instance.name, speed)
         self.conductor.set_load(
             instance.name,
             Load(

@@ -160,7 +160,14 @@ def _resolve(group: Group) -> tuple[StepModel, int, int, int]:
         eff = msgspec.structs.replace(eff, gpu_compute=group.gpu_compute)
     if group.gpu_bandwidth is not None:
         eff = msgspec.structs.replace(eff, gpu_bandwidth=group.gpu_bandwidth)
-    steps = PlannedSteps(spec, shape, place, eff, overhead_s=group.step_overhead_ms / 1e3)
+    steps = PlannedSteps(
+        spec,
+        shape,
+        place,
+        eff,
+        overhead_s=group.step_overhead_ms / 1e3,
+        decode_overhead_s=group.decode_overhead_ms / 1e3,
+    )
     memory = spec.accelerator_memory_bytes * num // max(spec.num_accelerators, 1)
     memory = memory if num else spec.memory_bytes
     weight_bytes = shape.num_weights * FORMAT_BYTES[group.weights]

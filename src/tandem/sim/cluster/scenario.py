@@ -58,6 +58,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The share of the accelerators' memory for weights and KV."""
     step_overhead_ms: NonNegative = 0.0
     """Milliseconds of each step beside the device's work."""
+    decode_overhead_ms: NonNegative = 0.0
+    """Milliseconds that each decode of a step adds to that, such as a sampler's."""
     gpu_compute: Annotated[float, Meta(gt=0, le=1)] | None = None
     """Share of the peak of matrix products; None is the cost model's own."""
     gpu_bandwidth: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -86,7 +86,8 @@ class PlannedSteps:
         shape: the model.
         place: where what of the model is.
         eff: shares of the peaks that are reached.
-        overhead_s: of a step beside the device's work, such as a scheduler's and a sampler's.
+        overhead_s: of a step beside the device's work, such as a scheduler's.
+        decode_overhead_s: that each decode of the step adds to that, such as a sampler's.
     """
 
     def __init__(
@@ -97,15 +98,16 @@ class PlannedSteps:
         eff: Efficiencies,
         *,
         overhead_s: float = 0.0,
+        decode_overhead_s: float = 0.0,
     ) -> None:
         self._spec, self._shape, self._place, self._eff = spec, shape, place, eff
-        self._overhead_s = overhead_s
+        self._overhead_s, self._decode_overhead_s = overhead_s, decode_overhead_s
         self._decodes: dict[int, list[float | None]] = {}
         self._chunks: dict[int, list[float | None]] = {}
 
     def predict_s(self, work: StepWork) -> float:
         """See ``StepModel``."""
-        seconds = self._overhead_s
+        seconds = self._overhead_s + self._decode_overhead_s * work.num_decodes
         if work.prefill_tokens:
             context = work.prefill_context / work.prefill_tokens
             seconds += self._interpolate(

@@ -34,12 +34,14 @@ __all__ = [
     "RowResult",
     "Runs",
     "list_tables",
-    "read_fit",
+    "read_fits",
     "render_page",
     "serve_scenario",
 ]
 
 TBT_S = 0.1
+REPLAYED = ("block_hits", "mean_hits")
+"""Figures of a load that is replayed without time."""
 NEAR = 0.3
 """Relative distance within which a figure counts as the published one."""
 
@@ -94,7 +96,7 @@ class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PaperFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The one parameter that is fitted: to one row, named before; all other rows are predicted."""
+    """A parameter that is fitted: to one row, named before; all other rows are predicted."""
 
     path: str
     """Path of the field, in all systems."""
@@ -154,18 +156,16 @@ def _read(name: str) -> Any:
 
 @cache
 def _read_systems() -> dict[str, Scenario]:
-    fit = read_fit()
+    values = {fit.path: fit.value for fit in read_fits()}
     return {
-        name: change_scenario(
-            msgspec.convert(fields, Scenario, strict=False), {fit.path: fit.value}
-        )
+        name: change_scenario(msgspec.convert(fields, Scenario, strict=False), values)
         for name, fields in _read("systems.yaml").items()
     }
 
 
-def read_fit() -> PaperFit:
-    """Return what is fitted to which row."""
-    return msgspec.convert(_read("fit.yaml"), PaperFit, strict=False)
+def read_fits() -> list[PaperFit]:
+    """Return what is fitted to which row, each with the values of those before."""
+    return msgspec.convert(_read("fit.yaml"), list[PaperFit], strict=False)
 
 
 NAMES = (
@@ -285,12 +285,13 @@ class Runs:
 
         Args:
             table: of the paper.
-            num_requests: of each of its runs; None: as of all tables.
+            num_requests: of each of its runs; None: as of all tables. Those of generated loads
+                are as of all tables, unless they are replayed without time.
         """
-        self._limit = self._num_requests if num_requests is None else num_requests
-        if self._limit:
-            self._limit = max(self._limit, table.min_requests)
-        results = [self._measure_row(table, row) for row in table.rows]
+        results: list[RowResult] = []
+        for row in table.rows:
+            self._limit = self._find_limit(table, row, num_requests)
+            results.append(self._measure_row(table, row))
         by_kind: dict[tuple[str, str], list[RowResult]] = {}
         for each in results:
             if not each.row.against and each.row.published:
@@ -308,16 +309,29 @@ class Runs:
             for each in results
         ]
 
-    def fit(self) -> list[tuple[float, float]]:
-        """Return the fitted row's figure at each value of the parameter that is tried."""
-        fit = read_fit()
+    def _find_limit(self, table: PaperTable, row: PaperRow, num_requests: int | None) -> int:
+        """Return the requests of a row's runs; 0 is all."""
+        # A generated load counts for direction alone: a whole one is not worth its time, unless
+        # it is replayed without time.
+        is_direction = bool(row.load) and (row.figure or table.figure) not in REPLAYED
+        limit = self._num_requests if num_requests is None or is_direction else num_requests
+        return max(limit, table.min_requests) if limit else 0
+
+    def fit(self, fit: PaperFit, num_requests: int | None = None) -> list[tuple[float, float]]:
+        """Return the fitted row's figure at each value of the parameter that is tried.
+
+        Args:
+            fit: of the row.
+            num_requests: as of ``measure``.
+        """
         table = list_tables([fit.table])[fit.table]
         row = next(each for each in table.rows if each.name == fit.row)
         found: list[tuple[float, float]] = []
         for value in fit.tried:
-            changed = msgspec.structs.replace(row, set=row.set | {fit.path: value})
-            self._limit = self._num_requests
-            found.append((value, self._measure_row(table, changed).ours))
+            # Both sides of a quotient have the value.
+            changed = msgspec.structs.replace(table, set=table.set | {fit.path: value})
+            self._limit = self._find_limit(table, row, num_requests)
+            found.append((value, self._measure_row(changed, row).ours))
         return found
 
     def _measure_row(self, table: PaperTable, row: PaperRow) -> RowResult:
@@ -325,7 +339,7 @@ class Runs:
         changes = dict(table.set)
         if row.load:
             changes |= {"load.generator": row.load}
-        if figure in ("block_hits", "mean_hits"):
+        if figure in REPLAYED:
             value = self._count_hits(row, figure)
             if row.against:
                 value /= self._count_hits(msgspec.structs.replace(row, blocks=0), figure)
@@ -406,7 +420,9 @@ row that a parameter is fitted to says so, and the others are predicted. Rows of
 at hand run on a generator with the published statistics: they are marked *generated*, and count for
 direction alone.
 
-{requests_text} {fit_text}
+{requests_text}
+
+{fit_text}
 """
 
 
@@ -426,15 +442,18 @@ def render_page(
     text = "Each run is whole."
     if num_requests:
         text = f"Each run serves the first {num_requests:,} requests of the trace, or of its load"
-        text += "; those of tables marked *whole* serve all of it." if whole else "."
-    fit = read_fit()
+        text += "; those of tables marked *whole* serve all of the trace." if whole else "."
+    fits = [
+        f"Fitted: `{fit.path}` = {fit.value:g}, to the row *{fit.row}* of "
+        f"*{list_tables([fit.table])[fit.table].title}*. {fit.why.strip()}"
+        for fit in read_fits()
+    ]
     options = " ".join([f"--requests {num_requests}", *(f"--whole {name}" for name in whole)])
     lines = [
         INTRODUCTION.format(
             options=options,
             requests_text=text,
-            fit_text=f"Fitted: `{fit.path}` = {fit.value:g}, to the row *{fit.row}* of "
-            f"*{list_tables([fit.table])[fit.table].title}*. {fit.why.strip()}",
+            fit_text="\n\n".join(fits),
         )
     ]
     counted = [
