@@ -198,7 +198,15 @@ def _show_loading(*, quiet: bool) -> Iterator[Any]:
             is_drawn = True
             bars.start()
             total = stage.total or None
-            bars.update(task, description=stage.detail, completed=stage.done, total=total)
+            # Draw the first report and the last at once: a fast load ends before the next turn.
+            is_edge = total != bars.tasks[0].total or stage.done == total
+            bars.update(
+                task,
+                description=stage.detail,
+                completed=stage.done,
+                total=total,
+                refresh=is_edge,
+            )
         else:
             bars.stop()
 
