@@ -120,7 +120,7 @@ async def _serve_with(
     # What is cheap to find wrong comes before processes are started and weights are read.
     model = check_model(settings)
     listener = open_listener(settings.server)
-    with listener, _show_loading(quiet=json) as on_stage:
+    with listener, show_loading(quiet=json) as on_stage:
         composing = compose(
             settings,
             model,
@@ -176,7 +176,7 @@ async def _announce(cluster: Any, started: Any, *, json: bool, with_rejected: bo
 
 
 @contextlib.contextmanager
-def _show_loading(*, quiet: bool) -> Iterator[Any]:
+def show_loading(*, quiet: bool) -> Iterator[Any]:
     """Give a callback that draws a bar on standard error while weights load."""
     console = Console(stderr=True)
     columns = (
@@ -199,13 +199,13 @@ def _show_loading(*, quiet: bool) -> Iterator[Any]:
             bars.start()
             total = stage.total or None
             # Draw the first report and the last at once: a fast load ends before the next turn.
-            is_edge = total != bars.tasks[0].total or stage.done == total
+            is_first_or_last = total != bars.tasks[0].total or stage.done == total
             bars.update(
                 task,
                 description=stage.detail,
                 completed=stage.done,
                 total=total,
-                refresh=is_edge,
+                refresh=is_first_or_last,
             )
         else:
             bars.stop()
