@@ -33,6 +33,11 @@ ARCHITECTURES = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "ministral3": "mistral3",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
+    "kimi_linear": "kimi-linear",
+    "granitemoehybrid": "granitehybrid",
 }
 
 EXTRA_NAMES = {
@@ -40,6 +45,12 @@ EXTRA_NAMES = {
     r"model\.layers\.(\d+)\.self_attn\.sinks": r"blk.\1.attn_sinks.weight",
     r"model\.layers\.(\d+)\.mlp\.(?:gate\.)?e_score_correction_bias": r"blk.\1.exp_probs_b.bias",
     r"model\.layers\.(\d+)\.mlp\.experts\.down_proj_bias": r"blk.\1.ffn_down_exps.bias",
+    r"model\.layers\.(\d+)\.feed_forward\.expert_bias": r"blk.\1.exp_probs_b.bias",
+    r"model\.layers\.(\d+)\.block_sparse_moe\.router\.weight": r"blk.\1.ffn_gate_inp.weight",
+    r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.down_proj": r"blk.\1.ffn_down_exps.weight",
+    r"model\.layers\.(\d+)\.(?:mamba|self_attn\.forget_gate)\.dt_bias": r"blk.\1.ssm_dt.bias",
+    r"model\.layers\.(\d+)\.(?:mamba|self_attn\.forget_gate)\.A_log": r"blk.\1.ssm_a",
+    r"model\.layers\.(\d+)\.mamba\.D": r"blk.\1.ssm_d",
 }
 """Where the package's table has another name of transformers' than today's."""
 
@@ -122,6 +133,22 @@ def rename(
         if ".experts.gate_up_proj" in name:
             yield from split_experts(name, w, is_turned=architecture == "gpt-oss")
             continue
+        if name.endswith("self_attn.conv1d.weight"):
+            for part, own in zip("qkv", np.split(w, 3), strict=True):
+                new = f"blk.{name.split('.')[2]}.ssm_conv1d_{part}.weight"
+                yield new, own.reshape(1, len(own), 1, -1)
+            continue
+        if ".shared_mlp." in name:
+            yield from split_shared(config, name, w)
+            continue
+        if name.endswith("A_log") and ".linear_attn." not in name:
+            w = -np.exp(w)
+        if ".mamba." in name and name.endswith((".A_log", ".D")):
+            w = w[:, None]
+        if name.endswith("mamba.norm.weight"):
+            w = w.reshape(config.mamba_n_groups, -1)
+        if name.endswith((".conv.conv.weight", "mamba.conv1d.weight")):
+            w = w[:, 0]
         if ".linear_attn." in name:
             yield from rearrange_state(architecture, config, name, w)
             continue
@@ -139,13 +166,14 @@ def rename(
             module, _, ending = name.rpartition(".")
             if ending not in ("weight", "bias"):
                 module, ending = name, "weight"
-            new = table.get_name(module)
+            new = table.get_name(module.replace(".forget_gate.", "."))
             assert new is not None, name
             new = f"{new}.{ending}"
-        if architecture == "llama" and re.search(r"\.(q|k)_proj\.", name):
-            heads = w.shape[0] // config.head_dim
+        if architecture in PERMUTED and re.search(r"\.(q|k)_proj\.", name):
+            size = getattr(config, "head_dim", None)
+            size = size or config.hidden_size // config.num_attention_heads
             w = (
-                w.reshape(heads, 2, config.head_dim // 2, *w.shape[1:])
+                w.reshape(w.shape[0] // size, 2, size // 2, *w.shape[1:])
                 .swapaxes(1, 2)
                 .reshape(w.shape)
             )
@@ -157,6 +185,20 @@ def rename(
         if name.endswith("shared_expert_gate.weight"):
             w = w[0]
         yield new, w
+
+
+PERMUTED = ("llama", "mistral3", "granitehybrid")
+
+
+def split_shared(config: Any, name: str, w: np.ndarray) -> Any:
+    """Yield Granite's MLP that every token uses: beside experts by another name."""
+    start = f"blk.{name.split('.')[2]}.ffn"
+    ending = "_shexp.weight" if config.num_local_experts else ".weight"
+    if name.endswith("output_linear.weight"):
+        yield f"{start}_down{ending}", w
+        return
+    for part, own in zip(("gate", "up"), np.split(w, 2), strict=True):
+        yield f"{start}_{part}{ending}", own
 
 
 STATE_NAMES = {
@@ -230,21 +272,28 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
     if get("intermediate_size"):
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    head_dim = config.head_dim
-    if not get("kv_lora_rank"):
-        writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = get("head_dim") or config.hidden_size // config.num_attention_heads
+    states = [kind in ("conv", "linear_attention") for kind in get("layer_types") or ()]
+    kv_heads: Any = 1 if get("kv_lora_rank") else config.num_key_value_heads
+    if any(states) and not get("linear_num_key_heads"):
+        kv_heads = [0 if has_state else kv_heads for has_state in states]
+    if not get("kv_lora_rank") or any(states):
+        writer.add_head_count_kv(kv_heads)
+    if not get("kv_lora_rank") and config.model_type != "granitemoehybrid":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(get("norm_eps") or config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    rope = config.rope_parameters
+    add_hybrid_facts(writer, config)
+    rope = get("rope_parameters") or {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
     if "full_attention" in rope:
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
     factor = rope.get("partial_rotary_factor") or 1.0
     rotated = get("rotary_dim") or int(head_dim * factor)
-    writer.add_rope_dimension_count(rotated)
+    if config.model_type != "kimi_linear":
+        writer.add_rope_dimension_count(rotated)
     if rope.get("rope_type") in ("linear", "yarn"):
         kind = (
             gguf.RopeScalingType.LINEAR
@@ -298,6 +347,45 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
     ):
         if isinstance(get(f"{name}_token_id"), int):
             add(get(f"{name}_token_id"))
+
+
+def add_hybrid_facts(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Say what the converters of models with states of other kinds, and of Ministral, say."""
+    kind = config.model_type
+    if kind in ("lfm2", "lfm2_moe"):
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    if kind == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "ministral3":
+        rope = config.rope_parameters
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if kind == "kimi_linear":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_kda_head_dim(config.linear_head_dim)
+        if config.q_lora_rank:
+            writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_kv_lora_rank(config.kv_lora_rank)
+        writer.add_rope_dimension_count(config.qk_rope_head_dim)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_key_length_mla(config.qk_nope_head_dim + config.qk_rope_head_dim)
+        writer.add_value_length_mla(config.v_head_dim)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(1)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if kind == "granitemoehybrid":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
 
 
 def add_latent_facts(writer: gguf.GGUFWriter, config: Any, *, has_whole_kv: bool) -> None:

@@ -69,6 +69,25 @@ STATES = {
     "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
     "linear_key_head_dim": 32, "linear_value_head_dim": 32, "rope_parameters": PARTIAL,
 }  # fmt: skip
+MINISTRAL = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4, "norm_eps": 1e-5,
+    "conv_bias": True, "head_dim": 16,
+}  # fmt: skip
+KIMI = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
+    "v_head_dim": 24, "head_dim": 16, "moe_intermediate_size": 32, "num_local_experts": 6,
+    "num_experts_per_tok": 2, "linear_num_heads": 4, "linear_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"], "routed_scaling_factor": 1.7,
+}  # fmt: skip
+GRANITE = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16,
+    "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 48,
+    "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 24, "mamba_d_head": 32,
+    "mamba_expand": 2, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2, "logits_scaling": 2.0,
+}  # fmt: skip
 GROUPS = {"n_group": 4, "topk_group": 2}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
 MODELS = {
@@ -133,10 +152,17 @@ MODELS = {
         "qwen3_next",
         STATES | MOE | {"norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     ),
+    "ministral3": ("ministral3", {"rope_parameters": MINISTRAL}),
+    "lfm2": ("lfm2", CONVOLUTIONS | {"block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("lfm2_moe", CONVOLUTIONS | MOE | {"num_dense_layers": 1, "norm_topk_prob": True}),
+    "kimi_linear": ("kimi_linear", KIMI),
+    "granitemoehybrid": ("granitemoehybrid", GRANITE),
+    "granitemoehybrid dense": ("granitemoehybrid", GRANITE | {"num_local_experts": 0}),
     "qwen3_5": ("qwen3_5_text", STATES | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", STATES | MOE | {"shared_expert_intermediate_size": 48}),
 }  # fmt: skip
-CENTRED = ("gemma2", "gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+CENTRED = ("gemma2", "gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")
+CENTRED += ("granitemoehybrid", "granitemoehybrid dense")
 """Norms hold 1 + weight, which rounds; and a decay's rate goes through its exponential."""
 WHOLE_KV = ("deepseek_v2 lite", "deepseek_v3 old")
 """Written as llama.cpp did before it kept MLA's keys and values in tensors of their own."""
@@ -146,7 +172,10 @@ WHOLE_KV = ("deepseek_v2 lite", "deepseek_v3 old")
 def pair(request, tmp_path_factory):
     """A folder as transformers saves it, and a GGUF file of the same model."""
     model_type, changes = MODELS[request.param]
-    config = CONFIG_MAPPING[model_type](**COMMON | changes)
+    values = COMMON | changes
+    if model_type == "kimi_linear":
+        values.pop("rope_parameters")  # It has no positions.
+    config = CONFIG_MAPPING[model_type](**values)
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -169,7 +198,7 @@ def test_the_configuration_is_that_of_the_folder(pair):
     # Which some classes write where others leave it out.
     whole = '"partial_rotary_factor": 1.0, '
     for values in (ours, theirs):
-        values["rope_parameters"] = values["rope_parameters"].replace(whole, "")
+        values["rope_parameters"] = values.get("rope_parameters", "").replace(whole, "")
     differences = {k: (ours.get(k), v) for k, v in theirs.items() if ours.get(k) != v}
     assert not differences, name
 

@@ -14,11 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.gguf.facts import WHERE, Config, Facts, show
+from tandem.models.gguf.hybrids import (
+    WITHOUT_ROPE,
+    make_granite,
+    make_kimi_linear,
+    make_lfm2,
+    make_lfm2_moe,
+)
 from tandem.models.gguf.states import read_state_sizes
 from tandem.models.gguf.tokenizer import find_end_tokens
 from tandem.models.sources.gguf_files import GgufFiles
@@ -26,117 +33,11 @@ from tandem.models.sources.gguf_header import GgufTensor, Value
 
 __all__ = ["ARCHITECTURES", "make_config", "read_gguf_config"]
 
-Config = dict[str, Any]
-
-WHERE = "models.read_gguf"
-
 SOFTMAX, SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor whose presence means that frequencies are scaled as Llama 3.1's are."""
-
-POSITIONS = (
-    "context_length",
-    "attention.sliding_window",
-    "rope.scaling.original_context_length",
-)
-"""Counts of positions, which the file has no weights for; all others count weights of a tensor."""
-MAX_POSITIONS = 1 << 31
-MAX_FLOAT = float(np.finfo(np.float32).max)
-
-
-class Facts:
-    """Metadata of one architecture, by the part of the key behind its name.
-
-    Args:
-        metadata: of the file.
-        tensors: of all parts, by llama.cpp's names.
-        rope_factors: the values of ``rope_freqs.weight``, if it is there.
-    """
-
-    def __init__(
-        self,
-        metadata: Mapping[str, Value],
-        tensors: Mapping[str, GgufTensor],
-        rope_factors: list[float] | None,
-    ) -> None:
-        architecture = metadata.get("general.architecture")
-        if not isinstance(architecture, str):
-            raise ConfigError(WHERE, f"general.architecture is {architecture!r}: need a name")
-        self.architecture = architecture
-        self.metadata = metadata
-        self.tensors = tensors
-        self.rope_factors = rope_factors
-        self._max_size = max((prod(tensor.shape) for tensor in tensors.values()), default=0)
-
-    def find(self, key: str) -> Value | None:
-        """Return a value; None if it is not there."""
-        return self.metadata.get(f"{self.architecture}.{key}")
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number, no larger than the file's largest tensor has weights for.
-
-        Arrays, one for each layer, must hold one value throughout.
-        """
-        value = self.find(key)
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
-            value = value[0].item()
-        if value is None and default is not None:
-            return default
-        most = MAX_POSITIONS if key in POSITIONS else self._max_size
-        if type(value) is not int or not 0 <= value <= most:
-            raise ConfigError(
-                WHERE, f"{self.architecture}.{key} is {_show(value)}: need a number up to {most}"
-            )
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number, rounded to the decimals that a float32 of the file can mean."""
-        value = self.find(key)
-        if value is None and default is not None:
-            return default
-        if (
-            not isinstance(value, (int, float))
-            or isinstance(value, bool)
-            or not abs(value) <= MAX_FLOAT
-        ):
-            raise ConfigError(WHERE, f"{self.architecture}.{key} is {_show(value)}: need a number")
-        return float(np.format_float_positional(np.float32(value), unique=True))
-
-    def flag(self, key: str, *, default: bool) -> bool:
-        """Return a truth value."""
-        value = self.find(key)
-        if value is None:
-            return default
-        if not isinstance(value, (bool, int)):
-            raise ConfigError(WHERE, f"{self.architecture}.{key} is {_show(value)}: need a flag")
-        return bool(value)
-
-    def has(self, tensor: str) -> bool:
-        """Return True if the file has a tensor."""
-        return tensor in self.tensors
-
-    @property
-    def head_dim(self) -> int:
-        """Items of a key."""
-        per_head = self.count("embedding_length") // self.num_heads
-        size = self.count("attention.key_length", per_head)
-        if not size:
-            raise ConfigError(WHERE, f"heads of {self.architecture} have no weights")
-        return size
-
-    @property
-    def num_heads(self) -> int:
-        """Number of heads of queries."""
-        heads = self.count("attention.head_count")
-        if not heads:
-            raise ConfigError(WHERE, f"{self.architecture}.attention.head_count is 0")
-        return heads
-
-
-def _show(value: object) -> str:
-    return f"an array of {len(value)}" if isinstance(value, (list, np.ndarray)) else repr(value)
 
 
 def make_config(
@@ -162,7 +63,10 @@ def make_config(
         raise UnsupportedError(
             WHERE, f"architecture {facts.architecture!r} of a GGUF file: known are {known}"
         )
-    return _list_common(facts) | special(facts)
+    config = _list_common(facts) | special(facts)
+    if config["model_type"] in WITHOUT_ROPE:
+        config.pop("rope_parameters")
+    return config
 
 
 def read_gguf_config(path: Path) -> tuple[Config, Config]:
@@ -190,7 +94,7 @@ def _list_common(facts: Facts) -> Config:
         "hidden_size": facts.count("embedding_length"),
         "num_hidden_layers": num_blocks - facts.count("nextn_predict_layers", 0),
         "num_attention_heads": heads,
-        "num_key_value_heads": facts.count("attention.head_count_kv", heads),
+        "num_key_value_heads": facts.count_where_any("attention.head_count_kv", heads),
         "head_dim": facts.head_dim,
         "max_position_embeddings": facts.count("context_length"),
         "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
@@ -225,7 +129,7 @@ def _make_rope(facts: Facts) -> Config:
         rope["partial_rotary_factor"] = rotated / facts.head_dim
     kind = facts.find("rope.scaling.type")
     if not isinstance(kind, str | None):
-        text = f"{facts.architecture}.rope.scaling.type is {_show(kind)}: need a name"
+        text = f"{facts.architecture}.rope.scaling.type is {show(kind)}: need a name"
         raise ConfigError(WHERE, text)
     if kind is None and facts.find("rope.scale_linear") is not None:
         rope |= {"rope_type": "linear", "factor": facts.number("rope.scale_linear")}
@@ -285,6 +189,18 @@ def _llama(facts: Facts) -> Config:
     if facts.count("expert_count", 0):
         return {"model_type": "mixtral"} | _list_experts(facts, "num_local_experts")
     return {"model_type": "llama"}
+
+
+def _mistral3(facts: Facts) -> Config:
+    beta = facts.find("attention.temperature_scale")
+    if beta is None:
+        return {"model_type": "mistral", "sliding_window": None}
+    rope = _make_rope(facts)
+    # The converter writes mscale_all_dim; published models have mscale equal to it.
+    multiplier = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
+    rope |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    rope |= {"llama_4_scaling_beta": facts.number("attention.temperature_scale")}
+    return {"model_type": "ministral3", "sliding_window": None, "rope_parameters": rope}
 
 
 def _qwen2(facts: Facts) -> Config:
@@ -495,5 +411,10 @@ ARCHITECTURES: dict[str, Callable[[Facts], Config]] = {
     "deepseek2": _deepseek2,
     "gpt-oss": _gpt_oss,
     "minimax-m2": _minimax_m2,
+    "mistral3": _mistral3,
+    "lfm2": make_lfm2,
+    "lfm2moe": make_lfm2_moe,
+    "kimi-linear": make_kimi_linear,
+    "granitehybrid": make_granite,
 }
 """The special traits of an architecture of llama.cpp, by its name there."""

@@ -3,7 +3,8 @@
 llama.cpp's names are ``blk.LAYER.PART.weight``. Where its converter rearranged a weight, a
 ``Recipe`` says what to undo: rows of q and k of ``llama``, whose rotation pairs neighbours there;
 norms of Gemma, which hold ``1 + weight``; gate and up, in tensors apart; the compressed values of
-MLA, in tensors by use; what layers with a state have (``states``).
+MLA, in tensors by use; what layers with a state have (``states``). A vector or a convolution may
+have dimensions of one there that it has not here, and the other way around.
 """
 
 from collections.abc import Container, Iterator
@@ -37,6 +38,10 @@ class How(Enum):
     """Inputs in ``Recipe.order``."""
     LOG_RATE = auto()
     """The file holds -exp(weight), in ``Recipe.order``."""
+    FLAT = auto()
+    """One tensor that may have other dimensions of one, or whose rows make a vector."""
+    STACKED = auto()
+    """Tensors of one size, each a share of the rows."""
     JOIN_KV = auto()
     """MLA: keys [H, latent, d] and values [H, d, latent] become [H * (d + d), latent]."""
 
@@ -66,6 +71,7 @@ TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight",
 }
 
 LAYER = {
@@ -107,16 +113,51 @@ SANDWICH = {
 GLM4 = {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"}
 SECOND_NORM = {"post_attention_layernorm": "post_attention_norm"}
 
+SHORT_CONVOLUTIONS = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "conv.conv": "shortconv.conv",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+}
+KIMI = {
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.forget_gate.f_a_proj": "ssm_f_a",
+    "self_attn.forget_gate.f_b_proj": "ssm_f_b",
+    "self_attn.g_a_proj": "ssm_g_a",
+    "self_attn.g_b_proj": "ssm_g_b",
+    "self_attn.o_norm": "ssm_norm",
+}
+GRANITE = {
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.out_proj": "ssm_out",
+    "block_sparse_moe.router": "ffn_gate_inp",
+}
 SPECIAL = {
     "gemma2": SANDWICH,
     "gemma3": SANDWICH,
     "glm4": GLM4,
     "glm4moe": SECOND_NORM,
     "gpt-oss": SECOND_NORM,
+    "lfm2": SHORT_CONVOLUTIONS,
+    "lfm2moe": SHORT_CONVOLUTIONS,
+    "kimi-linear": KIMI,
+    "granitehybrid": GRANITE,
     **dict.fromkeys(STATE_ARCHITECTURES, SECOND_NORM),
 }
 """Names of modules that an architecture calls otherwise."""
 
+CONVOLUTIONS = (".conv.conv.weight", ".mamba.conv1d.weight")
+PERMUTED = ("llama", "mistral3", "granitehybrid")
+"""Architectures whose rows of q and k are pairs of neighbours."""
 CENTRED_NORMS = ("gemma2", "gemma3", *STATE_ARCHITECTURES)
 """Architectures whose norms hold 1 + weight, but for those of a state's heads."""
 
@@ -159,8 +200,10 @@ def make_recipes(
 
 
 def _choose(architecture: str, name: str, tensor: str) -> Recipe:
-    if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+    if architecture in PERMUTED and (".q_proj." in name or ".k_proj." in name):
         return Recipe((tensor,), How.UNPERMUTE)
+    if name.endswith(CONVOLUTIONS):
+        return Recipe((tensor,), How.FLAT)
     if architecture in CENTRED_NORMS and name.endswith("norm.weight"):
         return Recipe((tensor,), How.MINUS_ONE)
     return Recipe((tensor,))
@@ -201,6 +244,8 @@ def _list_special(
 ) -> Iterator[tuple[str, Recipe]]:
     """Yield weights that are no ``.weight`` of a linear module, or several tensors here."""
     yield "self_attn.sinks", Recipe((f"{layer}attn_sinks.weight",))
+    yield "feed_forward.expert_bias", Recipe((f"{layer}exp_probs_b.bias",))
+    yield from _list_mixer(architecture, layer, tensors)
     for holder in ("mlp.gate", "mlp"):
         yield f"{holder}.e_score_correction_bias", Recipe((f"{layer}exp_probs_b.bias",))
     split = (f"{layer}attn_k_b.weight", f"{layer}attn_v_b.weight")
@@ -213,6 +258,30 @@ def _list_special(
         both = f"{layer}ffn_gate_up_exps.{ending}"
         how = How.INTERLEAVE if is_turned else How.PLAIN
         recipe = Recipe((both,)) if both in tensors and not is_turned else Recipe((gate, up), how)
-        yield f"mlp.experts.gate_up_proj{suffix}", recipe
         how = How.TRANSPOSE if is_turned and ending == "weight" else How.PLAIN
-        yield f"mlp.experts.down_proj{suffix}", Recipe((down,), how)
+        for holder in ("mlp", "feed_forward", "block_sparse_moe"):
+            yield f"{holder}.experts.gate_up_proj{suffix}", recipe
+            yield f"{holder}.experts.down_proj{suffix}", Recipe((down,), how)
+
+
+def _list_mixer(
+    architecture: str, layer: str, tensors: Container[str]
+) -> Iterator[tuple[str, Recipe]]:
+    """Yield what Kimi delta attention and Mamba2 have beside matrices, and Granite's own MLP."""
+    bias, rate = Recipe((f"{layer}ssm_dt.bias",)), Recipe((f"{layer}ssm_a",), How.LOG_RATE)
+    if architecture == "kimi-linear":
+        convolutions = tuple(f"{layer}ssm_conv1d_{part}.weight" for part in "qkv")
+        yield "self_attn.conv1d.weight", Recipe(convolutions, How.STACKED)
+        yield "self_attn.forget_gate.dt_bias", bias
+        yield "self_attn.forget_gate.A_log", rate
+    if architecture == "granitehybrid":
+        yield "mamba.dt_bias", bias
+        yield "mamba.A_log", rate
+        yield "mamba.D", Recipe((f"{layer}ssm_d",), How.FLAT)
+        # By groups there.
+        yield "mamba.norm.weight", Recipe((f"{layer}ssm_norm.weight",), How.FLAT)
+        # Beside experts it is what every token uses, else the MLP.
+        ending = "_shexp" if f"{layer}ffn_gate_inp.weight" in tensors else ""
+        gate, up, down = (f"{layer}ffn_{part}{ending}.weight" for part in ("gate", "up", "down"))
+        yield "shared_mlp.input_linear.weight", Recipe((gate, up))
+        yield "shared_mlp.output_linear.weight", Recipe((down,))

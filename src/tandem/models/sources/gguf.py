@@ -5,8 +5,9 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -173,7 +174,7 @@ class GgufSource:
                 out.copy_(straight[..., torch.from_numpy(order)])
             case How.LOG_RATE:
                 rates = torch.empty(out.shape, dtype=torch.float32)
-                _fill(name, parts, rates)
+                _fill_flat(name, parts[0], rates)
                 if bool((rates >= 0).any()):
                     what = f"tensor {parts[0].shape} of {name!r} has a rate that does not decay"
                     raise CorruptionError("models.read_weights", what)
@@ -185,6 +186,14 @@ class GgufSource:
             case How.TRANSPOSE:
                 for i, expert in enumerate(out):
                     _fill(name, [part.select(i) for part in parts], expert.t())
+            case How.FLAT:
+                _fill_flat(name, parts[0], out)
+            case How.STACKED:
+                _require_equal(name, parts)
+                if len(out) % len(parts):
+                    raise _refuse_shape(name, parts, out)
+                for part, rows in zip(parts, out.chunk(len(parts)), strict=True):
+                    _fill_flat(name, part, rows)
             case How.JOIN_KV:
                 _fill_kv(name, parts, out)
 
@@ -395,6 +404,19 @@ def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
     for part, size in zip(parts, sizes, strict=True):
         part.copy_into(out.narrow(axis, first, size))
         first += size
+
+
+def _fill_flat(name: str, part: _Stored, out: Tensor) -> None:
+    """Copy a tensor that differs by dimensions of one, or of which a vector is made."""
+    wanted = _drop_ones(out.shape)
+    is_vector = len(wanted) <= 1 and prod(part.shape) == out.numel()
+    if not is_vector and _drop_ones(part.shape) != wanted:
+        raise _refuse_shape(name, [part], out)
+    part.copy_into(out.view(part.shape))
+
+
+def _drop_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _fill_rows(name: str, parts: list[_Stored], out: Tensor) -> None:

@@ -1,0 +1,132 @@
+"""Metadata of a GGUF file, whose numbers are compared with what the file holds as they are read."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from tandem.core.errors import ConfigError
+from tandem.models.sources.gguf_header import GgufTensor, Value
+
+__all__ = ["WHERE", "Config", "Facts", "show"]
+
+Config = dict[str, Any]
+
+WHERE = "models.read_gguf"
+
+POSITIONS = (
+    "context_length",
+    "attention.sliding_window",
+    "rope.scaling.original_context_length",
+)
+"""Counts of positions, which the file has no weights for; all others count weights of a tensor."""
+MAX_POSITIONS = 1 << 31
+MAX_FLOAT = float(np.finfo(np.float32).max)
+
+
+class Facts:
+    """Metadata of one architecture, by the part of the key behind its name.
+
+    Args:
+        metadata: of the file.
+        tensors: of all parts, by llama.cpp's names.
+        rope_factors: the values of ``rope_freqs.weight``, if it is there.
+    """
+
+    def __init__(
+        self,
+        metadata: Mapping[str, Value],
+        tensors: Mapping[str, GgufTensor],
+        rope_factors: list[float] | None,
+    ) -> None:
+        architecture = metadata.get("general.architecture")
+        if not isinstance(architecture, str):
+            raise ConfigError(WHERE, f"general.architecture is {architecture!r}: need a name")
+        self.architecture = architecture
+        self.metadata = metadata
+        self.tensors = tensors
+        self.rope_factors = rope_factors
+        self._max_size = max((prod(tensor.shape) for tensor in tensors.values()), default=0)
+
+    def find(self, key: str) -> Value | None:
+        """Return a value; None if it is not there."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number, no larger than the file's largest tensor has weights for.
+
+        Arrays, one for each layer, must hold one value throughout.
+        """
+        value = self.find(key)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        if value is None and default is not None:
+            return default
+        most = MAX_POSITIONS if key in POSITIONS else self._max_size
+        if type(value) is not int or not 0 <= value <= most:
+            raise ConfigError(
+                WHERE, f"{self.architecture}.{key} is {show(value)}: need a number up to {most}"
+            )
+        return value
+
+    def count_where_any(self, key: str, default: int) -> int:
+        """Return a number that some layers have, by an array in which others have 0."""
+        value = self.find(key)
+        if not isinstance(value, np.ndarray) or not value.any():
+            return self.count(key, default)
+        some = value[value != 0]
+        if value.dtype.kind not in "iu" or (some != some[0]).any():
+            raise ConfigError(WHERE, f"{self.architecture}.{key} is {show(value)} of several kinds")
+        number = some[0].item()
+        if not 0 < number <= self._max_size:
+            raise ConfigError(WHERE, f"{self.architecture}.{key} is {number}: too large")
+        return number
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number, rounded to the decimals that a float32 of the file can mean."""
+        value = self.find(key)
+        if value is None and default is not None:
+            return default
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not abs(value) <= MAX_FLOAT
+        ):
+            raise ConfigError(WHERE, f"{self.architecture}.{key} is {show(value)}: need a number")
+        return float(np.format_float_positional(np.float32(value), unique=True))
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """Return a truth value."""
+        value = self.find(key)
+        if value is None:
+            return default
+        if not isinstance(value, (bool, int)):
+            raise ConfigError(WHERE, f"{self.architecture}.{key} is {show(value)}: need a flag")
+        return bool(value)
+
+    def has(self, tensor: str) -> bool:
+        """Return True if the file has a tensor."""
+        return tensor in self.tensors
+
+    @property
+    def head_dim(self) -> int:
+        """Items of a key."""
+        per_head = self.count("embedding_length") // self.num_heads
+        size = self.count("attention.key_length", per_head)
+        if not size:
+            raise ConfigError(WHERE, f"heads of {self.architecture} have no weights")
+        return size
+
+    @property
+    def num_heads(self) -> int:
+        """Number of heads of queries."""
+        heads = self.count("attention.head_count")
+        if not heads:
+            raise ConfigError(WHERE, f"{self.architecture}.attention.head_count is 0")
+        return heads
+
+
+def show(value: object) -> str:
+    """Return a value as a message shows it."""
+    return f"an array of {len(value)}" if isinstance(value, (list, np.ndarray)) else repr(value)
