@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "kimi_linear": "kimi-linear",
     "granitemoehybrid": "granitehybrid",
+    "olmo3": "olmo2",
 }
 
 EXTRA_NAMES = {
@@ -80,7 +81,7 @@ def write_model(
             a KV head for each head.
     """
     config = model.config
-    architecture = ARCHITECTURES[config.model_type]
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     add_facts(writer, config)
     if architecture == "deepseek2":
@@ -177,7 +178,14 @@ def rename(
                 .swapaxes(1, 2)
                 .reshape(w.shape)
             )
-        is_centred = architecture in ("gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")
+        is_centred = architecture in (
+            "gemma",
+            "gemma2",
+            "gemma3",
+            "qwen3next",
+            "qwen35",
+            "qwen35moe",
+        )
         if is_centred and name.endswith("norm.weight") and "linear_attn." not in name:
             w = w + 1
         if architecture == "gpt-oss" and name.endswith("experts.down_proj"):
@@ -187,7 +195,7 @@ def rename(
         yield new, w
 
 
-PERMUTED = ("llama", "mistral3", "granitehybrid")
+PERMUTED = ("llama", "mistral3", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid")
 
 
 def split_shared(config: Any, name: str, w: np.ndarray) -> Any:
@@ -282,7 +290,10 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
     if not get("kv_lora_rank") and config.model_type != "granitemoehybrid":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(get("norm_eps") or config.rms_norm_eps)
+    if get("layer_norm_eps"):
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(get("norm_eps") or config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     add_hybrid_facts(writer, config)
     rope = get("rope_parameters") or {"rope_theta": 10_000.0, "partial_rotary_factor": 1.0}
@@ -337,6 +348,14 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_rope_dimension_sections([11, 11, 10, 0])
     if get("sliding_window"):
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "olmo3":
+        writer.add_sliding_window_pattern([k == "sliding_attention" for k in config.layer_types])
+    if config.model_type == "cohere2":
+        writer.add_logit_scale(config.logit_scale)
+    if config.model_type in ("granite", "granitemoe"):
+        add_multipliers(writer, config)
+    if config.model_type == "dots1":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -373,12 +392,10 @@ def add_hybrid_facts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_value_length_mla(config.v_head_dim)
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(1)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
     if kind == "granitemoehybrid":
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
+        add_multipliers(writer, config)
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
         writer.add_ssm_conv_kernel(config.mamba_d_conv)
         writer.add_ssm_state_size(config.mamba_d_state)
@@ -386,6 +403,14 @@ def add_hybrid_facts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+
+
+def add_multipliers(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Say Granite's factors."""
+    writer.add_attention_scale(config.attention_multiplier)
+    writer.add_embedding_scale(config.embedding_multiplier)
+    writer.add_residual_scale(config.residual_multiplier)
+    writer.add_logit_scale(config.logits_scaling)
 
 
 def add_latent_facts(writer: gguf.GGUFWriter, config: Any, *, has_whole_kv: bool) -> None:

@@ -50,14 +50,16 @@ def score(peer: RivalProcess, path: Path, tokens: list[int]) -> torch.Tensor:
 
 
 def without_choice(changes: dict) -> dict:
-    """All experts a token, so that no rounding chooses another one; and no window, which llama.cpp
-    does not apply to Phi-3."""
+    """All experts a token, so that no rounding chooses another one; no window, which llama.cpp does
+    not apply to Phi-3; no bias of short convolutions, which it does not read."""
     counts = [n for n in ("num_experts", "num_local_experts", "n_routed_experts") if n in changes]
     chosen = {"num_experts_per_tok": changes[counts[0]]} if counts else {}
     if "n_group" in changes:
         chosen |= {"n_group": 1, "topk_group": 1}
     if "topk_method" in changes:
         chosen |= {"topk_method": "greedy"}
+    if changes.get("conv_bias"):
+        chosen |= {"conv_bias": False}
     return changes | chosen
 
 

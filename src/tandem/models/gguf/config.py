@@ -15,10 +15,9 @@ from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 
-import numpy as np
-
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.models.gguf.facts import WHERE, Config, Facts, show
+from tandem.models.gguf.attention_only import ATTENTION_ONLY
+from tandem.models.gguf.facts import WHERE, Config, Facts
 from tandem.models.gguf.hybrids import (
     WITHOUT_ROPE,
     make_granite,
@@ -26,6 +25,7 @@ from tandem.models.gguf.hybrids import (
     make_lfm2,
     make_lfm2_moe,
 )
+from tandem.models.gguf.rope import ROPE_FACTORS, make_rope
 from tandem.models.gguf.states import read_state_sizes
 from tandem.models.gguf.tokenizer import find_end_tokens
 from tandem.models.sources.gguf_files import GgufFiles
@@ -35,9 +35,6 @@ __all__ = ["ARCHITECTURES", "make_config", "read_gguf_config"]
 
 SOFTMAX, SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
-
-ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor whose presence means that frequencies are scaled as Llama 3.1's are."""
 
 
 def make_config(
@@ -97,13 +94,14 @@ def _list_common(facts: Facts) -> Config:
         "num_key_value_heads": facts.count_where_any("attention.head_count_kv", heads),
         "head_dim": facts.head_dim,
         "max_position_embeddings": facts.count("context_length"),
-        "rms_norm_eps": facts.number("attention.layer_norm_rms_epsilon"),
         "vocab_size": embedding.shape[0],
         "tie_word_embeddings": not facts.has("output.weight"),
         "attention_bias": facts.has("blk.0.attn_q.bias"),
-        "rope_parameters": _make_rope(facts),
+        "rope_parameters": make_rope(facts),
         "dtype": _find_dtype(facts),
     }
+    if facts.find("attention.layer_norm_epsilon") is None:
+        config["rms_norm_eps"] = facts.number("attention.layer_norm_rms_epsilon")
     if facts.find("feed_forward_length") is not None:
         config["intermediate_size"] = facts.count("feed_forward_length")
     # transformers' defaults name tokens of the first model of a family.
@@ -120,59 +118,6 @@ def _find_dtype(facts: Facts) -> str:
         weights[tensor.kind] += prod(tensor.shape)
     kind = max(weights, key=lambda kind: weights[kind])
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
-
-
-def _make_rope(facts: Facts) -> Config:
-    rope: Config = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 10_000.0)}
-    rotated = facts.count("rope.dimension_count", facts.head_dim)
-    if rotated != facts.head_dim:
-        rope["partial_rotary_factor"] = rotated / facts.head_dim
-    kind = facts.find("rope.scaling.type")
-    if not isinstance(kind, str | None):
-        text = f"{facts.architecture}.rope.scaling.type is {show(kind)}: need a name"
-        raise ConfigError(WHERE, text)
-    if kind is None and facts.find("rope.scale_linear") is not None:
-        rope |= {"rope_type": "linear", "factor": facts.number("rope.scale_linear")}
-    elif kind not in (None, "none"):
-        rope |= {"rope_type": str(kind), "factor": facts.number("rope.scaling.factor", 1.0)}
-        original = facts.count("rope.scaling.original_context_length", 0)
-        if original:
-            rope["original_max_position_embeddings"] = original
-    if rope["rope_type"] == "yarn":
-        beta_fast = facts.number("rope.scaling.yarn_beta_fast", 32.0)
-        beta_slow = facts.number("rope.scaling.yarn_beta_slow", 1.0)
-        rope |= {"beta_fast": beta_fast, "beta_slow": beta_slow}
-    if facts.rope_factors is not None:
-        rope |= _find_llama3_rope(facts.rope_factors, rope["rope_theta"], facts.head_dim)
-    return rope
-
-
-def _find_llama3_rope(factors: list[float], theta: float, head_dim: int) -> Config:
-    """Return the parameters whose factors these are: the file has only the result.
-
-    All published models of the kind share all but the factor, which is the largest of them.
-    """
-    low, high, original = 1.0, 4.0, 8192
-    factor = max(factors)
-    wanted = None
-    if 2 * len(factors) == head_dim and theta > 0 and factor > 0:
-        inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-        turns = original * inverse / (2 * np.pi)
-        smooth = np.clip((turns - low) / (high - low), 0, 1)
-        wanted = 1 / ((1 - smooth) / factor + smooth)
-    if wanted is None or not np.allclose(factors, wanted, rtol=1e-3):
-        raise UnsupportedError(
-            WHERE,
-            f"{ROPE_FACTORS} are not those of Llama 3.1 to 3.3: name a folder with the "
-            "model's config.json beside the GGUF file",
-        )
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
 
 
 def _list_experts(facts: Facts, count_name: str = "num_experts") -> Config:
@@ -195,7 +140,7 @@ def _mistral3(facts: Facts) -> Config:
     beta = facts.find("attention.temperature_scale")
     if beta is None:
         return {"model_type": "mistral", "sliding_window": None}
-    rope = _make_rope(facts)
+    rope = make_rope(facts)
     # The converter writes mscale_all_dim; published models have mscale equal to it.
     multiplier = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
     rope |= {"mscale": multiplier, "mscale_all_dim": multiplier}
@@ -297,7 +242,7 @@ def _gemma3(facts: Facts) -> Config:
         "model_type": "gemma3_text",
         "sliding_window": facts.count("attention.sliding_window"),
         "query_pre_attn_scalar": per_head if is_27b else facts.head_dim,
-        "rope_parameters": {"full_attention": _make_rope(facts), "sliding_attention": local},
+        "rope_parameters": {"full_attention": make_rope(facts), "sliding_attention": local},
     }
 
 
@@ -308,7 +253,7 @@ def _phi3(facts: Facts) -> Config:
     if original:
         config["original_max_position_embeddings"] = original
     if facts.has("rope_factors_long.weight"):
-        config["rope_parameters"] = _make_rope(facts) | {"rope_type": "longrope"}
+        config["rope_parameters"] = make_rope(facts) | {"rope_type": "longrope"}
     return config
 
 
@@ -343,7 +288,7 @@ def _deepseek2(facts: Facts) -> Config:
         "attention.value_length_mla", facts.count("attention.value_length", facts.head_dim)
     )
     rotated = facts.count("rope.dimension_count")
-    rope = _make_rope(facts)
+    rope = make_rope(facts)
     rope.pop("partial_rotary_factor", None)
     multiplier = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
     if rope["rope_type"] == "yarn" and multiplier:
@@ -372,7 +317,7 @@ def _gpt_oss(facts: Facts) -> Config:
         "intermediate_size": size,
         "sliding_window": facts.count("attention.sliding_window"),
         "attention_bias": True,
-        "rope_parameters": _make_rope(facts) | {"truncate": False},
+        "rope_parameters": make_rope(facts) | {"truncate": False},
     } | _list_experts(facts, "num_local_experts")
     config.pop("moe_intermediate_size", None)
     return config
@@ -416,5 +361,6 @@ ARCHITECTURES: dict[str, Callable[[Facts], Config]] = {
     "lfm2moe": make_lfm2_moe,
     "kimi-linear": make_kimi_linear,
     "granitehybrid": make_granite,
+    **ATTENTION_ONLY,
 }
 """The special traits of an architecture of llama.cpp, by its name there."""

@@ -141,7 +141,14 @@ GRANITE = {
     "mamba.out_proj": "ssm_out",
     "block_sparse_moe.router": "ffn_gate_inp",
 }
+POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 SPECIAL = {
+    "olmo2": POST_NORMS,
+    "seed_oss": SECOND_NORM,
+    "granitemoe": {"block_sparse_moe.router": "ffn_gate_inp"},
     "gemma2": SANDWICH,
     "gemma3": SANDWICH,
     "glm4": GLM4,
@@ -156,10 +163,13 @@ SPECIAL = {
 """Names of modules that an architecture calls otherwise."""
 
 CONVOLUTIONS = (".conv.conv.weight", ".mamba.conv1d.weight")
-PERMUTED = ("llama", "mistral3", "granitehybrid")
+PERMUTED = ("llama", "mistral3", "granitehybrid", "granite", "granitemoe", "smollm3", "arcee")
 """Architectures whose rows of q and k are pairs of neighbours."""
-CENTRED_NORMS = ("gemma2", "gemma3", *STATE_ARCHITECTURES)
+CENTRED_NORMS = ("gemma", "gemma2", "gemma3", *STATE_ARCHITECTURES)
 """Architectures whose norms hold 1 + weight, but for those of a state's heads."""
+
+FIRST_NORMS = ("attn", "post_attention")
+"""Of which every layer has one."""
 
 MAX_LAYERS = 2048
 
@@ -180,7 +190,7 @@ def make_recipes(
         recipes["lm_head.weight"] = recipes["model.embed_tokens.weight"]
     modules = LAYER | SPECIAL.get(architecture, {})
     for layer in range(MAX_LAYERS):
-        if f"blk.{layer}.attn_norm.weight" not in tensors:
+        if not any(f"blk.{layer}.{part}_norm.weight" in tensors for part in FIRST_NORMS):
             break
         ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
         for module, part in modules.items():

@@ -1,0 +1,69 @@
+"""RoPE of a GGUF file: its base, its scaling, and the factors of Llama 3.1."""
+
+import numpy as np
+
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.gguf.facts import WHERE, Config, Facts, show
+
+__all__ = ["ROPE_FACTORS", "make_rope"]
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""A tensor whose presence means that frequencies are scaled as Llama 3.1's are."""
+
+
+def make_rope(facts: Facts) -> Config:
+    """Return the parameters of RoPE.
+
+    Raises: ConfigError (a type that is no name); UnsupportedError (factors of another kind than
+        Llama 3.1's).
+    """
+    rope: Config = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 10_000.0)}
+    rotated = facts.count("rope.dimension_count", facts.head_dim)
+    if rotated != facts.head_dim:
+        rope["partial_rotary_factor"] = rotated / facts.head_dim
+    kind = facts.find("rope.scaling.type")
+    if not isinstance(kind, str | None):
+        text = f"{facts.architecture}.rope.scaling.type is {show(kind)}: need a name"
+        raise ConfigError(WHERE, text)
+    if kind is None and facts.find("rope.scale_linear") is not None:
+        rope |= {"rope_type": "linear", "factor": facts.number("rope.scale_linear")}
+    elif kind not in (None, "none"):
+        rope |= {"rope_type": str(kind), "factor": facts.number("rope.scaling.factor", 1.0)}
+        original = facts.count("rope.scaling.original_context_length", 0)
+        if original:
+            rope["original_max_position_embeddings"] = original
+    if rope["rope_type"] == "yarn":
+        beta_fast = facts.number("rope.scaling.yarn_beta_fast", 32.0)
+        beta_slow = facts.number("rope.scaling.yarn_beta_slow", 1.0)
+        rope |= {"beta_fast": beta_fast, "beta_slow": beta_slow}
+    if facts.rope_factors is not None:
+        rope |= _find_llama3_rope(facts.rope_factors, rope["rope_theta"], facts.head_dim)
+    return rope
+
+
+def _find_llama3_rope(factors: list[float], theta: float, head_dim: int) -> Config:
+    """Return the parameters whose factors these are: the file has only the result.
+
+    All published models of the kind share all but the factor, which is the largest of them.
+    """
+    low, high, original = 1.0, 4.0, 8192
+    factor = max(factors)
+    wanted = None
+    if 2 * len(factors) == head_dim and theta > 0 and factor > 0:
+        inverse = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+        turns = original * inverse / (2 * np.pi)
+        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        wanted = 1 / ((1 - smooth) / factor + smooth)
+    if wanted is None or not np.allclose(factors, wanted, rtol=1e-3):
+        raise UnsupportedError(
+            WHERE,
+            f"{ROPE_FACTORS} are not those of Llama 3.1 to 3.3: name a folder with the "
+            "model's config.json beside the GGUF file",
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
