@@ -39,12 +39,17 @@ ARCHITECTURES = {
     "kimi_linear": "kimi-linear",
     "granitemoehybrid": "granitehybrid",
     "olmo3": "olmo2",
+    "cohere": "command-r",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe_lite": "deepseek2",
 }
 
 EXTRA_NAMES = {
     r"model\.layers\.(\d+)\.mlp\.router\.(weight|bias)": r"blk.\1.ffn_gate_inp.\2",
     r"model\.layers\.(\d+)\.self_attn\.sinks": r"blk.\1.attn_sinks.weight",
-    r"model\.layers\.(\d+)\.mlp\.(?:gate\.)?e_score_correction_bias": r"blk.\1.exp_probs_b.bias",
+    r"model\.layers\.(\d+)\.mlp\.(?:gate\.)?(?:moe_statics\.)?e_score_correction_bias": (
+        r"blk.\1.exp_probs_b.bias"
+    ),
     r"model\.layers\.(\d+)\.mlp\.experts\.down_proj_bias": r"blk.\1.ffn_down_exps.bias",
     r"model\.layers\.(\d+)\.feed_forward\.expert_bias": r"blk.\1.exp_probs_b.bias",
     r"model\.layers\.(\d+)\.block_sparse_moe\.router\.weight": r"blk.\1.ffn_gate_inp.weight",
@@ -180,6 +185,7 @@ def rename(
             )
         is_centred = architecture in (
             "gemma",
+            "nemotron",
             "gemma2",
             "gemma3",
             "qwen3next",
@@ -195,7 +201,16 @@ def rename(
         yield new, w
 
 
-PERMUTED = ("llama", "mistral3", "smollm3", "arcee", "granite", "granitemoe", "granitehybrid")
+PERMUTED = (
+    "llama",
+    "mistral3",
+    "smollm3",
+    "arcee",
+    "granite",
+    "granitemoe",
+    "granitehybrid",
+    "olmo",
+)
 
 
 def split_shared(config: Any, name: str, w: np.ndarray) -> Any:
@@ -290,8 +305,8 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
     if not get("kv_lora_rank") and config.model_type != "granitemoehybrid":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    if get("layer_norm_eps"):
-        writer.add_layer_norm_eps(config.layer_norm_eps)
+    if get("layer_norm_eps") or config.model_type in ("nemotron", "olmo"):
+        writer.add_layer_norm_eps(get("layer_norm_eps") or get("norm_eps") or 1e-5)
     else:
         writer.add_layer_norm_rms_eps(get("norm_eps") or config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
@@ -350,8 +365,21 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "olmo3":
         writer.add_sliding_window_pattern([k == "sliding_attention" for k in config.layer_types])
-    if config.model_type == "cohere2":
+    if config.model_type in ("cohere", "cohere2"):
         writer.add_logit_scale(config.logit_scale)
+    if config.model_type == "olmo" and config.clip_qkv:
+        writer.add_clamp_kqv(config.clip_qkv)
+    if config.model_type == "stablelm":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if config.model_type == "ernie4_5_moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_expert_used_count(config.moe_k)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        shared_size = config.moe_intermediate_size * config.moe_num_shared_experts
+        writer.add_expert_shared_feed_forward_length(shared_size)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
     if config.model_type in ("granite", "granitemoe"):
         add_multipliers(writer, config)
     if config.model_type == "dots1":
@@ -430,7 +458,7 @@ def add_latent_facts(writer: gguf.GGUFWriter, config: Any, *, has_whole_kv: bool
     writer.add_kv_lora_rank(rank)
     if config.q_lora_rank:
         writer.add_q_lora_rank(config.q_lora_rank)
-    if config.model_type == "deepseek_v3":
+    if config.model_type in ("deepseek_v3", "glm4_moe_lite"):
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     scale = config.rope_parameters.get("mscale_all_dim")
     if scale:

@@ -198,10 +198,38 @@ MODELS = {
         },
     ),
     "arcee": ("arcee", WHOLE),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        WHOLE | {
+            "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32, "use_bias": False,
+            "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 2,
+        },
+    ),
+    "cohere": ("cohere", WHOLE | {"logit_scale": 0.25, "layer_norm_eps": 1e-5}),
+    "olmo": ("olmo", WHOLE | {"clip_qkv": 2.0}),
+    "stablelm": (
+        "stablelm",
+        WHOLE | {
+            "rope_parameters": PARTIAL, "layer_norm_eps": 1e-5, "use_qkv_bias": True,
+        },
+    ),
+    "nemotron": (
+        "nemotron",
+        WHOLE | {"rope_parameters": PARTIAL, "norm_eps": 1e-5, "mlp_bias": False},
+    ),
     "qwen3_5": ("qwen3_5_text", STATES | {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", STATES | MOE | {"shared_expert_intermediate_size": 48}),
 }  # fmt: skip
-CENTRED = ("gemma", "gemma2", "gemma3", "qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")
+CENTRED = (
+    "gemma",
+    "nemotron",
+    "gemma2",
+    "gemma3",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "kimi_linear",
+)
 CENTRED += ("granitemoehybrid", "granitemoehybrid dense")
 """Norms hold 1 + weight, which rounds; and a decay's rate goes through its exponential."""
 WHOLE_KV = ("deepseek_v2 lite", "deepseek_v3 old")
@@ -215,8 +243,8 @@ def pair(request, tmp_path_factory):
     values = copy.deepcopy(COMMON | changes)  # Some classes write into what they are given.
     if model_type == "kimi_linear":
         values.pop("rope_parameters")  # It has no positions.
-    if "layer_norm_eps" in values:
-        values.pop("rms_norm_eps")
+    if model_type in ("cohere", "cohere2", "olmo", "stablelm", "nemotron"):
+        values.pop("rms_norm_eps")  # Their norms are no RMS norms.
     config = CONFIG_MAPPING[model_type](**values)
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.models.gguf.facts import WHERE, Config, Facts
 from tandem.models.gguf.rope import make_rope
 
@@ -114,6 +114,57 @@ def _dots1(facts: Facts) -> Config:
     }
 
 
+def _ernie_moe(facts: Facts) -> Config:
+    count = facts.count("block_count")
+    return {
+        "model_type": "ernie4_5_moe",
+        "use_bias": facts.has("blk.0.attn_output.bias"),
+        "moe_num_experts": facts.count("expert_count"),
+        "moe_k": facts.count("expert_used_count"),
+        "moe_intermediate_size": facts.count("expert_feed_forward_length"),
+        "moe_num_shared_experts": facts.count("expert_shared_count", 0),
+        "moe_layer_start_index": facts.count("leading_dense_block_count", 0),
+        "moe_layer_end_index": count - 1,
+        "moe_layer_interval": facts.count("interleave_moe_layer_step", 1),
+    }
+
+
+def _cohere(facts: Facts) -> Config:
+    return {
+        "model_type": "cohere",
+        "layer_norm_eps": facts.number("attention.layer_norm_epsilon"),
+        "logit_scale": facts.number("logit_scale"),
+        "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _olmo(facts: Facts) -> Config:
+    clip = facts.number("attention.clamp_kqv", 0.0)
+    return {"model_type": "olmo", "clip_qkv": clip or None}
+
+
+def _stablelm(facts: Facts) -> Config:
+    if facts.has("blk.0.attn_q_norm.weight"):
+        text = "a stablelm file with norms of queries and keys: name its safetensors"
+        raise UnsupportedError(WHERE, text)
+    return {
+        "model_type": "stablelm",
+        "layer_norm_eps": facts.number("attention.layer_norm_epsilon"),
+        "use_qkv_bias": facts.has("blk.0.attn_q.bias"),
+        "use_parallel_residual": facts.flag("use_parallel_residual", default=False),
+    }
+
+
+def _nemotron(facts: Facts) -> Config:
+    # src/models/nemotron.cpp: LLM_FFN_RELU_SQR.
+    return {
+        "model_type": "nemotron",
+        "norm_eps": facts.number("attention.layer_norm_epsilon"),
+        "mlp_bias": facts.has("blk.0.ffn_up.bias"),
+        "hidden_act": "relu2",
+    }
+
+
 def _gemma(facts: Facts) -> Config:
     del facts
     return {"model_type": "gemma"}
@@ -134,6 +185,11 @@ ATTENTION_ONLY = {
     "cohere2": _cohere2,
     "seed_oss": _seed_oss,
     "ernie4_5": _ernie,
+    "ernie4_5-moe": _ernie_moe,
+    "command-r": _cohere,
+    "olmo": _olmo,
+    "stablelm": _stablelm,
+    "nemotron": _nemotron,
     "dots1": _dots1,
     "arcee": _arcee,
 }

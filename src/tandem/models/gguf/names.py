@@ -70,6 +70,7 @@ COPIES = {"attn_k_b.weight": "attn_kv_b.weight", "attn_v_b.weight": "attn_kv_b.w
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
 }
@@ -163,13 +164,22 @@ SPECIAL = {
 """Names of modules that an architecture calls otherwise."""
 
 CONVOLUTIONS = (".conv.conv.weight", ".mamba.conv1d.weight")
-PERMUTED = ("llama", "mistral3", "granitehybrid", "granite", "granitemoe", "smollm3", "arcee")
+PERMUTED = (
+    "llama",
+    "mistral3",
+    "granitehybrid",
+    "granite",
+    "granitemoe",
+    "smollm3",
+    "arcee",
+    "olmo",
+)
 """Architectures whose rows of q and k are pairs of neighbours."""
-CENTRED_NORMS = ("gemma", "gemma2", "gemma3", *STATE_ARCHITECTURES)
+CENTRED_NORMS = ("gemma", "nemotron", "gemma2", "gemma3", *STATE_ARCHITECTURES)
 """Architectures whose norms hold 1 + weight, but for those of a state's heads."""
 
-FIRST_NORMS = ("attn", "post_attention")
-"""Of which every layer has one."""
+FIRST_PARTS = ("attn_norm", "post_attention_norm", "attn_q")
+"""Parts of a layer, one of which every layer has."""
 
 MAX_LAYERS = 2048
 
@@ -190,7 +200,7 @@ def make_recipes(
         recipes["lm_head.weight"] = recipes["model.embed_tokens.weight"]
     modules = LAYER | SPECIAL.get(architecture, {})
     for layer in range(MAX_LAYERS):
-        if not any(f"blk.{layer}.{part}_norm.weight" in tensors for part in FIRST_NORMS):
+        if not any(f"blk.{layer}.{part}.weight" in tensors for part in FIRST_PARTS):
             break
         ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
         for module, part in modules.items():
@@ -256,7 +266,7 @@ def _list_special(
     yield "self_attn.sinks", Recipe((f"{layer}attn_sinks.weight",))
     yield "feed_forward.expert_bias", Recipe((f"{layer}exp_probs_b.bias",))
     yield from _list_mixer(architecture, layer, tensors)
-    for holder in ("mlp.gate", "mlp"):
+    for holder in ("mlp.gate", "mlp", "mlp.gate.moe_statics"):
         yield f"{holder}.e_score_correction_bias", Recipe((f"{layer}exp_probs_b.bias",))
     split = (f"{layer}attn_k_b.weight", f"{layer}attn_v_b.weight")
     # ik_llama.cpp's files have the whole matrix beside its parts, in shapes of its own.
