@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe_lite": "deepseek2",
+    "hunyuan_v1_dense": "hunyuan-dense",
 }
 
 EXTRA_NAMES = {

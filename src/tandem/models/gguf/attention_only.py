@@ -14,6 +14,9 @@ from tandem.models.gguf.rope import make_rope
 
 __all__ = ["ATTENTION_ONLY"]
 
+EXAONE4_WINDOWED = 64
+"""Layers of the model of 32B."""
+
 
 def _smollm3(facts: Facts) -> Config:
     # src/models/smollm3.cpp: every fourth layer has no RoPE.
@@ -165,6 +168,27 @@ def _nemotron(facts: Facts) -> Config:
     }
 
 
+def _exaone4(facts: Facts) -> Config:
+    # src/models/exaone4.cpp: the model of 64 layers has windows, but in every fourth layer; others
+    # have none, whatever the file says.
+    count, window = facts.count("block_count"), facts.count("attention.sliding_window", 0)
+    has_windows = count == EXAONE4_WINDOWED and window > 0
+    return {
+        "model_type": "exaone4",
+        "sliding_window": window if has_windows else None,
+        "sliding_window_pattern": 4 if has_windows else None,
+        "layer_types": [
+            "sliding_attention" if has_windows and (i + 1) % 4 else "full_attention"
+            for i in range(count)
+        ],
+    }
+
+
+def _hunyuan(facts: Facts) -> Config:
+    # The converter has put a scaling by alpha into the base.
+    return {"model_type": "hunyuan_v1_dense", "head_dim": facts.head_dim}
+
+
 def _gemma(facts: Facts) -> Config:
     del facts
     return {"model_type": "gemma"}
@@ -192,5 +216,7 @@ ATTENTION_ONLY = {
     "nemotron": _nemotron,
     "dots1": _dots1,
     "arcee": _arcee,
+    "exaone4": _exaone4,
+    "hunyuan-dense": _hunyuan,
 }
 """The special traits of an architecture of llama.cpp, by its name there."""

@@ -148,6 +148,11 @@ POST_NORMS = {
 }
 SPECIAL = {
     "olmo2": POST_NORMS,
+    "exaone4": POST_NORMS,
+    "hunyuan-dense": {
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
+    },
     "seed_oss": SECOND_NORM,
     "granitemoe": {"block_sparse_moe.router": "ffn_gate_inp"},
     "gemma2": SANDWICH,
