@@ -82,7 +82,7 @@ test-long: $(STAMPS)/dev
 # The other end of the supported range; the newest is what `make test` installs.
 OLDEST := build/transformers-oldest
 test-oldest: $(STAMPS)/dev
-	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST) "transformers==5.17.0"
+	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST) "transformers==5.22.2"
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/kernels -m "not slow and not download" $(ARGS)
 
 # The native unit tests, without Python: the kernels' memory, then everything that has threads.
