@@ -186,7 +186,7 @@ def write_tokenizer(folder: Path, *, pattern: str = QWEN2[0]) -> None:
 def test_a_model_is_itself_as_gguf(family, checkpoint, tmp_path, open_session):
     """From the folder and from the file alone; Q8_0 is near enough to tell models apart."""
     vocabulary = {"vocab_size": 320, "num_key_value_heads": 2, "num_attention_heads": 4}
-    folder = checkpoint(family, **SIZES, **vocabulary, **FAMILIES[family])
+    folder = checkpoint(family, **(SIZES | vocabulary | FAMILIES[family]))
     write_tokenizer(folder)
     report = export_gguf(folder, "q8_0", tmp_path / "out")
     assert report.note == ""
