@@ -7,7 +7,6 @@ __all__ = ["IN_PIECES", "WHOLE_PROMPTS"]
 
 IN_PIECES = (
     "axk2",
-    "bailing_hybrid",
     "bart",
     "beam",
     "bert",
@@ -37,6 +36,7 @@ IN_PIECES = (
     "falcon_h1",
     "fuyu",
     "gemma3",
+    "gemma3n_text",
     "gemma4",
     "gemma4_text",
     "gemma4_unified",
@@ -54,6 +54,7 @@ IN_PIECES = (
     "gptj",
     "granitemoe_swa",
     "granitemoeshared",
+    "hrm_text",
     "hy_v4",
     "inkling2_loop_text",
     "inkling2_text",
