@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.gguf.experts import list_deepseek_experts, list_experts
 from tandem.models.gguf.facts import WHERE, Config, Facts
 from tandem.models.gguf.rope import make_rope
 
@@ -44,11 +45,8 @@ def _granite(facts: Facts) -> Config:
 
 
 def _granite_moe(facts: Facts) -> Config:
-    return {
-        "model_type": "granitemoe",
-        "num_local_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-    } | _list_multipliers(facts)
+    config = {"model_type": "granitemoe"} | _list_multipliers(facts)
+    return config | list_experts(facts, "num_local_experts")
 
 
 def _olmo2(facts: Facts) -> Config:
@@ -102,19 +100,7 @@ def _ernie(facts: Facts) -> Config:
 
 
 def _dots1(facts: Facts) -> Config:
-    return {
-        "model_type": "dots1",
-        "n_routed_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-        "moe_intermediate_size": facts.count("expert_feed_forward_length"),
-        "n_shared_experts": facts.count("expert_shared_count", 0),
-        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
-        "norm_topk_prob": facts.flag("expert_weights_norm", default=False),
-        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        # src/models/dots1.cpp: experts are one group.
-        "n_group": 1,
-        "topk_group": 1,
-    }
+    return {"model_type": "dots1"} | list_deepseek_experts(facts)
 
 
 def _ernie_moe(facts: Facts) -> Config:

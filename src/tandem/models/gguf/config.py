@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.models.gguf.attention_only import ATTENTION_ONLY
+from tandem.models.gguf.experts import list_deepseek_experts, list_experts
 from tandem.models.gguf.facts import WHERE, Config, Facts
 from tandem.models.gguf.hybrids import (
     WITHOUT_ROPE,
@@ -120,19 +121,9 @@ def _find_dtype(facts: Facts) -> str:
     return {"F32": "float32", "F16": "float16"}.get(kind, "bfloat16")
 
 
-def _list_experts(facts: Facts, count_name: str = "num_experts") -> Config:
-    config: Config = {
-        count_name: facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-    }
-    if facts.find("expert_feed_forward_length") is not None:
-        config["moe_intermediate_size"] = facts.count("expert_feed_forward_length")
-    return config
-
-
 def _llama(facts: Facts) -> Config:
     if facts.count("expert_count", 0):
-        return {"model_type": "mixtral"} | _list_experts(facts, "num_local_experts")
+        return {"model_type": "mixtral"} | list_experts(facts, "num_local_experts")
     return {"model_type": "llama"}
 
 
@@ -159,7 +150,7 @@ def _qwen2_moe(facts: Facts) -> Config:
     config = {"model_type": "qwen2_moe", "norm_topk_prob": False, "use_sliding_window": False}
     if shared:
         config["shared_expert_intermediate_size"] = shared
-    return config | _list_experts(facts)
+    return config | list_experts(facts)
 
 
 def _qwen3(facts: Facts) -> Config:
@@ -170,7 +161,7 @@ def _qwen3(facts: Facts) -> Config:
 def _qwen3_moe(facts: Facts) -> Config:
     # src/models/qwen3moe.cpp: norm_w is true.
     config = {"model_type": "qwen3_moe", "norm_topk_prob": True, "use_sliding_window": False}
-    return config | _list_experts(facts)
+    return config | list_experts(facts)
 
 
 def _list_states(facts: Facts) -> Config:
@@ -195,7 +186,7 @@ def _list_states(facts: Facts) -> Config:
 def _qwen3_next(facts: Facts) -> Config:
     # src/models/qwen3next.cpp: norm_w is true.
     config = {"model_type": "qwen3_next", "norm_topk_prob": True} | _list_states(facts)
-    return config | _list_shared(facts) | _list_experts(facts)
+    return config | _list_shared(facts) | list_experts(facts)
 
 
 def _qwen35(facts: Facts) -> Config:
@@ -204,7 +195,7 @@ def _qwen35(facts: Facts) -> Config:
 
 def _qwen35_moe(facts: Facts) -> Config:
     config = {"model_type": "qwen3_5_moe_text"} | _list_states(facts)
-    return config | _list_shared(facts) | _list_experts(facts)
+    return config | _list_shared(facts) | list_experts(facts)
 
 
 def _list_shared(facts: Facts) -> Config:
@@ -217,7 +208,7 @@ def _olmoe(facts: Facts) -> Config:
     # src/models/olmoe.cpp: norm_w is false.
     clip = facts.number("attention.clamp_kqv", 0.0)
     config = {"model_type": "olmoe", "norm_topk_prob": False, "clip_qkv": clip or None}
-    return config | _list_experts(facts)
+    return config | list_experts(facts)
 
 
 def _gemma2(facts: Facts) -> Config:
@@ -266,18 +257,7 @@ def _glm4_moe(facts: Facts) -> Config:
     return {
         "model_type": "glm4_moe",
         "use_qk_norm": facts.has("blk.0.attn_q_norm.weight"),
-    } | _list_deepseek_experts(facts)
-
-
-def _list_deepseek_experts(facts: Facts) -> Config:
-    return _list_experts(facts, "n_routed_experts") | {
-        "n_shared_experts": facts.count("expert_shared_count", 0),
-        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
-        "norm_topk_prob": facts.flag("expert_weights_norm", default=False),
-        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "n_group": facts.count("expert_group_count", 1),
-        "topk_group": facts.count("expert_group_used_count", 1),
-    }
+    } | list_deepseek_experts(facts)
 
 
 def _deepseek2(facts: Facts) -> Config:
@@ -304,7 +284,7 @@ def _deepseek2(facts: Facts) -> Config:
         "v_head_dim": value_length,
         "head_dim": rotated,
         "rope_parameters": rope,
-    } | _list_deepseek_experts(facts)
+    } | list_deepseek_experts(facts)
     if not is_v3:
         config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
     return config
@@ -318,7 +298,7 @@ def _gpt_oss(facts: Facts) -> Config:
         "sliding_window": facts.count("attention.sliding_window"),
         "attention_bias": True,
         "rope_parameters": make_rope(facts) | {"truncate": False},
-    } | _list_experts(facts, "num_local_experts")
+    } | list_experts(facts, "num_local_experts")
     config.pop("moe_intermediate_size", None)
     return config
 
@@ -333,7 +313,7 @@ def _minimax_m2(facts: Facts) -> Config:
         "use_routing_bias": True,
         "use_qk_norm": True,
         "scoring_func": "sigmoid",
-    } | _list_experts(facts, "num_local_experts")
+    } | list_experts(facts, "num_local_experts")
     config.pop("moe_intermediate_size", None)
     return config
 

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from tandem.core.errors import UnsupportedError
+from tandem.models.gguf.experts import list_experts
 from tandem.models.gguf.facts import WHERE, Config, Facts
 
 __all__ = ["WITHOUT_ROPE", "make_granite", "make_kimi_linear", "make_lfm2", "make_lfm2_moe"]
@@ -45,16 +46,17 @@ def make_lfm2_moe(facts: Facts) -> Config:
     """Return the special traits of ``lfm2moe``."""
     dense = facts.count("leading_dense_block_count", 0)
     # src/models/lfm2.cpp: norm_w is true.
-    return {
-        "model_type": "lfm2_moe",
-        "num_experts": facts.count("expert_count"),
-        "num_experts_per_tok": facts.count("expert_used_count"),
-        "moe_intermediate_size": facts.count("expert_feed_forward_length"),
-        "num_dense_layers": dense,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
-        "use_expert_bias": facts.has(f"blk.{dense}.exp_probs_b.bias"),
-    } | _list_convolutions(facts)
+    return (
+        {
+            "model_type": "lfm2_moe",
+            "num_dense_layers": dense,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+            "use_expert_bias": facts.has(f"blk.{dense}.exp_probs_b.bias"),
+        }
+        | list_experts(facts)
+        | _list_convolutions(facts)
+    )
 
 
 def make_kimi_linear(facts: Facts) -> Config:
