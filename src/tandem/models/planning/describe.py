@@ -235,9 +235,14 @@ def describe_lm_head(module: Any, view: ModuleView) -> HeadSpec:
 
 
 def _find_logit_scale(config: Any) -> float:
-    """Return what logits are multiplied by: Cohere's factor, or one over Granite's divisor."""
+    """Return what logits are multiplied by: Cohere's factor, or one over Granite's divisor.
+
+    Raises: UnfitModuleError (a divisor of 0).
+    """
     factor = getattr(config, "logit_scale", None)
     divisor = getattr(config, "logits_scaling", None)
+    if divisor == 0:
+        raise UnfitModuleError("logits_scaling is 0")
     return float(1.0 if factor is None else factor) / float(1.0 if divisor is None else divisor)
 
 

@@ -221,7 +221,8 @@ def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
         gate: the router's module: ``weight`` [E, D], ``top_k``.
         choice_bias: [E] of the block, where it is not the router's own.
 
-    Raises: UnfitModuleError (no rule of ours gives its result).
+    Raises: UnfitModuleError (no rule of ours gives its result, or it has none, as where groups are
+        chosen that there are not).
     """
     generator = torch.Generator().manual_seed(0)
     made = _make_real(gate, generator)
@@ -240,7 +241,10 @@ def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
         x = torch.randn(num_tokens, hidden, generator=generator)
         with torch.inference_mode():
             logits = functional.linear(x, made.weight, linear_bias)
-            outputs = made(x, bias) if takes_bias else made(x)
+            try:
+                outputs = made(x, bias) if takes_bias else made(x)
+            except Exception as error:  # A library's module, with any numbers.
+                raise UnfitModuleError(f"{type(gate).__name__} fails: {error}") from error
             weights, ids = (outputs[1], outputs[2]) if len(outputs) > 2 else outputs
             if ids.is_floating_point():
                 # Weights of all experts, 0 of those that are not chosen, and logits.
