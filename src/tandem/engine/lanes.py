@@ -75,13 +75,19 @@ def count_slot_bytes(config: ModelConfig, model: ModelPlan, device: Device) -> i
         model: planned.
         device: computes all but routed experts.
 
-    Raises: ConfigError (nothing brings experts to a device).
+    Raises: ConfigError (nothing brings experts to a device, or there are none that it could).
     """
     if not config.device_experts:
         return 0
-    if not config.max_uploads or device.is_host or model.expert_device != "cpu":
+    is_shared = not device.is_host and model.expert_device == "cpu"
+    is_in_one_piece = model.tier is None and model.expert_parts == 1
+    if not is_shared or not config.max_uploads or list_expert_sizes(model) is None:
         what = "experts stay on a device that they are uploaded to: give model.device cuda, with "
-        what += "routed experts on the cpu and model.max_uploads of 1 at least"
+        what += "routed experts on the cpu, in a weight format, and model.max_uploads of 1 at least"
+        raise ConfigError("engine.plan", what, field="model.device_experts")
+    if not is_in_one_piece:
+        what = "experts on a disk, or in parts on NUMA nodes, do not go to a device: leave it out, "
+        what += "give more memory, or model.expert_parts 1"
         raise ConfigError("engine.plan", what, field="model.device_experts")
     total = 0
     for matrix in model.matrices:

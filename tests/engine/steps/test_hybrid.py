@@ -422,6 +422,41 @@ def test_a_decode_that_waits_for_no_expert_gives_the_same_bits(far, folder, defe
     assert generate(built.engine)[0] == found[0]
 
 
+def test_experts_that_stay_are_planned_and_counted(far, folder):
+    """From the configuration: rows of the plan, their memory before that of KV, hits as metrics."""
+    expected = generate(build_far(folder).engine)[0]
+    built = build_far(folder, device_experts=3, expert_policy="frequency")
+    assert any(
+        row[0] == "experts on the device" and "3 a layer" in row[1] for row in built.info.plan
+    )
+    assert generate(built.engine)[0] == expected
+    found = built.read_expert_hits()
+    assert found.num_expert_hits > 0
+    assert found.num_expert_misses > 0
+    # All eight, though more were asked for.
+    assert build_far(folder, device_experts=500).model._lane.find_slots(1).num_slots == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_uploads": 0}, "max_uploads of 1"),
+        ({"expert_format": "none"}, "in a weight format"),
+        ({"expert_device": "cuda"}, "on the cpu"),
+    ],
+)
+def test_experts_that_nothing_brings_are_refused(far, folder, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        build_far(folder, device_experts=2, **settings)
+
+
+def test_more_experts_than_the_device_holds_are_refused(far, folder):
+    plan = build_far(folder, device_experts=2).model.plan
+    far.free_bytes = 2 * (plan.weight_bytes - plan.host_bytes) + 1000
+    with pytest.raises(ConfigError, match="keep fewer"):
+        build_far(folder, device_experts=8)
+
+
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(far):
     far.free_bytes = 1000
     with pytest.raises(ConfigError, match="GiB of weights for cuda"):
