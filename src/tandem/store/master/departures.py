@@ -160,15 +160,23 @@ class Departures:
         self._drop_copy(row, host)
 
     def _drop_copy(self, row: int, host: int) -> None:
-        """Forget a copy in memory and have its header wiped; a removal waits for that as well."""
+        """Forget a copy in memory and have its header wiped; a removal waits for that as well.
+
+        The disk of the host forgets it too, unless the directory lists that: a record that has not
+        been reported is one that no later removal would reach.
+        """
         state, directory = self._state, self._state.directory
         replica = directory.drop_replica(row, host)
         if replica is not None:
-            extent, free_at_ms = (
-                state.extent_of(row, replica.offset),
+            extent = state.extent_of(row, replica.offset)
+            unlisted = None if host in directory.disks(row) else directory.version(row)
+            self.wipe_copy(
+                directory.key(row),
+                state.hosts[host],
+                extent,
                 directory.lease_until_ms(row),
+                version=unlisted,
             )
-            self.wipe_copy(directory.key(row), state.hosts[host], extent, free_at_ms)
 
     def wipe_copy(
         self,

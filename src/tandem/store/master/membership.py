@@ -368,6 +368,8 @@ class Membership:
             row = directory.find(key)
             if row == NO_ROW or directory.version(row) != version or host.is_leaving:
                 continue
+            if host.drops.is_forgetting(key, version):
+                continue  # Evicted when this was on its way; it is not to be relied on.
             if host.number not in directory.disks(row):
                 directory.add_disk(row, host.number)
             flags[i] = 1

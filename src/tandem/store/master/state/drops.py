@@ -95,6 +95,8 @@ class Drops:
         """By offset: dropped objects whose space is not free yet."""
         self._to_wipe: list[_Drop] = []
         self._to_forget: list[_Forget] = []
+        self._forgetting: dict[str, _Forget] = {}
+        """By key: of those that are not done, the one of the highest version."""
         self._is_wiping = False
         self._is_forgetting = False
 
@@ -240,12 +242,24 @@ class Drops:
         Returns: done when no restart shows it any more, or the host is gone.
         """
         forget = _Forget(key, version, asyncio.get_running_loop().create_future())
+        if not self.is_forgetting(key, version):
+            self._forgetting[key] = forget
+        forget.done.add_done_callback(lambda _: self._end_forget(forget))
         session = self._session
         if after is None or after.done():
             self._queue_forget(forget, session)
         else:
             after.add_done_callback(lambda _: self._queue_forget(forget, session))
         return forget.done
+
+    def is_forgetting(self, key: str, version: int) -> bool:
+        """Return True if the disk of the host is about to forget an object."""
+        forget = self._forgetting.get(key)
+        return forget is not None and version <= forget.version
+
+    def _end_forget(self, forget: _Forget) -> None:
+        if self._forgetting.get(forget.key) is forget:
+            del self._forgetting[forget.key]
 
     def _queue_forget(self, forget: _Forget, session: object | None) -> None:
         if session is None or session is not self._session or not self._has_disk:
