@@ -4,6 +4,8 @@ import asyncio
 import concurrent.futures
 import itertools
 import threading
+import time
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -265,9 +267,20 @@ def test_a_client_goes_on_when_its_lane_breaks(tmp_path, is_polling):
         asyncio.run(run())
 
 
-def test_many_threads_of_one_blocking_client(tmp_path):
-    """Put, get, batches and misses from eight threads: ids, scratch memory and peers are shared."""
+def test_many_threads_of_one_blocking_client(tmp_path, monkeypatch):
+    """Put, get, batches and misses from eight threads: ids, scratch memory and peers are shared.
+
+    No step yields the thread to a loop that is not there: ``time.sleep(0)`` takes 50 to 100 us.
+    """
     config = make_config(tmp_path)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    monkeypatch.setattr(blocking, "time", clock)
     ready, done = concurrent.futures.Future(), concurrent.futures.Future()
 
     async def serve() -> None:
@@ -300,6 +313,7 @@ def test_many_threads_of_one_blocking_client(tmp_path):
             with StoreClient(config) as client:
                 for future in [pool.submit(work, client, i) for i in range(8)]:
                     future.result(60)
+            assert 0 not in slept
         finally:
             done.set_result(None)
         server.result(30)

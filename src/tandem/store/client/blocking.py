@@ -72,7 +72,9 @@ class _BlockingCalls(MasterCalls):
         self._loop = loop
 
     async def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+        # A begun call has left already, and a sleep of nothing takes as long as the timer's slack.
+        if seconds > 0:
+            time.sleep(seconds)
 
     async def gather(self, *work: Coroutine[Any, Any, T]) -> "list[T | BaseException]":
         results: list[T | BaseException] = []
