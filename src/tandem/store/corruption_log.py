@@ -1,4 +1,4 @@
-"""The list of a process's damaged files, for its log and its status."""
+"""The list of a process's corrupt files, for its log and its status."""
 
 import logging
 
@@ -7,19 +7,23 @@ __all__ = ["CorruptionLog"]
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 32
-"""Beyond this number only the count is reported."""
+"""Limit of names in the list. Beyond it only a count is kept."""
 
 
 class CorruptionLog:
-    """The files and records that were damaged, oldest first; what each is goes to the log."""
+    """The names of files and records that were found corrupt, oldest first. The reasons go to the
+    log.
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """The first ones; the last says how many more there are."""
+        """The names, oldest first. Beyond the limit the last entry gives the number of further
+        ones.
+        """
         self._num_more = 0
 
     def note(self, name: str, reason: object) -> None:
-        """Name a damaged file or record, once."""
+        """Log a corrupt file or record, and add its name to the list once."""
         logger.error("event=damaged name=%r reason=%s", name, reason)
         if name in self.names:
             return

@@ -15,32 +15,38 @@ T = TypeVar("T")
 
 
 Piece = tuple[Any, int, int, int]
-"""One contiguous range to move: memory (a handle that ``ClientPort.register`` returned), where in
-it, where in the address space of the host, and how many bytes. A plain tuple: batches have many."""
+"""One contiguous range to move: (local memory as a handle of ``ClientPort.register``, offset in
+that memory, remote address in the host's address space, bytes). A plain tuple, since a batch has
+many.
+"""
 
 
 class ClientPort(Protocol):
     """The data path of a client."""
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Any:
-        """Let transfers touch ``memory``; returns the handle for ``Piece``."""
+        """Register ``memory`` for transfers, and return the handle that a ``Piece`` names it by."""
         ...
 
     def unregister(self, handle: Any) -> None:
-        """Take memory back. No transfer touches it once this has returned."""
+        """End the registration of memory. No transfer touches the memory after the return."""
         ...
 
     async def write(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
-        """Write into a host's segment; returns when the host has all bytes."""
+        """Write pieces of local memory into a host's segment. Return when the host has all
+        bytes.
+        """
         ...
 
     async def read(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
-        """Read from a host's segment."""
+        """Read ranges of a host's segment into local memory."""
         ...
 
 
 class MasterChannel(Protocol):
-    """The channel to the master, over its restarts: the part of ``rpc.RpcClient`` used here."""
+    """A client's channel to the master, which reconnects after a restart of the master: the part of
+    ``rpc.RpcClient`` that the store uses.
+    """
 
     async def call(
         self,
@@ -50,19 +56,21 @@ class MasterChannel(Protocol):
         *,
         timeout_s: float | None = None,
     ) -> T:
-        """Call the present master; PeerLostError if there is none."""
+        """Call a method of the current master. Raises PeerLostError if no master is connected."""
         ...
 
     async def wait_connected(self, timeout_s: float) -> object:
-        """Wait for a session. Raises: DeadlineError."""
+        """Wait until a session with a master exists. Raises: DeadlineError."""
         ...
 
 
 class ThreadChannel(MasterChannel, Protocol):
-    """The same, also for threads that block."""
+    """A ``MasterChannel`` that threads without an event loop may use too."""
 
     def begin_threadsafe(
         self, method: str, request: object, response_type: type[T], *, timeout_s: float
     ) -> BegunCall[T]:
-        """Begin a call, from any thread but the loop's. Raises: as ``call``."""
+        """Begin a call from any thread but the event loop's. Raises: the same errors as
+        ``call``.
+        """
         ...

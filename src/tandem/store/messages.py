@@ -1,8 +1,8 @@
-"""Messages of master, hosts and clients, over ``tandem.rpc`` and calls of the transfer engine. No
-bulk bytes.
+"""Messages between master, hosts and clients, over ``tandem.rpc`` and the transfer engine's calls.
+Values travel elsewhere, except small ones.
 
-Batches travel as columns: a field is a list with one item per object. ``epoch`` numbers the masters
-of a store: a host refuses a lower one than it has seen.
+Batches travel as columns: a list field has one item for each object. ``epoch`` numbers the masters
+of a store: a host refuses orders of a lower epoch than the highest that it has seen.
 """
 
 from enum import IntEnum, StrEnum
@@ -65,7 +65,7 @@ __all__ = [
 
 
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """The addresses at which the bytes of a host are reached."""
+    """The addresses at which clients read and write the segment of one host."""
 
     host: int
     name: str
@@ -73,9 +73,11 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     address: str
     """Address of the host's transfer engine."""
     read_base: int
-    """The address at which the segment begins for reading."""
+    """The address at which the segment begins for readers."""
     write_base: int = -1
-    """The same for this client's writes; -1 where it may not write."""
+    """The address at which the segment begins for this client's writes; -1 if the client may not
+    write.
+    """
 
 
 class StartStatus(IntEnum):
@@ -84,20 +86,24 @@ class StartStatus(IntEnum):
     GRANTED = 0
     EXISTS = 1
     DONE = 2
-    """Committed already: the request came twice."""
+    """The put was committed before: this request is a repeated copy."""
 
 
 class StartPut(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for space. Put ids make a repeated request harmless."""
+    """A request for space for new objects. The put ids let the master recognise a repeated
+    request.
+    """
 
     first_put_id: int
-    """Unique in the life of the client; the objects have consecutive ids."""
+    """Put id of the first object, unique in the client's life. The next objects have consecutive
+    ids.
+    """
     keys: list[str]
     sizes: list[int]
     replicas: int = 1
     preferred: list[str] = []
     machine: str = ""
-    """Try hosts of this machine first; empty for no preference."""
+    """Machine whose hosts are tried first; empty for no preference."""
     upsert: bool = False
     hard_pin: bool = False
     soft_pin_ms: int = 0
@@ -105,36 +111,42 @@ class StartPut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PutInline(StartPut, frozen=True, kw_only=True):
-    """Puts small values at once: the master has its hosts write them. Answered as a commit."""
+    """A put whose small values travel in the message: the master has its hosts write them. The
+    answer is that of ``CommitPut``.
+    """
 
     checksums: list[int]
-    """Checksums of each object."""
+    """Checksum of each object's value."""
     blob: bytes
-    """The values, one after the other."""
+    """The values of all objects, concatenated."""
     settled_below: int
-    """The client asks no more for ids below this: a request that has one is a late copy."""
+    """Lowest put id that the client may still use. The master refuses a request with a lower id as
+    a late copy.
+    """
 
 
 class HostExtents(msgspec.Struct, frozen=True, array_like=True):
-    """Space on one host for objects of a batch."""
+    """Extents that the master reserved on one host for objects of a batch."""
 
     host: int
     objects: list[int]
-    """Places of these objects in the request."""
+    """Index of each object in the request."""
     offsets: list[int]
-    """Offsets of the extents, in the segment."""
+    """Offset of each extent in the host's segment, bytes."""
 
 
 class StartedPut(msgspec.Struct, frozen=True, kw_only=True):
     """Answer to ``StartPut``."""
 
     statuses: bytes
-    """A ``StartStatus`` per object."""
+    """One ``StartStatus`` byte for each object."""
     grant: int
-    """Names the space given; a put id alone does not, since a request may come twice, and late."""
+    """Id of this reservation of space. A put id does not suffice, because a repeated request
+    reserves anew under the same put id.
+    """
     places: list[HostExtents]
     endpoints: list[Endpoint]
-    """Endpoints of these hosts."""
+    """Endpoints of the hosts in ``places``."""
 
 
 class CommitStatus(IntEnum):
@@ -142,106 +154,118 @@ class CommitStatus(IntEnum):
 
     CREATED = 0
     EXISTS = 1
-    """Another writer was first; its value stays."""
+    """Another writer committed the key first. Its value stays."""
     REPLACED = 2
-    """With ``upsert`` also while hosts have not told yet whether there was one."""
+    """The put replaced an object. After a master's restart also the answer to an ``upsert`` while
+    hosts have not yet reported whether the key existed.
+    """
     EXPIRED = 3
-    """The write is not known (any more): nothing of it is visible. Put again."""
+    """The master does not know the write, or no more. No reader can see any of it, so the client
+    puts again.
+    """
 
 
 class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
-    """Says that the bytes of a granted request are there. Answered by a ``CommitStatus`` for each
-    object that was granted, in order.
+    """The client's report that the bytes of a granted ``StartPut`` are written. The answer has one
+    ``CommitStatus`` for each granted object, in order.
     """
 
     first_put_id: int
-    """Id of the request."""
+    """The ``first_put_id`` of the ``StartPut``."""
     grant: int
-    """The grant of the space that was written."""
+    """The ``grant`` of the space that was written."""
     checksums: list[int] = []
-    """For each granted object; all empty: the put is given up."""
+    """Checksum of each granted object. An empty list gives the put up."""
     tables: bytes = b""
-    """The checksums of their chunks, one after the other, which hosts write."""
+    """The checksum tables of the objects, concatenated. The hosts write them before the headers."""
     failed_hosts: list[int] = []
-    """Hosts to which a write did not succeed."""
+    """Hosts to which the client's writes failed."""
     settled_below: int = 0
-    """The same as in ``PutInline``."""
+    """Lowest put id that the client may still use, the same as in ``PutInline``."""
 
 
 class LocateObjects(msgspec.Struct, frozen=True):
-    """Asks where objects are, and for a lease on them."""
+    """A request for the places of objects, with a lease on their bytes."""
 
     keys: list[str]
     machine: str = ""
     lease: bool = True
-    """Else it is no use of them, and their sizes are all that is told."""
+    """True to take a lease. Without one the answer serves to learn sizes only."""
     wait_ms: int = 0
-    """Milliseconds at most that ``stage`` waits for objects that are read from disks."""
+    """Milliseconds that ``stage`` waits at most for objects to be read from disks."""
 
 
 ON_DISK = -2
-"""In place of a host: it is on a disk only, and being read; ``stage`` waits for that."""
+"""Stands for the host of an object that is on a disk only and is being read into memory. ``stage``
+waits for such an object.
+"""
 
 
 class Located(msgspec.Struct, frozen=True):
-    """Answer to ``LocateObjects``, in a form that costs little a key."""
+    """The answer to ``LocateObjects``, as packed columns: encoding costs little for each key."""
 
     columns: bytes
-    """int64, little-endian, one after the other for all keys: size, checksum, host, offset. A size
-    of -1: no such object; a host of -1: all its hosts are lost, or it has no bytes."""
+    """Four int64 columns, little-endian, concatenated: size, checksum, host, offset of each key.
+    Size -1: there is no such object. Host -1: all its hosts are lost, or the value is empty.
+    """
     endpoints: list[Endpoint]
     lease_ms: int
     versions: bytes = b""
-    """The same, of the versions; without them nothing can be remembered."""
+    """The objects' versions as one more int64 column. A client caches no location without
+    versions.
+    """
     others: dict[int, list[tuple[int, int]]] = {}
-    """By index: host and offset of further replicas, best first."""
+    """Further replicas by index of the key: (host, offset) of each, best first."""
     is_recovering: bool = False
-    """True if a missing object may yet come back with its host, or is just going: ask again."""
+    """True if a missing object may still be reported by a returning host, or is being removed: the
+    client asks again.
+    """
 
 
 class KeyList(msgspec.Struct, frozen=True):
-    """Keys to look at."""
+    """A list of keys."""
 
     keys: list[str]
 
 
 class KeyBytes(msgspec.Struct, frozen=True):
-    """One byte per key: 1 for yes."""
+    """An answer with one byte for each key: 1 for yes, 0 for no."""
 
     flags: bytes
     is_recovering: bool = False
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that must not be carried out again once its client has the answer."""
+    """A request that must not be executed again after its client has the answer."""
 
     number: int = 0
-    """Number of the request, unique in the life of the client; 0: none, copies are not told
-    apart."""
+    """Number of the request, unique in the client's life. 0 if repeated copies need not be
+    recognised.
+    """
     settled_below: int = 0
-    """The client waits no more for requests with numbers below this."""
+    """Lowest request number whose answer the client may still wait for."""
 
 
 class RemoveObjects(Change, frozen=True, kw_only=True):
-    """Remove objects. Answered by a byte each: 1 if it existed."""
+    """A request to remove objects. The answer has one byte for each key: 1 if the key existed."""
 
     keys: list[str]
 
 
 class PrefixRemoval(msgspec.Struct, frozen=True):
-    """The number of objects that were removed."""
+    """The answer to ``RemovePrefix``: the number of removed objects."""
 
     count: int
 
 
 class RemovePrefix(Change, frozen=True, kw_only=True):
-    """Remove all objects whose key has this prefix."""
+    """A request to remove all objects whose keys begin with a prefix."""
 
     prefix: str
 
 
 class ListKeys(msgspec.Struct, frozen=True):
-    """Asks for keys with a prefix, sorted, after a given one."""
+    """A request for the keys that begin with a prefix, sorted, from the first above ``after``."""
 
     prefix: str
     after: str = ""
@@ -258,7 +282,7 @@ class KeyPage(msgspec.Struct, frozen=True):
 
 
 class PinObjects(Change, frozen=True, kw_only=True):
-    """Replace the pins of objects; neither is unpinning."""
+    """A request to replace the pins of objects. No hard pin and no soft pin unpins them."""
 
     keys: list[str]
     hard: bool = False
@@ -266,7 +290,7 @@ class PinObjects(Change, frozen=True, kw_only=True):
 
 
 class ReportBadReplica(msgspec.Struct, frozen=True):
-    """A reader found wrong bytes; the host will look for itself."""
+    """A reader's report of a wrong checksum. The host verifies the replica itself."""
 
     key: str
     version: int
@@ -274,82 +298,90 @@ class ReportBadReplica(msgspec.Struct, frozen=True):
 
 
 class DrainHost(msgspec.Struct, frozen=True):
-    """Move everything off a host and give it nothing new."""
+    """A request to move all objects off a host and place no new ones there."""
 
     name: str
 
 
 class RetireHost(msgspec.Struct, frozen=True):
-    """Retire a host that is away: nothing waits for it, and its objects are dead."""
+    """A request to retire an absent host: nothing waits for its return, and its objects are
+    dead.
+    """
 
     name: str
 
 
 class SetFloor(msgspec.Struct, frozen=True):
-    """Let what hosts have that no roster names be dead, up to now."""
+    """A request to declare dead, up to the current version, the objects of hosts that the roster
+    does not name.
+    """
 
     dry_run: bool = False
-    """Only tell what that would be."""
+    """True to answer with the effect without applying it."""
 
 
 class FloorSet(msgspec.Struct, frozen=True):
-    """Answers ``SetFloor``."""
+    """The answer to ``SetFloor``."""
 
     version: int
-    """Up to this one objects of hosts that are not named are dropped when they come."""
+    """Objects up to this version are dropped when a host that the roster does not name joins."""
     is_complete: bool
-    """The roster names all hosts: nothing is kept for others."""
+    """True if the roster names all hosts, so that no tombstone is kept for unnamed ones."""
     num_tombstones: int
-    """Removals that are kept until hosts have wiped them."""
+    """Number of removals that are kept until absent hosts have wiped the objects."""
     hosts: list[str]
-    """Named by the roster: they lose nothing."""
+    """Hosts that the roster names. Their objects stay."""
 
 
 class HostStage(StrEnum):
-    """The stage of a host."""
+    """The stage in the life of a store host."""
 
     JOINING = "joining"
     ACTIVE = "active"
     READ_ONLY = "read_only"
-    """A writer of before could not be proven gone yet."""
+    """Reads are served and no writes granted, because a writer of an earlier session may still
+    write.
+    """
     DRAINING = "draining"
     DRAINED = "drained"
     LOST = "lost"
 
 
 class DiskState(StrEnum):
-    """The state of the SSD tier of a host."""
+    """The state of a host's SSD tier."""
 
     ACTIVE = "active"
     FULL = "full"
-    """The file system has less room than the tier may use: that much is used, or nothing."""
+    """The file system has less space than the tier may use. The tier uses what there is."""
     FAILING = "failing"
-    """Writing fails; it is tried again, ever more rarely."""
+    """A write failed. Writing is retried at growing intervals."""
     FAILED = "failed"
-    """It hung; it is not used until the host starts anew, and empty then."""
+    """The disk hung. It is unused until the host restarts, and its content is dropped then."""
 
 
 class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The SSD tier of a host."""
+    """The status of a host's SSD tier."""
 
     state: DiskState = DiskState.ACTIVE
     capacity_bytes: int = 0
     used_bytes: int = 0
-    """Bytes of files."""
+    """Bytes of the bucket files."""
     live_bytes: int = 0
-    """Bytes of records that can be read."""
+    """Bytes of the records that can be read."""
     num_objects: int = 0
     num_queued: int = 0
-    """Waiting to be written."""
+    """Number of objects that wait to be written to the disk."""
     counts: dict[str, int] = {}
-    """Since the host started: written, loaded, skipped, evicted, corrupt, errors ..."""
+    """Event counts since the host started: written, loaded, skipped, evicted, corrupt, errors
+    ...
+    """
     write_counts: list[int] = []
-    """Latencies of rounds of writes, by bucket of the histogram."""
+    """Latency histogram of write rounds: one count for each bucket of the histogram."""
     write_sum_s: float = 0.0
     load_counts: list[int] = []
     load_sum_s: float = 0.0
     damaged: list[str] = []
-    """Files and records that did not hold together since the host started."""
+    """Names of the tier's files and records that were found corrupt since the host started."""
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -364,18 +396,22 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_bytes: int
     """Bytes of unfinished writes whose writer is not yet proven gone."""
     disk: DiskStatus | None = None
-    """None: it has none."""
+    """Status of the SSD tier; None without one."""
     damaged: list[str] = []
-    """Damage of its files, those of the disk included; see its log."""
+    """Names of the host's files and records that were found corrupt, those of its disk included.
+    The host's log has details.
+    """
 
 
 class LeaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A master's answer to the question for the leader. Older releases have none, and lead."""
+    """A master's answer to the question who leads. Releases without this method have one master,
+    which leads.
+    """
 
     is_leader: bool
-    """True if it is the one asked."""
+    """True if the process that was asked is the leader."""
     address: str = ""
-    """Address of the leader; empty if it is not known."""
+    """Address of the leader; empty if unknown."""
     epoch: int = 0
 
 
@@ -390,36 +426,38 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_unfinished: int
     hosts: list[HostStatus]
     is_recovering: bool = False
-    """Hosts may still bring objects: a missing object is not known to be absent."""
+    """True while hosts may still report objects, so that a missing object may exist."""
     damaged: list[str] = []
-    """Files of the master itself that did not hold together."""
+    """Names of the master's own files that were found corrupt."""
     num_tombstones: int = 0
-    """Removals that are kept until hosts that were away have wiped them."""
+    """Number of removals that are kept until absent hosts have wiped the objects."""
     is_roster_complete: bool = True
-    """False: the roster was lost, so tombstones are kept for hosts that it may not name."""
+    """False if the roster was lost: tombstones are then kept for hosts that it may not name."""
 
 
-# Between master and hosts.
+# Messages between master and hosts.
 
 
 class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
-    """A host comes (back)."""
+    """A host's request to join, after a start or a lost session."""
 
     name: str
     machine: str
     segment_id: str
-    """Id of the segment file: the same after a restart of the host."""
+    """Id of the segment file, unchanged by a restart of the host."""
     capacity_bytes: int
     address: str
     read_base: int
     epoch_seen: int
     attempt: int
-    """Rises with each join of the process: tells a new one from one that comes late or twice."""
+    """Number of this join attempt, rising in the host process, so that the master recognises late
+    and repeated copies.
+    """
     disk_id: str = ""
-    """Id of the folder of its SSD tier; empty without one."""
+    """Id of the SSD tier's folder; empty without an SSD tier."""
     disk: DiskStatus | None = None
     final_bytes: int = 0
-    """Bytes of the segment when all of it is reserved; 0: it does not say."""
+    """Bytes of the segment when all of it is reserved; 0 if the host does not report that."""
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -428,11 +466,13 @@ class Joined(msgspec.Struct, frozen=True):
     epoch: int
     host: int
     session: int
-    """Numbers the joins of this master's life; orders of another are refused."""
+    """Number of this join in the master's life. The host refuses orders that name another
+    session.
+    """
 
 
 class ExtentRecords(msgspec.Struct, frozen=True, kw_only=True):
-    """Complete objects in a segment, as columns."""
+    """The complete objects of a segment, as columns."""
 
     keys: list[str] = []
     sizes: list[int] = []
@@ -445,81 +485,97 @@ class ExtentRecords(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InventoryPage(msgspec.Struct, frozen=True):
-    """Some of what a host holds, in order of offset."""
+    """One page of a host's inventory: objects in order of offset."""
 
     session: int
     page: int
     records: ExtentRecords
     is_disk: bool = False
-    """These are on the disk; offsets mean nothing."""
+    """True if these objects are on the host's disk. Their offsets are then meaningless."""
 
 
 class InventoryDone(msgspec.Struct, frozen=True):
-    """The end of an inventory; ``can_write``: no earlier writer is left."""
+    """The end of a host's inventory. ``can_write`` is True if no writer of an earlier session is
+    left.
+    """
 
     session: int
     num_pages: int
     can_write: bool
     damaged: list[str] = []
-    """Damage of the segment since the host started."""
+    """Names of the segment's parts that were found corrupt since the host started."""
 
 
 class LeaveStore(msgspec.Struct, frozen=True):
-    """The host ends and removes its data: it need not be waited for."""
+    """A host's message that it ends and removes its data, so that nothing waits for its return."""
 
     session: int
 
 
 class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes on a host's disk. Answered by a byte for each stored object: 0 = forget."""
+    """A report of changes on a host's disk. The answer has one byte for each stored object: 0 tells
+    the host to forget the record.
+    """
 
     session: int
     number: int
-    """Rises within the session: a report may come twice, or late."""
+    """Number of the report, rising in a session, so that the master recognises late and repeated
+    copies.
+    """
     dropped: dict[str, int] = {}
-    """Versions by key. These are gone,"""
+    """Removed records: the version by key. The master applies these before ``stored``."""
     stored: dict[str, int] = {}
-    """then these were written."""
+    """Written records: the version by key."""
     status: DiskStatus
 
 
 class SegmentGrown(msgspec.Struct, frozen=True):
-    """More of the segment is backed by memory, or all that ever will be."""
+    """A host's message that more of its segment is backed by memory, or that it will grow no
+    more.
+    """
 
     session: int
     capacity_bytes: int
     final_bytes: int = 0
-    """The same as ``JoinHost``."""
+    """Bytes of the segment when all of it is reserved; 0 if unknown, as in ``JoinHost``."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """The head of every order to a host: the master's epoch and session, and the order's number."""
+    """The fields of every order to a host: the master's epoch, the session and the order's
+    number.
+    """
 
     epoch: int
     session: int
     number: int
-    """Orders are executed in this order; a late or doubled one is refused."""
+    """Number of the order. A host refuses an order whose number is not above the last one's: it is
+    late or repeated.
+    """
 
 
 class SealExtents(Order, frozen=True, kw_only=True):
-    """Write the headers of complete objects: from now on they survive."""
+    """An order to write the headers of complete objects. With a header an object survives a
+    restart.
+    """
 
     records: ExtentRecords
     has_values: bool = False
     blob: bytes = b""
-    """If so, their values, one after the other, to be written before; else clients have."""
+    """The values of the objects, concatenated; used if ``has_values``."""
     tables: bytes = b""
-    """Without values: their tables, one after the other, to be written before."""
+    """The checksum tables of the objects, concatenated, to be written before the headers if the
+    order has no values.
+    """
 
 
 class WipeExtents(Order, frozen=True, kw_only=True):
-    """Forget the objects at these offsets, whether or not there are any."""
+    """An order to wipe the objects at these offsets. Offsets without an object are allowed."""
 
     offsets: list[int]
 
 
 class RepinExtents(Order, frozen=True, kw_only=True):
-    """Replace the pins in headers."""
+    """An order to replace the pins in the headers of objects."""
 
     offsets: list[int]
     hard: bool
@@ -527,55 +583,59 @@ class RepinExtents(Order, frozen=True, kw_only=True):
 
 
 class OpenWriter(Order, frozen=True, kw_only=True):
-    """Let a client write."""
+    """An order to let a client write into the segment."""
 
     client: str
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """Answer to ``OpenWriter``: where the segment begins for that client."""
+    """The answer to ``OpenWriter``: the address at which the segment begins for that client."""
 
     write_base: int
 
 
 class CloseWriter(Order, frozen=True, kw_only=True):
-    """End a client's right to write; answered yes once no byte of its can arrive any more."""
+    """An order to end a client's right to write. The answer is yes once no byte of that client can
+    arrive any more.
+    """
 
     write_base: int
 
 
 class PullObject(Order, frozen=True, kw_only=True):
-    """Copy an object from another host and seal it here."""
+    """An order to copy an object from another host and to write its header here."""
 
     source: Endpoint
     source_offset: int
     records: ExtentRecords
-    """One, with the offset here."""
+    """The object to copy, as columns of one row, with the offset of its extent on this host."""
     timeout_ms: int
 
 
 class ForgetObjects(Order, frozen=True, kw_only=True):
-    """Forget objects on the disk, up to these versions; answered when no restart shows them."""
+    """An order to forget records of the disk up to these versions. Answered when no restart would
+    find the records.
+    """
 
     keys: list[str]
     versions: list[int]
 
 
 class LoadObject(Order, frozen=True, kw_only=True):
-    """Read an object from the disk and seal it in memory."""
+    """An order to read an object from the disk into the segment and to write its header."""
 
     records: ExtentRecords
-    """One, with its offset in the segment."""
+    """The object to read, as columns of one row, with the offset of its extent in the segment."""
 
 
 class VerifyExtent(Order, frozen=True, kw_only=True):
-    """Compare an object with its checksum."""
+    """An order to compare the object at an offset with its checksum."""
 
     offset: int
     version: int
 
 
 class Ack(msgspec.Struct, frozen=True):
-    """Yes or no."""
+    """An answer of yes or no."""
 
     ok: bool = True

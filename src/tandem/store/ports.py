@@ -1,4 +1,6 @@
-"""The data path of hosts and clients over ``tandem.transfer``."""
+"""The data path of store hosts and store clients: one-sided reads and writes by
+``tandem.transfer``.
+"""
 
 import asyncio
 import itertools
@@ -21,15 +23,21 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 3.0
 PROOF_TIMEOUT_S = 1.0
-"""Seconds that one attempt waits for a writer to let go; the master asks again."""
+"""Seconds that one call of ``close_writer`` waits for proof that a writer cannot write any more.
+The master repeats the call.
+"""
 
 
 FORMER_WRITERS = -1
-"""Stands for all writers of the process that had this segment before: they may still map it."""
+"""A writer id that stands for all writers of the segment's earlier process. They may still map its
+memory.
+"""
 
 
 class _Peers:
-    """Opened segments of other processes, by address; one that fails is opened anew."""
+    """Segments of other processes, opened once for each address, and reopened after a lost
+    connection.
+    """
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -38,7 +46,9 @@ class _Peers:
     async def move(
         self, op: Op, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float
     ) -> None:
-        """Move all pieces, or raise; no byte of local memory is touched afterwards."""
+        """Move all pieces, or raise. Local memory is not touched after the return in either
+        case.
+        """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         segment = await self._open(endpoint.address, min(timeout_s, OPEN_TIMEOUT_S))
         left_s = max(0.001, deadline_s - asyncio.get_running_loop().time())
@@ -56,7 +66,8 @@ class _Peers:
             task.add_done_callback(_retrieve)
             self._opened[address] = task
         try:
-            # Another caller's attempt to open it may outlast our deadline.
+            # The open may have been begun by another caller with a longer deadline, so this
+            # caller's own deadline bounds its wait.
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(task)
         except TandemError:
@@ -78,35 +89,39 @@ class _Peers:
 
 
 class TransferClientPort:
-    """A client's data path. Borrows the engine."""
+    """The data path of a store client. The transfer engine is borrowed."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
         self._peers = _Peers(engine)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Buffer:
-        """See ``ClientPort``; no peer may touch it, only our own transfers."""
+        """Register memory for this process's own transfers. Remote processes cannot reach it."""
         return self._engine.register(memory, remote=False)
 
     def unregister(self, handle: Buffer) -> None:
-        """See ``ClientPort``."""
+        """End the registration of memory."""
         self._engine.unregister(handle)
 
     async def write(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
-        """See ``ClientPort``."""
+        """Write pieces of local memory into a host's segment, opened on the first use of its
+        address.
+        """
         await self._peers.move(Op.WRITE, endpoint, pieces, timeout_s)
 
     async def read(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
-        """See ``ClientPort``."""
+        """Read ranges of a host's segment into local memory."""
         await self._peers.move(Op.READ, endpoint, pieces, timeout_s)
 
 
 class TransferHostPort:
-    """A host's data path: its segment is registered once for readers and once for each writer.
+    """The data path of a store host: its segment is registered once for all readers and once for
+    each writer.
 
-    A registration has a range of the address space that is never given again, and taking one back
-    returns when no peer can use it any more: that is the proof which a master asks for before
-    it gives the space of an unfinished write to another writer. Borrows engine and segment.
+    Each registration has its own range of addresses, which is never reused. Unregistering a
+    writer's range returns when no process can write by it any more: the proof that a master needs
+    before it gives the space of an unfinished write to another writer. Engine and segment are
+    borrowed.
     """
 
     def __init__(self, engine: TransferEngine, segment: HostSegment) -> None:
@@ -119,16 +134,18 @@ class TransferHostPort:
 
     @property
     def address(self) -> str:
-        """See ``HostPort``."""
+        """The address of the transfer engine, for peers that connect."""
         return self._engine.address
 
     @property
     def read_base(self) -> int:
-        """See ``HostPort``."""
+        """The address at which the segment's read-only registration begins."""
         return self._reader.offset
 
     def open_writer(self) -> int:
-        """See ``HostPort``."""
+        """Register the segment for one more writer, and return the address where that range
+        begins.
+        """
         name = f"writer-{next(self._numbers)}"
         writer = self._register("write", name)
         self._writers[writer.offset] = writer
@@ -144,16 +161,16 @@ class TransferHostPort:
                 file=segment.descriptor,
                 file_offset=segment.data_offset,
             )
-        except ConfigError as error:  # The kernel does not list mappings.
+        except ConfigError as error:  # This kernel cannot share the mapping.
             logger.warning("event=segment_not_shared reason=%s", error)
             return register(segment.data, remote=remote, name=name)
 
     def former_writers(self) -> set[int]:
-        """See ``HostPort``."""
+        """Return the id that stands for all writers of an earlier process of this segment."""
         return {FORMER_WRITERS}
 
     async def close_writer(self, base: int) -> bool:
-        """See ``HostPort``."""
+        """Unregister a writer's range. Return True if no byte can arrive by it any more."""
         if base == FORMER_WRITERS:
             return self._segment.has_no_writers()
         writer = self._writers.get(base)
@@ -164,14 +181,14 @@ class TransferHostPort:
         except DeadlineError:
             return False
         except NotFoundError:
-            pass  # Another attempt, under way in another thread, was first.
+            pass  # A concurrent call has unregistered it.
         self._writers.pop(base, None)
         return True
 
     async def fetch(
         self, source: Endpoint, source_offset: int, offset: int, length: int, timeout_s: float
     ) -> None:
-        """See ``HostPort``."""
+        """Read a range of another host's segment into this host's segment."""
         if length:
             piece = (self._reader, offset, source.read_base + source_offset, length)
             await self._peers.move(Op.READ, source, [piece], timeout_s)

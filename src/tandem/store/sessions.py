@@ -15,12 +15,12 @@ class Caller(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that the other side gives itself."""
+        """The name by which the other process introduces itself."""
         ...
 
     @property
     def instance_id(self) -> str:
-        """Random for each start of the other process."""
+        """Random id of the other process, new for each start."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class Caller(Protocol):
         *,
         timeout_s: float | None = None,
     ) -> T:
-        """Call a method there; see ``rpc.Peer.call``."""
+        """Call a method of the other process, and wait for the answer; see ``rpc.Peer.call``."""
         ...
 
     def begin(
@@ -47,14 +47,13 @@ class Caller(Protocol):
         *,
         timeout_s: float | None = None,
     ) -> Awaitable[T]:
-        """Send a call, and return what waits for its answer; see ``rpc.Peer.begin``."""
+        """Send a call, and return an awaitable of its answer; see ``rpc.Peer.begin``."""
         ...
 
 
 def check_present(caller: Caller) -> None:
-    """Do nothing for a caller that has gone: no end of its session would stop the work.
-
-    Raises: PeerLostError.
+    """Raise PeerLostError if the caller's session has ended. The session's end, which would cancel
+    the work, has then passed.
     """
     if caller.is_lost:
         raise PeerLostError("store.call", f"the session of {caller.name} is over")

@@ -1,4 +1,4 @@
-"""Work that goes on behind its caller, until its owner is closed."""
+"""Background tasks that outlive the caller that started them, and end with their owner."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,20 +10,22 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """The tasks of one owner, on one event loop."""
+    """The background tasks of one owner, on one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run a coroutine that goes on when its caller is gone."""
+        """Start a coroutine in a task that continues when its caller is gone."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     async def keep(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it in the present task, which is one of these meanwhile."""
+        """Run a coroutine in the current task, which counts as one of these tasks until the
+        coroutine ends.
+        """
         task = asyncio.current_task()
         assert task is not None, "coroutines run in tasks"
         self._tasks.add(task)
@@ -33,19 +35,19 @@ class Tasks:
             self._tasks.discard(task)
 
     def list_running(self) -> list[asyncio.Future[Any]]:
-        """Return those that have not ended."""
+        """Return the tasks that have not ended."""
         return list(self._tasks)
 
     def cancel(self) -> None:
-        """Cancel all of them."""
+        """Cancel all tasks."""
         for task in list(self._tasks):
             task.cancel()
 
     async def join(self) -> None:
-        """Wait until those that there are have ended, however they do."""
+        """Wait until all current tasks have ended. Their errors are ignored."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def aclose(self) -> None:
-        """End all of them."""
+        """Cancel all tasks and wait for their end."""
         self.cancel()
         await self.join()

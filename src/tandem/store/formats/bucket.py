@@ -1,7 +1,8 @@
-"""The layout of objects on a disk: the files of store_formats.md, as functions of bytes.
+"""The format of the SSD tier's files, as functions of bytes.
 
-A record is an extent of a segment, header included, at a multiple of 4 KiB, so that table and value
-need no second checksum: the object's own covers them. Pure; knows no file.
+A record is an extent of a segment, header included, at a multiple of 4 KiB. The object's own
+checksum covers table and value, so records add none. Pure: opens no file. The page is
+docs/design/store/store_formats.md.
 """
 
 import struct
@@ -37,10 +38,10 @@ __all__ = [
 ]
 
 ALIGNMENT = 4096
-"""Alignment of records, for O_DIRECT."""
+"""Alignment of records in bytes, as O_DIRECT requires."""
 FOLDER_MAGIC = b"TANDSSD\0"
 ID_BYTES = 16
-"""Bytes of a folder; these are all fields of its head."""
+"""Bytes of a folder's id, which is the only field in the folder's head."""
 BUCKET_MAGIC = b"TANDBKT\0"
 BUCKET = struct.Struct("<IQQ16s")  # alignment, file bytes, number, folder id
 INDEX_MAGIC = b"TANDIDX\0"
@@ -57,7 +58,7 @@ class Record(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes in the bucket, padding included."""
+        """Bytes that the record takes in the bucket, padding included."""
         return record_bytes(len(self.header.key.encode()), self.header.size)
 
 
@@ -73,7 +74,8 @@ def pack_bucket_head(number: int, file_bytes: int, folder_id: bytes) -> bytes:
 
 
 def parse_bucket_head(data: bytes, number: int, folder_id: bytes) -> bool:
-    """Check the first bytes of a bucket file; returns whether one copy of its head is damaged.
+    """Check the first bytes of a bucket file. Return True if one of the two copies of its head is
+    corrupt.
 
     Raises: CorruptionError if they are none, or another bucket's; UnsupportedError (version).
     """
@@ -85,7 +87,7 @@ def parse_bucket_head(data: bytes, number: int, folder_id: bytes) -> bool:
 
 
 def parse_folder_id(data: bytes) -> bytes:
-    """Return the folder that a bucket belongs to, from its first bytes.
+    """Return the id of the folder that a bucket belongs to, from the bucket's first bytes.
 
     Raises: CorruptionError, UnsupportedError.
     """
@@ -93,7 +95,7 @@ def parse_folder_id(data: bytes) -> bytes:
 
 
 def pack_record(record: Record) -> bytes:
-    """Return what stands before the table: header and key, padded."""
+    """Return the part of a record before the table: header and key, padded."""
     text = pack_object(record.header, record.bucket, record.position)
     return text.ljust(layout.table_offset(len(text) - layout.HEADER_BYTES), b"\0")
 
@@ -110,7 +112,7 @@ def parse_record(data: Any, bucket: int, position: int) -> Record:
 
 
 def pack_index(number: int, records: Sequence[Record]) -> bytes:
-    """Return the file that says what a full bucket holds."""
+    """Return the index file of a full bucket: the position, header and key of each record."""
     body = b"".join(POSITION.pack(r.position) + pack_record(r) for r in records)
     return pack_head(INDEX_MAGIC, INDEX.pack(number, len(records), checksum_bytes(body))) + body
 
@@ -121,7 +123,7 @@ def parse_index(data: bytes, number: int) -> list[Record]:
     Raises: CorruptionError; the bucket itself can be read instead. UnsupportedError (version).
     """
     head = parse_head(data, INDEX_MAGIC, INDEX.size, f"the index of bucket {number}")
-    if head.is_damaged:  # The bucket says the same, and then there is a whole index again.
+    if head.is_damaged:  # The caller reads the bucket itself, and writes a whole index.
         raise CorruptionError("store.disk", f"the head of the index of bucket {number} is damaged")
     stored_number, count, crc = INDEX.unpack(head.copies[0])
     body = data[HEAD_BYTES:]

@@ -13,7 +13,9 @@ __all__ = ["check_value", "checksum_table", "make_table"]
 
 
 def make_table(parts: "Sequence[npt.NDArray[np.uint8]]") -> bytes:
-    """Return the table of the value that ``parts`` make up in order: 4 bytes a chunk."""
+    """Return the checksum table of a value, given as consecutive parts: a CRC-32C of 4 bytes for
+    each chunk.
+    """
     if len(parts) == 1:
         return checksum_chunks(parts[0], CHUNK_BYTES) if parts[0].size else b""
     table = bytearray()
@@ -39,10 +41,12 @@ def make_table(parts: "Sequence[npt.NDArray[np.uint8]]") -> bytes:
 
 
 def checksum_table(table: bytes | bytearray) -> int:
-    """Return the checksum of the object with this table; 0 for that of an empty value."""
+    """Return the checksum of an object from its table: the table's CRC-32C, or 0 for an empty
+    value.
+    """
     return crc32c(np.frombuffer(table, dtype=np.uint8)) if table else 0
 
 
 def check_value(parts: Sequence[Any], table: bytes, checksum: int) -> bool:
-    """Return True if a whole value fits its table, and the table the object's checksum."""
+    """Return True if the value matches its table and the table matches the object's checksum."""
     return checksum_table(table) == checksum and make_table(parts) == table

@@ -1,8 +1,9 @@
-"""The one codec of what a store believes from files: heads, headers of objects, tombstones, lines.
+"""The codec of everything that a store reads back from files: file heads, object headers,
+tombstones, roster lines.
 
-Format: docs/design/store/store_formats.md, whose version ``FORMAT`` is. Everything is under a
-CRC-32C that is checked before any field is looked at, so that a flipped bit is never a size, an
-epoch or a later version. Pure; knows no file.
+``FORMAT`` is the version of docs/design/store/store_formats.md. All is covered by a CRC-32C that
+is checked before any field is read, so that a flipped bit is never taken for a size, an epoch or a
+later version. Pure: opens no file.
 """
 
 import struct
@@ -36,20 +37,22 @@ __all__ = [
 
 FORMAT = 2
 HEAD_BYTES = 4096
-"""Bytes of the head of a file, copies and padding included."""
+"""Bytes of a file's head, both copies and padding included."""
 COPIES_AT = (0, 2048)
-"""A head is there twice: a process that dies while it writes one leaves the other."""
+"""Offsets of the two copies of a file's head. A process that dies while writing one copy leaves the
+other whole.
+"""
 HEAD = struct.Struct("<8sII")  # magic, format, bytes of the fields
 TOMBSTONE = struct.Struct("<QQ")  # version, bucket
 TOMBSTONE_COPIES = 2
 LINE_COPIES = 2
 CRC = struct.Struct("<I")
 MAX_EPOCH = 2 ** (63 - VERSION_BITS) - 1
-"""The largest epoch that a version has room for."""
+"""The largest epoch that fits in an object's version."""
 
 
 def checksum_bytes(*parts: bytes) -> int:
-    """Return the CRC-32C of all parts in order."""
+    """Return the CRC-32C of the concatenated parts."""
     crc = 0
     for part in parts:
         if part:
@@ -61,17 +64,18 @@ def checksum_bytes(*parts: bytes) -> int:
 
 
 class Head(NamedTuple):
-    """The fields of the head of a file."""
+    """The head of a file, as parsed from its two copies."""
 
     copies: list[bytes]
-    """The fields of each copy that holds together, one at least. They differ if a process died
-    between writing one and the other."""
+    """The fields of each copy whose checksum is right, at least one. Two copies differ if a process
+    died between writing them.
+    """
     is_damaged: bool
-    """The other copy does not hold together, and was written."""
+    """True if the other copy was written and its checksum is wrong."""
 
 
 def pack_head(magic: bytes, fields: bytes) -> bytes:
-    """Return the first ``HEAD_BYTES`` of a file."""
+    """Return the first ``HEAD_BYTES`` of a file: two copies of the head."""
     begin = HEAD.pack(magic, FORMAT, len(fields)) + fields
     copy = begin + CRC.pack(checksum_bytes(begin))
     first, second = COPIES_AT
@@ -83,11 +87,11 @@ def parse_head(data: bytes, magic: bytes, num_bytes: int, what: str) -> Head:
 
     Args:
         data: the file, or its beginning.
-        magic: of its kind.
-        num_bytes: of the fields.
-        what: the file, for errors.
+        magic: first bytes of files of this kind.
+        num_bytes: length of the head's fields.
+        what: name of the file, for errors.
 
-    Raises: CorruptionError if neither copy holds together, or the file is of another kind;
+    Raises: CorruptionError if both copies are corrupt, or the file is of another kind;
         UnsupportedError (a later version).
     """
     copies: list[bytes] = []
@@ -112,7 +116,8 @@ def _parse_copy(data: bytes, at: int, magic: bytes, num_bytes: int, what: str) -
     end = at + HEAD.size + length
     if end + CRC.size > min(len(data), at + COPIES_AT[1]):
         return None
-    # First of all, in this format and later ones: a flipped bit is no later format.
+    # Check the CRC before the version, in this format and all later ones: else a flipped bit in the
+    # version would pass for a later format.
     if CRC.unpack_from(data, end)[0] != checksum_bytes(data[at:end]) or found != magic:
         return None
     if version > FORMAT:
@@ -136,20 +141,20 @@ class ExtentHeader(NamedTuple):
 
 
 def pack_object(header: ExtentHeader, home: int, position: int) -> bytes:
-    """Return header and key as they are stored.
+    """Return an object's header and key as they are stored.
 
     Args:
-        header: of the object.
-        home: what it is written to: the number of a bucket, or that of a segment.
-        position: where in that, bytes.
+        header: the fields of the header.
+        home: number of the bucket, or of the segment, that the bytes are written to.
+        position: offset in that bucket or segment, bytes.
     """
     return pack_header(*header, home, position)
 
 
 def parse_object(memory: Any, at: int, home: int, position: int) -> ExtentHeader | None:
-    """Read the header that stands in ``memory`` from ``at`` on; None if it is damaged or another's.
+    """Read the object header at ``at`` in ``memory``; None if it is corrupt or belongs elsewhere.
 
-    As ``pack_object``.
+    ``home`` and ``position`` are those given to ``pack_object``.
     """
     fields = parse_header(memory, at, home, position)
     return None if fields is None else ExtentHeader(*fields)
@@ -159,14 +164,16 @@ def parse_object(memory: Any, at: int, home: int, position: int) -> ExtentHeader
 
 
 class RecordTombstone(NamedTuple):
-    """Says that the record of this version, in this bucket, is dead."""
+    """A durable note that the record of this version in this bucket is dead."""
 
     version: int
     bucket: int
 
 
 def pack_tombstones(tombstones: Sequence[RecordTombstone]) -> bytes:
-    """Return entries for the list of removals, each twice: none must be lost with a bit."""
+    """Return entries for the tombstone file, each entry twice, so that one corrupt copy loses
+    none.
+    """
     entries = [TOMBSTONE.pack(*tombstone) for tombstone in tombstones]
     return b"".join(
         (entry + CRC.pack(checksum_bytes(entry))) * TOMBSTONE_COPIES for entry in entries
@@ -174,9 +181,9 @@ def pack_tombstones(tombstones: Sequence[RecordTombstone]) -> bytes:
 
 
 def parse_tombstones(data: bytes) -> tuple[list[RecordTombstone], int]:
-    """Read the list of removals; returns them, and how many copies are damaged.
+    """Read the tombstone file. Return the tombstones and the number of corrupt copies.
 
-    What is torn at the end is left out: nobody was told that this removal is done.
+    An incomplete entry at the end is ignored: the removal was never acknowledged.
     """
     tombstones: dict[RecordTombstone, None] = {}
     num_damaged = 0
@@ -194,17 +201,19 @@ def parse_tombstones(data: bytes) -> tuple[list[RecordTombstone], int]:
 
 
 def pack_line(body: bytes) -> bytes:
-    """Return JSON, which has no line breaks of its own, as lines of a file, twice."""
+    """Return a JSON body, which contains no line breaks, as two identical lines of a roster
+    file.
+    """
     text = b"%d %s" % (FORMAT, body)
     return b"\n%08x %s\n" % (checksum_bytes(text), text) * LINE_COPIES
 
 
 def parse_lines(data: bytes, what: str) -> tuple[list[bytes], int]:
-    """Read a file of lines; returns the bodies, each once, and how many copies are damaged.
+    """Read a file of lines. Return each distinct body once, and the number of corrupt copies.
 
-    What is torn at the end is left out: nobody was told that it is written.
+    An incomplete last line is ignored: its writing was never acknowledged.
 
-    Raises: UnsupportedError (a later version); ``what`` is the file.
+    Raises: UnsupportedError (a later version); ``what`` names the file.
     """
     bodies: dict[bytes, None] = {}
     num_damaged = 0

@@ -1,8 +1,9 @@
-"""The layout of an object in a segment: the geometry of store_formats.md, as arithmetic.
+"""The layout of an object in a segment, as arithmetic; the page is
+docs/design/store/store_formats.md.
 
-An extent is ``header | key | table | value``. The header belongs to the host, everything behind the
-key is written by the client. The table holds the CRC-32C of each chunk of the value, so that a
-range can be checked by reading the chunks it touches; the object's checksum is that of the table.
+An extent is ``header | key | table | value``. The host writes the header, the client everything
+behind the key. The table has the CRC-32C of each chunk of the value, so that reading a range checks
+only the chunks in it. The object's checksum is that of the table.
 """
 
 from collections.abc import Sequence
@@ -23,13 +24,13 @@ __all__ = [
 ]
 
 GRANULE_BYTES = 512
-"""Extents begin at multiples of this; a segment keeps one byte for each."""
+"""Alignment of extents in bytes. A segment has one mark byte for each granule."""
 CHUNK_BYTES = 64 * 1024
-"""Bytes under one checksum: the least that a range costs to check."""
+"""Bytes of a value under one checksum. Checking a range reads at least one chunk."""
 HEADER_BYTES = 64
 ALIGNMENT = 64
 VERSION_BITS = 40
-"""Bits of an object's version, for counting within an epoch; the epoch stands above."""
+"""Low bits of an object's version, which count within an epoch. The epoch is in the bits above."""
 MAX_VALUE_BYTES = 2**40
 
 
@@ -38,33 +39,33 @@ def _align(size_bytes: int) -> int:
 
 
 def count_chunks(value_bytes: int) -> int:
-    """Return how many chunks a value has; an empty one has none."""
+    """Return the number of chunks of a value; 0 for an empty value."""
     return (value_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
 
 
 def count_chunks_each(values_bytes: Sequence[int]) -> list[int]:
-    """Do as ``count_chunks``, for each; many are alike."""
+    """Return the number of chunks of each value. Equal sizes are computed once."""
     counts = {size: count_chunks(size) for size in set(values_bytes)}
     return [counts[size] for size in values_bytes]
 
 
 def table_bytes(value_bytes: int) -> int:
-    """Return the length of the table of checksums, padding included."""
+    """Return the length of a value's checksum table in bytes, padding included."""
     return _align(4 * count_chunks(value_bytes))
 
 
 def table_offset(key_bytes: int) -> int:
-    """Return where the table begins in an extent."""
+    """Return the offset of the checksum table from the beginning of an extent."""
     return HEADER_BYTES + _align(key_bytes)
 
 
 def value_offset(key_bytes: int, value_bytes: int) -> int:
-    """Return where the value begins in an extent."""
+    """Return the offset of the value from the beginning of an extent."""
     return table_offset(key_bytes) + table_bytes(value_bytes)
 
 
 def extent_bytes(key_bytes: int, value_bytes: int) -> int:
-    """Return the length of an extent, whole granules.
+    """Return the length of an extent in bytes, a multiple of the granule.
 
     Raises: ConfigError for a negative size or one that no segment could hold.
     """
@@ -72,7 +73,8 @@ def extent_bytes(key_bytes: int, value_bytes: int) -> int:
         raise ConfigError(
             "store.layout", f"value of {value_bytes} bytes: give 0 to 2^40", field="size"
         )
-    # ``value_offset`` written out: this is asked several times for every object of an inventory.
+    # ``value_offset`` is inlined here, because this function runs several times for each object of
+    # an inventory.
     table = 4 * ((value_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES)
     whole = HEADER_BYTES + (key_bytes + 63 & -64) + (table + 63 & -64) + value_bytes
     return whole + GRANULE_BYTES - 1 & -GRANULE_BYTES

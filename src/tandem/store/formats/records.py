@@ -1,4 +1,4 @@
-"""Headers of objects as columns of a message: ``ExtentRecords``."""
+"""Conversion of object headers to and from the columns of ``ExtentRecords``."""
 
 from tandem.core.errors import CorruptionError
 from tandem.store.formats.headers import ExtentHeader
@@ -8,7 +8,7 @@ __all__ = ["append_record", "iterate_records"]
 
 
 def append_record(records: ExtentRecords, offset: int, header: ExtentHeader) -> None:
-    """Add one object to the columns."""
+    """Append one object to the columns of a message."""
     records.keys.append(header.key)
     records.sizes.append(header.size)
     records.versions.append(header.version)
@@ -20,7 +20,7 @@ def append_record(records: ExtentRecords, offset: int, header: ExtentHeader) -> 
 
 
 def iterate_records(records: ExtentRecords) -> list[tuple[int, ExtentHeader]]:
-    """Return the rows of the columns.
+    """Return the rows of the columns as (offset, header).
 
     Raises: CorruptionError if they differ in length.
     """

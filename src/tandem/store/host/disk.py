@@ -1,8 +1,9 @@
-"""A host's SSD tier: objects written behind, read back into memory, evicted by whole buckets.
+"""A host's SSD tier: objects are written behind puts, read back into memory, and evicted by whole
+buckets.
 
-Everything a disk does to the world goes through ``DiskPort``, so that the simulator runs this very
-class. All calls from one event loop; nothing here waits for a disk but the tasks that need it, and
-a disk that fails, fills or hangs costs copies, never a put. See docs/design/store/store_ssd.md.
+All effects go through ``DiskPort``, so that the simulator runs this same class. All calls come from
+one event loop. Only the tier's own tasks wait for the disk: a disk that fails, fills up or hangs
+loses copies on the disk and never fails a put. See docs/design/store/store_ssd.md.
 """
 
 import asyncio
@@ -47,10 +48,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ROUND_BYTES = 32 * 2**20
-"""Written between two syncs; a copy counts only after the sync."""
+"""Bytes that are written between two syncs. A record counts as a copy only after the sync."""
 FULL_PAUSE_S = 2.0
 ROOM_LOOK_S = 30.0
-"""So long the room that a full file system had is taken for all that it has."""
+"""Seconds for which the size of a full file system is remembered before the tier tries to grow
+again.
+"""
 MAX_PAUSE_S = 60.0
 REMOVE_ATTEMPTS = 5
 REMOVE_PAUSE_S = 0.2
@@ -63,12 +66,12 @@ class DiskTier:
     """The objects of a host on its disk.
 
     Args:
-        port: the files; the caller closes it last.
+        port: the disk's files; the caller closes it last.
         segment: the host's memory.
-        capacity_bytes: of bucket files.
-        clock: of pauses and latencies.
-        on_change: called when there is something to tell the master.
-        damage: goes on from this; None for an empty one.
+        capacity_bytes: limit for all bucket files together.
+        clock: measures pauses and latencies.
+        on_change: called when there are changes to report to the master.
+        corruption: the log of corrupt files to extend; None for a new log.
     """
 
     def __init__(
@@ -86,12 +89,12 @@ class DiskTier:
         self.on_change = on_change
         self.index = DiskIndex()
         self.stored: dict[str, int] = {}
-        """Versions by key: written since the master was told."""
+        """Version by key of the records written since the last report to the master."""
         self.dropped: dict[str, int] = {}
-        """Gone since the master was told."""
+        """Version by key of the records removed since the last report to the master."""
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.corruption = CorruptionLog() if corruption is None else corruption
-        """Damage of the files since they were opened."""
+        """Files and records that were found corrupt since the folder was opened."""
         self.write_latency = LatencyHistogram()
         self.load_latency = LatencyHistogram()
         self._bucket_bytes = choose_bucket_bytes(capacity_bytes)
@@ -107,29 +110,38 @@ class DiskTier:
             self._note_uncompacted,
         )
         self._ending = Tasks()
-        """See ``_end``."""
+        """Running removals of buckets and writes of tombstones. An order to forget waits for
+        them.
+        """
         self._going: dict[int, asyncio.Event] = {}
-        """Buckets that are given up, whose files may still be there; set when that has ended."""
+        """An event for each bucket that is being removed while its files may exist; set when the
+        removal has ended.
+        """
         self._leaving: dict[str, Record] = {}
-        """Records that are evicted with them: not found any more, but a start would find them."""
+        """Records of buckets that are being evicted. The index no longer has them, but a restart
+        would find them.
+        """
         self._next_number = 1
         self._open: Bucket | None = None
         self._queue = WriteQueue(segment, clock)
         self._reader = RecordReader(self._io, segment)
         self._offsets: dict[str, int] = {}
-        """Offsets in memory of objects that are on the disk as well."""
+        """Offset in memory, by key, of the objects that are also on the disk."""
         self._flight: dict[str, Record] = {}
-        """Records of the round under way: on their way to the disk, or there without being
-        counted."""
+        """Records of the current write round, by key: being written, or written and not yet in the
+        index.
+        """
         self._doubtful: dict[str, Record] = {}
-        """Records of rounds that failed: perhaps on the disk, and found by the next start."""
+        """Records of failed write rounds, by key. They may be on the disk, where the next start
+        would find them.
+        """
         self._round_ended = asyncio.Event()
         self._round_ended.set()
         self._pause_s = 0.0
         self._running: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Read what is on the disk. Torn records are left out, damaged buckets removed.
+        """Read the bucket files. Torn records are skipped, corrupt buckets quarantined.
 
         Raises: UnsupportedError if a later version wrote it; InternalError if it cannot be read.
         """
@@ -163,19 +175,19 @@ class DiskTier:
         logger.info("event=disk_opened buckets=%d file_bytes=%d", num_buckets, nbytes)
 
     def start(self) -> None:
-        """Begin to write behind."""
+        """Start the task that writes new objects to the disk."""
         self._running = asyncio.get_running_loop().create_task(self._run())
 
     async def aclose(self) -> None:
-        """Stop; what is not written stays in memory alone."""
+        """Stop the writing task. Objects that are not written yet stay in memory only."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
         await self._io.aclose()
-        await self._ending.aclose()  # What it waited for has ended, or hangs.
+        await self._ending.aclose()  # After the disk operations, since these tasks wait for them.
 
     def status(self) -> DiskStatus:
-        """Return what the master shows of this disk."""
+        """Return the status of the tier, for the master."""
         return DiskStatus(
             state=self.state,
             capacity_bytes=self.capacity_bytes,
@@ -193,53 +205,56 @@ class DiskTier:
 
     @property
     def disk_id(self) -> str:
-        """Names the folder over all starts."""
+        """Id of the folder, unchanged by restarts, hexadecimal."""
         return self._io.port.folder_id.hex()
 
     @property
     def is_failed(self) -> bool:
-        """True if the disk has been given up."""
+        """True if the disk has been given up until the host restarts."""
         return self.state is DiskState.FAILED
 
-    # What the host tells.
+    # Events that the host reports to the tier.
 
     def on_sealed(self, offset: int, header: ExtentHeader) -> None:
-        """Write behind an object that has become complete in memory."""
+        """Queue an object that has become complete in memory, to be written to the disk."""
         if not self.is_failed:
             self._queue.add(offset, header.version)
 
     def on_loaded(self, offset: int, header: ExtentHeader) -> None:
-        """Note that an object of the disk has become complete in memory."""
+        """Note that an object was loaded from the disk into memory."""
         record = self.index.find(header.key)
         if record is not None and record.header.version == header.version:
             self._offsets[header.key] = offset
 
     def on_wiped(self, offset: int, key: str) -> None:
-        """Note that an object is gone from memory, for whatever reason."""
+        """Note that an object was wiped from memory."""
         self._queue.versions.pop(offset, None)
         if self._offsets.get(key) == offset:
             del self._offsets[key]
 
     def take_changes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the records written and removed since the last call, versions by key."""
+        """Return the records written and the records removed since the last call: version by key of
+        each.
+        """
         changes = self.stored, self.dropped
         self.stored, self.dropped = {}, {}
         return changes
 
     def list_records(self) -> list[Record]:
-        """Return the records that a start would find, without the forgotten ones."""
+        """Return the records that a restart would find, without those that were forgotten."""
         leaving = [r for key, r in self._leaving.items() if self.index.find(key) is None]
         return [*self.index.list_records(), *leaving]
 
     async def load(self, header: ExtentHeader, offset: int) -> None:
-        """Read an object into the segment, where its extent has been taken, and check it.
+        """Read an object from the disk into its extent in the segment, and verify its checksum.
 
-        Raises: NotFoundError if this version is not here; CorruptionError if it is damaged, or
-            the disk cannot read it: it is forgotten then.
+        Raises: NotFoundError if the disk does not have this version; CorruptionError if the record
+            is corrupt or unreadable, after which the tier forgets it.
         """
         record = self.index.find_same(header)
         if record is None and (ending := self._ending.list_running()):
-            # It may be going, and is not to be taken for gone while a start would find it.
+            # The record may be in a bucket that is being removed. Wait for the end of that before
+            # reporting the record as lost: until then a restart would find it.
             await asyncio.wait(ending)
             record = self.index.find_same(header)
         if record is None or self.is_failed:
@@ -250,7 +265,7 @@ class DiskTier:
             await self._reader.read(record, offset)
             is_good = await self._reader.check(offset, record.header)
         except (DeadlineError, NotFoundError):
-            raise  # It hangs; or the bucket was evicted meanwhile.
+            raise  # The disk hangs, or the bucket was evicted meanwhile.
         except TandemError as error:
             self.counts["errors"] += 1
             logger.warning("event=record_unreadable key=%s reason=%s", header.key, error)
@@ -273,7 +288,7 @@ class DiskTier:
             self._note_gone(record)
 
     async def forget(self, keys: Sequence[str], versions: Sequence[int]) -> None:
-        """Forget objects up to these versions; on return no restart brings them back."""
+        """Forget objects up to these versions. On return no restart finds them again."""
         if self.is_failed:
             return
         for key, version in zip(keys, versions, strict=True):
@@ -290,23 +305,27 @@ class DiskTier:
             record = self._doubtful.get(key)
             if record is not None and record.header.version <= version:
                 gone.append(self._doubtful.pop(key))
-        # What is not found may be going, by an order of before whose answer was late, or otherwise.
+        # A key that is not found may be part of a removal that still runs, such as an earlier order
+        # whose answer came too late. Wait for these removals as well.
         earlier = self._ending.list_running()
         await self._bury(gone)
         if earlier:
             await asyncio.wait(earlier)
 
     async def _bury(self, records: Iterable[Record]) -> None:
-        """Note durably that records are dead. A disk that cannot loses their buckets instead."""
+        """Write tombstones for dead records. If the disk cannot write them, remove the buckets
+        instead.
+        """
         tombstones = [RecordTombstone(record.header.version, record.bucket) for record in records]
         if not tombstones or self.is_failed:
             return
         await self._end(self._write_tombstones(tombstones))
 
     async def _end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Carry out what keeps records from coming back that are not found any more.
+        """Run a removal to its end, even if its caller is cancelled.
 
-        An order to forget waits for it, also if no caller here waits any more.
+        The records are in the index no more, while a restart would still find them. An order to
+        forget waits for all such work.
         """
         await asyncio.shield(self._ending.spawn(work))
 
@@ -318,18 +337,19 @@ class DiskTier:
                 return
             self.counts["errors"] += 1
             logger.warning("event=tombstones_unwritten reason=%s", error)
-            # Removing a file needs no space.
+            # The tombstones were not written. Remove the buckets instead, because removing a file
+            # needs no space.
             for number in sorted({tombstone.bucket for tombstone in tombstones}):
                 await self._give_up_bucket(number)
         finally:
-            self._queue.has_work.set()  # A bucket may be dead altogether.
+            self._queue.has_work.set()  # The bucket may have no live record left.
 
     def _note_uncompacted(self) -> None:
         if not self.is_failed:
             self.counts["errors"] += 1
 
     def _note_gone(self, record: Record) -> None:
-        """Report a record as lost, unless a newer copy has been written."""
+        """Report a record to the master as lost, unless a newer copy has been written."""
         if self.index.find(record.header.key) is None:
             self.stored.pop(record.header.key, None)
             self._offsets.pop(record.header.key, None)
@@ -364,7 +384,7 @@ class DiskTier:
                 self._set_state(DiskState.FAILING, error)
                 self._pause_s = min(max(1.0, 2 * self._pause_s), MAX_PAUSE_S)
             if self._pause_s:
-                self._queue.is_behind = True  # Of the round that failed; a scan finds them again.
+                self._queue.is_behind = True  # A scan finds the objects of the failed round again.
                 await asyncio.sleep(self._pause_s)
                 self._queue.has_work.set()
 
@@ -376,7 +396,9 @@ class DiskTier:
             self.on_change()
 
     async def _write_round(self) -> None:
-        """Write some of the queue, and sync; only then it counts."""
+        """Write queued objects up to ``ROUND_BYTES``, then sync. They count as copies only after
+        the sync.
+        """
         self._round_ended.clear()
         begin_s = self._clock.now_s()
         writer = self._write_to(self._open)
@@ -392,7 +414,7 @@ class DiskTier:
                     self.counts["skipped"] += 1
                     continue
                 if not await self._reader.check(offset, header):
-                    continue  # Rotten, or wiped meanwhile: not to be kept for long.
+                    continue  # Corrupt, or wiped meanwhile: do not write it to the disk.
                 if writer.bucket is None or writer.at + length > writer.bucket.file_bytes:
                     await self._count(writer)
                     opened = await self._begin_bucket(form.HEAD_BYTES + length)
@@ -405,7 +427,8 @@ class DiskTier:
                     writer.torn.append(record)  # Wiped while it was copied.
             await self._count(writer)
         except BaseException:
-            # Whatever of this is on the disk is not to come back unless the master wants it.
+            # The records of a failed round may be on the disk. Remember them, so that ``forget``
+            # also writes tombstones for them.
             self._doubtful |= self._flight
             for record, place in writer.placed:
                 self._queue.put_back(place, record.header.version)
@@ -423,7 +446,7 @@ class DiskTier:
         return RecordWriter(self._io, self._segment.data, bucket)
 
     async def _count(self, writer: RecordWriter) -> None:
-        """Sync what was written; from now on these are copies."""
+        """Sync the written records and add them to the index. From now on they count as copies."""
         await writer.finish()
         bucket = writer.bucket
         if not writer.placed or bucket is None:
@@ -447,7 +470,8 @@ class DiskTier:
         bucket.used_bytes = max(bucket.used_bytes, writer.at)
         if dead:
             await self._bury(dead)
-        # Not before: forgetting a key also waits for the tombstones of its older records.
+        # Only after the tombstones: an order to forget a key waits for its record in flight, and so
+        # for the tombstones of older records of that key.
         for record, _ in writer.placed:
             self._flight.pop(record.header.key, None)
         writer.placed.clear()
@@ -455,7 +479,7 @@ class DiskTier:
         self.on_change()
 
     async def _begin_bucket(self, least_bytes: int) -> Bucket:
-        """Seal the open bucket and make another, evicting where there is no room."""
+        """Seal the open bucket and make another. Evict buckets until there is room."""
         if self._open is not None:
             sealing, self._open = self._open, None
             await self._seal(sealing, sealing.used_bytes)
@@ -463,7 +487,8 @@ class DiskTier:
         nbytes = max(min(self._bucket_bytes, most_bytes), least_bytes)
         is_stale = self._clock.now_s() - self._room_known_s > ROOM_LOOK_S
         if is_stale or not self.index.file_bytes:
-            # Others may have left some; and a tier that has nothing has nothing to rewrite.
+            # Forget the remembered limit: other programs may have freed space, and an empty tier
+            # loses nothing by trying.
             self._room_bytes = self.capacity_bytes
         while self.index.file_bytes + nbytes > self._room_bytes:
             victim = self.index.pick_victim(-1)
@@ -475,8 +500,9 @@ class DiskTier:
         try:
             await self._io.bounded(self._io.port.make_bucket(number, nbytes))
         except CapacityError:
-            # It is smaller than we may use, or others fill it: go on with what we have of it,
-            # but do not give that up piece by piece while nothing comes of it.
+            # The file system is smaller than the capacity, or other programs fill it. Continue
+            # within the current size, and evict one bucket at most: evicting more would lose copies
+            # without gaining space.
             self._room_bytes = self.index.file_bytes
             self._room_known_s = self._clock.now_s()
             victim = self.index.pick_victim(-1)
@@ -494,17 +520,19 @@ class DiskTier:
         return opened
 
     async def _seal(self, bucket: Bucket, used_bytes: int) -> None:
-        """Write the index of a bucket that takes no more, and give back what it has not used."""
+        """Write the index of a bucket that is full or abandoned, and truncate its file to the used
+        bytes.
+        """
         listed = [record for record in bucket.records if self.index.is_live(record)]
         data = form.pack_index(bucket.number, listed)
         await self._io.bounded(self._io.port.write_note(index_name(bucket.number), data))
         await self._io.bounded(self._io.port.cut_bucket(bucket.number, used_bytes))
         self.index.resize_bucket(bucket.number, used_bytes)
         for key in [k for k, r in self._doubtful.items() if r.bucket == bucket.number]:
-            del self._doubtful[key]  # The index does not have it, and is what a start believes.
+            del self._doubtful[key]  # A start trusts the index, which lacks this record.
 
     async def _abandon_bucket(self) -> None:
-        """After a failure nothing more is written to the open bucket."""
+        """Seal the open bucket after a failure. Nothing more is written to it."""
         bucket, self._open = self._open, None
         if bucket is None or self.is_failed or bucket.number not in self.index.buckets:
             return
@@ -514,14 +542,17 @@ class DiskTier:
             logger.warning("event=bucket_unsealed bucket=%d reason=%s", bucket.number, error)
 
     async def _evict(self, number: int) -> None:
-        """Evict a bucket. Its objects that are in memory too are rewritten, since those are hot."""
+        """Evict a bucket. Those of its objects that are also in memory are written again, since
+        they are in use.
+        """
         await self._end(self._evict_records(number))
 
     async def _evict_records(self, number: int) -> None:
         lost = self.index.drop_bucket(number)
         self._leaving |= {record.header.key: record for record in lost}
         ended = self._going[number] = asyncio.Event()
-        # A disk not much larger than the memory would do nothing but rewrite that.
+        # If the disk is not much larger than memory, rewriting would be all that the disk does, so
+        # it is skipped.
         forwards = self._room_bytes >= 2 * self._segment.capacity_bytes
         for record in lost:
             offset = self._offsets.pop(record.header.key, -1)
@@ -532,7 +563,7 @@ class DiskTier:
         try:
             await self._remove_surely(number)
         except TandemError:
-            self._end_eviction(lost)  # A start ignores the contents of a disk that was given up.
+            self._end_eviction(lost)  # A restart ignores a disk that was given up.
             raise
         else:
             self._end_eviction(lost)
@@ -547,13 +578,17 @@ class DiskTier:
             self._note_gone(record)
 
     async def _remove_bucket(self, number: int) -> None:
-        """Remove a bucket of which nothing is alive; it counts until its files are gone."""
+        """Remove a bucket without live records. Its bytes count as used until its files are
+        gone.
+        """
         await self._remove_surely(number)
-        if number in self.index.buckets:  # Or it was given up meanwhile.
+        if number in self.index.buckets:  # False if the bucket was given up meanwhile.
             assert not self.index.drop_bucket(number), number
 
     async def _remove_surely(self, number: int) -> None:
-        """Remove a bucket, or give the disk up: a start would find records that the index lost."""
+        """Remove a bucket's files, or give the disk up: a restart would find records that the index
+        no longer has.
+        """
         for attempt in range(1, REMOVE_ATTEMPTS + 1):
             try:
                 await self._remove_files(number)
@@ -568,8 +603,8 @@ class DiskTier:
                 await asyncio.sleep(REMOVE_PAUSE_S)
 
     async def _remove_files(self, number: int) -> None:
-        # In this order: the index of a bucket that is gone would be taken for that of the next one
-        # of its number, which a start may give again.
+        # Index first: a later start may reuse the number, and would take the index of the removed
+        # bucket for that of the new one.
         await self._io.bounded(self._io.port.drop_note(index_name(number)))
         await self._io.bounded(self._io.port.drop_bucket(number))
         for key in [k for k, r in self._doubtful.items() if r.bucket == number]:
@@ -577,7 +612,7 @@ class DiskTier:
         self._tombstones.forget_bucket(number)
 
     async def _give_up_bucket(self, number: int) -> None:
-        if number in self._going:  # Another task does: if that fails, the disk is given up.
+        if number in self._going:  # Another task removes it: if that fails, the disk is given up.
             await self._going[number].wait()
             return
         if number not in self.index.buckets:
@@ -590,7 +625,7 @@ class DiskTier:
             self._fail()
 
     def _fail(self) -> None:
-        """Give the disk up: nothing of it is believed any more, now or after a restart."""
+        """Give the disk up. Its content is ignored from now on, also after a restart."""
         if self.is_failed:
             return
         try:

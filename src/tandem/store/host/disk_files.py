@@ -1,8 +1,8 @@
-"""The folder of an SSD tier: bucket files through the transfer engine's file transport, and notes.
+"""The folder of an SSD tier: bucket files by the transfer engine's file transport, and notes.
 
-The folder is ours alone (0700) and locked by its host; every file in it is 0600 and opened without
-following links. Buckets go past the page cache where the file system allows that; notes are small
-files written by a thread. Format: docs/design/store/store_ssd.md.
+The folder belongs to one host (0700, locked); its files are 0600 and are opened without following
+links. Buckets bypass the page cache if the file system supports O_DIRECT. Notes are small files,
+written in a thread. Format: docs/design/store/store_ssd.md.
 """
 
 import asyncio
@@ -29,17 +29,21 @@ __all__ = ["DiskFolder"]
 logger = logging.getLogger(__name__)
 
 QUARANTINED = "bucket.quarantined"
-"""The only one: the next takes its place, and a rotting disk is not filled by what it loses."""
+"""Name of the quarantined bucket. There is one at most: the next corrupt bucket replaces it, so
+that a failing disk is not filled by quarantined files.
+"""
 BELIEVED = ".ssd-believed"
 MAX_OPEN = 64
-"""Bucket files open at a time, two descriptors each."""
+"""Limit of open bucket files, two descriptors each."""
 IO_TIMEOUT_S = 600.0
-"""Beyond any patience of the tier: ending a transfer early would wait for the disk all the same."""
+"""Seconds, longer than the tier waits for any operation. A transfer that is ended early would wait
+for the disk anyway.
+"""
 PAGE = 4096
 
 
 class _FileBuffer:
-    """Aligned memory, registered with the engine."""
+    """Page-aligned memory that is registered with the transfer engine."""
 
     def __init__(self, engine: TransferEngine, nbytes: int) -> None:
         whole = np.empty(nbytes + PAGE, np.uint8)
@@ -56,7 +60,7 @@ class _Opened:
 
 
 class DiskFolder:
-    """The ``DiskPort`` of a real disk. Made by ``open``; borrows the engine."""
+    """The ``DiskPort`` of a real disk. Made by ``open``. The engine is borrowed."""
 
     def __init__(
         self, path: Path, descriptor: int, folder_id: bytes, engine: TransferEngine, mark: Path
@@ -67,20 +71,21 @@ class DiskFolder:
         self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._engine = engine
         self.corruption = CorruptionLog()
-        """Damage of the folder's own note."""
+        """Corruption found in the folder's own note."""
         self._mark = mark
         self._opened: OrderedDict[int, _Opened] = OrderedDict()
         self._is_direct_told = False
 
     @classmethod
     def open(cls, path: Path, engine: TransferEngine, *, marks: Path) -> "DiskFolder":
-        """Take a folder, making it if it is not there. Blocks.
+        """Lock a folder for this host, and create it if it is missing. Blocks.
 
         Args:
-            path: absolute.
+            path: absolute path of the folder.
             engine: moves the bytes.
-            marks: a folder elsewhere, where a file of the folder's id says that its content is
-                not to be believed; if there is one, the buckets are removed first.
+            marks: a folder on another disk. A file there that is named by the folder's id condemns
+                the
+                content: the buckets are removed before the folder is used.
 
         Raises: ConflictError (a live host has it; it is no such folder); PermissionDeniedError
             (folder or file open to others, or a link); UnsupportedError (a later version).
@@ -91,7 +96,8 @@ class DiskFolder:
             corruption = CorruptionLog()
             folder_id = lock_folder(path, descriptor, corruption)
             mark = marks / f"{folder_id.hex()}.ssd-condemned"
-            # Renamed to be the mark: that takes neither a descriptor nor space.
+            # ``condemn`` renames this file, because a rename needs neither a free descriptor nor
+            # space.
             with suppress(OSError):  # ``condemn`` tries again.
                 mark.with_suffix(BELIEVED).touch(mode=0o600)
             folder = cls(path, descriptor, folder_id, engine, mark)
@@ -109,7 +115,7 @@ class DiskFolder:
         return folder
 
     def close(self) -> None:
-        """Let the folder go. Nothing may be under way."""
+        """Close all files and unlock the folder. No operation may be running."""
         for number in list(self._opened):
             self._forget(number)
         if self._descriptor >= 0:
@@ -121,11 +127,11 @@ class DiskFolder:
     # Buckets.
 
     def make_buffer(self, nbytes: int) -> DiskBuffer:
-        """See ``DiskPort``."""
+        """Make page-aligned memory and register it with the engine."""
         return _FileBuffer(self._engine, nbytes)
 
     async def list_buckets(self) -> list[tuple[int, int]]:
-        """See ``DiskPort``; files of other names are left alone."""
+        """Return (number, bytes) of each bucket file. Files of other names are ignored."""
         return await asyncio.to_thread(self._list_buckets)
 
     def _list_buckets(self) -> list[tuple[int, int]]:
@@ -139,7 +145,7 @@ class DiskFolder:
         return found
 
     async def make_bucket(self, number: int, nbytes: int) -> None:
-        """See ``DiskPort``."""
+        """Create a bucket file, reserve its space, and sync the folder."""
         await asyncio.to_thread(self._make_bucket, number, nbytes)
 
     def _make_bucket(self, number: int, nbytes: int) -> None:
@@ -159,11 +165,11 @@ class DiskFolder:
         os.posix_fallocate(descriptor, 0, nbytes)
 
     async def write(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """See ``DiskPort``."""
+        """Write the first bytes of ``buffer`` to a bucket by the transfer engine."""
         await self._move(Op.WRITE, number, at, buffer, nbytes)
 
     async def read(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """See ``DiskPort``."""
+        """Read from a bucket into ``buffer`` by the transfer engine."""
         await self._move(Op.READ, number, at, buffer, nbytes)
 
     async def _move(self, op: Op, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
@@ -176,7 +182,7 @@ class DiskFolder:
             self._unuse(opened)
 
     async def sync(self, number: int) -> None:
-        """See ``DiskPort``."""
+        """Sync a bucket file in a thread."""
         opened = await self._use(number)
         try:
             await asyncio.to_thread(opened.segment.sync)
@@ -184,9 +190,9 @@ class DiskFolder:
             self._unuse(opened)
 
     async def cut_bucket(self, number: int, nbytes: int) -> None:
-        """See ``DiskPort``."""
+        """Truncate a bucket file, and close it: an open one has the old length."""
         await asyncio.to_thread(self._cut_bucket, number, nbytes)
-        self._forget(number)  # Its length was that of when it was opened.
+        self._forget(number)  # An open segment has the old length.
 
     def _cut_bucket(self, number: int, nbytes: int) -> None:
         path = self._bucket(number)
@@ -198,12 +204,12 @@ class DiskFolder:
                 os.close(descriptor)
 
     async def drop_bucket(self, number: int) -> None:
-        """See ``DiskPort``."""
+        """Remove a bucket file. It is closed after the last running operation."""
         self._forget(number)
         await asyncio.to_thread(self._unlink, self._bucket(number))
 
     async def quarantine_bucket(self, number: int) -> None:
-        """See ``DiskPort``."""
+        """Rename a bucket file to ``QUARANTINED``, in place of an earlier one."""
         self._forget(number)
         await asyncio.to_thread(self._quarantine, self._bucket(number))
 
@@ -224,7 +230,7 @@ class DiskFolder:
             if opened is None:
                 opened = self._opened[number] = _Opened(segment)
             else:
-                segment.close()  # Another process was faster.
+                segment.close()  # Another task has opened it meanwhile.
         self._opened.move_to_end(number)
         opened.users += 1
         if len(self._opened) > MAX_OPEN:
@@ -254,7 +260,8 @@ class DiskFolder:
         with explained(path):
             descriptor = open_own_file(path, os.O_RDWR)
         try:
-            # By our descriptor, so that the file that was checked is the one that is opened.
+            # Opened by descriptor, so that the engine opens the same file that ``open_own_file``
+            # checked.
             own = f"/proc/self/fd/{descriptor}"
             segment = self._engine.open_file(own, writable=True, direct=True)
         finally:
@@ -269,7 +276,7 @@ class DiskFolder:
     # Notes.
 
     async def read_note(self, name: str) -> bytes:
-        """See ``DiskPort``."""
+        """Read a small file; empty if it is missing."""
         return await asyncio.to_thread(self._read_note, name)
 
     def _read_note(self, name: str) -> bytes:
@@ -283,7 +290,7 @@ class DiskFolder:
                 return file.read()
 
     async def write_note(self, name: str, data: bytes) -> None:
-        """See ``DiskPort``."""
+        """Replace a small file atomically: write a draft, sync it, rename it, sync the folder."""
         await asyncio.to_thread(self._write_note, name, data)
 
     def _write_note(self, name: str, data: bytes) -> None:
@@ -298,7 +305,7 @@ class DiskFolder:
             os.fsync(self._folder)
 
     async def append_note(self, name: str, data: bytes) -> None:
-        """See ``DiskPort``."""
+        """Append to a small file and sync it. A partial append is undone."""
         await asyncio.to_thread(self._append_note, name, data)
 
     def _append_note(self, name: str, data: bytes) -> None:
@@ -318,7 +325,7 @@ class DiskFolder:
                 os.close(descriptor)
 
     async def drop_note(self, name: str) -> None:
-        """See ``DiskPort``."""
+        """Remove a small file if it exists."""
         await asyncio.to_thread(self._unlink, self.path / name)
 
     def _unlink(self, path: Path) -> None:
@@ -326,8 +333,8 @@ class DiskFolder:
             path.unlink(missing_ok=True)
 
     def condemn(self) -> None:
-        """See ``DiskPort``: leaves the mark."""
+        """Leave the mark that the folder's content is not to be used after a restart."""
         try:
             self._mark.with_suffix(BELIEVED).rename(self._mark)
-        except FileNotFoundError:  # Removed before, or by another process.
+        except FileNotFoundError:  # The mark was removed or renamed already.
             self._mark.touch(mode=0o600)

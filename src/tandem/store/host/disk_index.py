@@ -1,4 +1,6 @@
-"""The index of a host's disk: records by key, bytes by bucket, and the bucket to evict. Pure."""
+"""The index of a host's disk: live records by key, bytes by bucket, and the choice of the bucket to
+evict. Pure.
+"""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -11,17 +13,21 @@ __all__ = ["Bucket", "DiskIndex", "choose_bucket_bytes"]
 MIN_BUCKET_BYTES = 2**20
 MAX_BUCKET_BYTES = 256 * 2**20
 BUCKETS_OF_CAPACITY = 32
-"""A bucket is the grain of eviction: so small a share of the disk, within the bounds above."""
+"""The capacity divided by this is the size of a bucket, within the bounds above. A bucket is the
+unit of eviction.
+"""
 
 
 def choose_bucket_bytes(capacity_bytes: int) -> int:
-    """Return how large the buckets of a disk are."""
+    """Return the bytes of a bucket, from the capacity of the disk."""
     wanted = capacity_bytes // BUCKETS_OF_CAPACITY // ALIGNMENT * ALIGNMENT
     return max(MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, wanted))
 
 
 SPARSE_SHARE = 0.25
-"""A bucket with less of it alive goes before older ones: little is lost for its space."""
+"""A bucket whose live share is below this is evicted before older ones: few records are lost for
+its space.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,39 +36,39 @@ class Bucket:
 
     number: int
     file_bytes: int
-    """Bytes that it takes of the disk."""
+    """Bytes of the file on the disk."""
     used_bytes: int = HEAD_BYTES
-    """Head and records, the dead ones included."""
+    """Bytes of the head and all records, dead ones included."""
     live_bytes: int = 0
     used_tick: int = 0
     records: list[Record] = field(default_factory=list[Record])
-    """All that were added, in order of position."""
+    """All records that were added, dead ones included, in order of position."""
 
 
 class DiskIndex:
-    """Records and buckets. Not thread-safe."""
+    """The live records and the buckets of one disk. Not thread-safe."""
 
     def __init__(self) -> None:
         self.buckets: dict[int, Bucket] = {}
         self._records: dict[str, Record] = {}
         self._tick = 0
         self.file_bytes = 0
-        """Bytes of all buckets."""
+        """Bytes of all bucket files."""
         self.live_bytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
 
     def find(self, key: str) -> Record | None:
-        """Return the live record of a key."""
+        """Return the live record of a key; None without one."""
         return self._records.get(key)
 
     def list_records(self) -> list[Record]:
-        """Return a copy of all live records."""
+        """Return all live records, as a new list."""
         return list(self._records.values())
 
     def add_bucket(self, number: int, file_bytes: int) -> Bucket:
-        """Add an empty bucket."""
+        """Add an empty bucket to the index."""
         assert number not in self.buckets, number
         bucket = Bucket(number, file_bytes)
         self.buckets[number] = bucket
@@ -71,15 +77,15 @@ class DiskIndex:
         return bucket
 
     def resize_bucket(self, number: int, file_bytes: int) -> None:
-        """Note that the file has become shorter."""
+        """Set the bytes of a bucket file that was truncated."""
         bucket = self.buckets[number]
         self.file_bytes += file_bytes - bucket.file_bytes
         bucket.file_bytes = file_bytes
 
     def add(self, record: Record) -> Record | None:
-        """Add a live record, in place of an older one of its key.
+        """Add a record, and make it the live one of its key unless the live one is newer.
 
-        Returns: the record of that key which is dead now: the older, also if that is the new one.
+        Returns: the record that is dead now: the older of the two; None if the key had none.
         """
         bucket = self.buckets[record.bucket]
         bucket.records.append(record)
@@ -95,7 +101,7 @@ class DiskIndex:
         return earlier
 
     def remove(self, key: str, version: int) -> Record | None:
-        """Forget the record of a key if its version is not above; returns it."""
+        """Forget and return the record of a key if its version is at most ``version``."""
         record = self._records.get(key)
         if record is None or record.header.version > version:
             return None
@@ -108,11 +114,11 @@ class DiskIndex:
         self.live_bytes -= record.length
 
     def is_live(self, record: Record) -> bool:
-        """Return True if this is the record of its key."""
+        """Return True if this record is the live one of its key."""
         return self._records.get(record.header.key) is record
 
     def drop_bucket(self, number: int) -> list[Record]:
-        """Forget a bucket; returns its records that were alive."""
+        """Forget a bucket, and return its records that were live."""
         bucket = self.buckets.pop(number)
         self.file_bytes -= bucket.file_bytes
         lost = [record for record in bucket.records if self.is_live(record)]
@@ -122,16 +128,18 @@ class DiskIndex:
         return lost
 
     def touch(self, number: int) -> None:
-        """Note a use of a bucket, for LRU."""
+        """Mark a bucket as used most recently, for LRU eviction."""
         self._tick += 1
         self.buckets[number].used_tick = self._tick
 
     def pick_dead(self, kept: int) -> list[int]:
-        """Return the buckets of which nothing is alive, but for ``kept``."""
+        """Return the buckets without live records, except ``kept``."""
         return [n for n, bucket in self.buckets.items() if not bucket.live_bytes and n != kept]
 
     def pick_victim(self, kept: int) -> int | None:
-        """Return the bucket to give up next, never ``kept``: the least used, sparse ones first."""
+        """Return the bucket to evict next, except ``kept``: sparse buckets first, then the least
+        recently used.
+        """
         able = [bucket for bucket in self.buckets.values() if bucket.number != kept]
         sparse = [b for b in able if b.live_bytes < SPARSE_SHARE * b.file_bytes]
         if sparse:
@@ -139,18 +147,18 @@ class DiskIndex:
         return min(able, key=lambda bucket: bucket.used_tick).number if able else None
 
     def find_same(self, header: ExtentHeader) -> Record | None:
-        """Return the record of this very object: of its size, version and checksum."""
+        """Return the live record of the key if its size, version and checksum are the same."""
         record = self.find(header.key)
         return record if record is not None and record.header[1:4] == header[1:4] else None
 
     def keep_tombstones(
         self, tombstones: Iterable[RecordTombstone], going: Collection[int] = ()
     ) -> list[RecordTombstone]:
-        """Return the tombstones of buckets that are there: the others have nothing to hold down.
+        """Return the tombstones whose buckets still exist; the other tombstones have no effect.
 
         Args:
             tombstones: to choose from.
-            going: buckets that are dropped here, but whose files may be there.
+            going: buckets that the index has dropped, but whose files may still exist.
         """
         return [
             tombstone

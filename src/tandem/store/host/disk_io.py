@@ -1,4 +1,6 @@
-"""The disk as the SSD tier sees it: buffers between it and the segment, and bounded waits."""
+"""The interface of a disk, the buffers between disk and segment, and time limits for disk
+operations.
+"""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -18,38 +20,45 @@ __all__ = ["PIECE_BYTES", "DiskBuffer", "DiskIo", "DiskPort", "RecordWriter", "c
 T = TypeVar("T")
 
 PIECE_BYTES = 4 * 2**20
-"""Bytes of one read or write; large enough for the bandwidth of any disk at the depth below."""
+"""Bytes of one read or write, large enough for a disk's full bandwidth with ``NUM_PIECES`` in
+flight.
+"""
 NUM_PIECES = 12
-"""Buffers of that size, made when they are needed."""
+"""Number of buffers of ``PIECE_BYTES``, allocated on first use."""
 HANG_S = 20.0
-"""A disk that takes longer for one piece is given up until the process starts again."""
+"""Seconds after which a disk that has not finished one piece is given up until the process
+restarts.
+"""
 CLOSE_S = 2.0
 OFF_LOOP_BYTES = 2**21
-"""Copies of more go to a thread: so much takes 0.4 ms, the way there and back not much less."""
+"""Bytes above which a copy runs in a thread. Copying this much takes 0.4 ms, about as long as the
+switch to a thread and back.
+"""
 
 
 class DiskBuffer(Protocol):
-    """Aligned memory that a disk reads and writes."""
+    """Aligned memory for reads and writes of a disk."""
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """Its bytes."""
+        """The bytes of the buffer."""
         ...
 
 
 class DiskPort(Protocol):
-    """The files of one folder, which no other process uses. Buckets have numbers, notes names.
+    """The files of one folder, which no other process uses: buckets by number, notes by name.
 
-    Each raises CapacityError for want of space, other errors of tandem for what fails otherwise.
+    Each method raises CapacityError if space is missing, and another TandemError for other
+    failures.
     """
 
     @property
     def folder_id(self) -> bytes:
-        """16 random bytes, those of the folder."""
+        """The folder's id, 16 random bytes."""
         ...
 
     def make_buffer(self, nbytes: int) -> DiskBuffer:
-        """Make memory that ``read`` and ``write`` take."""
+        """Allocate memory that ``read`` and ``write`` accept."""
         ...
 
     async def list_buckets(self) -> list[tuple[int, int]]:
@@ -57,86 +66,88 @@ class DiskPort(Protocol):
         ...
 
     async def make_bucket(self, number: int, nbytes: int) -> None:
-        """Make a bucket file whose space is reserved."""
+        """Create a bucket file and reserve its space."""
         ...
 
     async def write(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """Write the first bytes of ``buffer``; they are durable after ``sync``."""
+        """Write the first bytes of ``buffer`` to a bucket. They are durable after ``sync``."""
         ...
 
     async def read(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """Read into ``buffer``."""
+        """Read from a bucket into ``buffer``."""
         ...
 
     async def sync(self, number: int) -> None:
-        """Return when the bytes written to a bucket survive a crash of the machine."""
+        """Return when all bytes written to a bucket survive a crash of the machine."""
         ...
 
     async def cut_bucket(self, number: int, nbytes: int) -> None:
-        """Shorten the file."""
+        """Truncate a bucket file to ``nbytes``."""
         ...
 
     async def drop_bucket(self, number: int) -> None:
-        """Remove the file; reads that have begun go on."""
+        """Remove a bucket file. Running reads still complete."""
         ...
 
     async def quarantine_bucket(self, number: int) -> None:
-        """Move the file aside, in the place of one that was before: it is a bucket no more."""
+        """Move a corrupt bucket file aside, in place of the one quarantined before."""
         ...
 
     async def read_note(self, name: str) -> bytes:
-        """Return a small file; empty if it is not there."""
+        """Return the content of a small file; empty if it is missing."""
         ...
 
     async def write_note(self, name: str, data: bytes) -> None:
-        """Replace a small file, whole or not at all; durable on return."""
+        """Replace a small file atomically. It is durable on return."""
         ...
 
     async def append_note(self, name: str, data: bytes) -> None:
-        """Append to a small file; durable on return."""
+        """Append to a small file. The bytes are durable on return."""
         ...
 
     async def drop_note(self, name: str) -> None:
-        """Remove a small file if it is there."""
+        """Remove a small file if it exists."""
         ...
 
     def condemn(self) -> None:
-        """Remember, elsewhere than on this disk, that its content is not to be believed again."""
+        """Record, outside of this disk, that its content must not be used after a restart."""
         ...
 
 
 class DiskIo:
-    """A disk, the buffers between it and the segment, and what is under way.
+    """A disk with its buffers and its running operations.
 
     Args:
-        port: the files.
-        on_hang: called when the disk does not answer.
+        port: the disk's files.
+        on_hang: called when an operation takes longer than ``HANG_S``.
     """
 
     def __init__(self, port: DiskPort, on_hang: Callable[[], None]) -> None:
         self.port = port
         self.tasks: set[asyncio.Task[Any]] = set()
-        """The disk's running operations."""
+        """Running operations of the disk."""
         self._on_hang = on_hang
         self._free: list[DiskBuffer] = []
         self._buffers = asyncio.Semaphore(NUM_PIECES)
         self._busy: dict[int, asyncio.Task[Any]] = {}
-        """By identity of a buffer: what the disk does with it, whoever waits for that."""
+        """The running disk operation of each lent buffer, by the buffer's identity. It may outlast
+        the caller's wait.
+        """
 
     async def aclose(self) -> None:
-        """Wait for what is under way, not for long."""
+        """Wait for running operations, ``CLOSE_S`` at most, then cancel them."""
         if self.tasks:
             await asyncio.wait(list(self.tasks), timeout=CLOSE_S)
         for task in list(self.tasks):
             task.cancel()
 
     async def take_buffer(self) -> DiskBuffer:
-        """Borrow a buffer of ``PIECE_BYTES``; waits until there is one."""
+        """Take a buffer of ``PIECE_BYTES``; waits until one is free."""
         await self._buffers.acquire()
         return self._free.pop() if self._free else self.port.make_buffer(PIECE_BYTES)
 
     async def write_bytes(self, number: int, data: bytes) -> None:
-        """Write to the beginning of a bucket what fits a buffer."""
+        """Write data that fits in one buffer to the beginning of a bucket."""
         buffer = await self.take_buffer()
         try:
             buffer.array[: len(data)] = np.frombuffer(data, np.uint8)
@@ -145,7 +156,7 @@ class DiskIo:
             self.give_buffer(buffer)
 
     def give_buffer(self, buffer: DiskBuffer) -> None:
-        """Give one back; it is lent again when the disk has done with it."""
+        """Return a buffer to the pool, after the disk operation that still uses it."""
         task = self._busy.pop(id(buffer), None)
         if task is not None and not task.done():
             task.add_done_callback(lambda _: self.give_buffer(buffer))
@@ -154,11 +165,11 @@ class DiskIo:
         self._buffers.release()
 
     async def bounded(self, work: Coroutine[Any, Any, T], buffer: DiskBuffer | None = None) -> T:
-        """Wait for a disk, but not for one that hangs: the kernel gives nothing back of that.
+        """Wait for a disk operation, at most ``HANG_S``.
 
-        What is under way is never cancelled, since that would wait for the disk as well.
+        A running operation is not cancelled, since cancelling would also wait for the disk.
 
-        Raises: DeadlineError when the disk has been given up; what the work raises.
+        Raises: DeadlineError when the disk has been given up; the errors of the operation.
         """
         task = asyncio.get_running_loop().create_task(work)
         self.tasks.add(task)
@@ -178,12 +189,13 @@ class DiskIo:
 
 
 class RecordWriter:
-    """Packs records side by side and writes them in pieces, one being filled meanwhile.
+    """A writer that packs records one behind the other and writes them in pieces: one is filled
+    while others are written.
 
     Args:
         io: the disk.
         data: the segment that objects are copied from.
-        bucket: where they go, behind what it has; None to place nothing.
+        bucket: the bucket to append to; None to place nothing.
     """
 
     def __init__(self, io: DiskIo, data: npt.NDArray[np.uint8], bucket: Bucket | None) -> None:
@@ -191,9 +203,9 @@ class RecordWriter:
         self._data = data
         self.bucket = bucket
         self.at = 0 if bucket is None else bucket.used_bytes
-        """The offset of the next record."""
+        """Offset in the bucket of the next record."""
         self._begin = self.at
-        """The offset of the next piece."""
+        """Offset in the bucket of the next piece."""
         self.num_bytes = 0
         self.placed: list[tuple[Record, int]] = []
         self.torn: list[Record] = []
@@ -202,7 +214,7 @@ class RecordWriter:
         self._writes: list[asyncio.Task[None]] = []
 
     async def add(self, record: Record, offset: int) -> None:
-        """Copy an object behind the last."""
+        """Copy an object from the segment into the pieces, behind the last record."""
         self.placed.append((record, offset))
         head = np.frombuffer(form.pack_record(record), np.uint8)
         key_bytes = len(record.header.key.encode())
@@ -247,12 +259,12 @@ class RecordWriter:
             self._io.give_buffer(buffer)
 
     async def finish(self) -> None:
-        """Write what is left, and wait for all of it."""
+        """Write the last piece and wait for all writes."""
         await self._push()
         await asyncio.gather(*self._writes)
 
     async def abandon(self) -> None:
-        """Wait for what is under way; nothing is raised."""
+        """Wait for running writes and ignore their errors."""
         if self._buffer is not None:
             self._io.give_buffer(self._buffer)
             self._buffer = None
@@ -260,12 +272,15 @@ class RecordWriter:
 
 
 async def copy_bytes(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
-    """Copy memory, much of it in a thread; once this has ended, nothing is written any more."""
+    """Copy memory, in a thread if it is much. After the return or a cancellation nothing is written
+    any more.
+    """
     if target.size <= OFF_LOOP_BYTES:
         np.copyto(target, source)
         return
-    # A cancelled caller still waits for the thread, which writes into memory that is reused. More
-    # than one may cancel it: whoever ends a load, and the next session.
+    # Wait for the thread even if this task is cancelled, since the thread writes into memory that
+    # is reused. The cancellation can come twice: from the end of the load and from the next
+    # session.
     task = asyncio.ensure_future(asyncio.to_thread(np.copyto, target, source))
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,4 +1,4 @@
-"""Ownership of a disk's folder: its lock, its id, and how files in it are opened."""
+"""Ownership of an SSD tier's folder: its lock, its id, and checks of the files that are opened."""
 
 import collections
 import fcntl
@@ -29,7 +29,9 @@ SUFFIX = ".bucket"
 
 
 def open_own_file(path: Path, flags: int) -> int:
-    """Open a file of ours: regular, closed to others, no link."""
+    """Open a file, and check that it is regular, owned by this user, closed to others, and no
+    link.
+    """
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     status = os.fstat(descriptor)
     is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
@@ -42,7 +44,7 @@ def open_own_file(path: Path, flags: int) -> int:
 
 
 def lock_folder(path: Path, descriptor: int, corruption: CorruptionLog) -> bytes:
-    """Lock the folder and return its id, giving it one if it is new."""
+    """Lock an SSD folder and return its id. A new folder gets a random id."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -55,7 +57,8 @@ def lock_folder(path: Path, descriptor: int, corruption: CorruptionLog) -> bytes
         try:
             head = parse_head(data, FOLDER_MAGIC, ID_BYTES, f"{path}/{LOCK_NAME}")
         except CorruptionError as error:
-            # It has the length of our format, so it is damaged. The buckets name their owner.
+            # The note has the length of this format, so it is corrupt rather than foreign. The
+            # buckets' heads name the folder's id.
             if len(data) != HEAD_BYTES:
                 raise ConflictError(
                     "store.disk", f"{path}/{LOCK_NAME} is none of ours: move the folder away"
@@ -79,7 +82,7 @@ def lock_folder(path: Path, descriptor: int, corruption: CorruptionLog) -> bytes
 
 
 def _ask_buckets(path: Path) -> bytes | None:
-    """Return the id of the folder that most buckets in it name; None without any."""
+    """Return the folder id that most buckets in the folder name; None without readable buckets."""
     ids: collections.Counter[bytes] = collections.Counter()
     for file in path.glob(f"*{SUFFIX}"):
         descriptor = open_own_file(file, os.O_RDONLY)
@@ -100,7 +103,7 @@ def _keep_copy(path: Path, data: bytes) -> None:
 
 @contextmanager
 def explained(path: Path) -> Generator[None]:
-    """Turn errors of the operating system into ours."""
+    """Turn OSError from the operating system into errors of tandem."""
     try:
         yield
     except TandemError:

@@ -1,4 +1,6 @@
-"""Objects in a host's memory that wait to be written to its disk, and the scan that finds them."""
+"""The queue of objects that wait to be written from a host's memory to its disk, and the scan that
+fills it.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -12,7 +14,7 @@ from tandem.store.host.segment import HostSegment
 __all__ = ["WriteQueue"]
 
 MAX_QUEUED = 200_000
-"""Objects waiting to be written, some 40 bytes each; beyond it a scan finds them later."""
+"""Limit of queued objects, some 40 bytes each. A scan finds further objects later."""
 SCAN_PERIOD_S = 10.0
 SCAN_SLICE = 500
 
@@ -22,14 +24,14 @@ class WriteQueue:
 
     Args:
         segment: the host's memory; borrowed.
-        clock: of the pauses between scans.
+        clock: times the pauses between scans.
     """
 
     def __init__(self, segment: HostSegment, clock: Clock) -> None:
         self.versions: OrderedDict[int, int] = OrderedDict()
-        """By offset, oldest first: sealed, to be written."""
+        """Versions of queued objects by offset in the segment, oldest first."""
         self.is_behind = True
-        """There may be objects in memory that are neither queued nor written."""
+        """True if memory may have objects that are neither queued nor on the disk."""
         self.has_work = asyncio.Event()
         self._segment = segment
         self._clock = clock
@@ -39,7 +41,7 @@ class WriteQueue:
         return len(self.versions)
 
     def add(self, offset: int, version: int) -> None:
-        """Queue an object to be written; if too many are, a scan will find it."""
+        """Queue an object to be written. If the queue is full, a later scan finds the object."""
         if len(self.versions) >= MAX_QUEUED:
             self.is_behind = True
             return
@@ -47,11 +49,11 @@ class WriteQueue:
         self.has_work.set()
 
     def put_back(self, offset: int, version: int) -> None:
-        """Note that it was taken and not written."""
+        """Queue an object again that was taken from the queue and not written."""
         self.versions.setdefault(offset, version)
 
     async def wait(self) -> None:
-        """Wait until there may be something to do."""
+        """Wait until there may be objects to write or a scan is due."""
         if self.versions:
             return
         left_s = self._scanned_s + SCAN_PERIOD_S - self._clock.now_s()
@@ -59,25 +61,29 @@ class WriteQueue:
             await self.has_work.wait()
         elif left_s > 0:
             try:
-                # Not less than a clock can tell apart, or this would be asked again at once.
+                # At least 10 ms: a shorter wait may be below the clock's resolution, and would
+                # return before the scan is due.
                 async with asyncio.timeout(max(left_s, 0.01)):
                     await self.has_work.wait()
             except TimeoutError:
                 return
 
     async def scan(self, index: DiskIndex, offsets: dict[str, int]) -> None:
-        """Queue what is in memory and not on the disk, unless a scan was made not long ago.
+        """Queue the objects in memory that are not on the disk, at most once in ``SCAN_PERIOD_S``.
 
         Args:
-            index: of the disk.
-            offsets: gets where objects that are on the disk lie in memory, by key.
+            index: the disk's index.
+            offsets: is given the offset in memory, by key, of the objects that are also on the
+                disk.
         """
-        # The very sum that was waited for: another one may round the other way, and never end.
+        # Compute the same sum as ``wait`` does: another formula may round differently, and the loop
+        # would never end.
         if self._scanned_s + SCAN_PERIOD_S - self._clock.now_s() > 0:
             return
         self._scanned_s = self._clock.now_s()
         self.is_behind = False
-        # Not ``scan`` of the segment: that repairs, while this runs beside seals and wipes.
+        # ``HostSegment.scan`` is not used, since it repairs marks, while this loop runs between
+        # seals and wipes.
         for count, offset in enumerate(self._segment.list_offsets()):
             if count % SCAN_SLICE == 0:
                 await asyncio.sleep(0)
@@ -91,7 +97,9 @@ class WriteQueue:
                 offsets[header.key] = offset
 
     def find(self, offset: int, version: int, index: DiskIndex) -> ExtentHeader | None:
-        """Return the header at ``offset`` if it is that of this version and is to be written."""
+        """Return the header at ``offset`` if it has this version and the disk does not have
+        it yet.
+        """
         header = self._read(offset)
         if header is None or header.version != version:
             return None

@@ -1,4 +1,6 @@
-"""Records of a disk, read into the host's memory and checked there; buckets, read by a start."""
+"""Reading of disk records into the host's memory, with verification, and reading of all buckets at
+a start.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,14 +19,16 @@ __all__ = ["RecordReader", "read_buckets"]
 
 
 class RecordReader:
-    """Reads records of one disk to one segment; both are borrowed."""
+    """A reader of records from one disk into one segment, both borrowed."""
 
     def __init__(self, io: DiskIo, segment: HostSegment) -> None:
         self._io = io
         self._segment = segment
 
     async def read(self, record: Record, offset: int) -> None:
-        """Read a record to an extent. Raises: CorruptionError if another lies there."""
+        """Read a record into its extent in the segment. Raises: CorruptionError if another record
+        lies there.
+        """
         key_bytes = len(record.header.key.encode())
         table_at = layout.table_offset(key_bytes)
         end = layout.value_offset(key_bytes, record.header.size) + record.header.size
@@ -46,7 +50,7 @@ class RecordReader:
             self._io.give_buffer(buffer)
 
     async def check(self, offset: int, header: ExtentHeader) -> bool:
-        """Return True if the object in the segment matches its header."""
+        """Return True if table and value in the segment match the header's checksum."""
         if header.size > OFF_LOOP_BYTES:
             return await asyncio.to_thread(self._segment.is_intact, offset, header)
         return self._segment.is_intact(offset, header)
@@ -55,16 +59,17 @@ class RecordReader:
 async def read_buckets(
     io: DiskIo, corruption: CorruptionLog
 ) -> AsyncIterator[tuple[int, int, ReadBucket | None]]:
-    """Yield number, bytes and contents of each bucket that is there, in their order.
+    """Yield number, bytes and contents of each bucket file, by number.
 
-    One that is damaged is noted and quarantined, one that was never begun removed: None then.
+    The contents are None for a corrupt bucket, which is quarantined, and for an empty one, which is
+    removed.
     """
     for number, nbytes in sorted(await io.port.list_buckets()):
         try:
             found = await read_bucket(io, number, nbytes, corruption)
         except CorruptionError as error:
             corruption.note(f"bucket {number}", error)
-            # First, as ``DiskTier`` does when it removes one.
+            # The index before the bucket, in the order in which ``DiskTier`` removes them.
             await io.port.drop_note(index_name(number))
             await io.port.quarantine_bucket(number)
             found = None

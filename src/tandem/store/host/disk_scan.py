@@ -1,4 +1,4 @@
-"""Reading the buckets of an SSD tier at its start."""
+"""Reading of bucket files when an SSD tier starts."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ __all__ = ["ReadBucket", "index_name", "read_bucket"]
 
 
 def index_name(number: int) -> str:
-    """Return the name of the note that says what a bucket holds."""
+    """Return the name of a bucket's index file."""
     return f"{number:016x}.index"
 
 
 class _Window:
-    """A piece of a bucket in memory, moved along as it is read."""
+    """A sliding window: one piece of a bucket in memory, reread as the position moves."""
 
     def __init__(self, port: DiskPort, number: int, nbytes: int, buffer: DiskBuffer) -> None:
         self.number, self.nbytes = number, nbytes
@@ -30,7 +30,7 @@ class _Window:
         self._begin = self._end = 0
 
     async def view(self, at: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return bytes, fewer than a piece."""
+        """Return a view of bytes of the bucket, fewer than ``PIECE_BYTES``."""
         if at < self._begin or at + nbytes > self._end:
             self._begin = at // form.ALIGNMENT * form.ALIGNMENT
             length = min(PIECE_BYTES, self.nbytes - self._begin)
@@ -40,7 +40,7 @@ class _Window:
         return self._buffer.array[at - self._begin : at - self._begin + nbytes]
 
     async def copy(self, at: int, target: npt.NDArray[np.uint8]) -> None:
-        """Copy bytes out."""
+        """Copy bytes of the bucket to ``target``."""
         step = PIECE_BYTES // 2
         for begin in range(0, target.size, step):
             part = target[begin : begin + step]
@@ -48,23 +48,23 @@ class _Window:
 
 
 class ReadBucket(NamedTuple):
-    """The records that were found in a bucket."""
+    """The records that were found in a bucket file."""
 
     records: list[Record]
     end: int
-    """End of them."""
+    """Offset behind the last record."""
     has_index: bool
-    """Its index holds together, and need not be written."""
+    """True if the bucket's index file is intact and need not be written."""
 
 
 async def read_bucket(
     io: DiskIo, number: int, nbytes: int, corruption: CorruptionLog
 ) -> ReadBucket | None:
-    """Return the records of a bucket; what of it is damaged is noted.
+    """Return the records of a bucket. Corrupt parts are added to ``corruption``.
 
-    Returns: None if nothing was ever written to it.
+    Returns: None if nothing was ever written to the bucket.
 
-    Raises: CorruptionError if it has no head of its own; UnsupportedError (version).
+    Raises: CorruptionError if the bucket has no valid head; UnsupportedError (version).
     """
     buffer = await io.take_buffer()
     try:
@@ -93,7 +93,9 @@ async def read_bucket(
 
 
 async def _scan_bucket(window: _Window, corruption: CorruptionLog) -> ReadBucket:
-    """Read a bucket without index, values included: what is torn ends it or is left out."""
+    """Read a bucket without its index, and verify each value. A corrupt header ends the scan; a
+    record with a corrupt value is skipped.
+    """
     records: list[Record] = []
     position = form.HEAD_BYTES
     number, nbytes = window.number, window.nbytes

@@ -1,4 +1,6 @@
-"""Records of a disk that are dead: listed durably, so that no start finds them again."""
+"""Tombstones of a disk: a durable list of dead records, so that a restart does not find them
+again.
+"""
 
 import asyncio
 import logging
@@ -20,8 +22,8 @@ class TombstoneList:
     """The tombstones of one disk.
 
     Args:
-        io: of the disk; borrowed.
-        keep: returns those that still have something to hold down.
+        io: the disk; borrowed.
+        keep: returns the tombstones that are still needed.
         on_error: called when the list could not be compacted.
     """
 
@@ -37,15 +39,17 @@ class TombstoneList:
         self._on_error = on_error
         self._lock = asyncio.Lock()
         self._num_listed = 0
-        """Entries in the file, those of buckets that are gone included."""
+        """Number of entries in the file, including those of removed buckets."""
 
     async def read(self) -> int:
-        """Read the file; returns how many copies of entries are damaged."""
+        """Read the tombstone file. Return the number of corrupt copies of entries."""
         self.entries, num_damaged = parse_tombstones(await self._io.port.read_note(TOMBSTONES))
         return num_damaged
 
     async def append(self, tombstones: Sequence[RecordTombstone]) -> None:
-        """List more, durably. Raises: what the disk does; they are listed in memory then."""
+        """Append tombstones durably. If the disk fails, they are kept in memory and the error is
+        raised.
+        """
         self.entries += tombstones
         async with self._lock:
             packed = pack_tombstones(tombstones)
@@ -55,7 +59,7 @@ class TombstoneList:
                 await self._shorten()
 
     async def _shorten(self) -> None:
-        """Compact the list after the noted entries, which hold even if this fails."""
+        """Compact the file after an append. The appended tombstones hold even if this fails."""
         try:
             await self._io.bounded(self.compact())
         except TandemError as error:
@@ -63,11 +67,11 @@ class TombstoneList:
             self._on_error()
 
     async def compact(self) -> None:
-        """Rewrite the list without tombstones that no record needs."""
+        """Rewrite the file without the tombstones that are no longer needed."""
         self.entries = self._keep(self.entries)
         await self._io.port.write_note(TOMBSTONES, pack_tombstones(self.entries))
         self._num_listed = len(self.entries)
 
     def forget_bucket(self, number: int) -> None:
-        """Note that the bucket is gone."""
+        """Forget the tombstones of a removed bucket."""
         self.entries = [entry for entry in self.entries if entry.bucket != number]

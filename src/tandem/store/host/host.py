@@ -1,7 +1,8 @@
-"""A host's side of the store: keeps a segment, obeys one master, lets clients write.
+"""A host's side of the store: keeps a segment, executes the orders of one master, lets clients
+write.
 
-The logic alone: its effects go through ``HostPort`` (the data path) and the
-``Peer`` of the control channel, so that the simulator runs this very class.
+Logic only: effects go through ``HostPort`` (the data path) and the ``Peer`` of the control channel,
+so that the simulator runs this same class.
 """
 
 import asyncio
@@ -57,12 +58,12 @@ __all__ = ["HostPort", "StoreHost"]
 logger = logging.getLogger(__name__)
 
 PAGE_OBJECTS = 4_000
-"""Objects in a page of the inventory: some 800 KB, and some 40 ms of either side's time."""
+"""Objects in one page of the inventory: some 800 KB, and some 40 ms of work on either side."""
 CALL_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 2.0
 RETRY_S = 0.25
 REPORT_GAP_S = 0.02
-"""Between two reports about the disk: what happens meanwhile goes into one."""
+"""Seconds between two reports about the disk. Changes in between are sent as one report."""
 REPORT_PERIOD_S = 2.0
 
 
@@ -71,7 +72,7 @@ class HostPort(Protocol):
 
     @property
     def address(self) -> str:
-        """The address at which peers reach it."""
+        """The address at which peers reach the host's transfer engine."""
         ...
 
     @property
@@ -80,36 +81,42 @@ class HostPort(Protocol):
         ...
 
     def former_writers(self) -> set[int]:
-        """Return places that an earlier owner of the segment may have given out."""
+        """Return the write addresses that an earlier process of this segment may have handed
+        out.
+        """
         ...
 
     def open_writer(self) -> int:
-        """Give out a new place where the segment begins, for one writer; never the same again."""
+        """Make a new write address for one writer, at which the segment begins; it is never
+        reused.
+        """
         ...
 
     async def close_writer(self, base: int) -> bool:
-        """Take the place back. True: no byte can arrive by it any more. May be repeated."""
+        """Withdraw a write address. Return True if no byte can arrive by it any more. May be
+        repeated.
+        """
         ...
 
     async def fetch(
         self, source: Endpoint, source_offset: int, offset: int, length: int, timeout_s: float
     ) -> None:
-        """Copy from another host's segment into ours.
+        """Copy a range from another host's segment into this one.
 
-        Once it has returned or raised, it touches the segment no more.
+        The segment is not touched after this has returned or raised.
         """
         ...
 
 
 class StoreHost:
-    """Serves one segment. All calls from one event loop.
+    """A store host that serves one segment. All calls come from one event loop.
 
     Args:
         name: unique in the store.
-        machine: hosts and clients with the same one are near each other.
+        machine: hosts and clients with the same value are near each other.
         segment: owned by the caller, who closes it last.
         port: the data path to that segment.
-        disk: its SSD tier, opened and started by the caller, who closes it after this.
+        disk: the SSD tier, opened and started by the caller, who closes it after this.
     """
 
     def __init__(
@@ -130,7 +137,9 @@ class StoreHost:
         if disk is not None:
             disk.on_change = self._disk_changed.set
         self._tasks = Tasks()
-        """Telling the master of growth, and forgetting what it does not want of the disk."""
+        """Background tasks: reports of the segment's growth, and removals of disk records that the
+        master does not want.
+        """
         self.num_objects = 0
         self._session = -1
         self._last_number = -1
@@ -138,12 +147,14 @@ class StoreHost:
         self._pulls: dict[int, asyncio.Task[None]] = {}
         self._joining: asyncio.Task[None] | None = None
         self.master: Caller | None = None
-        """The session in which orders come."""
+        """The session with the master whose orders are executed."""
         self._num_attempts = 0
         self.is_joined = asyncio.Event()
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
-        """Return what a master may call: name, handler, request type, response type."""
+        """Return the methods that a master may call: (name, handler, request type, response
+        type).
+        """
         return [
             ("seal", self._seal, SealExtents, Ack),
             ("wipe", self._wipe, WipeExtents, Ack),
@@ -157,15 +168,15 @@ class StoreHost:
         ]
 
     def on_master(self, master: Caller) -> None:
-        """Note that a session with a master has begun: join it. Replaces a join that is under
-        way.
+        """Note that a session with a master has begun, and join the store in it. A running join is
+        cancelled.
         """
         self.on_master_lost()
         self.master = master
         self._joining = asyncio.get_running_loop().create_task(self._join(master))
 
     def on_master_lost(self) -> None:
-        """Note that the session has ended; nothing of it is obeyed any more."""
+        """Note that the session with the master has ended. Its orders are refused from now on."""
         self._session = -1
         self.master = None
         self.is_joined.clear()
@@ -180,9 +191,11 @@ class StoreHost:
             self._reporting = None
 
     def on_grown(self) -> None:
-        """Tell the master that more of the segment is usable, or all is; call on the loop."""
+        """Report to the master that more of the segment is usable, or that it grows no more. Call
+        on the event loop.
+        """
         if self.master is None or not self.is_joined.is_set():
-            return  # The join will tell.
+            return  # The join reports the size.
         message = self._describe_growth()
         self._tasks.spawn(self._tell_grown(message))
 
@@ -190,7 +203,7 @@ class StoreHost:
         return SegmentGrown(self._session, self.segment.usable_bytes, self.segment.final_bytes)
 
     async def leave(self) -> None:
-        """Tell the master that this host ends and that its segment goes with it."""
+        """Tell the master that this host ends and that its segment is removed."""
         if self.master is None or not self.is_joined.is_set():
             return
         try:
@@ -200,7 +213,7 @@ class StoreHost:
             logger.info("event=leave_untold host=%s reason=%s", self.name, error)
 
     async def aclose(self) -> None:
-        """Stop joining, pulling, reporting and telling of growth."""
+        """Stop joining, pulling objects, and reporting."""
         behind = (*self._pulls.values(), *self._tasks.list_running())
         running = (self._joining, self._reporting, *behind)
         tasks = [task for task in running if task is not None]
@@ -228,11 +241,10 @@ class StoreHost:
             await asyncio.sleep(RETRY_S)
 
     async def _join_once(self, master: Caller) -> None:
-        # What the last master granted is unknown to this one, so no writer of then may be left
-        # when free space is given out; and no order of then may still be under way. An attempt
-        # whose last answer was lost may have joined for the master, whose orders then come until
-        # the next session begins: a pull among them would end in space that the inventory calls
-        # free.
+        # A new master does not know what its predecessor granted, so no writer and no order of the
+        # earlier session may be left when it hands out free space. An earlier attempt whose answer
+        # was lost may have joined the same master, which sends orders until the next session
+        # begins: a pull among them would write into space that the inventory reports as free.
         self._session = -1
         self.is_joined.clear()
         self._stop_reporting()
@@ -264,7 +276,7 @@ class StoreHost:
                 "store.join", f"master of epoch {joined.epoch}, {self.segment.epoch} was obeyed"
             )
         self.segment.epoch = joined.epoch
-        # The old writers: those opened before this session; new ones need its orders.
+        # Writers opened before this session. New writers are opened by orders of this session only.
         old_writers = set(self._writers)
         self._session, self._last_number = joined.session, -1
         num_pages = 0
@@ -272,13 +284,13 @@ class StoreHost:
         try:
             async with contextlib.aclosing(self._list_inventory()) as inventory:
                 async for records, is_disk in inventory:
-                    # The master takes one page while we read the next.
+                    # The master processes one page while this host reads the next.
                     if telling is not None:
                         await telling
                     page = InventoryPage(joined.session, num_pages, records, is_disk)
                     call = master.call("inventory", page, Ack, timeout_s=CALL_TIMEOUT_S)
                     telling = asyncio.get_running_loop().create_task(call)
-                    await asyncio.sleep(0)  # For it to leave.
+                    await asyncio.sleep(0)  # Let the call be sent.
                     num_pages += 1
             if telling is not None:
                 await telling
@@ -303,7 +315,9 @@ class StoreHost:
             await self._tell_grown(self._describe_growth())
 
     def _epoch_seen(self) -> int:
-        """Return an epoch that no master must be below: the disk may be older than the segment."""
+        """Return the highest epoch seen. The disk may be older than the segment, so its versions
+        count too.
+        """
         if self.disk is None:
             return self.segment.epoch
         newest = max((r.header.version for r in self.disk.index.list_records()), default=0)
@@ -313,7 +327,7 @@ class StoreHost:
         self.num_objects = 0
         on_disk: list[ExtentHeader] = []
         if self.disk is not None:
-            # What changes from here on is told after the inventory.
+            # Changes from here on are reported after the inventory.
             on_disk = [record.header for record in self.disk.list_records()]
             self.disk.take_changes()
         records = ExtentRecords()
@@ -334,11 +348,11 @@ class StoreHost:
     # The disk.
 
     async def _report_disk(self, disk: DiskTier, master: Caller, session: int) -> None:
-        """Tell the master what changes on the disk, for as long as the session lasts."""
+        """Report changes on the disk to the master until the session ends."""
         number = 0
         while True:
-            with contextlib.suppress(TimeoutError):  # Then the status alone.
-                # Not ``wait_for``: on Python 3.11 that swallows a cancellation at the wrong moment.
+            with contextlib.suppress(TimeoutError):  # After the period, report the status alone.
+                # ``asyncio.timeout``, since ``wait_for`` of Python 3.11 can swallow a cancellation.
                 async with asyncio.timeout(REPORT_PERIOD_S):
                     await self._disk_changed.wait()
             self._disk_changed.clear()
@@ -356,7 +370,7 @@ class StoreHost:
             await asyncio.sleep(REPORT_GAP_S)
 
     async def _tell_disk(self, disk: DiskTier, master: Caller, report: DiskReport) -> bool:
-        """Make one report arrive; False if this session takes none any more."""
+        """Send one report, and retry until it arrives. Return False if the session has ended."""
         while True:
             try:
                 answer = await master.call(
@@ -374,7 +388,7 @@ class StoreHost:
                 for (key, version), flag in zip(report.stored.items(), answer.flags, strict=True)
                 if not flag
             }
-            if unwanted:  # Removed, or evicted, while they were written.
+            if unwanted:  # Removed or evicted in memory while they were written.
                 self._tasks.spawn(disk.forget(list(unwanted), list(unwanted.values())))
             return True
 
@@ -392,11 +406,11 @@ class StoreHost:
         except TandemError as error:
             logger.warning("event=growth_untold host=%s reason=%s", self.name, error)
 
-    # Orders of the master. They begin in the order in which they came; those that have nothing to
-    # wait for are plain functions, which need no task.
+    # Orders of the master. They begin in the order of arrival; those that wait for nothing are
+    # plain functions, which need no task.
 
     def _obey(self, order: Order) -> None:
-        """Refuse orders of a stale master, and orders that come late or twice."""
+        """Check an order: refuse it if its master is stale, or if it is late or repeated."""
         if not self.segment.epoch <= order.epoch <= MAX_EPOCH or order.session != self._session:
             raise ConflictError(
                 "store.host",
@@ -431,8 +445,8 @@ class StoreHost:
         self._obey(order)
         for offset in order.offsets:
             self._wipe_object(offset)
-        # Only pulls have to be waited for: they would write into space that is free then. All are
-        # cancelled before any is: one that ended meanwhile would leave its object.
+        # Wait for pulls, which would write into space that is free after this order. Cancel all of
+        # them before waiting for any: one that completed meanwhile would leave its object there.
         pulls = [self._pulls[offset] for offset in order.offsets if offset in self._pulls]
         for pull in pulls:
             pull.cancel()
@@ -486,7 +500,9 @@ class StoreHost:
     async def _fill(
         self, offset: int, header: ExtentHeader, work: Coroutine[Any, Any, None]
     ) -> Ack:
-        """Bring an object into an extent; ends when that is wiped, or the call is cancelled."""
+        """Run ``work``, which brings an object into an extent, until it ends, the extent is wiped,
+        or the call is cancelled.
+        """
         if offset in self._pulls:
             work.close()
             raise ConflictError("store.pull", f"a pull to offset {offset} is under way")
@@ -495,7 +511,8 @@ class StoreHost:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            # Of the pull (wiped meanwhile), or of this call: both end it for good.
+            # Cancelled is either the pull, by a wipe of its extent, or this call. Both end the
+            # pull.
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             raise CancelledError("store.pull", f"pull of {header.key!r} was ended") from None
@@ -529,7 +546,8 @@ class StoreHost:
                 order.timeout_ms / 1e3,
             )
         except (PeerLostError, NotFoundError, UnsupportedError) as error:
-            # Of the source: our master is not to take it for a loss of us.
+            # The error concerns the source host. Raise another type, or the master would take it
+            # for the loss of this host.
             raise DeadlineError(
                 "store.pull", f"{order.source.name} cannot be reached: {error.what}"
             ) from None

@@ -1,8 +1,9 @@
 """A host's memory: a file on tmpfs that outlives its process, with a header beside each object.
 
-Format: docs/design/store/store_formats.md. The file is 0600, in a 0700 folder of ours, locked by
-its owner; its pages are reserved before they are touched, so that a full file system is an error
-here and never SIGBUS. Not thread-safe but for ``reserve_rest``.
+Format: docs/design/store/store_formats.md. The file is 0600, in a 0700 folder of this user, locked
+    by
+its owner. Its pages are reserved before they are touched, so that a full file system raises an
+error instead of SIGBUS. Not thread-safe, except ``reserve_rest``.
 """
 
 import contextlib
@@ -51,30 +52,34 @@ logger = logging.getLogger(__name__)
 MAGIC = b"TANDSEG\0"
 FIELDS = struct.Struct("<IQ16sQ")  # granule, capacity, id, epoch
 MARK = 0xFF
-"""At the granule where an object begins; a bit that flips leaves it told from 0."""
+"""Mark byte of a granule at which an object begins. It differs from 0 in all bits, so that one
+flipped bit does not hide it.
+"""
 QUARANTINED = ".quarantined"
 FIRST_RESERVE_BYTES = 2**30
-"""tmpfs zeroes some 3 GB/s; so much is there before the first put, the rest follows behind."""
+"""Bytes that are reserved before the first put; a thread reserves the rest. tmpfs zeroes some 3
+GB/s.
+"""
 RESERVE_STEP_BYTES = 256 * 2**20
 POPULATE_STEP_BYTES = 32 * 2**20
 POPULATE_NICENESS = 10
 
 
 class HostSegment:
-    """Memory with objects in it. Made by ``open_file`` or ``make_anonymous``."""
+    """A host's memory with objects in it. Made by ``open_file`` or ``make_anonymous``."""
 
     def __init__(self, memory: mmap.mmap, capacity_bytes: int, segment_id: bytes) -> None:
         self._map = memory
         self.capacity_bytes = capacity_bytes
-        """Bytes for extents when all is reserved."""
+        """Bytes for extents when the whole segment is reserved."""
         self.usable_bytes = capacity_bytes
         """Bytes for extents that are backed by memory now."""
         self.final_bytes = capacity_bytes
-        """Bytes that will be usable, as far as is known."""
+        """Bytes for extents that will be usable, as far as is known."""
         self.segment_id = segment_id.hex()
         self.path: Path | None = None
         self.corruption = CorruptionLog()
-        """Damage of the file since it was opened."""
+        """Corruption found in the file since it was opened."""
         self._home = int.from_bytes(segment_id[:8], "little")
         self._epoch = 0
         self._descriptor = -1
@@ -86,13 +91,13 @@ class HostSegment:
             begin : begin + capacity_bytes // layout.GRANULE_BYTES
         ]
         self.data: npt.NDArray[np.uint8] = whole[self._data_at : self._data_at + capacity_bytes]
-        """The extents. Beyond ``usable_bytes`` not to be touched."""
+        """The bytes of all extents. Those beyond ``usable_bytes`` must not be touched."""
 
     # Life.
 
     @classmethod
     def make_anonymous(cls, capacity_bytes: int) -> "HostSegment":
-        """Make one that dies with the process, for ``StoreClient.local`` and tests."""
+        """Make a segment that ends with the process, for ``StoreClient.local`` and tests."""
         capacity_bytes = _check_capacity(capacity_bytes)
         memory = mmap.mmap(-1, _data_offset(capacity_bytes) + capacity_bytes)
         segment = cls(memory, capacity_bytes, secrets.token_bytes(16))
@@ -101,15 +106,14 @@ class HostSegment:
 
     @classmethod
     def open_file(cls, path: Path, capacity_bytes: int) -> "HostSegment":
-        """Attach to the segment at ``path``, or make it.
+        """Attach to the segment file at ``path``, or create it.
 
-        A segment of another capacity is replaced by an empty one: it is a cache. A file whose head
-        does not hold together is moved aside, and named in ``corruption``.
+        A segment of another capacity is replaced by an empty one, since a store is a cache. A file
+        with a corrupt head is moved aside and named in ``corruption``.
 
-        Raises: ConflictError (a live process owns it; it is not even as long as a segment
-            could be); UnsupportedError (a later version wrote
-            it); CapacityError (the file system cannot hold it); PermissionDeniedError (folder or
-            file open to others).
+        Raises: ConflictError (a live process owns it; its length is that of no segment);
+            UnsupportedError (a later version wrote it); CapacityError (the file system cannot hold
+            it); PermissionDeniedError (folder or file open to others).
         """
         capacity_bytes = _check_capacity(capacity_bytes)
         check_folder(path.parent)
@@ -119,7 +123,7 @@ class HostSegment:
             segment = cls._attach(path, descriptor, capacity_bytes, head)
         except BaseException:
             if not os.fstat(descriptor).st_size:
-                path.unlink(missing_ok=True)  # Made just now, and ours: nobody else would.
+                path.unlink(missing_ok=True)  # This call created the empty file.
             os.close(descriptor)
             raise
         segment.corruption = corruption
@@ -132,7 +136,7 @@ class HostSegment:
         cls, path: Path, descriptor: int, capacity_bytes: int, head: "_FileHead | None"
     ) -> "HostSegment":
         data_at = _data_offset(capacity_bytes)
-        # Of whole pages, which are huge on hugetlbfs.
+        # Round up to whole pages, which are huge on hugetlbfs.
         page_bytes = os.fstatvfs(descriptor).f_bsize
         file_bytes = (data_at + capacity_bytes + page_bytes - 1) // page_bytes * page_bytes
         _check_room(path, descriptor, file_bytes)
@@ -143,7 +147,7 @@ class HostSegment:
         segment_id = secrets.token_bytes(16) if head is None else head.segment_id
         segment = cls(memory, capacity_bytes, segment_id)
         segment.usable_bytes = first
-        # Also the copy that was read: the other one may be damaged, or older.
+        # Write both copies of the head, since one of them may be corrupt or older.
         segment._write_file_head(0 if head is None else head.epoch)
         if head is not None:
             segment._reserve_used(path, descriptor)
@@ -156,7 +160,7 @@ class HostSegment:
         return segment
 
     def _reserve_used(self, path: Path, descriptor: int) -> None:
-        """Map the pages that hold objects. Pages between them may be holes."""
+        """Reserve the pages that hold objects. Pages between objects may be holes."""
         marked = np.flatnonzero(self._starts)
         if not len(marked):
             return
@@ -171,12 +175,12 @@ class HostSegment:
             self.usable_bytes = end
 
     def reserve_rest(self, on_grown: Callable[[int], None]) -> None:
-        """Reserve what is left, in a thread of its own; ``on_grown(usable_bytes)`` comes from it.
+        """Reserve the rest of the segment in a thread, which calls ``on_grown(usable_bytes)`` after
+        each step.
 
-        A file system that fills up meanwhile ends it: the segment stays as large as it got, which
-        ``final_bytes`` says then, and ``on_grown`` is called once more. Pages
-        that are reserved are mapped then, too: the first touch of each costs a microsecond, which
-        is most of the time that it takes to seal a small object.
+        If the file system fills up, the segment keeps its size, ``final_bytes`` is set to that, and
+        ``on_grown`` is called once more. The reserved pages are then mapped as well: the first
+        touch of a page costs a microsecond, which is most of the time to seal a small object.
         """
         if self._descriptor < 0:
             return
@@ -187,7 +191,7 @@ class HostSegment:
 
     def _reserve_steps(self, on_grown: Callable[[int], None]) -> None:
         self._reserve_all(on_grown)
-        # Background work: lower priority than calls.
+        # Lower the thread's priority below that of calls.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICENESS)
         for begin in range(0, self.usable_bytes, POPULATE_STEP_BYTES):
@@ -212,7 +216,7 @@ class HostSegment:
             on_grown(until)
 
     def close(self, *, remove: bool = False) -> None:
-        """Let go; the file stays for the next owner unless it is to be removed. Idempotent.
+        """Close the file, and remove it if asked; else the next owner finds it. May be repeated.
 
         The mapping ends with the last view of ``data``.
         """
@@ -222,18 +226,19 @@ class HostSegment:
         if self._descriptor >= 0:
             if remove and self.path is not None:
                 self.path.unlink(missing_ok=True)
-            # The mapping holds a copy of the descriptor, and with it the lock.
+            # Unlock explicitly: the mapping holds a copy of the descriptor, which would keep the
+            # lock.
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = -1
 
-    # The highest epoch of a master that was obeyed.
+    # The highest epoch of a master whose orders were executed.
 
     @property
     def epoch(self) -> int:
-        """The highest epoch seen; kept in the file.
+        """The highest epoch of a master seen, kept in the file's head.
 
-        Raises: ConfigError when it is set to what no version has room for.
+        Raises: ConfigError if it is set to an epoch that no version has room for.
         """
         return self._epoch
 
@@ -247,29 +252,29 @@ class HostSegment:
         segment_id = bytes.fromhex(self.segment_id)
         fields = FIELDS.pack(layout.GRANULE_BYTES, self.capacity_bytes, segment_id, epoch)
         head = pack_head(MAGIC, fields)
-        # One copy after the other: whenever this process dies, one of them holds together.
+        # Write one copy after the other, so that one of them is whole whenever the process dies.
         self._map[: HEAD_BYTES // 2] = head[: HEAD_BYTES // 2]
         self._map[HEAD_BYTES // 2 : HEAD_BYTES] = head[HEAD_BYTES // 2 :]
         self._epoch = epoch
 
-    # The file, for processes that map it as well.
+    # Access to the file, for other processes that map it.
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the file; -1 if there is none."""
+        """Descriptor of the segment's file; -1 without a file."""
         return self._descriptor
 
     @property
     def data_offset(self) -> int:
-        """The offset at which ``data`` begins in the file, bytes."""
+        """Offset in the file at which ``data`` begins, bytes."""
         return self._data_at
 
     def has_no_writers(self) -> bool:
-        """Return True if no other process can write to the file: those that map it hold a lock of
-        it.
+        """Return True if no other process can write to the file. Processes that map it for writing
+        hold a lock on it.
 
-        True once it is proven, until the right to write is given again. A mapping for
-        readers needs no proof.
+        The answer True holds until the right to write is given again. Mappings for readers do not
+        count.
         """
         if self._descriptor < 0:
             return True
@@ -283,7 +288,8 @@ class HostSegment:
     # Objects.
 
     def seal(self, offset: int, header: ExtentHeader) -> None:
-        """Make the object at ``offset`` one that survives: its table and value are there.
+        """Write the header of the object at ``offset``, whose table and value are there. It then
+        survives a restart.
 
         Raises: as ``seal_many``.
         """
@@ -294,12 +300,14 @@ class HostSegment:
     def seal_many(
         self, records: ExtentRecords, *, tables: bytes | None = None, values: bytes | None = None
     ) -> None:
-        """Make objects ones that survive, all or none: header first, its mark last.
+        """Write the headers of objects, all or none, and set the mark of each last. They then
+        survive a restart.
 
         Args:
-            records: where they are, and what they say of themselves.
-            tables: to be written before, one after the other; None if they are there.
-            values: the same of values, whose tables follow from them.
+            records: offsets and header fields of the objects.
+            tables: checksum tables to write first, concatenated; None if they are in the extents.
+            values: values to write first, concatenated, with tables computed from them; None if
+                they are in the extents.
 
         Raises: ConflictError if other objects lie there; ConfigError if one leaves the segment;
             CorruptionError if a checksum, or the length of a column, is wrong.
@@ -324,17 +332,19 @@ class HostSegment:
     def repin(self, offset: int, *, hard: bool, soft_pin_ms: int) -> None:
         """Replace the pins of the object at ``offset``.
 
-        Raises: NotFoundError or CorruptionError; see ``read_header``.
+        Raises: NotFoundError; CorruptionError if the header is corrupt; ConfigError
+            (``soft_pin_ms``).
         """
         header = self.read_header(offset)._replace(hard_pin=hard, soft_pin_ms=soft_pin_ms)
-        # A crash between two stores would leave a header that is refused, so it is made afresh.
+        # Clear the mark and seal anew: a crash in the middle of an in-place change would leave a
+        # corrupt header.
         if not 0 <= soft_pin_ms < 2**32:
             raise ConfigError("store.segment", f"a soft pin of {soft_pin_ms} ms", field="soft_s")
         self._starts[offset // layout.GRANULE_BYTES] = 0
         self.seal(offset, header)
 
     def wipe(self, offset: int) -> None:
-        """Forget the object at ``offset``, if there is one."""
+        """Clear the header of the object at ``offset``, if there is one."""
         granule, misfit = divmod(offset, layout.GRANULE_BYTES)
         if misfit or not 0 <= granule < len(self._starts):
             raise ConfigError("store.wipe", f"offset {offset} is not in the segment")
@@ -347,17 +357,17 @@ class HostSegment:
         return bool(self._starts[offset // layout.GRANULE_BYTES])
 
     def read_header(self, offset: int) -> ExtentHeader:
-        """Read the header at ``offset``.
+        """Return the header of the object at ``offset``.
 
         Raises: CorruptionError if there is none that holds together.
         """
         return self._read(offset)[0]
 
     def _read(self, offset: int) -> tuple[ExtentHeader, int]:
-        """Return the header at ``offset`` and the length of the extent.
+        """Return the header at ``offset`` and the length of its extent.
 
-        What holds together is still not believed if no master of an epoch that was obeyed here
-        can have given its version.
+        An intact header is still refused if its version has a higher epoch than any master seen
+        here.
         """
         usable = self.data[: self.usable_bytes]
         header = parse_object(usable, offset, self._home, offset) if offset >= 0 else None
@@ -368,14 +378,14 @@ class HostSegment:
         raise CorruptionError("store.segment", f"no valid object header at offset {offset}")
 
     def list_offsets(self) -> list[int]:
-        """Return where objects begin at this moment."""
+        """Return the offsets at which objects begin now."""
         return (np.flatnonzero(self._starts) * layout.GRANULE_BYTES).tolist()
 
     def scan(self) -> Iterator[tuple[int, ExtentHeader]]:
-        """Yield all objects in order of offset.
+        """Yield (offset, header) of all objects in order of offset.
 
-        One whose header is damaged, or overlaps, is quarantined: it is no object any more, and is
-        named in ``corruption``.
+        An object whose header is corrupt, or that overlaps the one before, is wiped and named in
+        ``corruption``.
         """
         end = 0
         self._mend_marks()
@@ -392,11 +402,13 @@ class HostSegment:
 
     @property
     def name(self) -> str:
-        """The name of the file, or the id of a segment without one."""
+        """Name of the file, or the id of a segment without a file."""
         return self.segment_id if self.path is None else self.path.name
 
     def _mend_marks(self) -> None:
-        """Set or clear marks that are neither: most of their bits decide, then the header."""
+        """Repair marks that are neither set nor clear, by the majority of their bits. A wrongly set
+        mark is found by its header.
+        """
         for granule in np.flatnonzero((self._starts != 0) & (self._starts != MARK)).tolist():
             mark = int(self._starts[granule])
             self.corruption.note(f"mark {granule} of segment {self.name}", f"{mark:#x}")
@@ -408,13 +420,13 @@ class HostSegment:
         return self._read(offset)
 
     def span(self, header: ExtentHeader) -> tuple[int, int]:
-        """Return where table and value of such an object begin and end, from its offset."""
+        """Return the range of an object's table and value, relative to its extent."""
         key_bytes = len(header.key.encode())
         end = layout.value_offset(key_bytes, header.size) + header.size
         return layout.table_offset(key_bytes), end
 
     def is_intact(self, offset: int, header: ExtentHeader) -> bool:
-        """Compare table and value of an extent with the checksums. Reads all of it."""
+        """Return True if table and value of an extent match the checksums. Reads all of it."""
         key_bytes = len(header.key.encode())
         length = layout.extent_bytes(key_bytes, header.size)
         if not 0 <= offset <= self.usable_bytes - length:
@@ -430,7 +442,7 @@ class HostSegment:
 
 
 def _whole_file(kind: int) -> bytes:
-    """Return a ``struct flock`` over all of a file."""
+    """Return a packed ``struct flock`` of a lock on the whole file."""
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
 
 
@@ -447,7 +459,9 @@ def _data_offset(capacity_bytes: int) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Make a folder that is ours alone, or check that it is. Raises: PermissionDeniedError."""
+    """Create a folder that only this user can enter, or check an existing one. Raises:
+    PermissionDeniedError.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if (
@@ -468,16 +482,16 @@ class _FileHead(NamedTuple):
 def _open(
     path: Path, capacity_bytes: int, corruption: CorruptionLog
 ) -> "tuple[int, _FileHead | None]":
-    """Return the locked file, and the head of the segment in it; None for an empty file.
+    """Return the locked file and the head of the segment in it; None for an empty file.
 
-    What cannot be attached gives way to another file. It is never shortened: clients of its last
+    A file that cannot be attached is replaced by a new one and never truncated: clients of its last
     owner may still map it, and a process that touches a page beyond the end is killed.
     """
     for _ in range(4):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             _check_file(path, descriptor)
-            if _is_at(path, descriptor):  # Else another host has replaced it since.
+            if _is_at(path, descriptor):  # False if another host has replaced the file since.
                 if os.fstat(descriptor).st_size == 0:
                     return descriptor, None
                 try:
@@ -497,7 +511,9 @@ def _open(
 
 
 def _quarantine(path: Path, descriptor: int) -> None:
-    """Move a file aside, in the place of one that was before; not if there is no room for both."""
+    """Move a file aside, in place of one quarantined before. Remove it instead if there is no room
+    for two.
+    """
     status, room = os.fstat(descriptor), os.fstatvfs(descriptor)
     aside = path.with_name(path.name + QUARANTINED)
     aside.unlink(missing_ok=True)
@@ -533,7 +549,7 @@ def _check_file(path: Path, descriptor: int) -> None:
 def _read_file_head(
     path: Path, descriptor: int, capacity_bytes: int, corruption: CorruptionLog
 ) -> _FileHead | None:
-    """Return the head of a segment that can be attached; None if the file is to be made anew.
+    """Return the head of a segment that can be attached; None if the file must be created anew.
 
     Raises: CorruptionError if it is damaged; ConflictError if it never was one; UnsupportedError.
     """
@@ -542,7 +558,7 @@ def _read_file_head(
         raise ConflictError("store.segment", f"{path} is not a segment: move it away")
     data = os.pread(descriptor, HEAD_BYTES, 0)
     if not data.strip(b"\0"):
-        return None  # Its owner died before the head was written.
+        return None  # The owner died before it wrote the head.
     head = parse_head(data, MAGIC, FIELDS.size, str(path))
     if head.is_damaged:
         corruption.note(f"head of segment {path.name}", "a copy of it, made anew from the other")
@@ -562,7 +578,7 @@ def _read_file_head(
 def _check_room(path: Path, descriptor: int, size_bytes: int) -> None:
     room = os.fstatvfs(descriptor)
     if room.f_blocks == 0:
-        return  # A hugetlbfs without a size of its own: reserving will tell.
+        return  # A hugetlbfs without a limit: reserving fails if it is full.
     free_bytes = room.f_bavail * room.f_frsize + os.fstat(descriptor).st_blocks * 512
     if free_bytes < size_bytes:
         raise CapacityError(
