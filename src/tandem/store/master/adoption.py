@@ -1,5 +1,5 @@
-"""Adoption of what hosts bring to a master: fitted into the directory, or wiped where it is dead or
-stale.
+"""Adoption of the objects that a joining host reports: each is added to the directory, or wiped on
+the host if it is dead or stale.
 """
 
 from tandem._native import measure_extents
@@ -17,12 +17,12 @@ __all__ = ["Adoption"]
 
 
 class Adoption:
-    """Takes the inventories of hosts.
+    """Adds the inventories of joining hosts to the directory.
 
     Args:
-        state: of the master.
+        state: the master's state.
         departures: removes dead and stale copies.
-        tombstones: of dead objects. Not owned.
+        tombstones: the tombstones of removed objects; not owned.
     """
 
     def __init__(self, state: StoreState, departures: Departures, tombstones: Tombstones) -> None:
@@ -31,7 +31,7 @@ class Adoption:
         self._tombstones = tombstones
 
     def take_page(self, host: HostSpace, records: ExtentRecords, *, is_disk: bool) -> None:
-        """Take one page of what a joining host holds. Raises: CorruptionError."""
+        """Take one page of a joining host's inventory. Raises: CorruptionError."""
         if not is_disk and self._adopt_columns(host, records):
             return
         listed = iterate_records(records)
@@ -43,9 +43,10 @@ class Adoption:
                 self._adopt(host, offset, header)
 
     def _adopt_columns(self, host: HostSpace, records: ExtentRecords) -> bool:
-        """Insert a page of which all is new, as nearly all is after a restart.
+        """Insert a page at once if all its objects are new, as nearly all are after a restart of
+        the master.
 
-        Returns: False if something of it needs a decision; nothing has changed then.
+        Returns: False if an object needs a decision; nothing has changed then.
         """
         state, keys = self._state, records.keys
         columns = (records.sizes, records.versions, records.checksums, records.offsets)
@@ -73,20 +74,24 @@ class Adoption:
             wanted=records.wanted,
             host=host.number,
             offsets=records.offsets,
-            # A reader that an earlier master sent there may still be reading.
+            # Grant a lease: a client that an earlier master sent to this copy may still read it.
             lease_until_ms=state.now_ms() + state.config.lease_ms,
         )
         host.confirmed.update(zip(rows, measure_extents(records.keys, records.sizes), strict=True))
 
     def _find_dead(self, key: str, floor: int) -> int:
-        """Return the version up to which objects of ``key`` must not come back."""
+        """Return the highest version of ``key`` that is dead: objects up to it must not be
+        adopted.
+        """
         dropped = self._state.dropped_versions.get(key, -1)
         return max(dropped, self._tombstones.find(key), floor)
 
     def _adopt_new(
         self, host: HostSpace, listed: list[tuple[int, ExtentHeader]]
     ) -> list[tuple[int, ExtentHeader]]:
-        """Insert what the directory does not know, nearly all after a restart; return the rest."""
+        """Insert the objects that the directory does not know, nearly all after a restart. Return
+        those that need a decision.
+        """
         if host.is_known:
             return listed
         find, find_dead, floor = self._state.directory.find, self._find_dead, host.dead_below
@@ -109,7 +114,7 @@ class Adoption:
         return rest
 
     def _adopt(self, host: HostSpace, offset: int, header: ExtentHeader) -> None:
-        """Fit an object that a host reports into the directory, or have it wiped."""
+        """Add a copy in memory that a host reports to the directory, or have the host wipe it."""
         directory = self._state.directory
         row = directory.find(header.key)
         listed = None
@@ -120,7 +125,7 @@ class Adoption:
         if is_same and listed is not None and listed.offset == offset:
             host.confirmed[row] = length
             return
-        if offset in host.drops:  # Removed since its inventory began.
+        if offset in host.drops:  # Removed since the inventory began.
             wiped = host.drops.watch_wipe(offset)
             if wiped is not None:
                 host.purging.append(wiped)
@@ -136,7 +141,9 @@ class Adoption:
         host.purging += self._departures.wipe_copy(header.key, host, extent, free_at_ms)
 
     def _insert(self, host: HostSpace, offset: int, header: ExtentHeader, row: int) -> None:
-        """Add a copy to the object of ``row``, or a new object in place of any that is there."""
+        """Add a copy to the object in ``row``, or insert a new object, in place of an older one of
+        the key.
+        """
         directory, replica = self._state.directory, Replica(host.number, offset)
         if row != NO_ROW:
             directory.add_replica(row, replica)
@@ -153,7 +160,7 @@ class Adoption:
                 wanted=header.wanted,
             )
             self._set_pins(row, header)
-        # A reader that an earlier master sent there may still be reading.
+        # Grant a lease: a client that an earlier master sent to this copy may still read it.
         directory.extend_lease(row, self._state.now_ms() + self._state.config.lease_ms)
         length = layout.extent_bytes(len(header.key.encode()), header.size)
         host.confirmed[row] = length
@@ -164,7 +171,7 @@ class Adoption:
             self._state.directory.set_pins(row, hard=header.hard_pin, soft_until_ms=soft)
 
     def _adopt_disk(self, host: HostSpace, header: ExtentHeader) -> None:
-        """Fit an object that a host has on its disk into the directory, or have it forgotten."""
+        """Add a copy on disk that a host reports to the directory, or have the host forget it."""
         directory = self._state.directory
         row = directory.find(header.key)
         is_alive = header.version > self._find_dead(header.key, host.disk_dead_below)

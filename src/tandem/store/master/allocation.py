@@ -1,6 +1,6 @@
-"""Space for puts: requests are checked, space is taken on hosts, and given back.
+"""Space for puts: checks requests, reserves extents on hosts, and frees them.
 
-Where there is none, objects are evicted and the put waits in line.
+If space is missing, objects are evicted and the put waits in a queue.
 """
 
 import asyncio
@@ -23,16 +23,18 @@ MIN_WAIT_S = 1e-3
 
 
 class Allocation:
-    """Takes space for one master's puts."""
+    """Reserves space for the puts of one master."""
 
     def __init__(self, state: StoreState, eviction: Eviction) -> None:
         self._state = state
         self._eviction = eviction
         self.num_waiting = 0
-        """Requests that wait for space."""
+        """Number of requests that wait for space."""
 
     def check_batch(self, request: StartPut) -> list[int]:
-        """Return the lengths of the extents. Raises: ConfigError if it is beyond a limit."""
+        """Return the lengths of the objects' extents. Raises: ConfigError if the request exceeds a
+        limit.
+        """
         keys, sizes, config = request.keys, request.sizes, self._state.config
         if len(keys) != len(sizes) or len(keys) > config.max_batch:
             raise ConfigError(
@@ -59,28 +61,31 @@ class Allocation:
         return measure_extents(keys, sizes)
 
     def find_taken(self, request: StartPut) -> bytes:
-        """Return a ``StartStatus`` for each object: it is new, or there already and stays."""
+        """Return a ``StartStatus`` byte for each object: GRANTED if its key is free or is to be
+        replaced, else EXISTS.
+        """
         if request.upsert:
             return bytes(len(request.keys))
         return self._state.directory.exists_many(request.keys)
 
     def take_space(self, batch: PutBatch) -> bool:
-        """Take space for all objects at once, if there is some; else it comes by ``wait_space``.
+        """Reserve space for all objects of a batch, without waiting. Return False if there is too
+        little.
 
         Raises: CapacityError if there never will be enough.
         """
         return self._has_hosts() and self._allocate(batch, is_last=False)
 
     async def wait_space(self, batch: PutBatch) -> None:
-        """Take space for what ``take_space`` found none for; what waits holds nothing meanwhile.
+        """Reserve space for a batch after ``take_space`` failed. A waiting batch holds no space.
 
-        Raises: CapacityError.
+        Raises: CapacityError when the batch's wait is over.
         """
         wait_ms = min(batch.request.wait_ms, self._state.config.put_wait_ms)
         deadline_s = self._state.clock.now_s() + wait_ms / 1e3
         is_last, is_tried = False, self._has_hosts()
         if not is_tried:
-            # Nothing to wait for but a host.
+            # No host is connected, so wait before the first attempt.
             await self._wait_in_line(max(0.0, deadline_s - self._state.clock.now_s()))
         while is_tried or not self._allocate(batch, is_last=is_last):
             is_tried = False
@@ -95,7 +100,7 @@ class Allocation:
         return any(host.caller is not None for host in self._state.hosts.values())
 
     async def _wait_in_line(self, timeout_s: float) -> None:
-        """Wait for space, if not too many do. Raises: CapacityError."""
+        """Wait until space is freed. Raises: CapacityError if too many puts wait already."""
         if self.num_waiting >= self._state.config.max_waiting_puts:
             raise CapacityError("store.put", f"{self.num_waiting} puts wait for space, the limit")
         self._state.counters.puts_waited += 1
@@ -107,20 +112,20 @@ class Allocation:
 
     async def _wait_freed(self, timeout_s: float) -> None:
         self._state.space_freed.clear()
-        # The loop's timer and the master's clock may differ: the time left may be too short for
-        # the one to go on by, and be something to the other for ever.
+        # Wait at least ``MIN_WAIT_S``: the event loop's timer and the master's clock differ, and a
+        # shorter wait could end before the clock moves, again and again.
         timeout_s = max(timeout_s, MIN_WAIT_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._state.space_freed.wait()
 
     def _allocate(self, batch: PutBatch, *, is_last: bool) -> bool:
-        """Take space for all objects, or none; the last attempt is content with one copy of each.
+        """Reserve space for all objects or none. The last attempt accepts one copy of each object.
 
-        Where a host is full, objects are evicted there, and their space is there a moment later.
+        If a host is full, objects are evicted there, and their space is free a moment later.
 
-        Raises: CapacityError if it would never be enough. Nothing is evicted then, nor while only
-            a host that may come would be.
+        Raises: CapacityError if the batch would never fit. Nothing is evicted then, nor if the
+            batch fits only with hosts that are still joining.
         """
         hosts = self._state.answering_hosts()
         if len(hosts) == 1:
@@ -149,9 +154,9 @@ class Allocation:
     def _allocate_each(
         self, batch: PutBatch, *, is_last: bool
     ) -> "tuple[list[HostSpace], int] | None":
-        """Take space on as many hosts as wanted and there are, for each object by itself.
+        """Reserve space for each object by itself, on up to as many hosts as it wants replicas.
 
-        Returns: None, or the hosts that are full and how much one of the objects needs there.
+        Returns: None on success; else the full hosts and the length of the extent that did not fit.
         """
         request = batch.request
         for i, length in enumerate(batch.lengths):
@@ -169,9 +174,10 @@ class Allocation:
         return None
 
     def _is_possible(self, batch: PutBatch) -> bool:
-        """Return True if the hosts that are active now could hold it, were they empty.
+        """Return True if the active hosts could hold the batch if they were empty.
 
-        Raises: CapacityError if not even those could that may be soon.
+        Raises: CapacityError if the batch would not fit even with all hosts that may become active
+            soon.
         """
         hosts = self._state.writable_hosts()
         if not hosts or _can_fit([host.capacity_bytes for host in hosts], batch.lengths):
@@ -205,12 +211,12 @@ class Allocation:
 
 
 def _can_fit(capacities: Sequence[int], lengths: Sequence[int]) -> bool:
-    """Return True if empty hosts could have room for extents; no means that they never will."""
+    """Return False if the extents could not fit even on empty hosts with these capacities."""
     return max(lengths) <= max(capacities, default=0) and sum(lengths) <= sum(capacities)
 
 
 def check_pin(soft_pin_ms: int) -> None:
-    """Refuse a soft pin that no header can hold.
+    """Raise ConfigError if a soft pin does not fit in an object's header.
 
     Raises: ConfigError.
     """
@@ -221,7 +227,7 @@ def check_pin(soft_pin_ms: int) -> None:
 
 
 def _check_key(key: str, config: StoreConfig) -> None:
-    """Refuse a key that no store takes.
+    """Raise ConfigError if a key is empty, too long, or not valid text.
 
     Raises: ConfigError.
     """

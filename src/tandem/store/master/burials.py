@@ -1,8 +1,8 @@
-"""Tombstones of a master: when one is needed, how many there may be, and when they go.
+"""Tombstones of a master: when one is needed, how many there may be, and when they are released.
 
-A tombstone is a key, or a prefix, and the version up to which its objects are dead. It is durable
-before the caller of a removal, or of a put that replaces, has its answer, if a host that is away
-may have a copy. It goes when every host that may have one has told what it has, and wiped that.
+A tombstone is a key or a prefix, with the version up to which its objects are dead. If an absent
+host may have a copy, the tombstone is durable before the caller of the removal, or of the replacing
+put, has its answer. It is released when every host that may have a copy has reported and wiped it.
 """
 
 import asyncio
@@ -16,21 +16,22 @@ from tandem.store.master.state.state import StoreState
 __all__ = ["ALL_CONFIRMED", "Burials"]
 
 MAX_TOMBSTONES = 200_000
-"""Beyond, removals wait: 100 bytes each here, and as many in the roster's store."""
+"""Limit of tombstones; above it removals wait. Each takes some 100 bytes in memory and in the
+roster's store.
+"""
 ALL_CONFIRMED = 2**63
-"""The value of ``HostSpace.unconfirmed_from`` of a host that has nothing that a tombstone is
-for."""
+"""The value of ``HostSpace.unconfirmed_from`` of a host that holds no object under a tombstone."""
 NAMED_HOSTS = 5
-"""Hosts that a refusal names."""
+"""Number of hosts that an error message names."""
 LOOK_S = 0.05
 
 
 class Burials:
-    """The tombstones of one master, and the roster beside which they are kept.
+    """The tombstones of one master, and the roster that is stored with them.
 
     Args:
-        state: of the master.
-        store: keeps both; borrowed.
+        state: the master's state.
+        store: stores both durably; borrowed.
     """
 
     def __init__(self, state: StoreState, store: RosterStore) -> None:
@@ -38,47 +39,51 @@ class Burials:
         self.tombstones = Tombstones()
         self.writer = RosterWriter(store, self.roster, self.tombstones, state.tasks.spawn)
         self.num_lost = 0
-        """Counts losses of hosts: unchanged, none was lost in between."""
+        """Number of host losses so far. If it is unchanged, no host was lost in between."""
         self._state = state
 
     @property
     def is_complete(self) -> bool:
-        """True if the roster names every host that may have an object."""
+        """True if the roster names every host that may have objects."""
         return self.roster.is_complete
 
     @property
     def is_whole(self) -> bool:
-        """True if all hosts are there and have told what they have."""
+        """True if all hosts are connected and have sent their inventories."""
         hosts = self._state.hosts.values()
         return self.is_complete and all(host.is_settled or host.is_retired for host in hosts)
 
     @property
     def is_blind(self) -> bool:
-        """True if a host may have copies of which this master has never heard."""
+        """True if a host may have copies that this master does not know of."""
         if not self.is_complete or self._state.awaited.is_learning:
             return True
         hosts = self._state.hosts.values()
         return any(not (host.is_all_known or host.is_retired) for host in hosts)
 
     def mark(self, tombstones: Sequence[Tombstone]) -> None:
-        """Keep hosts that have not sent their inventory from bringing back removed objects."""
+        """Add tombstones in memory, so that hosts that have not sent their inventories do not bring
+        back removed objects.
+        """
         if not self.is_whole:
             self.tombstones.add(self.writer.number, tombstones)
 
     async def bury(self, tombstones: Sequence[Tombstone]) -> None:
-        """Return when no host that was away, and no later master, can bring back these objects."""
+        """Add tombstones durably. On return neither an absent host nor a later master can bring
+        back the objects.
+        """
         self.tombstones.add(self.writer.number, tombstones)
         await self.writer.add(tombstones)
 
     async def wait_room(self, count: int, timeout_s: float) -> None:
-        """Return when so many more tombstones may be kept.
+        """Wait until ``count`` more tombstones may be added.
 
-        Raises: CapacityError, which says whose return they wait for, if that takes too long.
+        Raises: CapacityError after the time limit; it names the hosts whose return is awaited.
         """
         deadline_s = self._state.clock.now_s() + timeout_s
         while len(self.tombstones) + count > MAX_TOMBSTONES:
             if self.is_whole and not len(self.tombstones):
-                return  # More than that at once; nothing waits for a tombstone.
+                return  # All tombstones are released, and one request may exceed the limit.
             if self._state.clock.now_s() >= deadline_s:
                 raise self._describe_full(count)
             await asyncio.sleep(LOOK_S)
@@ -97,7 +102,7 @@ class Burials:
         )
 
     def note_confirmed(self, host: HostSpace) -> None:
-        """All that was dead on a host is wiped, so nothing on it needs a tombstone."""
+        """Note that a host has wiped all its dead objects, so that it needs no tombstone."""
         host.unconfirmed_from = ALL_CONFIRMED
         for storage_id in (host.segment_id, host.disk_id):
             if self.roster.retired.pop(storage_id, None) is not None:
@@ -105,16 +110,16 @@ class Burials:
         host.dead_below = host.disk_dead_below = -1
 
     def note_lost(self, host: HostSpace) -> None:
-        """Note that a host is away: it has what dies from now on."""
+        """Note that a host is lost: it may keep copies of objects that are removed from now on."""
         self.num_lost += 1
         if host.unconfirmed_from == ALL_CONFIRMED:
             host.unconfirmed_from = self.writer.number
 
     def release(self) -> None:
-        """Let tombstones go that every host has confirmed."""
+        """Release the tombstones that every host has confirmed."""
         unlisted = self._state.unlisted
         if self._state.awaited.is_learning or not (self.tombstones or unlisted):
-            return  # Hosts may come that are no members yet.
+            return  # Hosts that are not members yet may join.
         if not self.is_complete:
             return
         hosts = [host for host in self._state.hosts.values() if not host.is_retired]
@@ -125,17 +130,21 @@ class Burials:
         if self.tombstones.release(below):
             self.writer.drop(below)
 
-    # Hosts that no roster names.
+    # Hosts that the roster does not name.
 
     async def set_floor(self) -> int:
-        """Let what unknown hosts have of before now be dead; returns the version up to which."""
+        """Declare dead all current objects of hosts that the roster does not name. Return the
+        version up to which they are dead.
+        """
         self.roster.floor = self._state.versions.newest
         self.roster.is_complete = True
         await self.writer.save()
         return self.roster.floor
 
     def find_floor(self, name: str, segment_id: str, disk_id: str) -> tuple[int, int]:
-        """Return the versions up to which objects of a host's segment, and disk, are dead."""
+        """Return the versions up to which objects of a joining host's segment, and of its disk, are
+        dead.
+        """
         retired, member = self.roster.retired, self.roster.members.get(name)
         known = () if member is None else member.storage
 

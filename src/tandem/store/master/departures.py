@@ -1,7 +1,8 @@
-"""Objects and copies that leave a store: the wipes that come first, and the callers that wait.
+"""Objects and copies that leave a store: the wipes of their headers, and the callers that wait for
+the wipes.
 
-An object has left the directory at once. It is *going* until no header of it is left that a new
-master could find, and *leaving* while clients may still read it from their location caches.
+A removed object leaves the directory at once. It is *going* until no header of it is left that a
+new master could find, and *leaving* while clients may still read it from their location caches.
 """
 
 import asyncio
@@ -21,21 +22,26 @@ logger = logging.getLogger(__name__)
 
 
 class Departures:
-    """The objects that leave one master's store."""
+    """The removals of objects and copies that are in progress in one master's store."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._removing: dict[str, asyncio.Future[Any]] = {}
-        """Keys of removed objects whose headers are not all wiped yet."""
+        """A future for each key that has removed objects, done when all their headers are wiped."""
         self._replacing: dict[str, asyncio.Future[Any]] = {}
-        """The same without copies that no client was ever shown; puts of the key wait for these."""
+        """The same futures without copies that no client has ever seen. A put of the key waits for
+        these.
+        """
         self._leaving: dict[str, int] = {}
-        """Keys of those that clients may still read, and how many headers there are."""
+        """Number of headers that are not wiped yet, by key, of objects that clients may still read
+        from their location caches.
+        """
 
-    # Leaving the directory.
+    # Removal from the directory.
 
     def drop_row(self, row: int) -> "list[asyncio.Future[None]]":
-        """Remove an object; its space is free once it is wiped and unleased.
+        """Remove an object from the directory and wipe its copies. Their space is free when wiped
+        and without leases.
 
         Returns: futures that are done when all headers are wiped; see ``note_going``.
         """
@@ -45,7 +51,8 @@ class Departures:
         free_at_ms = directory.lease_until_ms(row)
         if state.awaited.is_adopting:
             state.dropped_versions[key] = version
-        # Clients may remember where it was, and take it for present while there is a header.
+        # Clients with a lease may have cached the location, and find the object there until its
+        # header is wiped.
         is_known = free_at_ms > state.now_ms()
         pending = self._abandon_copy(key, version)
         on_disk = set(directory.disks(row))
@@ -58,14 +65,14 @@ class Departures:
             wiped[replica.host] = done
             pending.append(done)
             if host.disk is not None:
-                on_disk.add(replica.host)  # Or it is being written there.
+                on_disk.add(replica.host)  # A record may be in the course of being written there.
         for number in sorted(on_disk):
             host = state.hosts[number]
             if host.caller is None:
                 self.note_unlisted(key)
             pending.append(host.drops.forget(key, version, after=wiped.get(number)))
         if is_known:
-            earlier = self.find_going(key)  # Other copies, given up a moment ago.
+            earlier = self.find_going(key)  # Other copies, removed a moment ago.
             headers: list[asyncio.Future[Any]] = [] if earlier is None else [earlier]
             self._note_leaving(key, [*headers, *wiped.values()])
         if pending:
@@ -73,7 +80,8 @@ class Departures:
         return pending
 
     def drop_rows(self, rows: Sequence[int]) -> "list[asyncio.Future[Any]]":
-        """Do as ``drop_row`` of each. Those that nothing is known of but where they lie go at once.
+        """Remove many objects from the directory as ``drop_row`` does. Those with nothing but
+        unleased copies in memory are removed in one pass.
 
         Returns: futures that are done when all headers are wiped.
         """
@@ -105,7 +113,9 @@ class Departures:
         return pending
 
     def _note_many_going(self, keys: Sequence[str], going: "Sequence[asyncio.Future[Any]]") -> None:
-        """Do as ``note_going``, of keys of which nothing is going."""
+        """Note that headers of many keys are being wiped, like ``note_going``. REQUIRES: no wipe of
+        these keys is running.
+        """
         gone: asyncio.Future[Any] = going[0] if len(going) == 1 else asyncio.gather(*going)
         waiting = dict.fromkeys(keys, gone)
         self._removing |= waiting
@@ -120,9 +130,9 @@ class Departures:
         gone.add_done_callback(forget)
 
     def _abandon_copy(self, key: str, version: int) -> "list[asyncio.Future[None]]":
-        """Note that the object goes: end the copying of it, and wipe what may have come of that.
+        """Abandon a running copy of a removed object, and wipe the extent that it is written to.
 
-        Returns: if there is a copy, futures that are done when it is wiped.
+        Returns: futures that are done when the extent is wiped; none without a running copy.
         """
         copy = self._state.copies.get(key)
         if copy is None or copy.is_abandoned or copy.target.session != copy.session:
@@ -133,11 +143,13 @@ class Departures:
         return [done, drops.forget(key, version, after=done)]
 
     def evict_row(self, row: int) -> bool:
-        """Take an object out of memory; returns whether a disk keeps it, or else it is gone."""
+        """Evict an object from memory. Return True if a disk keeps it, False if the object is
+        removed.
+        """
         state, directory = self._state, self._state.directory
         if not any(state.hosts[number].caller is not None for number in directory.disks(row)):
-            # Its headers are still there, and it may be on its way to a disk: a removal that comes
-            # now must not be over before it could not come back.
+            # Remove the whole object: while headers are left, or a record may be on its way to a
+            # disk, a removal of the key must wait for their end, since a restart would find them.
             self.drop_row(row)
             return False
         for replica in directory.replicas(row):
@@ -145,25 +157,26 @@ class Departures:
         return True
 
     def drop_replica(self, row: int, host: int) -> None:
-        """Give up one copy in memory, and the object if that was the last of any kind.
+        """Remove one copy in memory, and the object if it was the last copy on any tier.
 
-        A host without a copy changes nothing.
+        Does nothing if the host has no copy.
         """
         directory = self._state.directory
         replicas = directory.replicas(row)
         if all(replica.host != host for replica in replicas):
             return
         if len(replicas) == 1 and not directory.disks(row):
-            # A removal that comes now must not be over before it could not come back.
+            # Remove the whole object, so that a removal of the key waits until its header is wiped.
             self.drop_row(row)
             return
         self._drop_copy(row, host)
 
     def _drop_copy(self, row: int, host: int) -> None:
-        """Forget a copy in memory and have its header wiped; a removal waits for that as well.
+        """Remove a copy in memory from the directory and have its header wiped. A removal of the
+        key waits for the wipe.
 
-        The disk of the host forgets it too, unless the directory lists that: a record that has not
-        been reported is one that no later removal would reach.
+        The host's disk forgets the object too, unless the directory lists the disk's record: no
+        later removal would reach a record that has not been reported.
         """
         state, directory = self._state, self._state.directory
         replica = directory.drop_replica(row, host)
@@ -188,19 +201,20 @@ class Departures:
         version: int | None = None,
         was_shown: bool = True,
     ) -> "list[asyncio.Future[None]]":
-        """Have a copy wiped that the directory does not know (any more).
+        """Have a host wipe a copy that the directory does not list.
 
-        A removal of its key is not over before: a new master would find the header.
+        A removal of its key waits for the wipe, because a new master would find the header.
 
         Args:
-            key: of the object.
-            host: where it is, or may be.
-            extent: there.
-            free_at_ms: as ``Drops.drop``.
-            version: if given, it may be on its way to the disk of the host, which is to forget it.
-            was_shown: see ``note_going``.
+            key: the object's key.
+            host: the host that has the copy, or may have it.
+            extent: the copy's extent in the host's segment.
+            free_at_ms: earliest time to free the extent, as in ``Drops.drop``.
+            version: if given, the host's disk forgets the key up to this version, since the copy
+                may be on its way there.
+            was_shown: True if the directory has listed the object; see ``note_going``.
 
-        Returns: done when that is so, or the host is lost.
+        Returns: futures that are done when the copy is wiped, or the host is lost.
         """
         if host.caller is None:
             self.note_unlisted(key)
@@ -212,7 +226,7 @@ class Departures:
         return going
 
     def lose_disk(self, row: int, host: int) -> None:
-        """Note that the copy on a disk is gone already, and the object if that was the last."""
+        """Note that a disk's copy is gone, and remove the object if that was its last copy."""
         directory = self._state.directory
         directory.drop_disk(row, host)
         if not directory.replicas(row) and not directory.disks(row):
@@ -220,9 +234,9 @@ class Departures:
             self._state.counters.objects_evicted += 1
 
     async def verify_replica(self, key: str, version: int, number: int) -> bool:
-        """Have a host look at its copy, and give that up if it is bad.
+        """Have a host verify the checksum of its copy, and remove a corrupt copy.
 
-        Returns: whether it is good, or not there.
+        Returns: False if the copy is corrupt; True if it is intact or absent.
         Raises: PeerLostError, DeadlineError.
         """
         state = self._state
@@ -233,90 +247,96 @@ class Departures:
         offset = state.find_copy(row, number)
         if offset < 0:
             return True
-        # The host checks for itself: the fault may lie in the reader's memory.
+        # The host verifies its own memory, since the error may be in the reader's memory.
         verdict = await host.order("verify", VerifyExtent, Ack, offset=offset, version=version)
         is_same = state.is_version(row, key, version)
-        # Of two who report a copy, the second may find a new one in its place, or none.
+        # Of two readers that report a copy, the second may find another copy at the place, or none.
         if not verdict.ok and is_same and state.find_copy(row, number) == offset:
             logger.error("event=replica_corrupt host=%s key=%s", host.name, key)
             state.counters.replicas_corrupt += 1
             self.drop_replica(row, number)
         return verdict.ok
 
-    # Going and leaving.
+    # Objects whose headers are being wiped, and objects that cached locations still reach.
 
     def note_going(
         self, key: str, going: "Sequence[asyncio.Future[None]]", *, was_shown: bool = True
     ) -> None:
-        """Note that an object is gone when these are done, and a removal of its key is not over
-        before.
+        """Record futures of wipes for a key. A removal of the key waits until all are done.
 
         Args:
-            key: of the object.
-            going: what is to be done.
-            was_shown: it was in the directory. Else a put of the key, which has a higher version,
-                need not wait: a host that does not answer would hold it up.
+            key: the object's key.
+            going: futures of the wipes.
+            was_shown: True if the directory has listed the object. If not, a put of the key does
+                not wait, since its version is higher, and a host that does not answer would delay
+                the put.
         """
         _join(self._removing, key, going)
         if was_shown:
             _join(self._replacing, key, going)
 
     def find_going(self, key: str) -> "asyncio.Future[Any] | None":
-        """Return a future, done when an earlier object of the key is gone; None: there is none."""
+        """Return a future that is done when all removed objects of the key are wiped; None without
+        any.
+        """
         return self._removing.get(key)
 
     def find_going_of(self, keys: Collection[str]) -> "list[asyncio.Future[Any]]":
-        """Do as ``find_going``, of several keys; each future once."""
+        """Return the futures that are done when all removed objects of the keys are wiped, each
+        future once.
+        """
         removing = self._removing
         if not removing or removing.keys().isdisjoint(keys):
             return []
         return list(dict.fromkeys(removing[key] for key in keys if key in removing))
 
     def find_going_below(self, prefix: str) -> "list[asyncio.Future[Any]]":
-        """Do as ``find_going``, of all keys with a prefix; each future once."""
+        """Return the futures that are done when all removed objects with a key prefix are wiped,
+        each future once.
+        """
         found = (gone for key, gone in self._removing.items() if key.startswith(prefix))
         return list(dict.fromkeys(found))
 
     def find_replaced(self, key: str) -> "asyncio.Future[Any] | None":
-        """Do as ``find_going``, of objects that clients were shown: a put of the key waits for
-        it.
+        """Return a future that is done when the objects of the key that clients have seen are
+        wiped; None without any. A put of the key waits for it.
         """
         return self._replacing.get(key)
 
     def may_have_older(self, keys: Collection[str]) -> bool:
-        """Return True if something of one of the keys is going, or may be with a host that is
-        away.
+        """Return True if older copies of one of the keys are being wiped, or an absent host may
+        have some.
         """
         unlisted = self._state.unlisted
         return bool(self._replacing) or (bool(unlisted) and not unlisted.isdisjoint(keys))
 
     def note_unlisted(self, key: str) -> None:
-        """Note that a host that is away may have a copy that the directory does not list (any
-        more).
-        """
+        """Note that an absent host may have a copy of the key that the directory does not list."""
         self._state.unlisted.add(key)
 
     def note_lost(self) -> None:
-        """Note that a host is about to be lost: what is being wiped may stay there."""
+        """Note that a host is about to be lost: it may keep the copies that are being wiped."""
         for key in self._removing:
             self.note_unlisted(key)
 
     def hide(self, key: str) -> None:
-        """Have nobody told of a key until ``show``: an older object of it could come back."""
+        """Answer no client about a key until ``show``, because an older object of the key could
+        still come back.
+        """
         self._leaving[key] = self._leaving.get(key, 0) + 1
 
     def show(self, key: str) -> None:
-        """End one ``hide``."""
+        """End one ``hide`` of a key."""
         self._leaving[key] -= 1
         if not self._leaving[key]:
             del self._leaving[key]
 
     @property
     def leaving(self) -> Collection[str]:
-        """The keys of which nothing can be said yet; nearly always none.
+        """The keys that no client is answered about now; nearly always empty.
 
-        Until the headers are wiped, no caller is told that such an object is gone, or of a new one:
-        a client told so first that then reads by its location cache would see time go backwards.
+        Until the headers are wiped, no client is told that such an object is gone, or of a new one.
+        A client that knew, and then read the old object by its location cache, would see the past.
         """
         return self._leaving
 
@@ -330,7 +350,7 @@ class Departures:
 def _join(
     all_going: "dict[str, asyncio.Future[Any]]", key: str, going: "Sequence[asyncio.Future[None]]"
 ) -> None:
-    """Have a key wait for these as well, until they are done."""
+    """Make a key wait for these futures in addition to earlier ones, until all are done."""
 
     def forget(gone: "asyncio.Future[Any]") -> None:
         if all_going.get(key) is gone:

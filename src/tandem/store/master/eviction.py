@@ -1,4 +1,4 @@
-"""Objects, and copies beyond those that are wanted, that go because their space is needed."""
+"""Eviction of objects, and of surplus copies, when a host needs space."""
 
 from tandem.store.master.departures import Departures
 from tandem.store.master.policies import count_bytes_to_evict
@@ -8,30 +8,36 @@ from tandem.store.master.state.state import StoreState
 __all__ = ["Eviction"]
 
 EVICTED_AT_ONCE = 1_000
-"""Objects of usual size dropped at a time: some 10 ms in which no call is answered."""
+"""Number of objects of mean size that one call evicts at most: some 10 ms in which no call is
+answered.
+"""
 SURPLUS_MS = 1_000
-"""For how long a host where surplus copies did not suffice is not looked at for such again."""
+"""Milliseconds for which a host with too few surplus copies is not searched for surplus copies
+again.
+"""
 BARREN_MS = 50
-"""For how long a host where nothing could be evicted is not looked at again."""
+"""Milliseconds for which a host without evictable objects is not searched again."""
 
 
 class Eviction:
-    """Evicts for one master."""
+    """Evicts objects and surplus copies for one master."""
 
     def __init__(self, state: StoreState, departures: Departures) -> None:
         self._state = state
         self._departures = departures
         self._barren_until_ms: dict[int, int] = {}
-        """Hosts where nothing could be evicted a moment ago: looking costs a pass over all rows."""
+        """Time until which a host without evictable objects is skipped, by host number. A search is
+        a pass over all rows.
+        """
         self._no_surplus_until_ms: dict[int, int] = {}
-        """The same of surplus copies."""
+        """Time until which a host without enough surplus copies is skipped, by host number."""
 
     def note_surplus(self) -> None:
-        """There may be copies beyond those wanted: a host has come back, or a copy was made."""
+        """Note that there may be new surplus copies: a host has returned, or a copy was made."""
         self._no_surplus_until_ms.clear()
 
     def evict_over_watermark(self, now_ms: int) -> None:
-        """Evict a step on each host that is too full."""
+        """Evict one step of bytes on each host above the high watermark."""
         for host in self._state.writable_hosts():
             num_bytes = count_bytes_to_evict(
                 host.used_bytes - host.dropped_bytes,
@@ -43,7 +49,9 @@ class Eviction:
                 self._evict(host, num_bytes, now_ms)
 
     def evict_for(self, host: HostSpace, length: int) -> None:
-        """Make room for one object on a full host; space that is being freed already counts."""
+        """Evict for one object on a full host, unless enough space is about to become free
+        there.
+        """
         if host.dropped_bytes - host.leased_bytes < length:
             step = int(host.capacity_bytes * self._state.config.eviction_step)
             self._state.counters.forced_evictions += 1
@@ -65,14 +73,16 @@ class Eviction:
         self._state.counters.objects_evicted += len(victims) - num_kept
 
     def _drop_surplus(self, host: HostSpace, num_bytes: int, now_ms: int) -> int:
-        """Drop copies on a host that others have as often as wanted; returns their bytes."""
+        """Drop copies on a host of objects that have enough copies elsewhere. Return the bytes
+        dropped.
+        """
         if self._no_surplus_until_ms.get(host.number, 0) > now_ms:
             return 0
         state, directory = self._state, self._state.directory
         freed = 0
         for row in directory.pick_surplus(host.number, now_ms, num_bytes):
             holders = [state.hosts[replica.host] for replica in directory.replicas(row)]
-            # A copy that is about to go, with its host, is none to rely on.
+            # A copy on a host that is leaving does not count.
             num_staying = sum(other.is_settled and not other.is_leaving for other in holders)
             if num_staying > directory.wanted(row):
                 freed += directory.size(row)

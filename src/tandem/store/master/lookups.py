@@ -1,4 +1,6 @@
-"""Questions to a master: where objects are, whether they are, and which there are."""
+"""A master's answers to lookups: where objects are, whether they exist, and which keys there
+are.
+"""
 
 import asyncio
 import struct
@@ -23,16 +25,16 @@ from tandem.store.sessions import Caller, check_present
 __all__ = ["SCAN_KEYS", "Lookups"]
 
 NUMBER = struct.Struct("<q")
-"""One cell of the columns of ``Located``."""
+"""Packing of one cell in the columns of ``Located``."""
 NO_HOST = -1
 STAGE_SHARE = 4
-"""So small a part of a lease ``stage`` waits at most."""
+"""``stage`` waits at most the lease divided by this."""
 SCAN_KEYS = 5_000
-"""Keys looked at in one go by a command that looks at all."""
+"""Number of keys that a scan over all keys examines before it lets other calls run."""
 
 
 class Lookups:
-    """The master's read-only answers; they change leases and loads alone."""
+    """The master's lookups. They change nothing but leases and the hosts' load estimates."""
 
     def __init__(self, state: StoreState, departures: Departures, maintenance: Maintenance) -> None:
         self._state = state
@@ -40,12 +42,13 @@ class Lookups:
         self._maintenance = maintenance
 
     def locate(self, _: Caller, request: LocateObjects) -> Located:
-        """Say where objects are, and lease them if asked to."""
+        """Return the places of objects, and lease their bytes if asked."""
         state, keys, leaving = self._state, request.keys, self._departures.leaving
         directory, hosts, lease_ms = state.directory, state.hosts, state.config.lease_ms
         if not request.lease:
             return self._measure(keys)
-        # Hosts are numbered in the order in which they came.
+        # Hosts are numbered in the order in which they were first seen, so the position in
+        # ``is_here`` is the host's number.
         is_here = bytes(host.caller is not None for host in hosts.values())
         until_ms = state.now_ms() + lease_ms
         rows, (columns, versions, undecided, reads) = directory.locate_many(
@@ -67,12 +70,14 @@ class Lookups:
         return Located(columns, endpoints, lease_ms, versions, others, is_recovering)
 
     def _can_come(self, missing: Sequence[str]) -> bool:
-        """Return True if keys, some of which are missing, may have an object all the same."""
+        """Return True if a missing key may have an object: hosts have yet to report, or an object
+        is being removed.
+        """
         leaving = self._departures.leaving
         return self._state.awaited.is_learning or any(key in leaving for key in missing if leaving)
 
     def _measure(self, keys: Sequence[str]) -> Located:
-        """Tell sizes alone."""
+        """Return the sizes of objects, without places and leases."""
         directory, leaving = self._state.directory, self._departures.leaving
         rows = [NO_ROW if key in leaving else directory.find(key) for key in keys]
         sizes = [-1 if row == NO_ROW else directory.size(row) for row in rows]
@@ -91,7 +96,9 @@ class Lookups:
         others: dict[int, list[tuple[int, int]]],
         machine: str,
     ) -> bytes:
-        """Choose a host for each row that has several, or a disk; returns the columns with them."""
+        """Choose a host for each row with several copies or with copies on disks only. Return the
+        columns with the choices.
+        """
         directory = self._state.directory
         decided, count = bytearray(columns), len(rows)
         for i in undecided:
@@ -110,10 +117,13 @@ class Lookups:
         return bytes(decided)
 
     async def stage(self, caller: Caller, request: LocateObjects) -> Located:
-        """Do as ``locate``, after waiting for objects that are read from disks, not for long."""
+        """Wait, up to ``wait_ms``, for objects to be loaded from disks; then answer like
+        ``locate``.
+        """
         check_present(caller)
         directory, clock = self._state.directory, self._state.clock
-        # Objects loaded by then are leased again, and the reader has most of that lease.
+        # A reader counts its lease from the moment of its request. Wait a small part of a lease at
+        # most, so that most of the lease remains.
         most_ms = min(request.wait_ms, self._state.config.lease_ms // STAGE_SHARE)
         end_s = clock.now_s() + most_ms / 1e3
         while (left_s := end_s - clock.now_s()) > 0:
@@ -142,11 +152,11 @@ class Lookups:
         return [(host, offsets[host]) for host in ranked]
 
     def exists(self, _: Caller, request: KeyList) -> KeyBytes:
-        """Say which objects are there and readable."""
+        """Return which objects exist and are readable, as a byte for each key."""
         flags = self._state.directory.exists_many(request.keys)
         if 0 not in flags:
             return KeyBytes(flags)
-        # A client may still see an object that is not in the directory.
+        # Clients may still read removed objects by their location caches.
         leaving = self._departures.leaving
         missing = [key for key, flag in zip(request.keys, flags, strict=True) if not flag]
         is_unsure = self._state.is_unsure(missing) or any(
@@ -155,7 +165,7 @@ class Lookups:
         return KeyBytes(flags, is_unsure)
 
     async def list_keys(self, _: Caller, request: ListKeys) -> KeyPage:
-        """Return a page of keys."""
+        """Return one sorted page of the keys with a prefix."""
         matches = await self.match_prefix(request.prefix)
         matches = sorted(key for key in matches if key > request.after or not request.after)
         limit = max(1, min(request.limit, self._state.config.max_batch))
@@ -169,7 +179,7 @@ class Lookups:
         return page
 
     async def match_prefix(self, prefix: str) -> list[str]:
-        """Return the keys that begin so, in slices that let others be answered."""
+        """Return the keys with a prefix. Other calls run between slices of the scan."""
         await self._state.awaited.recover()
         keys = self._state.directory.list_keys()
         matches: list[str] = []

@@ -1,5 +1,5 @@
-"""Copies that a master orders: of objects with too few replicas, of objects that must move,
-and loads into memory of objects that lie on a disk.
+"""Copies that a master orders: for objects with too few replicas, for hosts that are drained, and
+loads from disks into memory.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ REPAIR_PERIOD_MS = 250
 PULL_TIMEOUT_MS = 10_000
 RETRY_AFTER_MS = 1_000
 QUEUE_LENGTH = 1_000
-"""Objects to copy or drop that are looked up at a time."""
+"""Number of objects to copy or drop that one scan queues."""
 MAX_LOADS = 32
-"""Objects that one host reads from its disk at a time; enough to keep a disk busy."""
+"""Number of objects that one host reads from its disk concurrently; enough to keep a disk busy."""
 MAX_WAITING_LOADS = 100_000
 LOADS_AT_ONCE = 256
-"""Waiting loads looked at in one go."""
+"""Number of waiting loads that one pass examines."""
 LOAD_WAIT_MS = 10_000
-"""A load that finds no room in memory for this long is given up."""
+"""Milliseconds after which a load without space in memory is given up."""
 LOAD_TIMEOUT_S = 30.0
 
 
@@ -44,24 +44,29 @@ class _Load:
 
 
 class Maintenance:
-    """Repair, drain and loads of one master; at most ``max_repairs`` copies between hosts."""
+    """Repairs, drains and loads of one master, with at most ``max_repairs`` concurrent copies
+    between hosts.
+    """
 
     def __init__(self, state: StoreState, departures: Departures, eviction: Eviction) -> None:
         self._state = state
         self._departures = departures
         self._eviction = eviction
         self._queue: deque[tuple[str, int]] = deque()
-        """Objects to copy, with their rows when they were found; the next scan begins it anew."""
+        """Keys of objects to copy, with their rows when they were found. The next scan fills the
+        queue anew.
+        """
         self._copying = state.copies
         self._not_before_ms: dict[str, int] = {}
         self._next_ms = 0
         self._loads: OrderedDict[str, _Load] = OrderedDict()
-        """Objects to load into memory, started or not, oldest first."""
+        """Loads from disk into memory by key, running or waiting, oldest first."""
 
     def load(self, row: int) -> "asyncio.Future[None] | None":
-        """Have an object read from a disk into memory; again is the same.
+        """Have an object read from a disk into memory. Repeated calls share one load.
 
-        Returns: done when that has ended, well or not; None if no host that is there can.
+        Returns: a future that is done when the load has ended, successfully or not; None if no
+            connected host has the object on disk, or too many loads wait.
         """
         state = self._state
         if not any(state.hosts[n].caller is not None for n in state.directory.disks(row)):
@@ -78,7 +83,9 @@ class Maintenance:
         return load.done
 
     def begin_loads(self, now_ms: int) -> None:
-        """Begin the loads that there is room for now; give up those that waited too long."""
+        """Start the waiting loads that there is space for. Give up those that have waited too
+        long.
+        """
         for key, load in list(itertools.islice(self._loads.items(), LOADS_AT_ONCE)):
             if key in self._copying:
                 continue
@@ -90,7 +97,7 @@ class Maintenance:
     def _try_load(self, key: str, load: _Load) -> None:
         state, directory = self._state, self._state.directory
         if directory.find(key) != load.row or directory.num_in_memory(load.row):
-            self._end_load(key)  # It is gone, or in memory already.
+            self._end_load(key)  # The object is removed, or in memory already.
             return
         if key in self._copying or key in self._not_before_ms:
             return
@@ -125,7 +132,7 @@ class Maintenance:
             load.done.set_result(None)
 
     def step(self, now_ms: int) -> None:
-        """Begin what there is to do; returns at once."""
+        """Scan for objects to copy or drop and start the copies; returns without waiting."""
         if now_ms < self._next_ms:
             return
         self._next_ms = now_ms + REPAIR_PERIOD_MS
@@ -170,7 +177,9 @@ class Maintenance:
         self._drain_disk(host, on_disk)
 
     def _drain_disk(self, host: HostSpace, rows: list[int]) -> None:
-        """Give up copies on a disk that others have; bring the others to memory, to be copied."""
+        """Drop records of a draining host's disk that enough other hosts have. Load the others into
+        memory, to be copied from there.
+        """
         state, directory = self._state, self._state.directory
         for row in rows[:QUEUE_LENGTH]:
             holders = {replica.host for replica in directory.replicas(row)} | set(
@@ -202,10 +211,12 @@ class Maintenance:
                 self._copying[key] = copy
                 state.tasks.spawn(self._copy(row, key, copy))
                 return
-        self._not_before_ms[key] = state.now_ms() + RETRY_AFTER_MS  # No room anywhere.
+        self._not_before_ms[key] = state.now_ms() + RETRY_AFTER_MS  # No host has room.
 
     async def _copy(self, row: int, key: str, copy: CopyUnderWay) -> None:
-        """Have the target bring a copy of the object into the extent taken there."""
+        """Have the target host bring a copy of the object into the extent reserved there, and
+        record the outcome.
+        """
         directory, target = self._state.directory, copy.target
         is_same = directory.find(key) == row and not copy.is_abandoned
         if is_same and copy.is_load:
@@ -227,9 +238,10 @@ class Maintenance:
             self._not_before_ms[key] = self._state.now_ms() + RETRY_AFTER_MS
         is_same = directory.find(key) == row and directory.version(row) == version
         if target.session != copy.session:
-            self._departures.note_unlisted(key)  # The next inventory settles it.
+            # The host's next inventory tells whether the copy exists.
+            self._departures.note_unlisted(key)
         elif copy.is_abandoned:
-            pass  # The part that removed the object has it wiped.
+            pass  # ``drop_row`` or ``_load`` has it wiped.
         elif is_done and is_same and not self._is_on(row, target):
             target.seal([copy.extent.offset])
             directory.add_replica(row, Replica(target.number, copy.extent.offset))
@@ -240,7 +252,8 @@ class Maintenance:
             else:
                 self._state.counters.replicas_copied += 1
         else:
-            # Sealed or not; also ends one that is still under way. What was loaded is on the disk.
+            # Wipe the extent, whether or not the copy is complete; this also cancels a running
+            # pull. A loaded object's record on disk stays.
             on_way = None if copy.is_load else version
             self._departures.wipe_copy(key, target, copy.extent, version=on_way)
         self._end_copy(key)
@@ -254,7 +267,9 @@ class Maintenance:
             self._begin_copies()
 
     async def _load(self, row: int, copy: CopyUnderWay) -> bool:
-        """Have the target read its disk; objects that are not there any more are given up."""
+        """Have the target host load the object from its disk. Return False on failure; a missing or
+        corrupt record is removed from the directory.
+        """
         state, directory = self._state, self._state.directory
         key, version = directory.key(row), directory.version(row)
         records = state.record_of(row, copy.extent.offset)
@@ -282,7 +297,9 @@ class Maintenance:
         return False
 
     async def _pull(self, row: int, key: str, copy: CopyUnderWay) -> bool:
-        """Have the target read another host's memory."""
+        """Have the target host copy the object from another host's memory. Return False on
+        failure.
+        """
         state, target = self._state, copy.target
         version = state.directory.version(row)
         source, source_offset = self._choose_source(row)
@@ -299,7 +316,7 @@ class Maintenance:
                 timeout_ms=PULL_TIMEOUT_MS,
             )
         except CorruptionError:
-            # The bytes differ from their checksums; the holder checks for itself.
+            # The copied bytes do not match their checksums. Each host with a copy verifies its own.
             await self._verify_all(row, key, version)
         except TandemError as error:
             logger.warning("event=copy_failed key=%s host=%s reason=%s", key, target.name, error)

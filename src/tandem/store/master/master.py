@@ -1,8 +1,8 @@
-"""The master of a store. Its state is soft; each host can report its part again.
+"""The master of a store. Its state is rebuilt from the hosts' reports after a restart.
 
-The logic alone: sessions come as ``Caller``, time as a ``Clock``, chance as ``draw``, so that the
-simulator runs this very class. Everything runs on one event loop; what must not be left half done
-when a caller goes away runs as a task of the master's own.
+Logic only: sessions are ``Caller`` objects, time is a ``Clock``, randomness is ``draw``, so that
+the simulator runs this same class. All runs on one event loop. Work that must complete after its
+caller has disconnected runs as a task of the master.
 """
 
 import asyncio
@@ -66,18 +66,18 @@ TICK_S = 0.05
 
 
 class StoreMaster:
-    """Wires the parts of a master, and runs its periodic work.
+    """A store master: creates its parts and runs their periodic work.
 
     Args:
         config: the limits and intervals of a store.
-        clock: of leases, pins and expiry.
-        epoch: above that of every earlier master of this store; raised further if a host has
+        clock: times leases, pins and expiry.
+        epoch: above the epoch of every earlier master of this store; raised further if a host has
             seen a higher one, unless there are elections.
         draw: ``draw(n)`` is a random number in ``[0, n)``.
-        term: the elected one; None for a single master, which always leads.
-        roster: keeps the membership beyond the life of this master; None: nothing does.
-        counters: of all masters of this process; None: of this one alone.
-        damaged: names files of the master itself that did not hold together; it may grow.
+        term: the elected term; None for a single master, which always leads.
+        roster: stores the membership durably; None to keep it in memory only.
+        counters: event counts shared by all masters of this process; None for new ones.
+        damaged: names of the master's own files that were found corrupt; may grow.
     """
 
     def __init__(
@@ -123,11 +123,13 @@ class StoreMaster:
 
     @property
     def epoch(self) -> int:
-        """Epoch of its term."""
+        """The epoch of the master's term."""
         return self.state.versions.epoch
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
-        """Return what hosts and clients may call: name, handler, request and response type."""
+        """Return the methods that hosts and clients may call: (name, handler, request type,
+        response type).
+        """
         return [
             ("start_put", self.puts.start, StartPut, StartedPut),
             ("put_inline", self.puts.put_inline, PutInline, KeyBytes),
@@ -153,11 +155,11 @@ class StoreMaster:
         ]
 
     def start(self) -> None:
-        """Begin the work behind: expiry, eviction, repair."""
+        """Start the periodic work: expiry, eviction, repair."""
         self._running = asyncio.get_running_loop().create_task(self._run())
 
     async def aclose(self) -> None:
-        """End all of the master's tasks; hosts keep what they hold."""
+        """Stop all tasks of the master. Hosts keep their objects."""
         for host in self.state.hosts.values():
             host.end_session()
         if self._running is not None:
@@ -166,7 +168,7 @@ class StoreMaster:
         await self.state.tasks.aclose()
 
     def on_caller_lost(self, caller: Caller) -> None:
-        """Note that a session has ended: of a host, of a client, or of a process that is both."""
+        """Note that a session of a host, a client, or a process that is both has ended."""
         for host in self.state.hosts.values():
             if host.caller is caller:
                 self.membership.lose_host(host)
@@ -187,7 +189,7 @@ class StoreMaster:
             host.drops.free_leased(now_ms)
         self.eviction.evict_over_watermark(now_ms)
         if self.allocation.num_waiting:
-            state.space_freed.set()  # A lease or a pin may have ended: they try again.
+            state.space_freed.set()  # A lease or a pin may have ended, so waiting puts retry.
         self.maintenance.begin_loads(now_ms)
         self.maintenance.step(now_ms)
         if state.dropped_versions and not state.awaited.is_adopting:
@@ -198,7 +200,7 @@ class StoreMaster:
         return Ack(good)
 
     def status(self) -> StoreStatus:
-        """Return what the store looks like from here."""
+        """Return the status of the store as this master sees it."""
         state = self.state
         return StoreStatus(
             epoch=self.epoch,

@@ -1,8 +1,8 @@
-"""Hosts of a master: they join, send their inventory, leave and are lost.
+"""Membership of hosts: they join, send their inventory, leave and are lost.
 
-Which hosts there are is kept outside (``roster``), so that a new master knows whom to wait for. A
-host is *awaited* from when it went away, or from when this master began, until it has told what it
-has or is declared lost: see ``state/awaited.py``.
+The list of hosts is stored outside of the master (``roster``), so that a new master knows which
+hosts to wait for. A host is *awaited* from its loss, or from this master's start, until it has sent
+its inventory or is declared lost: see ``state/awaited.py``.
 """
 
 import asyncio
@@ -53,19 +53,19 @@ logger = logging.getLogger(__name__)
 
 LOAD_RETRY_S = 0.25
 MAX_MEMBERS = 4_096
-"""Hosts of a store; one more takes the place of one that is lost."""
+"""Limit of hosts in the roster. A further host takes the place of a lost one."""
 
 
 class Membership:
     """The hosts of one master, over all their sessions.
 
     Args:
-        state: of the master.
-        departures: takes what hosts no longer have, or should not have.
-        eviction: told when there may be more copies than wanted.
-        puts: told which hosts are lost.
-        burials: of removed objects, and the roster.
-        store: keeps the membership; borrowed.
+        state: the master's state.
+        departures: removes objects that hosts no longer have or must not have.
+        eviction: is told when there may be surplus copies.
+        puts: is told which hosts are lost.
+        burials: the tombstones, and the roster.
+        store: stores the membership durably; borrowed.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Membership:
     # The roster.
 
     async def load(self) -> None:
-        """Read the roster; no host joins before."""
+        """Read the roster and the tombstones. No host joins before this is done."""
         while True:
             try:
                 saved = await self._store.load()
@@ -106,7 +106,8 @@ class Membership:
                 await asyncio.sleep(LOAD_RETRY_S)
         config, now_ms, roster = self._state.config, self._state.now_ms(), self._roster
         if saved.roster is None:
-            # Hosts may come of which nothing is known: for a moment, or at any time.
+            # No roster was found. Unknown hosts may come during the recovery window if the store is
+            # new, else at any time.
             roster.is_complete, roster.has_waited = saved.is_new, False
             self._writer.note_change()
         else:
@@ -129,8 +130,10 @@ class Membership:
         self._awaited.is_loaded.set()
 
     def step(self, now_ms: int) -> None:
-        """Declare hosts lost whose lease has ended; note the hosts that confirmed tombstones."""
-        # A master that reaches no host at all may itself be cut off.
+        """Declare hosts lost whose member lease has ended, and note hosts that have wiped all their
+        dead objects.
+        """
+        # Declare no host lost while none is connected, since the master itself may be cut off.
         can_tell = any(host.is_settled for host in self._state.hosts.values())
         for number, until_ms in list(self._awaited.until_ms.items()):
             if can_tell and until_ms <= now_ms and number not in self._declaring:
@@ -147,7 +150,9 @@ class Membership:
         self._burials.release()
 
     async def _declare_lost(self, host: HostSpace) -> None:
-        """Declare a host lost. That is durable before any caller is told of the consequences."""
+        """Declare a host lost. The declaration is durable before any caller sees its
+        consequences.
+        """
         member = self._roster.members.get(host.name)
         try:
             if member is not None and not member.is_lost:
@@ -155,28 +160,28 @@ class Membership:
                 self._roster.members[host.name] = lost
                 await self._writer.save()
                 if self._roster.members.get(host.name) is not lost:
-                    return  # It has come back, or was retired, meanwhile.
+                    return  # The host has returned or was retired meanwhile.
             if self._awaited.until_ms.pop(host.number, None) is not None:
                 logger.warning("event=host_declared_lost host=%s", host.name)
         finally:
             self._declaring.discard(host.number)
 
     async def _enroll(self, host: HostSpace) -> None:
-        """Make it durable that a host may hold objects, before it does."""
+        """Record durably that a host may hold objects, before it gets any."""
         wanted = Member(host.segment_id, host.disk_id)
         member = self._roster.members.get(host.name)
         if member != wanted:
             if member is None:
                 self._make_room()
             else:
-                # Its name now stands for the new segment alone.
+                # From now on the name stands for the new segment only.
                 for old, new in zip(member.storage, wanted.storage, strict=True):
                     if old != new:
                         self._roster.retire(old, self._state.versions.newest)
             self._roster.members[host.name] = wanted
             await self._writer.save()
         else:
-            await self._writer.settle()  # An attempt before this one may not have ended.
+            await self._writer.settle()  # The save of an earlier join may still be running.
 
     def _make_room(self) -> None:
         members = self._roster.members
@@ -188,7 +193,7 @@ class Membership:
         self._retire(self._names[lost])
 
     async def retire(self, _: Caller, request: RetireHost) -> Ack:
-        """Give a host up. Raises: NotFoundError; ConflictError if it is there."""
+        """Retire an absent host. Raises: NotFoundError; ConflictError if it is connected."""
         await self._awaited.is_loaded.wait()
         host = self._names.get(request.name)
         if host is None or host.is_retired:
@@ -202,8 +207,8 @@ class Membership:
         return Ack()
 
     async def leave(self, caller: Caller, request: LeaveStore) -> Ack:
-        """Note that a host ends, and its data with it. Answered when no later master waits for
-        it.
+        """Note that a host ends and its data is removed. The answer comes when no later master will
+        wait for the host.
         """
         host = self._joining(caller, request.session)
         self.lose_host(host)
@@ -225,9 +230,10 @@ class Membership:
         host.is_disk_known = False
 
     async def set_floor(self, _: Caller, request: SetFloor) -> FloorSet:
-        """Let what hosts have that no roster names be dead. Raises: ConflictError while they come.
+        """Declare dead the current objects of hosts that the roster does not name. Raises:
+        ConflictError while hosts are awaited.
 
-        Changes nothing if it is only asked what would be.
+        A dry run only reports the effect.
         """
         await self._awaited.is_loaded.wait()
         if not request.dry_run and self._awaited.is_learning:
@@ -247,7 +253,7 @@ class Membership:
     # Sessions.
 
     async def drain(self, _: Caller, request: DrainHost) -> Ack:
-        """Have a host emptied. Raises: NotFoundError."""
+        """Start to move all objects off a host. Raises: NotFoundError."""
         host = self._names.get(request.name)
         if host is None or host.caller is None:
             raise NotFoundError("store.drain", f"no host {request.name!r}", field="name")
@@ -257,19 +263,20 @@ class Membership:
         return Ack()
 
     async def join(self, caller: Caller, request: JoinHost) -> Joined:
-        """Begin a session with a host. Raises: CapacityError while another one has its name."""
+        """Begin a session with a host. Raises: CapacityError while another host has its name."""
         await self._awaited.is_loaded.wait()
         check_present(caller)
         host = self._names.get(request.name)
         if host is not None and host.caller is caller and request.attempt <= host.attempt:
-            # It came late, or twice.
+            # A late or repeated copy of the request.
             return Joined(self._state.versions.epoch, host.number, host.session)
         if host is not None and host.caller is not None:
             if host.segment_id != request.segment_id:
-                # Perhaps the same one without its memory: its old session ends with its lease.
+                # It may be the same host after a loss of its memory: the session of its earlier run
+                # ends with its lease.
                 what = f"a host {request.name!r} is there already: wait for the end of its lease"
                 raise CapacityError("store.join", what, field="name")
-            self.lose_host(host)  # The same one, by a new connection.
+            self.lose_host(host)  # The same host over a new connection.
         if request.epoch_seen > self._state.versions.epoch:
             self._state.versions.outbid(request.epoch_seen)
         if host is None:
@@ -302,7 +309,7 @@ class Membership:
             request.name, request.segment_id, request.disk_id
         )
         if self._awaited.is_window_open and host.name not in self._roster.members:
-            self._await_host(host)  # It may be one of before, that no roster knows of.
+            self._await_host(host)  # The host may be a former member that the roster lost.
         self._state.directory.find_host(host.number)
 
     def _await_host(self, host: HostSpace) -> None:
@@ -322,20 +329,21 @@ class Membership:
         return host
 
     async def inventory(self, caller: Caller, page: InventoryPage) -> Ack:
-        """Take one page of what a joining host holds."""
+        """Take one page of a joining host's inventory."""
         host = self._joining(caller, page.session)
         if page.page < host.num_pages:
-            return Ack()  # It came twice.
+            return Ack()  # A repeated copy of the page.
         if page.page > host.num_pages:
             raise ConflictError("store.join", f"page {page.page} before page {host.num_pages}")
         newest = max(page.records.versions, default=0)
         if newest > self._state.versions.newest:
-            # By a master of our number that we know nothing of: its note of it was lost with the
-            # machine, the disk was not. No version must be given twice.
+            # A version above all of this master: it comes from a master of the same epoch whose
+            # record of the epoch was lost with its machine, while the host kept its data. Raise the
+            # epoch, so that no version is given twice.
             try:
                 self._state.versions.outbid(newest >> layout.VERSION_BITS)
             except ConflictError:
-                # The rest of its inventory is not waited for, unless it is a member.
+                # Stop waiting for the rest of the inventory, unless the host is a member.
                 self.lose_host(host)
                 if host.name not in self._roster.members:
                     self._awaited.until_ms.pop(host.number, None)
@@ -347,9 +355,12 @@ class Membership:
         return Ack()
 
     async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
-        """Take news of a host's disk; answers which of the objects stored there it should keep."""
-        # A host may have written what it sealed before its answer to the order has been taken here:
-        # the object is not there yet, and is not gone.
+        """Apply a report of changes on a host's disk. The answer tells the host which stored
+        records to keep.
+        """
+        # Wait for running commits of the reported keys: a host may write an object to its disk
+        # before this master has its answer to the seal order, when the directory does not list the
+        # object yet.
         while busy := self._find_commit(report.stored):
             await asyncio.shield(busy)
         host = self._joining(caller, report.session)
@@ -369,14 +380,17 @@ class Membership:
             if row == NO_ROW or directory.version(row) != version or host.is_leaving:
                 continue
             if host.drops.is_forgetting(key, version):
-                continue  # Evicted when this was on its way; it is not to be relied on.
+                # Evicted while the report was on its way: the record is about to be forgotten.
+                continue
             if host.number not in directory.disks(row):
                 directory.add_disk(row, host.number)
             flags[i] = 1
         return KeyBytes(bytes(flags))
 
     def _find_commit(self, stored: Mapping[str, int]) -> "asyncio.Future[None] | None":
-        """Return a future, done when a commit that may show one of these objects has ended."""
+        """Return a future that is done when a running commit of one of these objects has ended;
+        None without one.
+        """
         directory = self._state.directory
         for key, version in stored.items():
             busy = self._state.committing.get(key)
@@ -387,7 +401,9 @@ class Membership:
         return None
 
     async def inventory_done(self, caller: Caller, request: InventoryDone) -> Ack:
-        """All pages have come; and whether all writers of before are gone."""
+        """Note that a host's inventory is complete, and whether all writers of its earlier sessions
+        are gone.
+        """
         host = self._joining(caller, request.session)
         if request.num_pages != host.num_pages:
             raise ConflictError(
@@ -405,11 +421,12 @@ class Membership:
         return Ack()
 
     def _settle(self, host: HostSpace) -> None:
-        """Note that the inventory is complete: objects it does not list are absent; the rest is
-        free.
+        """Apply a complete inventory: copies that it does not list are removed from the directory,
+        and the other space is free.
         """
         rows, offsets = self._state.directory.places_on_host(host.number)
-        # By columns: a host may have a million objects, and others are to be answered.
+        # Use numpy columns: a host may have a million objects, and a loop over them would delay
+        # other calls.
         confirmed = map(host.confirmed.get, rows.tolist(), itertools.repeat(0))
         lengths = np.fromiter(confirmed, np.uint64, len(rows))
         for row in rows[lengths == 0].tolist():
@@ -422,7 +439,8 @@ class Membership:
         host.confirmed_disk.clear()
         host.rebuild(offsets, lengths)
         if not any(other.is_settled for other in self._state.hosts.values()):
-            # Without any host leases meant nothing: other hosts that were cut off may be returning.
+            # While no host was connected, hosts could not renew their leases. Renew them, since
+            # other hosts may be returning as well.
             for number in self._awaited.until_ms:
                 self._await_host(self._state.hosts[number])
         host.is_known = True
@@ -433,19 +451,23 @@ class Membership:
         logger.info("event=host_joined host=%s objects=%d", host.name, len(offsets))
 
     def _forget_replica(self, row: int, host: int) -> None:
-        """Note that the copy is not there; nothing to wipe."""
+        """Remove a copy that the host does not have from the directory; there is nothing to
+        wipe.
+        """
         self._state.directory.drop_replica(row, host)
         if not self._state.directory.replicas(row) and not self._state.directory.disks(row):
             self._state.directory.remove(row)
 
     async def grown(self, caller: Caller, request: SegmentGrown) -> Ack:
-        """More of a host's segment is usable."""
+        """Note that more of a host's segment is usable, or that it grows no more."""
         host = self._joining(caller, request.session)
         host.grow(request.capacity_bytes, request.final_bytes)
         return Ack()
 
     def lose_host(self, host: HostSpace) -> None:
-        """Its session has ended; its objects may come back with it."""
+        """Note that a host's session has ended. Its objects stay in the directory and may return
+        with it.
+        """
         logger.warning("event=host_lost host=%s", host.name)
         self._burials.note_lost(host)
         self._departures.note_lost()

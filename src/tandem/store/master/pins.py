@@ -1,4 +1,4 @@
-"""Pins of objects: set in the directory, and in the headers, for a master that comes later."""
+"""Pins of objects, in the directory and in the headers, so that a later master finds them."""
 
 import logging
 
@@ -24,12 +24,13 @@ class Pins:
         self._results = results
 
     def pin(self, caller: Caller, request: PinObjects) -> Kept:
-        """Replace the pins of objects; a byte each: 1 for what is there."""
+        """Replace the pins of objects. The answer has one byte for each key: 1 if it exists."""
         return Kept(self._results.change(caller, request, lambda: self._pin_all(request)))
 
     async def _pin_all(self, request: PinObjects) -> KeyBytes:
         check_pin(request.soft_ms)
-        await self._state.awaited.recover()  # Or a copy would come that does not know of the pin.
+        # A host that joins later would report the object without this pin.
+        await self._state.awaited.recover()
         flags = bytearray(len(request.keys))
         until_ms = self._state.now_ms() + request.soft_ms if request.soft_ms > 0 else 0
         orders: dict[int, list[int]] = {}
@@ -53,6 +54,6 @@ class Pins:
                     soft_pin_ms=max(0, request.soft_ms),
                 )
             except TandemError as error:
-                # Pinned all the same; only a restart of the master would not know of it.
+                # The pin holds in this master; only a restarted master would not know of it.
                 logger.warning("event=pin_unwritten host=%s reason=%s", host, error)
         return KeyBytes(bytes(flags))

@@ -1,5 +1,5 @@
-"""The decisions of a store, as pure functions: where a replica goes, where a read
-goes, how much is evicted. Pure: chance and time are arguments.
+"""Decisions of a store as pure functions: the host of a replica, the host of a read, the bytes to
+evict. Time and randomness are arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ __all__ = ["HostView", "Strategy", "count_bytes_to_evict", "order_hosts", "rank_
 
 
 class Strategy(StrEnum):
-    """The order of hosts when nothing else decides."""
+    """The order of hosts for new replicas if neither preference nor machine decides."""
 
     RANDOM = "random"
     MOST_FREE = "most_free"
@@ -18,7 +18,7 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """The facts of a host that the policies use."""
+    """The facts about a host that the policies use."""
 
     host: int
     name: str
@@ -26,9 +26,9 @@ class HostView:
     free_bytes: int
     capacity_bytes: int
     load_bytes: float = 0.0
-    """Bytes promised to readers lately."""
+    """Bytes that readers were recently sent to this host for, decaying over time."""
     is_silent: bool = False
-    """It has not answered for much longer than it usually takes."""
+    """True if the host has not answered for much longer than usual."""
 
 
 def order_hosts(
@@ -39,11 +39,11 @@ def order_hosts(
     preferred: Sequence[str] = (),
     machine: str = "",
 ) -> list[int]:
-    """Return host numbers in the order in which replicas should be tried on them.
+    """Return host numbers in the order in which to try them for new replicas.
 
     Args:
-        hosts: those that take new objects.
-        strategy: order of what neither preference nor machine decides.
+        hosts: the hosts that take new objects.
+        strategy: the order if neither preference nor machine decides.
         draw: ``draw(n)`` is a random number in ``[0, n)``.
         preferred: names of hosts that come first, in this order.
         machine: hosts of this machine come next; empty for none.
@@ -67,8 +67,8 @@ def order_hosts(
 
 
 def rank_replicas(candidates: Sequence[HostView], machine: str) -> list[int]:
-    """Return host numbers in the order in which to read: those that answer first, of these the same
-    machine, then by load.
+    """Return host numbers in the order in which to read from them: answering hosts first, then the
+    reader's machine, then the least loaded.
     """
     ordered = sorted(
         candidates,
@@ -80,6 +80,8 @@ def rank_replicas(candidates: Sequence[HostView], machine: str) -> list[int]:
 def count_bytes_to_evict(
     used_bytes: int, capacity_bytes: int, *, high_watermark: float, step: float
 ) -> int:
-    """Return how many bytes to evict now: nothing up to the watermark, then down by a step."""
+    """Return the number of bytes to evict: 0 up to the watermark, above it the excess and one more
+    step.
+    """
     over_bytes = used_bytes - high_watermark * capacity_bytes
     return int(over_bytes + step * capacity_bytes) if over_bytes > 0 else 0

@@ -1,8 +1,8 @@
-"""A put on its master: it takes space, its client writes there, hosts seal it, and it is shown.
+"""A put on the master: reserve space, let the client write, have the hosts seal, publish.
 
-The client is let in on each host; then the objects' keys are held, the hosts write tables and
-headers, and the directory has the objects. A batch that comes with its values differs in one point
-alone: the hosts write the values too, and no client is let in.
+The client gets the right to write on each host. On commit the keys are locked, the hosts write
+checksum tables and headers, and the objects enter the directory. If the values come with the
+request, the hosts write the values too, and the client needs no right to write.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ __all__ = ["Blob", "PutBatch", "PutParts"]
 logger = logging.getLogger(__name__)
 
 UNSURE_LOOK_S = 0.01
-"""Seconds between two looks whether a host that may have an object has come back."""
+"""Seconds between two checks whether a host that may have the object has returned."""
 
 
 class PutParts(NamedTuple):
-    """The parts of a master that its puts change."""
+    """The parts of a master that its puts use."""
 
     state: StoreState
     departures: Departures
@@ -48,7 +48,7 @@ class PutParts(NamedTuple):
 
 
 class Blob:
-    """Bytes of a batch's objects, one after the other: values, or tables."""
+    """The values or the checksum tables of a batch's objects, concatenated."""
 
     def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
         self.is_values = is_values
@@ -56,7 +56,7 @@ class Blob:
         self._sizes = sizes
 
     def take(self, objects: Sequence[int]) -> bytes:
-        """Return those of some objects, in their order."""
+        """Return the bytes of some objects, concatenated in their order."""
         if len(objects) == len(self._sizes):
             return self._data
         data, sizes = memoryview(self._data), self._sizes
@@ -64,18 +64,18 @@ class Blob:
         return b"".join(data[ends[i] - sizes[i] : ends[i]] for i in objects)
 
     def pick(self, objects: Sequence[int]) -> "Blob":
-        """Return the same of some objects alone."""
+        """Return a ``Blob`` of some objects only."""
         return Blob(self.take(objects), [self._sizes[i] for i in objects], is_values=self.is_values)
 
 
 class PutBatch:
-    """The new objects of one request. An object is a number: its place among these keys.
+    """The new objects of one put request. An object's number is its index in ``keys``.
 
     Args:
-        parts: of the master.
+        parts: the master's parts.
         client: instance id of the client that puts them.
-        request: its request.
-        wanted: positions of the objects in the request, one at least.
+        request: the client's request.
+        wanted: positions of the objects in the request, at least one.
         lengths: bytes of the extents of all objects of the request.
     """
 
@@ -95,47 +95,54 @@ class PutBatch:
         self.sizes = request.sizes if is_whole else [request.sizes[i] for i in wanted]
         self.lengths = lengths if is_whole else [lengths[i] for i in wanted]
         self.places: dict[int, dict[int, int]] = {}
-        """Offsets of the extents by host and object."""
+        """Offsets of the reserved extents: by host, then by object."""
         self.grant = 0
         self.expires_ms = 0
         self._sessions: dict[int, int] = {}
-        """Sessions of the hosts when the space was taken: in a later one it means nothing."""
+        """Session of each host when the space was reserved. The reservation is void in a later
+        session.
+        """
         self._first_version = 0
         self._state, self._departures, self._burials = parts
 
     # Space.
 
     def list_offsets(self, host: int) -> list[int]:
-        """Return where the space on a host begins."""
+        """Return the offsets of the batch's extents on a host."""
         return list(self.places[host].values())
 
     def note_taken(self) -> None:
-        """Note that ``places`` are taken: they are this batch's until it expires."""
+        """Note that the extents in ``places`` are reserved for this batch until it expires."""
         state = self._state
         self._sessions = {number: state.hosts[number].session for number in self.places}
         self.grant = state.versions.take()
         self.expires_ms = state.now_ms() + state.config.put_timeout_ms
 
     def release(self, objects: Iterable[int] | None = None) -> None:
-        """Free the space of objects (all if None) without a writer that were not sealed."""
+        """Free the extents of unsealed objects that no client can write to; of all objects if
+        None.
+        """
         chosen = None if objects is None else set(objects)
         for number, places in self.places.items():
             gone = [i for i in places if chosen is None or i in chosen]
             self._state.hosts[number].release([places.pop(i) for i in gone])
 
     def _forget_lost(self) -> list[int]:
-        """Forget space on hosts that have gone, or come back: the inventory has settled it.
+        """Forget extents on hosts whose session has changed, since the host's inventory has freed
+        or kept them.
 
-        Returns: the objects that had some there.
+        Returns: the objects that had extents there.
         """
         hosts = self._state.hosts
         lost = [n for n in self.places if hosts[n].session != self._sessions[n]]
         return [i for number in lost for i in self.places.pop(number)]
 
-    # Start: the client is let in.
+    # Start: the client gets the right to write.
 
     def begin_writing(self) -> dict[int, int]:
-        """Hold the space for the client's writes; return the bases of hosts that let it in."""
+        """Mark the extents as being written by the client. Return the write address of each host
+        that has opened one for the client.
+        """
         bases: dict[int, int] = {}
         for number in self.places:
             writers = self._state.hosts[number].writers
@@ -145,7 +152,9 @@ class PutBatch:
         return bases
 
     async def open_writers(self, bases: dict[int, int]) -> None:
-        """Have the other hosts let the client write, and add their bases."""
+        """Have the remaining hosts open a write address for the client, and add the addresses to
+        ``bases``.
+        """
         asked = [self._state.hosts[n] for n in sorted(self.places) if n not in bases]
         answers = await asyncio.gather(*map(self._open_writer, asked), return_exceptions=True)
         for host, answer in zip(asked, answers, strict=True):
@@ -155,7 +164,7 @@ class PutBatch:
                 raise answer
 
     async def _open_writer(self, host: HostSpace) -> int:
-        # The host is asked until it answers; it is only this put that goes on without it.
+        # The master asks the host until it answers; only this put stops waiting.
         try:
             async with asyncio.timeout(self._state.answer_timeout_s(host)):
                 return await host.writers.open(self.client)
@@ -164,7 +173,9 @@ class PutBatch:
             raise DeadlineError("store.write", f"host {host.name} does not answer") from None
 
     def describe(self, bases: dict[int, int]) -> StartedPut:
-        """Return where the client may write: on the hosts that have a base."""
+        """Return the answer to the client: the extents on hosts that have opened a write
+        address.
+        """
         positions, count = self.positions, len(self.request.keys)
         is_whole = len(positions) == count
         statuses = bytearray([StartStatus.GRANTED if is_whole else StartStatus.EXISTS]) * count
@@ -186,12 +197,13 @@ class PutBatch:
             endpoints=[self._state.hosts[p.host].endpoint(bases[p.host]) for p in places],
         )
 
-    # Write: the client's, of which only the end is seen here.
+    # Write: done by the client; the master sees only its end.
 
     def end_writing(self, failed_hosts: Iterable[int]) -> list[int]:
-        """Note that the client writes no more, but perhaps late bytes to hosts where it failed.
+        """Note that the client has stopped writing, except that late bytes may reach hosts where
+        its writes failed.
 
-        Returns: those hosts; the space held there stays the writer's until it is shut out.
+        Returns: the failed hosts. Extents there stay reserved until the client is fenced off.
         """
         failed = sorted(set(failed_hosts) & set(self.places))
         for number in failed:
@@ -202,26 +214,30 @@ class PutBatch:
         return failed
 
     def cut_tables(self, tables: bytes) -> Blob:
-        """Return the tables of the objects. Raises: ConfigError if they do not fit the values."""
+        """Return the objects' checksum tables. Raises: ConfigError if their length does not match
+        the values.
+        """
         sizes = [4 * count for count in layout.count_chunks_each(self.sizes)]
         if sum(sizes) != len(tables):
             self.release()
             raise ConfigError("store.commit", "tables that do not fit the values")
         return Blob(tables, sizes, is_values=False)
 
-    # Seal: the objects survive their hosts, and are shown.
+    # Seal: the objects get headers and enter the directory.
 
     async def seal(self, checksums: Sequence[int], blob: Blob) -> bytes:
-        """Seal and show; return a ``CommitStatus`` for each object.
+        """Have the hosts seal the objects, and publish them. Return a ``CommitStatus`` byte for
+        each object.
 
-        Raises: CapacityError if no tombstones can be kept for what is replaced.
+        Raises: CapacityError if there is no room for the tombstones of replaced objects.
         """
         await self._wait_room()
         async with self._lock_keys():
             self._forget_lost()
             statuses = bytearray([CommitStatus.EXPIRED]) * len(self.keys)
             if self._is_unsure():
-                self.release()  # It could not be found out in time: to be put again.
+                # A host that may have the key did not report in time; the client puts again.
+                self.release()
                 return bytes(statuses)
             if not self.request.upsert:
                 taken = self._state.directory.exists_many(self.keys)
@@ -237,14 +253,17 @@ class PutBatch:
                 self._wipe_all(self.places)
                 raise
             for i in self._forget_lost():
-                self._departures.note_unlisted(self.keys[i])  # Perhaps sealed before it went.
+                # The host may have sealed the object before it was lost.
+                self._departures.note_unlisted(self.keys[i])
             self._wipe_all([number for number in self.places if number not in sealed])
             await self._show(checksums, statuses)
             return bytes(statuses)
 
     @contextlib.asynccontextmanager
     async def _lock_keys(self) -> AsyncGenerator[None]:
-        """Hold the keys against other commits, all at once and, for a time, not while unsure."""
+        """Lock the keys against other commits, all at once, after waiting a limited time while
+        absent hosts may have one of them.
+        """
         state = self._state
         deadline_s = state.clock.now_s() + state.config.put_timeout_ms / 1e3
         held = state.committing
@@ -267,7 +286,7 @@ class PutBatch:
             released.set_result(None)
 
     def _is_unsure(self) -> bool:
-        """Return True if a host that is waited for may have what the batch is not to replace."""
+        """Return True if an awaited host may have an object that this batch must not replace."""
         if self.request.upsert or not self._state.can_be_unsure:
             return False
         taken = self._state.directory.exists_many(self.keys)
@@ -275,10 +294,10 @@ class PutBatch:
         return bool(missing) and self._state.is_unsure(missing)
 
     async def _seal_all(self, checksums: Sequence[int], blob: Blob) -> set[int]:
-        """Have all hosts seal their part; return those that have."""
+        """Have all hosts seal their extents. Return the hosts that succeeded."""
         numbers = sorted(number for number, places in self.places.items() if places)
         work = [self._seal_on(number, checksums, blob) for number in numbers]
-        if len(work) == 1:  # Without a task of its own.
+        if len(work) == 1:  # One host needs no extra task.
             answers: list[bool | BaseException] = [await work[0]]
         else:
             answers = await asyncio.gather(*work, return_exceptions=True)
@@ -288,7 +307,7 @@ class PutBatch:
         return {number for number, answer in zip(numbers, answers, strict=True) if answer}
 
     async def _seal_on(self, number: int, checksums: Sequence[int], blob: Blob) -> bool:
-        """Return True if a host has sealed its part."""
+        """Have one host seal its extents. Return True if it succeeded."""
         host, objects = self._state.hosts[number], list(self.places[number])
         part = blob.take(objects)
         try:
@@ -323,7 +342,9 @@ class PutBatch:
         )
 
     def _wipe_all(self, numbers: Iterable[int]) -> None:
-        """Have hosts wipe what they may have sealed: their answer was lost or negative."""
+        """Have hosts wipe extents that they may have sealed: their answer was lost, or was an
+        error.
+        """
         for number in list(numbers):
             for i, offset in self.places.pop(number).items():
                 self._departures.wipe_copy(
@@ -335,16 +356,18 @@ class PutBatch:
                 )
 
     async def _show(self, checksums: Sequence[int], statuses: bytearray) -> None:
-        """Publish objects sealed on any host; return when no older ones can come back.
+        """Publish the objects that at least one host has sealed. Return when no older object of
+        their keys can come back.
 
-        Until then nobody is told of the new ones: a crash, or a host that was away, could bring
-        back an older one after it.
+        Until then the keys are hidden from clients: after a crash, or from an absent host, the
+        older object could reappear.
         """
         departures, unlisted = self._departures, self._state.unlisted
         is_blind = self.request.upsert and self._burials.is_blind
         replaced = self._find_replaced()
         if replaced:
-            # What no host has sealed replaces nothing: the older object stays, without a tombstone.
+            # An object that no host has sealed replaces nothing: the older one stays and gets no
+            # tombstone.
             sealed = {self.keys[i] for places in self.places.values() for i in places}
             replaced = [key for key in replaced if key in sealed]
         for key in replaced:
@@ -364,11 +387,14 @@ class PutBatch:
                 departures.show(key)
 
     def _insert(self, checksums: Sequence[int], statuses: bytearray) -> "list[asyncio.Future[Any]]":
-        """Add the objects to the directory; returns futures, done when older ones are wiped."""
+        """Add the objects to the directory. Return futures that are done when the replaced objects
+        are wiped.
+        """
         state, directory, request = self._state, self._state.directory, self.request
         for number in self.places:
             state.hosts[number].seal(self.list_offsets(number))
-        # An upsert does not wait for hosts that may have had an object.
+        # An upsert does not wait for absent hosts, so it may replace an object that is not known
+        # here.
         is_unsure = request.upsert and state.awaited.is_learning
         shown = sorted({i for places in self.places.values() for i in places})
         for i in shown:
@@ -377,14 +403,15 @@ class PutBatch:
         if self._departures.may_have_older(()) or directory.has_any(self.keys):
             for i in shown:
                 going = self._departures.find_replaced(self.keys[i])
-                if going is not None:  # Evicted a moment ago, and maybe still read.
+                if going is not None:  # Evicted a moment ago; clients may still read it.
                     replaced.append(going)
                 row = directory.find(self.keys[i])
                 if row != NO_ROW:
                     statuses[i] = CommitStatus.REPLACED
                     replaced += self._departures.drop_row(row)
         rows: dict[int, int] = {}
-        # The last first: a row's newest replica is its first.
+        # Insert in reverse order, since ``add_replica`` puts a copy in front: the first host of
+        # ``places`` then has the row's first replica.
         for number, places in reversed(self.places.items()):
             new = [i for i in places if i not in rows]
             for i in places.keys() & rows.keys():
@@ -409,7 +436,7 @@ class PutBatch:
     # Older objects of the same keys.
 
     async def _wait_room(self) -> None:
-        """Wait for room for the tombstones that showing the batch may take.
+        """Wait until the tombstones that this batch may need fit below the limit.
 
         Raises: CapacityError.
         """
@@ -423,7 +450,7 @@ class PutBatch:
             raise
 
     def _find_replaced(self) -> Sequence[str]:
-        """Return the keys of which there is, or may be, an older copy anywhere."""
+        """Return the keys of which an older copy exists, or may exist on an absent host."""
         keys, state = self.keys, self._state
         if self.request.upsert and self._burials.is_blind:
             return keys

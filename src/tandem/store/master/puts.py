@@ -1,8 +1,9 @@
-"""Puts of a master: a client gets space, writes, and commits; small values come with the request.
+"""The put requests of clients: reserve space, write, commit; or small values within the request.
 
-How a put goes is in ``put_batch``; here are the requests of clients, and what becomes of batches
-whose clients fail: a client is shut out of a host where it fails, where it goes away, or where it
-takes too long.
+``put_batch`` has the steps of a put. This module has the requests, and the handling of failed
+clients: a client is fenced off a host if its write fails there, if it disconnects, or if it takes
+    too
+long.
 """
 
 import logging
@@ -41,19 +42,20 @@ class Puts:
         self._allocation = allocation
         self._results = results
         self.unfinished: OrderedDict[tuple[str, int], PutBatch] = OrderedDict()
-        """The batches that clients may write now, by client and the first id of the request, oldest
-        first."""
+        """The batches that clients may write now, oldest first, by client and first put id."""
 
     @property
     def num_unfinished(self) -> int:
-        """Objects whose put has begun and not ended."""
+        """Number of objects whose put has begun and not ended."""
         return sum(len(batch.keys) for batch in self.unfinished.values())
 
-    # Values that come with the request: no client writes to a segment, so there is no
-    # grant, nothing to fence and nothing to expire.
+    # Puts whose values come with the request. No client writes to a segment, so there is no grant,
+    # no fence and no expiry.
 
     def put_inline(self, caller: Caller, request: PutInline) -> Kept:
-        """Put a batch; one ``CommitStatus`` each. Raises: CapacityError, ConfigError."""
+        """Put a batch whose values come with the request. The answer has a ``CommitStatus`` byte
+        for each object. Raises: CapacityError, ConfigError.
+        """
         check_present(caller)
         client, lengths = caller.instance_id, self._allocation.check_batch(request)
         if len(request.checksums) != len(request.keys) or sum(request.sizes) != len(request.blob):
@@ -80,12 +82,14 @@ class Puts:
                 statuses[i] = status
         return KeyBytes(bytes(statuses))
 
-    # Values that the client writes.
+    # Puts whose values the client writes.
 
     def start(
         self, caller: Caller, request: StartPut
     ) -> StartedPut | Coroutine[Any, Any, StartedPut]:
-        """Take space for a batch, all or nothing, and say where to write."""
+        """Reserve space for all objects of a batch or none, and return where the client may
+        write.
+        """
         check_present(caller)
         lengths = self._allocation.check_batch(request)
         client, count = caller.instance_id, len(request.keys)
@@ -104,7 +108,7 @@ class Puts:
     async def _start_later(self, caller: Caller, waited: PutBatch) -> StartedPut:
         await self._allocation.wait_space(waited)
         name, batch = (caller.instance_id, waited.request.first_put_id), waited
-        # It came twice, and both waited.
+        # The request came twice, and both copies waited for space.
         is_twice = name in self.unfinished or self._results.has(*name)
         if caller.is_lost or is_twice:
             waited.release()
@@ -127,15 +131,17 @@ class Puts:
 
     async def _open_writers(self, batch: PutBatch, bases: dict[int, int]) -> StartedPut:
         await batch.open_writers(bases)
-        # What the client is not told of it cannot write, and must not be taken for written.
+        # Fence the client on hosts that are missing in the answer: it cannot write there, and the
+        # extents must not pass for written.
         for number in [number for number in batch.places if number not in bases]:
             self.fence(self._state.hosts[number], batch.client)
         return batch.describe(bases)
 
     def commit(self, caller: Caller, request: CommitPut) -> Kept:
-        """Seal and show what a client has written; one ``CommitStatus`` for each granted object.
+        """Seal and publish what a client has written. The answer has a ``CommitStatus`` byte for
+        each granted object.
 
-        A caller that leaves does not leave objects half sealed.
+        The work completes even if the client disconnects, so that no object stays half sealed.
         """
         client = caller.instance_id
         answering = self._results.run(
@@ -143,14 +149,15 @@ class Puts:
             request.first_put_id,
             request.settled_below,
             lambda: self._commit(client, request),
-            can_be_late=False,  # What was granted tells.
+            can_be_late=False,  # The grant identifies late copies.
         )
         return Kept(answering)
 
     async def _commit(self, client: str, request: CommitPut) -> KeyBytes:
         batch = self.unfinished.get((client, request.first_put_id))
         if batch is None or batch.grant != request.grant:
-            # With another grant: a late copy of the request took space that was never written.
+            # If the grant differs, a late copy of the start request reserved space that was never
+            # written.
             return KeyBytes(bytes([CommitStatus.EXPIRED]) * len(request.checksums))
         if request.checksums and len(request.checksums) != len(batch.keys):
             raise ConfigError("store.commit", "as many checksums as objects, or none")
@@ -166,12 +173,14 @@ class Puts:
     # Clients that fail.
 
     def forget_host(self, number: int) -> None:
-        """Note that it is gone: no put has space there."""
+        """Note that a host is lost: all puts forget their extents there."""
         for batch in self.unfinished.values():
             batch.places.pop(number, None)
 
     def fence(self, host: HostSpace, client: str) -> None:
-        """Shut ``client`` out of ``host``: all its unfinished puts lose their space there."""
+        """Revoke a client's right to write on a host: all its unfinished puts lose their extents
+        there.
+        """
         for batch in self.unfinished.values():
             if batch.client == client:
                 batch.places.pop(host.number, None)
@@ -179,7 +188,9 @@ class Puts:
         host.writers.fence(client)
 
     def end_client(self, client: str) -> None:
-        """Its session has ended: shut it out everywhere."""
+        """Note that a client's session has ended: fence the client on all hosts and end its
+        puts.
+        """
         for host in self._state.hosts.values():
             if client in host.writers:
                 self.fence(host, client)
@@ -187,7 +198,7 @@ class Puts:
             del self.unfinished[name]
 
     def expire(self, now_ms: int) -> None:
-        """End the puts that have been unfinished for too long."""
+        """End the puts that have been unfinished for longer than the time limit."""
         while self.unfinished:
             name, batch = next(iter(self.unfinished.items()))
             if batch.expires_ms > now_ms:

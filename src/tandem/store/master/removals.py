@@ -1,4 +1,4 @@
-"""Removals that clients ask for: answered when no restart can bring the objects back."""
+"""Removals that clients request. Each is answered when no restart can bring the objects back."""
 
 import asyncio
 from collections import deque
@@ -21,9 +21,9 @@ from tandem.store.sessions import Caller
 __all__ = ["Removals"]
 
 PIECE_KEYS = 1_000
-"""Removed before others are answered: four milliseconds of a core."""
+"""Number of keys removed before other calls run; some 4 ms of a core."""
 MAX_IN_FLIGHT = 8
-"""Pieces that hosts are wiping while another one is looked for."""
+"""Number of pieces that hosts may be wiping while the next one is removed."""
 
 
 class Removals:
@@ -45,19 +45,20 @@ class Removals:
         self._burials = burials
 
     def remove(self, caller: Caller, request: RemoveObjects) -> Kept:
-        """Remove objects; answers when their headers are gone."""
+        """Remove objects. The answer comes when their headers are wiped."""
         return Kept(self._results.change(caller, request, lambda: self._remove_keys(request.keys)))
 
     def _begin(self) -> int:
-        """Return the version that separates objects there now from those put while a removal waits.
+        """Return the version that separates current objects from those put while the removal waits.
 
-        Its caller may have given up, and put anew: that is not to go.
+        Later objects stay: the removal's caller may have given up and put the key again.
         """
         return self._state.versions.newest
 
     async def _remove_keys(self, keys: Sequence[str]) -> KeyBytes:
         begin = self._begin()
-        # Whether they are found or not: a host that has not told yet may have a copy.
+        # Wait for all hosts, also for keys that are found: a host that has not reported yet may
+        # have another copy.
         await self._state.awaited.recover()
         await self._wait_room(len(keys))
         num_lost = self._burials.num_lost
@@ -66,30 +67,36 @@ class Removals:
         return KeyBytes(flags)
 
     async def _wait_room(self, count: int) -> None:
-        """Wait for room for tombstones, before anything is removed. Raises: CapacityError."""
+        """Wait until ``count`` more tombstones fit below the limit, before anything is removed.
+        Raises: CapacityError.
+        """
         if not self._burials.is_whole:
             await self._burials.wait_room(count, self._state.config.put_wait_ms / 1e3)
 
     async def _bury(self, tombstones: Sequence[Tombstone], num_lost: int) -> None:
-        """Make removals final that began when ``num_lost`` hosts had been lost."""
+        """Make tombstones durable, unless all hosts are connected and none was lost since
+        ``num_lost`` losses.
+        """
         if num_lost != self._burials.num_lost or not self._burials.is_whole:
             await self._burials.bury(tombstones)
-        # Else all hosts have told what they have, and have wiped it.
+
+    # Else all hosts have reported their objects and wiped the removed ones.
 
     async def _drop_keys(
         self, keys: Sequence[str], begin: int, *, marked_below: int
     ) -> tuple[bytes, list[int]]:
-        """Remove what there is on hosts that are there; return when it is wiped.
+        """Remove the objects of keys, and return when connected hosts have wiped them.
 
-        It is done in pieces, between which others are answered; hosts wipe some while the next are
-        looked for.
+        The keys are processed in pieces, between which other calls run. Hosts wipe one piece while
+        the next is removed.
 
         Args:
-            keys: of the objects.
-            begin: see ``_begin``.
-            marked_below: what a tombstone of their prefix says already.
+            keys: the objects' keys.
+            begin: the newest version to remove; see ``_begin``.
+            marked_below: version up to which the tombstone of a prefix covers the keys already.
 
-        Returns: a byte for each: 1 for what was found; and the version up to which it is dead.
+        Returns: a byte for each key, 1 if it was found; and the version up to which each key is
+            dead.
         """
         flags, versions = bytearray(), list[int]()
         in_flight: deque[list[asyncio.Future[Any]]] = deque()
@@ -107,7 +114,9 @@ class Removals:
     def _drop_piece(
         self, keys: Sequence[str], begin: int, marked_below: int
     ) -> tuple[bytes, list[int], list[asyncio.Future[Any]]]:
-        """Do as ``_drop_keys``, with futures that are done when all is wiped."""
+        """Remove one piece of the keys for ``_drop_keys``. The third result are futures that are
+        done when all is wiped.
+        """
         directory, has_given = self._state.directory, self._state.versions.has_given
         rows, found = directory.find_versions(keys)
         is_gone = rows != NO_ROW
@@ -118,7 +127,8 @@ class Removals:
             is_first[np.unique(rows, return_index=True)[1]] = True
             is_gone &= is_first
         versions: list[int] = np.where(is_gone, np.maximum(found, begin), begin).tolist()
-        # It may have been removed, or evicted, but not yet for good.
+        # Earlier objects of the keys may be removed or evicted, with headers that are not wiped
+        # yet.
         going = self._departures.find_going_of(keys)
         taken: list[int] = rows[is_gone].tolist()
         self._state.counters.objects_removed += len(taken)
@@ -140,13 +150,13 @@ class Removals:
         await self._wait_room(1)
         burials = self._burials
         num_lost, tombstone = burials.num_lost, Tombstone(prefix, begin, is_prefix=True)
-        # Also for objects that this master has never heard of.
+        # The tombstone covers objects with the prefix that this master does not know of.
         burials.mark([tombstone])
         flags, versions = await self._drop_keys(matches, begin, marked_below=begin)
         newer = [
             Tombstone(*pair) for pair in zip(matches, versions, strict=True) if pair[1] > begin
         ]
-        # Objects that other callers are removing are not gone before their headers are.
+        # Objects that other callers remove count as gone only when their headers are wiped.
         for gone in self._departures.find_going_below(prefix):
             await asyncio.shield(gone)
         await self._bury([tombstone, *newer], num_lost)
@@ -154,6 +164,6 @@ class Removals:
 
 
 async def _wait(in_flight: "deque[list[asyncio.Future[Any]]]") -> None:
-    """Return when the oldest piece is wiped: only then could no restart bring it back."""
+    """Wait until the oldest piece is wiped; only then could no restart bring its objects back."""
     for gone in in_flight.popleft():
         await asyncio.shield(gone)

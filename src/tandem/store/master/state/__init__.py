@@ -1,1 +1,1 @@
-"""The state of a master: objects, hosts with their space, the order of its orders."""
+"""The state of a master: objects, hosts with their space, and the orders sent to them."""

@@ -1,7 +1,7 @@
-"""Hosts that may have what their master has never heard of, and the wait for them.
+"""Hosts that may have objects which their master does not know of, and the wait for them.
 
-A host is *awaited* from when it went away, or from when this master began, until it has told what
-it has or is declared lost; while one is, that this master never told of an object means nothing.
+A host is *awaited* from its loss, or from this master's start, until it has sent its inventory or
+is declared lost. While a host is awaited, an object that is not in the directory may still exist.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ __all__ = ["Awaited"]
 
 RECOVERY_LOOK_S = 0.01
 RECOVERY_LOOK_MAX_S = 0.25
-"""Pause between two checks whether all hosts have sent their inventory."""
+"""Longest pause in seconds between two checks whether all hosts have sent their inventories."""
 
 
 class Awaited:
     """The awaited hosts of one master.
 
     Args:
-        hosts: all that it knows, by number; borrowed.
-        now_ms: tells the time.
+        hosts: all known hosts by number; borrowed.
+        now_ms: returns the time.
         tasks: runs the wait that all callers share.
     """
 
@@ -31,35 +31,36 @@ class Awaited:
         self, hosts: Mapping[int, HostSpace], now_ms: Callable[[], int], tasks: Tasks
     ) -> None:
         self.is_loaded = asyncio.Event()
-        """Set once the roster has been read; no host joins before."""
+        """Set once the roster has been read. No host joins before."""
         self.until_ms: dict[int, int] = {}
-        """By number: until when a host is waited for."""
+        """Time until which each awaited host is waited for, by host number."""
         self._hosts = hosts
         self._now_ms = now_ms
         self._tasks = tasks
         self._window_until_ms = 0
         self._learning: asyncio.Task[None] | None = None
-        """Done when ``is_learning`` ends."""
+        """The task that all callers of ``recover`` wait for; it ends when ``is_learning`` does."""
 
     def __contains__(self, host: int) -> bool:
         return host in self.until_ms
 
     def open_window(self, until_ms: int) -> None:
-        """No roster was found: until then unknown hosts may come."""
+        """Expect hosts that no roster names until ``until_ms``."""
         self._window_until_ms = until_ms
 
     @property
     def is_window_open(self) -> bool:
-        """True if hosts may come that no roster knows of."""
+        """True if hosts may join that no roster names."""
         if self._window_until_ms and self._now_ms() >= self._window_until_ms:
             self._window_until_ms = 0
         return self._window_until_ms > 0
 
     @property
     def is_learning(self) -> bool:
-        """True if a host may have what this master has never heard of: not one that comes back.
+        """True if a host may have objects that this master does not know of. Hosts that reported
+        before do not count.
 
-        A miss may only mean that its host has not told yet.
+        A missing key may then only mean that its host has not reported yet.
         """
         if not self.is_loaded.is_set() or self.is_window_open:
             return True
@@ -67,30 +68,31 @@ class Awaited:
 
     @property
     def is_adopting(self) -> bool:
-        """True if objects are coming in that this master may not have heard of."""
+        """True if inventories are arriving that may have objects unknown to this master."""
         return self.is_learning or any(
             host.stage is HostStage.JOINING for host in self._hosts.values()
         )
 
     async def recover(self) -> None:
-        """Wait until all members have sent their inventory, or are declared lost."""
+        """Wait until all members have sent their inventories, or are declared lost."""
         while self.is_learning:
             await asyncio.shield(self._begin())
 
     async def wait_learnt(self, timeout_s: float) -> None:
-        """Do as ``recover``, but no longer than so."""
+        """Wait like ``recover``, for ``timeout_s`` at most."""
         if self.is_learning:
             await asyncio.wait([self._begin()], timeout=timeout_s)
 
     def _begin(self) -> "asyncio.Task[None]":
-        # It may be over before it has begun: time passes between two looks.
+        # A new task may find that the wait is over already, because time has passed since the
+        # caller's check.
         if self._learning is None or self._learning.done():
             self._learning = self._tasks.spawn(self._look_until_learnt())
         return self._learning
 
     async def _look_until_learnt(self) -> None:
-        # A lost member may keep this waiting for minutes: look ever more rarely, so that whoever
-        # waits learns of the end at most a tenth later than it came.
+        # A lost member may keep this waiting for minutes. The checks become rarer, so that waiters
+        # notice the end at most a tenth of the wait late.
         delay_s = RECOVERY_LOOK_S
         try:
             while self.is_learning:

@@ -1,4 +1,4 @@
-"""Copies of objects: a table of columns, chained by row of the directory. Pure; not thread-safe."""
+"""The table of object copies: columns, chained by row of the directory. Pure; not thread-safe."""
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -13,30 +13,30 @@ __all__ = ["DISK", "FREE_HOST", "Copies", "Fill", "Replica", "take_rows"]
 
 FREE_HOST = 0xFFFF
 DISK = 0x8000
-"""Marks, in the column of hosts, a copy on the host's disk."""
+"""Bit in the host column that marks a copy on the host's disk."""
 
 Fill = Callable[[Sequence[int], Sequence[tuple[object, int | Sequence[int]]]], None]
-"""See ``tandem._native.fill_rows``."""
+"""A function that sets cells of columns at many rows; see ``tandem._native.fill_rows``."""
 
 
 class Replica(NamedTuple):
-    """The place of one copy of an object in the memory of a host."""
+    """The place of one copy of an object in a host's memory."""
 
     host: int
     offset: int
 
 
 class Copies:
-    """The copies of all objects. A *tag* is the number of a host, with ``DISK`` for its disk.
+    """The copies of all objects. A *tag* is a host's number, with ``DISK`` added for its disk.
 
     Args:
-        first: the directory's column of chains; borrowed.
+        first: the directory's column with each row's first copy; borrowed.
     """
 
     def __init__(self, first: "array[int]") -> None:
         self.first = first
         self.host = array("H")
-        """Tags."""
+        """Tag of each copy."""
         self.offset = array("q")
         self.next = array("i")
         self.row = array("i")
@@ -45,21 +45,21 @@ class Copies:
     # One object.
 
     def iterate(self, row: int) -> Iterator[tuple[int, int]]:
-        """Yield the tag and the offset of each copy."""
+        """Yield the tag and the offset of each copy of an object."""
         at = self.first[row]
         while at >= 0:
             yield self.host[at], self.offset[at]
             at = self.next[at]
 
     def has(self, row: int, tag: int) -> bool:
-        """Return True if the object has such a copy."""
+        """Return True if the object has a copy with this tag."""
         at = self.first[row]
         while at >= 0 and self.host[at] != tag:
             at = self.next[at]
         return at >= 0
 
     def add(self, row: int, tag: int, offset: int) -> None:
-        """Add a copy, as the first one. REQUIRES: there is none of this tag."""
+        """Add a copy in front of the row's chain. REQUIRES: the row has no copy with this tag."""
         assert not self.has(row, tag), tag
         (at,) = self.take(1)
         self.host[at] = tag
@@ -69,7 +69,7 @@ class Copies:
         self.first[row] = at
 
     def drop(self, row: int, tag: int) -> int | None:
-        """Forget a copy; return its offset, None if there is none."""
+        """Remove a copy. Return its offset; None without such a copy."""
         before, at = -1, self.first[row]
         while at >= 0 and self.host[at] != tag:
             before, at = at, self.next[at]
@@ -83,24 +83,24 @@ class Copies:
         self._spare.append(at)
         return self.offset[at]
 
-    # Many at a time.
+    # Many rows at a time.
 
     def rows_with(self, tag: int) -> npt.NDArray[np.int64]:
-        """Return the rows that have such a copy."""
+        """Return the rows that have a copy with this tag."""
         at = np.flatnonzero(view(self.host) == tag)
         return view(self.row)[at].astype(np.int64)
 
     def places_with(self, tag: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """Return the rows that have such a copy, and its offset."""
+        """Return the rows that have a copy with this tag, and the offsets of these copies."""
         at = np.flatnonzero(view(self.host) == tag)
         return view(self.row)[at].astype(np.int64), view(self.offset)[at].astype(np.uint64)
 
     def are_on(self, rows: npt.NDArray[np.int64], is_good: bytes) -> npt.NDArray[np.bool_]:
-        """Return, for each row, whether all its copies are in memory of hosts that are good.
+        """Return, for each row, True if all its copies are in memory of good hosts.
 
         Args:
             rows: rows of objects without copies on disks.
-            is_good: a byte for each host.
+            is_good: a byte for each host, 1 if it is good.
         """
         hosts_good = np.frombuffer(is_good, np.uint8).astype(bool)
         good = np.ones(len(rows), bool)
@@ -111,7 +111,9 @@ class Copies:
         return good
 
     def drop_all(self, rows: npt.NDArray[np.int64]) -> dict[int, tuple[list[int], list[int]]]:
-        """Forget all copies of objects; return the rows that had one and its offset, by tag."""
+        """Remove all copies of objects. Return, by tag, the rows that had a copy and the copies'
+        offsets.
+        """
         places: dict[int, tuple[list[int], list[int]]] = {}
         at, owners = view(self.first)[rows].astype(np.int64), rows
         while at.size:
@@ -128,17 +130,19 @@ class Copies:
         return places
 
     def take(self, count: int) -> list[int]:
-        """Take places in the table. They are zeros if new, and zero is the number of a host."""
+        """Allocate entries of the table. The caller sets their cells at once: new ones are zero,
+        which is a valid host number.
+        """
         return take_rows(self._spare, (self.host, self.offset, self.next, self.row), count)
 
     def give_back(self, places: Sequence[int], fill: Fill) -> None:
-        """Give places back that were taken."""
+        """Free entries of the table that ``take`` allocated."""
         fill(places, [(self.host, FREE_HOST)])
         self._spare.extend(places)
 
 
 def take_rows(spare: "array[int]", columns: "Sequence[array[int]]", count: int) -> list[int]:
-    """Take rows of a table out of the spare ones; the rest of them is added to its columns."""
+    """Allocate rows of a table: reuse spare ones, then append to the columns."""
     reused = min(count, len(spare))
     taken = spare[len(spare) - reused :].tolist()
     del spare[len(spare) - reused :]

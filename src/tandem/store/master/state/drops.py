@@ -1,4 +1,6 @@
-"""Dropped objects of one host: wiped and forgotten there, then free when nobody reads them."""
+"""Dropped objects of one host: wiped on the host, forgotten by its disk, and freed when no reader
+has a lease.
+"""
 
 import asyncio
 import logging
@@ -21,7 +23,9 @@ WIPE_BATCH = 2_000
 
 
 class _Going:
-    """Dropped objects that somebody waits for: ``done`` ends when none of them is left."""
+    """A group of dropped objects that a caller waits for. ``done`` is set when all of them are
+    wiped.
+    """
 
     __slots__ = ("count", "done")
 
@@ -30,7 +34,7 @@ class _Going:
         self.count = count
 
     def end(self, count: int = 1) -> None:
-        """So many are gone."""
+        """Count ``count`` objects of the group as wiped."""
         self.count -= count
         if self.count <= 0:
             _settle(self.done)
@@ -55,13 +59,13 @@ class Drops:
     """The dropped objects of one host, over all its sessions.
 
     Args:
-        host: its name.
-        ledger: of its space; borrowed.
-        order: has the host do something, as ``HostSpace.order``.
+        host: the host's name.
+        ledger: of the host's space; borrowed.
+        order: sends an order to the host, like ``HostSpace.order``.
         spawn: runs a coroutine that ends with the session.
         on_space: called when space has become free.
-        clock: of leases.
-        lease_ms: of readers.
+        clock: times the leases.
+        lease_ms: length of readers' leases.
     """
 
     def __init__(
@@ -76,7 +80,9 @@ class Drops:
         lease_ms: int,
     ) -> None:
         self.guarded: set[int] = set()
-        """Offsets that another host copies from: not free before that has ended."""
+        """Offsets that another host is copying from. They are not freed before the copy has
+        ended.
+        """
         self._host = host
         self._ledger = ledger
         self._order = order
@@ -85,18 +91,20 @@ class Drops:
         self._clock = clock
         self._lease_ms = lease_ms
         self._session: object | None = None
-        """Names the session; None without one."""
+        """An object that identifies the session; None without a session."""
         self._has_disk = False
         self._read_until_ms = 0
-        """While the host is away: when the last lease on its objects ends."""
+        """Time when the last lease on the host's objects ends, while the host is absent."""
         self._unwiped: list[tuple[int, _Going]] = []
-        """Objects that could not be wiped, and when they are as good as wiped."""
+        """Objects of an absent host that cannot be wiped, with the time from which no client can
+        read them.
+        """
         self._drops: dict[int, _Drop] = {}
-        """By offset: dropped objects whose space is not free yet."""
+        """Dropped objects whose space is not free yet, by offset."""
         self._to_wipe: list[_Drop] = []
         self._to_forget: list[_Forget] = []
         self._forgetting: dict[str, _Forget] = {}
-        """By key: of those that are not done, the one of the highest version."""
+        """Running removals of disk records by key: the one of the highest version for each."""
         self._is_wiping = False
         self._is_forgetting = False
 
@@ -104,17 +112,17 @@ class Drops:
         return bool(self._drops)
 
     def __contains__(self, offset: int) -> bool:
-        """Return True if the object there has been dropped, and its space is not free yet."""
+        """Return True if the object at ``offset`` was dropped and its space is not free yet."""
         return offset in self._drops
 
     # Sessions.
 
     def begin_session(self, *, has_disk: bool) -> None:
-        """Note that the host has come, perhaps with a disk that is to forget objects."""
+        """Note that the host has joined, and whether it has a disk."""
         self._session, self._has_disk = object(), has_disk
 
     def end_session(self) -> None:
-        """Note that the host has gone, and with it the tasks of its session."""
+        """Note that the host's session has ended, and with it the session's tasks."""
         self._session = None
         self._read_until_ms = self._now_ms() + self._lease_ms
         self._is_wiping = self._is_forgetting = False
@@ -122,7 +130,8 @@ class Drops:
         for forget in self._to_forget:
             _settle(forget.done)
         self._to_forget.clear()
-        # A reader's lease outlives the session; objects not wiped are in the next inventory.
+        # Keep leased extents, since readers' leases outlive the session. Objects that are not wiped
+        # appear in the host's next inventory.
         self._ledger.close()
         for offset, dropped in list(self._drops.items()):
             if not dropped.is_wiped:
@@ -130,7 +139,7 @@ class Drops:
                 self._finish_unwiped(dropped)
 
     def keep(self, offsets: Collection[int]) -> None:
-        """Forget all drops but those at some offsets."""
+        """Forget all dropped objects except those at some offsets."""
         self._drops = {offset: drop for offset, drop in self._drops.items() if offset in offsets}
 
     # Objects in memory.
@@ -138,10 +147,11 @@ class Drops:
     def drop(
         self, offsets: Sequence[int], lengths: Sequence[int], free_at_ms: int
     ) -> "asyncio.Future[None]":
-        """Wipe the headers of objects; their space is free then, and not before ``free_at_ms``.
+        """Have the host wipe objects' headers. Their space is free after that, and not before
+        ``free_at_ms``.
 
-        Returns: a future that is done once no reader takes one of them for present: the headers are
-            gone; or the host is, and so are the leases of those who may reach it.
+        Returns: a future that is done when no reader can take an object for present: its header is
+            wiped, or the host is lost and all leases on it have ended.
         """
         going = _Going(len(offsets))
         dropped = [_Drop(offset, free_at_ms, going) for offset in offsets]
@@ -158,15 +168,18 @@ class Drops:
         return going.done
 
     def watch_wipe(self, offset: int) -> "asyncio.Future[None] | None":
-        """Return a future, done when the object dropped there is wiped; None if it is.
+        """Return a future that is done when the object dropped at ``offset`` is wiped; None if it
+        is wiped.
 
-        It is also done when the host is lost: then it may not be.
+        The future is also done when the host is lost, with the object possibly not wiped.
         """
         dropped = self._drops[offset]
         return None if dropped.is_wiped else dropped.going.done
 
     def free_leased(self, now_ms: int) -> None:
-        """Free the space whose last lease has ended; data of lost hosts cannot be read any more."""
+        """Free the wiped extents whose last lease has ended, and end the waits for objects of lost
+        hosts that no lease covers any more.
+        """
         if self._unwiped:
             for _, going in [item for item in self._unwiped if item[0] <= now_ms]:
                 going.end()
@@ -212,8 +225,8 @@ class Drops:
             going.end(count)
 
     def _finish_unwiped(self, dropped: _Drop) -> None:
-        """Note that the host is away: a client that reaches it all the same may still find the
-        header.
+        """Handle a dropped object of an absent host: a client that still reaches the host may find
+        the header until its lease ends.
         """
         until_ms = min(dropped.free_at_ms, self._read_until_ms)
         if until_ms <= self._now_ms():
@@ -232,14 +245,15 @@ class Drops:
     def forget(
         self, key: str, version: int, *, after: "asyncio.Future[None] | None" = None
     ) -> "asyncio.Future[None]":
-        """Have the host forget what its disk has of a key, up to a version.
+        """Have the host's disk forget a key up to a version.
 
         Args:
-            key: of the object.
-            version: and all below.
-            after: not before this is done: a copy in memory could be written to the disk anew.
+            key: the object's key.
+            version: the record of this version and all older ones are forgotten.
+            after: a future to wait for first, since a copy in memory could be written to the disk
+                again.
 
-        Returns: done when no restart shows it any more, or the host is gone.
+        Returns: a future that is done when no restart would find the record, or the host is lost.
         """
         forget = _Forget(key, version, asyncio.get_running_loop().create_future())
         if not self.is_forgetting(key, version):
@@ -253,7 +267,7 @@ class Drops:
         return forget.done
 
     def is_forgetting(self, key: str, version: int) -> bool:
-        """Return True if the disk of the host is about to forget an object."""
+        """Return True if the host's disk has been told to forget this version of the key."""
         forget = self._forgetting.get(key)
         return forget is not None and version <= forget.version
 

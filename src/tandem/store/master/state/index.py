@@ -1,9 +1,8 @@
-"""The directory of a store: which objects exist, and where. Pure; time is an argument.
+"""The directory of a store: which objects exist, and where. Pure: time is an argument.
 
-Columns, not an object per key: a row is a number, its fields stand in arrays, its copies in a
-second table (``copies``). Nothing in it is seen by Python's garbage collector but the key map,
-which holds strings and numbers only and is therefore not walked either. Every object in it is
-complete; writes that are under way are the master's business. Not thread-safe.
+A row is a number: its fields are in arrays, and its copies in a second table (``copies``). Arrays
+and the key map, which holds only strings and numbers, are not scanned by Python's garbage
+collector. All objects are complete; unfinished puts are kept elsewhere. Not thread-safe.
 """
 
 import itertools
@@ -28,12 +27,14 @@ LocatedRows = tuple[bytes, bytes, list[int], list[tuple[int, int, int]]]
 
 
 class Passes(NamedTuple):
-    """Functions over the columns, many rows at a time: native, while this module is pure."""
+    """Functions that process many rows of the columns at once. They are native and passed in, so
+    that this module stays pure.
+    """
 
     fill: Fill
-    """See ``tandem._native.fill_rows``."""
+    """Sets cells of columns at many rows, like ``tandem._native.fill_rows``."""
     locate: Callable[..., LocatedRows]
-    """See ``tandem._native.locate_rows``."""
+    """Locates and leases many rows, like ``tandem._native.locate_rows``."""
 
 
 Rows = npt.NDArray[np.int64]
@@ -41,12 +42,14 @@ Versions = npt.NDArray[np.int64]
 
 
 class Directory:
-    """Rows by key. A row number means its object until that is removed; then it is used again."""
+    """The directory's rows, found by key. A row number stands for its object until that is removed,
+    and is reused afterwards.
+    """
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self._rows: dict[str, int] = {}
-        # Of dtype object, since the collector walks lists but not these.
+        # An array of dtype object, because the garbage collector scans lists but not numpy arrays.
         self._keys: npt.NDArray[Any] = np.empty(16, dtype=object)
         self._size = array("q")
         self._version = array("q")
@@ -57,7 +60,9 @@ class Directory:
         self._wanted = array("B")
         self._live = array("B")
         self._memory = array("B")
-        """Replicas in memory on hosts that are there; ``_live`` counts hosts of any tier."""
+        """Number of replicas in memory of connected hosts. ``_live`` counts connected hosts with a
+        copy on any tier.
+        """
         self._num_disks = array("B")
         self._first = array("i")
         self._spare_rows = array("i")
@@ -78,7 +83,7 @@ class Directory:
         self._num_unreadable = 0
         self._tick = 0
         self.total_bytes = 0
-        """Bytes of values, each object once."""
+        """Bytes of all values, each object counted once."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -94,8 +99,10 @@ class Directory:
         return not self._rows.keys().isdisjoint(keys)
 
     def exists_many(self, keys: Sequence[str]) -> bytes:
-        """Return a byte for each key: 1 if it has a readable replica. Touches nothing."""
-        if not self.has_any(keys):  # Which is found out sooner, and is what writers hope for.
+        """Return a byte for each key: 1 if it has a readable replica. Changes no lease and no LRU
+        order.
+        """
+        if not self.has_any(keys):  # The fast path of puts: no key exists.
             return bytes(len(keys))
         if not self._num_unreadable:
             return bytes(map(self._rows.__contains__, keys))
@@ -110,15 +117,15 @@ class Directory:
         *,
         hidden: Collection[str] = (),
     ) -> "tuple[list[int], LocatedRows]":
-        """Lease objects and note a use of each, all at once.
+        """Lease objects and mark them as used, many at a time.
 
         Args:
-            keys: of the objects; those that there are not are no error.
+            keys: the objects' keys; missing ones are allowed.
             is_here: a byte for each host: 1 if it can be read from.
-            until_ms: of the leases.
-            hidden: objects that are passed over.
+            until_ms: end of the leases.
+            hidden: keys that are treated as missing.
 
-        Returns: their rows (``NO_ROW`` where there is none), and what ``Passes.locate`` finds.
+        Returns: the rows (``NO_ROW`` for a missing key), and the result of ``Passes.locate``.
         """
         rows = list(map(self._rows.get, keys, itertools.repeat(NO_ROW)))
         if hidden:
@@ -143,7 +150,7 @@ class Directory:
         return rows, found
 
     def find_versions(self, keys: Sequence[str]) -> tuple[Rows, Versions]:
-        """Return the row of each key (``NO_ROW`` where there is none), and its version."""
+        """Return the row of each key (``NO_ROW`` if missing), and its version."""
         found = map(self._rows.get, keys, itertools.repeat(NO_ROW))
         rows = np.fromiter(found, np.int64, len(keys))
         versions = np.full(len(keys), -1, np.int64)
@@ -156,43 +163,43 @@ class Directory:
         return self._keys[row]
 
     def size(self, row: int) -> int:
-        """Return the bytes of the value."""
+        """Return the size of a row's value in bytes."""
         return self._size[row]
 
     def sizes(self, rows: Sequence[int]) -> list[int]:
-        """Return the bytes of several values."""
+        """Return the sizes of several rows' values in bytes."""
         return view(self._size)[np.asarray(rows, dtype=np.int64)].tolist()
 
     def version(self, row: int) -> int:
-        """Return the version: higher is newer, over all keys."""
+        """Return the version of a row. A newer object has a higher version, over all keys."""
         return self._version[row]
 
     def checksum(self, row: int) -> int:
-        """Return the object's checksum."""
+        """Return the checksum of a row's object."""
         return self._checksum[row]
 
     def lease_until_ms(self, row: int) -> int:
-        """Return until when readers may rely on the bytes."""
+        """Return the time until which readers may rely on the object's bytes."""
         return self._lease_until_ms[row]
 
     def wanted(self, row: int) -> int:
-        """Return how many replicas were asked for."""
+        """Return the number of replicas that the put asked for."""
         return self._wanted[row]
 
     def num_live(self, row: int) -> int:
-        """Return how many hosts that are there have it, in memory or on a disk."""
+        """Return the number of connected hosts that have the object, in memory or on disk."""
         return self._live[row]
 
     def num_in_memory(self, row: int) -> int:
-        """Return how many replicas are in the memory of hosts that are there."""
+        """Return the number of replicas in memory of connected hosts."""
         return self._memory[row]
 
     def is_hard_pinned(self, row: int) -> bool:
-        """Return True if it is never evicted."""
+        """Return True if the object has a hard pin, so that it is never evicted."""
         return bool(self._flags[row] & _HARD)
 
     def soft_pinned_until_ms(self, row: int) -> int:
-        """Return when the soft pin ends; 0 without one."""
+        """Return the time when the object's soft pin ends; 0 without a soft pin."""
         return self._soft_until_ms.get(row, 0)
 
     def replicas(self, row: int) -> list[Replica]:
@@ -201,7 +208,7 @@ class Directory:
         return [Replica(tag, offset) for tag, offset in copies if tag < DISK]
 
     def disks(self, row: int) -> list[int]:
-        """Return the hosts that have it on their disk, lost ones included."""
+        """Return the hosts that have the object on disk, lost hosts included."""
         if not self._num_disks[row]:
             return []
         return [tag - DISK for tag, _ in self._copies.iterate(row) if tag >= DISK]
@@ -215,28 +222,32 @@ class Directory:
         return self._copies.rows_with(host).tolist()
 
     def places_on_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """Return the rows that have a replica in the memory of ``host``, and its offset there."""
+        """Return the rows that have a replica in the memory of ``host``, and the replicas'
+        offsets.
+        """
         return self._copies.places_with(host)
 
     def rows_on_disk(self, host: int) -> list[int]:
-        """Return the rows that are on the disk of ``host``."""
+        """Return the rows that have a copy on the disk of ``host``."""
         return self._copies.rows_with(host | DISK).tolist()
 
     def list_under_replicated(self, limit: int) -> list[int]:
-        """Return up to ``limit`` rows that fewer hosts have than wanted and that can be copied:
-        those in memory.
+        """Return up to ``limit`` rows with fewer hosts than wanted and a copy in memory, from which
+        more can be made.
         """
         memory, live, wanted = view(self._memory), view(self._live), view(self._wanted)
         return np.flatnonzero((memory > 0) & (live < wanted))[:limit].tolist()
 
     def count_under_replicated(self) -> int:
-        """Return how many readable objects fewer hosts have than wanted, in memory or on disks."""
+        """Return the number of readable objects that fewer connected hosts have than wanted, in
+        memory or on disk.
+        """
         live, wanted = view(self._live), view(self._wanted)
         return int(np.count_nonzero((live > 0) & (live < wanted)))
 
     @property
     def num_unreadable(self) -> int:
-        """Objects whose replicas are all on lost hosts."""
+        """Number of objects whose copies are all on lost hosts."""
         return self._num_unreadable
 
     # Writing.
@@ -252,10 +263,10 @@ class Directory:
         wanted: int = 1,
         disks: Sequence[int] = (),
     ) -> int:
-        """Add an object; it counts as just used.
+        """Add an object and mark it as used.
 
         Returns: its row.
-        REQUIRES: the key is absent, there is a replica or a disk, and no two are on one host.
+        REQUIRES: the key is absent; there is a replica or a disk; no host has two replicas.
         """
         assert key not in self._rows, key
         assert replicas or disks, key
@@ -291,10 +302,10 @@ class Directory:
         offsets: Sequence[int],
         lease_until_ms: int = 0,
     ) -> list[int]:
-        """Add objects that have one replica each, all on one host; as ``insert``, many at a time.
+        """Add many objects with one replica each, all on one host.
 
         Returns: their rows, in order.
-        REQUIRES: the keys are absent and differ; the host is there.
+        REQUIRES: the keys are absent and differ; the host is connected.
         """
         count, copies, fill = len(keys), self._copies, self._passes.fill
         assert host not in self._lost_hosts, host
@@ -304,7 +315,7 @@ class Directory:
             wanted = [min(n, MAX_REPLICAS) for n in wanted]
         rows, at = self._take_rows(count), copies.take(count)
         try:
-            # A value that does not fit its column is refused before the first column has changed.
+            # ``fill`` refuses a value that does not fit its column before it changes any column.
             fill(
                 at,
                 [
@@ -343,7 +354,7 @@ class Directory:
         return rows
 
     def remove(self, row: int) -> list[Replica]:
-        """Drop an object and return its replicas; their space is the caller's to give back."""
+        """Remove an object and return its replicas. The caller frees their space."""
         replicas = self.replicas(row)
         for replica in replicas:
             self.drop_replica(row, replica.host)
@@ -362,13 +373,12 @@ class Directory:
     def split_plain(
         self, rows: Sequence[int], is_plain: bytes, now_ms: int
     ) -> tuple[list[int], list[int]]:
-        """Return the rows that ``remove_many`` takes, and the others.
+        """Divide rows into those that ``remove_many`` can remove, and the others.
 
         Args:
-            rows: to choose from.
-            is_plain: a byte for each host: 1 if all copies on it are in its memory, and it is
-                there.
-            now_ms: leases that have ended by then do not count.
+            rows: rows to divide.
+            is_plain: a byte for each host: 1 if it is connected and has no disk.
+            now_ms: leases that end by this time do not count.
         """
         chosen = np.asarray(rows, dtype=np.int64)
         good = (view(self._num_disks)[chosen] == 0) & (view(self._live)[chosen] > 0)
@@ -377,9 +387,9 @@ class Directory:
         return chosen[good].tolist(), chosen[~good].tolist()
 
     def remove_many(self, rows: Sequence[int]) -> dict[int, tuple[list[int], list[int]]]:
-        """Drop objects. REQUIRES: ``split_plain`` chose them.
+        """Remove many objects. REQUIRES: ``split_plain`` chose the rows.
 
-        Returns: by host, the rows that had a replica there, and where.
+        Returns: by host, the rows that had a replica there, and the replicas' offsets.
         """
         chosen = np.asarray(rows, dtype=np.int64)
         keys, key_rows, soft = self._keys[chosen].tolist(), self._rows, self._soft_until_ms
@@ -397,11 +407,11 @@ class Directory:
         return places
 
     def add_replica(self, row: int, replica: Replica) -> None:
-        """Add a copy. REQUIRES: none of the object's is on that host."""
+        """Add a copy in memory. REQUIRES: the object has none in that host's memory."""
         self._add(row, replica.host, replica.offset)
 
     def add_disk(self, row: int, host: int) -> None:
-        """Add a copy on a disk. REQUIRES: none of the object's is on that one."""
+        """Add a copy on a disk. REQUIRES: the object has none on that host's disk."""
         self._add(row, host | DISK, 0)
         self._num_disks[row] += 1
 
@@ -418,19 +428,19 @@ class Directory:
         self._live[row] += 1
 
     def _is_on_other_tier(self, row: int, tag: int) -> bool:
-        """Return True if the host of this copy has one on its other tier as well."""
+        """Return True if the host of this copy also has a copy on its other tier."""
         return (tag >= DISK or self._num_disks[row] > 0) and self._copies.has(row, tag ^ DISK)
 
     def drop_replica(self, row: int, host: int) -> Replica | None:
-        """Forget the copy in the memory of ``host`` and return it; None if there is none.
+        """Remove the copy in the memory of ``host`` and return it; None without one.
 
-        An object without copies stays, unreadable, until it is removed.
+        An object without copies stays in the directory, unreadable, until ``remove``.
         """
         offset = self._drop(row, host)
         return None if offset is None else Replica(host, offset)
 
     def drop_disk(self, row: int, host: int) -> bool:
-        """Forget the copy on the disk of ``host``; returns whether there was one."""
+        """Remove the copy on the disk of ``host``. Return False if there was none."""
         if not self._num_disks[row] or self._drop(row, host | DISK) is None:
             return False
         self._num_disks[row] -= 1
@@ -449,7 +459,7 @@ class Directory:
         return offset
 
     def lose_host(self, host: int) -> None:
-        """Count the copies on ``host`` as out of reach, without forgetting them."""
+        """Count the copies on ``host`` as unreadable, without removing them."""
         if host in self._lost_hosts:
             return
         self._lost_hosts.add(host)
@@ -471,22 +481,22 @@ class Directory:
         live[rows] += 1
 
     def _rows_of_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the rows in its memory, and those on any tier."""
+        """Return the rows in the host's memory, and the rows on any of its tiers."""
         in_memory, on_disk = map(self._copies.rows_with, (host, host | DISK))
         return in_memory, np.union1d(in_memory, on_disk) if len(on_disk) else in_memory
 
     def touch(self, row: int) -> None:
-        """Note a use, for LRU."""
+        """Mark an object as used, for LRU eviction."""
         self._tick += 1
         self._used_tick[row] = self._tick
 
     def extend_lease(self, row: int, until_ms: int) -> None:
-        """Let readers rely on the bytes at least until then. Never shortens."""
+        """Extend an object's lease at least to ``until_ms``. Never shortens it."""
         if until_ms > self._lease_until_ms[row]:
             self._lease_until_ms[row] = until_ms
 
     def set_pins(self, row: int, *, hard: bool, soft_until_ms: int) -> None:
-        """Replace both pins; 0 is no soft pin."""
+        """Replace an object's hard and soft pin. ``soft_until_ms`` of 0 means no soft pin."""
         self._flags[row] = _ALIVE | (_HARD if hard else 0)
         if soft_until_ms > 0:
             self._soft_until_ms[row] = soft_until_ms
@@ -496,10 +506,11 @@ class Directory:
     # Eviction.
 
     def pick_surplus(self, host: int, now_ms: int, min_bytes: int) -> list[int]:
-        """Return rows with a copy in the memory of ``host`` that is beyond what they want.
+        """Return rows with a surplus copy in the memory of ``host``: they have more replicas than
+        wanted.
 
-        Least recently used first, until their values have ``min_bytes``; never leased ones. Pins do
-        not matter: as many copies as are wanted stay on hosts that are there.
+        Least recently used first, until their values have ``min_bytes``; leased rows are skipped.
+        Pins do not matter, since as many replicas as wanted stay on connected hosts.
         """
         if host in self._lost_hosts:
             return []
@@ -511,14 +522,14 @@ class Directory:
         return rows[: int(np.searchsorted(ends, min_bytes)) + 1].tolist()
 
     def pick_victims(self, now_ms: int, min_bytes: int, host: int | None = None) -> list[int]:
-        """Return rows to evict, least recently used first, that free ``min_bytes`` of values.
+        """Return rows to evict that free ``min_bytes`` of values, least recently used first.
 
-        Never one that is leased or hard-pinned; soft-pinned ones only when the others do not
-        suffice. Fewer bytes than asked for means that there is no more to take.
+        Leased and hard-pinned rows are skipped; soft-pinned ones are returned only if the others do
+        not suffice. If the rows have fewer bytes than asked, nothing more can be evicted.
 
         Args:
-            now_ms: leases and soft pins that end later hold.
-            min_bytes: of values; more is returned only by the last of them.
+            now_ms: leases and soft pins that end later count.
+            min_bytes: bytes of values to free; only the last row may exceed it.
             host: only objects with a replica there; None for any.
         """
         mean_bytes = max(1, self.total_bytes // max(1, len(self._rows)))

@@ -1,7 +1,7 @@
-"""The ledger of the use of each range of a host's segment. Pure: time is an argument.
+"""The ledger of a host's segment: the use of each range of bytes. Pure: time is an argument.
 
-Only the allocator tells free from taken; the ledger knows the use of each range, and hands a range
-back when the last reason to keep it has gone. The table below is all that may happen to a range.
+The allocator knows only free and taken. The ledger knows why a range is taken, and frees it when
+the last reason has ended. ``TRANSITIONS`` lists all allowed changes of use.
 """
 
 import heapq
@@ -14,51 +14,53 @@ from tandem.core.errors import InternalError
 __all__ = ["TRANSITIONS", "Allocator", "Extent", "ExtentEvent", "Space", "SpaceLedger"]
 
 GUARD_MS = 100
-"""Milliseconds until a guarded range is looked at again."""
+"""Milliseconds until a range that is being copied from is checked again."""
 
 
 class Extent(NamedTuple):
-    """A range of a segment."""
+    """A range of bytes in a segment."""
 
     offset: int
     length: int
 
 
 class Space(Enum):
-    """The use of a range."""
+    """The use of a range in a host's segment."""
 
     FREE = auto()
     HELD = auto()
-    """Taken for an object that is being written, or copied."""
+    """Reserved for an object that is being written or copied."""
     SEALED = auto()
-    """A range of an object that the directory shows. These are the directory's: not listed here."""
+    """The range of an object in the directory. The ledger does not list it."""
     WIPING = auto()
-    """An object was there, or may have been; its header must go first."""
+    """The range of a removed object, or of one that may have been sealed, until its header is
+    wiped.
+    """
     LEASED = auto()
-    """Wiped, but a reader may still rely on the bytes."""
+    """The header is wiped, but a reader with a lease may still rely on the bytes."""
     QUARANTINED = auto()
-    """Its writer has failed, and is not yet proven gone."""
+    """The writer has failed, and is not proven gone yet."""
 
 
 class ExtentEvent(Enum):
-    """An event in the life of a range."""
+    """An event that changes the use of a range."""
 
     TAKE = auto()
     GIVE_BACK = auto()
-    """It has no writer, and nothing was sealed."""
+    """The range is freed: it has no writer and nothing was sealed."""
     SEAL = auto()
-    """Its object is shown."""
+    """The range's object enters the directory."""
     DROP = auto()
-    """Its object is shown no more, or never will be."""
+    """The range's object leaves the directory, or will never enter it."""
     LEASE = auto()
-    """Wiped while readers may rely on it."""
+    """The header is wiped while readers have leases."""
     WIPE = auto()
-    """Wiped, and without readers."""
+    """The header is wiped and no reader has a lease."""
     END_LEASE = auto()
     FENCE = auto()
-    """Its writer is shut out."""
+    """The range's writer is fenced off."""
     PROVE = auto()
-    """Its writer is gone."""
+    """The range's writer is proven gone."""
 
 
 TRANSITIONS: dict[tuple[Space, ExtentEvent], Space] = {
@@ -79,7 +81,9 @@ _LISTED: tuple[Space, ...] = (Space.HELD, *_DROPPED)
 
 
 class Allocator(Protocol):
-    """Knows free from taken: the part of the native ``SegmentAllocator`` that is used here."""
+    """An allocator of a segment: the part of the native ``SegmentAllocator`` that the ledger
+    uses.
+    """
 
     @property
     def used_bytes(self) -> int:
@@ -87,35 +91,37 @@ class Allocator(Protocol):
         ...
 
     def allocate(self, lengths: Sequence[int], /) -> list[int] | None:
-        """Take ranges, all or none; returns their offsets."""
+        """Take ranges, all or none. Return their offsets, or None."""
         ...
 
     def grow(self, capacity_bytes: int, /) -> None:
-        """More is usable."""
+        """Raise the capacity: more of the segment is usable."""
         ...
 
     def release_many(self, offsets: Sequence[int], lengths: Sequence[int], /) -> None:
-        """Hand ranges back."""
+        """Free ranges."""
         ...
 
 
 class SpaceLedger:
-    """The ranges of one segment, in one session with its host.
+    """The uses of one segment's ranges, in one session with its host.
 
-    Until the host has told what it has (``open``), nothing can be taken; what it tells of and is
-    not wanted can be dropped, though, and is freed in vain.
+    Nothing can be reserved before ``open``, which needs the host's inventory. Objects of the
+    inventory that are not wanted can be dropped before that.
     """
 
     def __init__(self) -> None:
         self.allocator: Allocator | None = None
         self._extents: dict[Space, dict[int, int]] = {space: {} for space in _LISTED}
-        """Lengths by offset."""
+        """Length of each range, by use and offset."""
         self._bytes: dict[Space, int] = dict.fromkeys(_LISTED, 0)
         self._leases: list[tuple[int, int]] = []
-        """Heap of (until_ms, offset)."""
+        """Heap of leased ranges: (until_ms, offset)."""
 
     def count_bytes(self, space: Space) -> int:
-        """Return the bytes of all ranges in a state; not of FREE. REQUIRES: it is open."""
+        """Return the bytes of all ranges with a use other than FREE. REQUIRES: ``open`` was
+        called.
+        """
         if space is not Space.SEALED:
             return self._bytes[space]
         assert self.allocator is not None
@@ -123,12 +129,12 @@ class SpaceLedger:
         return self.allocator.used_bytes - listed
 
     def list_extents(self, *spaces: Space) -> list[Extent]:
-        """Return the ranges in some of the states; SEALED is not listed."""
+        """Return the ranges with one of these uses, except SEALED, which is not listed."""
         return [Extent(*item) for space in spaces for item in self._extents[space].items()]
 
     def is_in(self, offset: int, *spaces: Space) -> bool:
-        """Return True if the range that begins there is in one of the states, SEALED not being
-        one.
+        """Return True if the range that begins at ``offset`` has one of these uses, except
+        SEALED.
         """
         return any(offset in self._extents[space] for space in spaces)
 
@@ -136,9 +142,9 @@ class SpaceLedger:
         """Begin to give out space.
 
         Args:
-            allocator: in which all that is there is taken; borrowed.
-            carried: what of it readers of an earlier session may still rely on, or is being wiped.
-                Other space carried over is freed.
+            allocator: has all ranges of the inventory taken; borrowed.
+            carried: ranges of an earlier session that are being wiped, or that readers have leases
+                on. Other ranges of that session are free.
         """
         self.allocator = allocator
         kept = {extent.offset for extent in carried}
@@ -148,16 +154,18 @@ class SpaceLedger:
                 self._bytes[space] -= extents.pop(offset)
 
     def take(self, lengths: Sequence[int]) -> list[int] | None:
-        """Take ranges, all or none; returns their offsets, None also before ``open``."""
+        """Reserve ranges, all or none. Return their offsets; None without space, or before
+        ``open``.
+        """
         offsets = None if self.allocator is None else self.allocator.allocate(lengths)
         if offsets is not None:
             self._enter(TRANSITIONS[Space.FREE, ExtentEvent.TAKE], offsets, lengths)
         return offsets
 
     def move(self, event: ExtentEvent, offsets: Sequence[int]) -> None:
-        """Change the state of listed ranges by an event: see ``ExtentEvent`` and ``TRANSITIONS``.
+        """Change the use of listed ranges by an event: see ``ExtentEvent`` and ``TRANSITIONS``.
 
-        Raises: InternalError if that cannot happen to one of them; none has changed then.
+        Raises: InternalError if the event is not allowed for one of them; nothing has changed then.
         """
         if not offsets:
             return
@@ -177,9 +185,10 @@ class SpaceLedger:
             self._enter(target, offsets, lengths)
 
     def drop(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """Note that objects are shown no more, or never will be: their headers are to be wiped.
+        """Note that objects have left the directory, or will never enter it, so that their headers
+        must be wiped.
 
-        Raises: InternalError if one was dropped there already; none has changed then.
+        Raises: InternalError if one of the ranges was dropped already; nothing has changed then.
         """
         if any(not self._extents[space].keys().isdisjoint(offsets) for space in _DROPPED):
             raise InternalError("store.space", f"DROP of {len(offsets)} ranges, some dropped")
@@ -190,17 +199,19 @@ class SpaceLedger:
             self._enter(TRANSITIONS[Space.SEALED, ExtentEvent.DROP], *zip(*sealed, strict=True))
 
     def lease(self, offset: int, until_ms: int) -> None:
-        """Note that a header is gone, while readers may rely on the bytes."""
+        """Note that a header is wiped while readers may rely on the bytes until ``until_ms``."""
         self.move(ExtentEvent.LEASE, [offset])
         heapq.heappush(self._leases, (until_ms, offset))
 
     def end_leases(self, now_ms: int, guarded: Collection[int]) -> list[int]:
-        """Free space without reader leases or copies in progress; returns the offsets."""
+        """Free the ranges whose leases have ended and that no host copies from. Return their
+        offsets.
+        """
         freed: list[int] = []
         while self._leases and self._leases[0][0] <= now_ms:
             _, offset = heapq.heappop(self._leases)
             if not self.is_in(offset, Space.LEASED):
-                continue  # Forgotten by ``open``.
+                continue  # ``open`` has freed it.
             if offset in guarded:
                 heapq.heappush(self._leases, (now_ms + GUARD_MS, offset))
                 continue
@@ -209,12 +220,12 @@ class SpaceLedger:
         return freed
 
     def grow(self, capacity_bytes: int) -> None:
-        """More of the segment is usable; before ``open`` that changes nothing."""
+        """Note that more of the segment is usable; without effect before ``open``."""
         if self.allocator is not None:
             self.allocator.grow(capacity_bytes)
 
     def close(self) -> None:
-        """Note that the session is over: only the leases of readers outlive it."""
+        """Note that the session has ended. Only ranges with readers' leases stay listed."""
         self.allocator = None
         for space in (Space.HELD, Space.WIPING, Space.QUARANTINED):
             self._extents[space].clear()

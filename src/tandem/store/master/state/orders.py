@@ -1,4 +1,4 @@
-"""Orders of a master to a host, in one session: numbered, and executed in that order."""
+"""The sequence of a master's orders to a host in one session. The host executes them by number."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 class OrderLine:
-    """Numbers and sends the orders of one session.
+    """Numbers and sends the orders of one session with a host.
 
     Args:
         caller: the session, in which calls begin in the order in which they are made.
-        session: its number.
-        epoch: of the master, read at each order.
+        session: number of the session.
+        epoch: returns the master's epoch, read at each order.
     """
 
     def __init__(self, caller: Caller, session: int, epoch: Callable[[], int]) -> None:
@@ -29,16 +29,17 @@ class OrderLine:
         self._is_over = False
 
     def end(self) -> None:
-        """Note that the session is over: nothing is sent any more."""
+        """Note that the session has ended: no order is sent any more."""
         self._is_over = True
 
     def send(
         self, method: str, kind: type[Order], response: type[T], *, timeout_s: float, **fields: Any
     ) -> Awaitable[T]:
-        """Have the host do something: it has been told when this returns, its answer is awaited.
+        """Send an order to the host, and return an awaitable of the answer. The order is sent when
+        this returns.
 
-        Raises: PeerLostError if the session is over; DeadlineError: done once or not at all; what
-            the host says.
+        Raises: PeerLostError if the session is over; DeadlineError (the order was executed once or
+            not at all); the errors of the host.
         """
         if self._is_over:
             raise PeerLostError("store.order", "the session with the host is over")

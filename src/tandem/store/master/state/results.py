@@ -1,8 +1,9 @@
-"""Results of requests that change something: each is carried out once, however often it comes.
+"""Results of requests that change something: each request is executed once, however often it
+arrives.
 
-A client numbers them and says below which number it waits for no answer any more. A copy of a
-request that is under way, or whose answer may still be wanted, is given that answer; a copy of any
-other is late and refused: its effect may have been undone since.
+A client numbers its requests, and reports the number below which it waits for no answer. A repeated
+request whose answer may still be wanted gets the first one's answer. Any other repeated request is
+late and refused, because its effect may have been undone since.
 """
 
 import asyncio
@@ -20,20 +21,22 @@ __all__ = ["Results"]
 T = TypeVar("T")
 
 MAX_CLIENTS = 65_536
-"""Clients whose requests are told apart from late copies; the one heard of longest ago goes."""
+"""Limit of clients whose repeated requests are recognised. The client that was silent longest is
+forgotten first.
+"""
 MAX_REMEMBERED = 16_384
-"""Requests of one client that it may still ask for; the oldest goes."""
+"""Limit of remembered requests of one client. The oldest is forgotten first."""
 
 
 class _Client:
-    """Results that one client may still ask for, by number."""
+    """The results that one client may still ask for, by request number."""
 
     def __init__(self) -> None:
         self.settled_below = 0
         self.work: dict[int, asyncio.Future[Any]] = {}
 
     def settle(self, below: int) -> None:
-        """Drop results that it will not ask for again."""
+        """Forget the results that the client will not ask for again."""
         if below > self.settled_below:
             self.settled_below = below
             for number in [number for number in self.work if number < below]:
@@ -44,7 +47,7 @@ class Results:
     """The answers to the numbered requests of a master's clients.
 
     Args:
-        tasks: of the master.
+        tasks: the master's tasks.
     """
 
     def __init__(self, tasks: Tasks) -> None:
@@ -52,7 +55,9 @@ class Results:
         self._clients: OrderedDict[str, _Client] = OrderedDict()
 
     def has(self, client: str, number: int) -> bool:
-        """Return True if a client's request of this number has come and may still be asked for."""
+        """Return True if this request of the client has arrived, and its answer may still be
+        wanted.
+        """
         known = self._clients.get(client)
         return known is not None and number in known.work
 
@@ -71,17 +76,17 @@ class Results:
         *,
         can_be_late: bool = True,
     ) -> T:
-        """Carry a request out, or wait for its first copy. To be awaited by a task that no caller's
-        going ends (``rpc.Kept``); the end of the master does.
+        """Execute a request once, or wait for the answer of its first copy. Await this in a task
+        that the client's disconnection does not cancel (``rpc.Kept``); the master's end cancels it.
 
         Args:
             caller: the client of the request.
-            number: of the request; 0 if it has none.
-            settled_below: see above.
-            begin: carries it out.
-            can_be_late: else a late copy is told apart by ``begin``.
+            number: number of the request; 0 if it has none.
+            settled_below: number below which the client waits for no answer.
+            begin: executes the request.
+            can_be_late: False if ``begin`` itself recognises a late copy.
 
-        Raises: ConflictError for a late copy; what carrying it out raises.
+        Raises: ConflictError for a late copy; the errors of ``begin``.
         """
         if number == 0:
             return await self._tasks.keep(begin())
@@ -108,7 +113,7 @@ class Results:
             raise
         except Exception as error:
             first.set_exception(error)
-            first.exception()  # There may be no copy to see it.
+            first.exception()  # Mark it as retrieved: there may be no copy that awaits it.
             raise
         first.set_result(result)
         return result

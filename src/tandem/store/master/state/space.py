@@ -1,7 +1,7 @@
-"""One host as its master sees it: its session, the orders that it gets, and its space.
+"""One host as its master sees it: its session, the orders sent to it, and its space.
 
-What space is used for is the ledger's (``ledger.py``); who may write there is told by ``writers``,
-and what becomes of dropped objects by ``drops``.
+``ledger.py`` has the use of the space, ``writers`` the clients that may write, ``drops`` the
+removed objects.
 """
 
 import asyncio
@@ -43,18 +43,19 @@ ORDER_TIMEOUT_S = 5.0
 RETRY_S = 0.25
 LOAD_HALF_LIFE_S = 1.0
 QUICK_ORDERS = frozenset({"seal", "wipe", "repin", "open_writer"})
-"""Those that wait for nothing but the host's own thread."""
+"""Orders that wait for nothing but the host's own thread."""
 
 
 class HostSpace:
     """A host, over all its sessions with this master. Used from one event loop.
 
     Args:
-        number: names the host in messages; never that of another one.
-        clock: of leases.
-        epoch: of the master, read at each order.
+        number: the host's number in messages; never reused.
+        name: the host's name.
+        clock: times leases.
+        epoch: returns the master's epoch, read at each order.
         on_space: called whenever space has become free.
-        lease_ms: of readers.
+        lease_ms: length of readers' leases.
     """
 
     def __init__(
@@ -74,39 +75,43 @@ class HostSpace:
         self.read_base = 0
         self.capacity_bytes = 0
         self.final_bytes = 0
-        """Its size once the segment has grown, if that succeeds."""
+        """Bytes of the segment once it has grown, if the growth succeeds."""
         self.stage = HostStage.LOST
         self.is_leaving = False
-        """To be drained, now or when it has joined again."""
+        """True if the host is to be drained, now or after its next join."""
         self.is_known = False
-        """This master has seen its whole inventory once, so objects it does not know are stale."""
+        """True if this master has seen the host's whole inventory once, so that objects unknown to
+        the master are stale.
+        """
         self.is_retired = False
-        """Its operator has given it up: it is no member until it joins again."""
+        """True if the operator has retired the host: it is no member until it joins again."""
         self.dead_below = self.disk_dead_below = -1
-        """Objects of its segment, or disk, up to these versions are dead: it was retired."""
+        """Objects up to these versions are dead, in the host's segment and on its disk, because the
+        host was retired.
+        """
         self.unconfirmed_from = 0
-        """The first round of tombstones whose objects it may have."""
+        """First round of tombstones whose objects the host may have."""
         self.purging: list[asyncio.Future[Any]] = []
-        """Done when the dead objects of its inventory are wiped."""
+        """Futures that are done when the dead objects of the host's inventory are wiped."""
         self.caller: Caller | None = None
         self.line: OrderLine | None = None
-        """Its orders; None without a session."""
+        """The orders of the session; None without a session."""
         self.session = -1
         self.attempt = -1
         self.num_pages = 0
         self.disk: DiskStatus | None = None
-        """Disk of its SSD tier, as it told last; None without one."""
+        """Status of the host's SSD tier as last reported; None without one."""
         self.disk_id: str = ""
         self.disk_number = -1
-        """Number of its last report in this session."""
+        """Number of the host's last disk report in this session."""
         self.damaged: list[str] = []
-        """Damage of its segment, as it told when it joined."""
+        """Parts of the host's segment that were corrupt, as reported when it joined."""
         self.is_disk_known = False
-        """The same as ``is_known``, of its disk."""
+        """True if this master has seen the disk's whole inventory once."""
         self.confirmed_disk: dict[int, int] = {}
-        """Versions by row: objects on the disk according to the current inventory."""
+        """Versions by row of the objects on the disk, from the inventory that is arriving."""
         self.confirmed: dict[int, int] = {}
-        """By row: lengths of the extents that the current inventory has."""
+        """Lengths of extents by row, from the inventory that is arriving."""
         self.ledger = SpaceLedger()
         self._clock = clock
         self._epoch = epoch
@@ -123,47 +128,47 @@ class HostSpace:
 
     @property
     def is_writable(self) -> bool:
-        """True if new objects may go there."""
+        """True if new objects may be placed on the host."""
         return self.stage is HostStage.ACTIVE and self.ledger.allocator is not None
 
     @property
     def is_settled(self) -> bool:
-        """True if it is there and has sent its inventory."""
+        """True if the host is connected and has sent its inventory."""
         return self.caller is not None and self.stage is not HostStage.JOINING
 
     @property
     def is_all_known(self) -> bool:
-        """True if what it has, and this master does not know of, is stale on each of its tiers."""
+        """True if objects on any of the host's tiers that this master does not know are stale."""
         return self.is_known and (self.disk is None or self.is_disk_known)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are not free, in any state."""
+        """Bytes of the segment that are not free, for any use."""
         allocator = self.ledger.allocator
         return self.capacity_bytes if allocator is None else allocator.used_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Those of them that are being written or copied."""
+        """Bytes of the ranges that are being written or copied."""
         return self.ledger.count_bytes(Space.HELD)
 
     @property
     def dropped_bytes(self) -> int:
-        """Bytes of dropped objects that will be free, some only when their readers' leases end."""
+        """Bytes of dropped objects: freed once wiped and without readers' leases."""
         return self.ledger.count_bytes(Space.WIPING) + self.leased_bytes
 
     @property
     def leased_bytes(self) -> int:
-        """Those of them that are wiped and wait for readers' leases."""
+        """Bytes of wiped ranges that wait for readers' leases to end."""
         return self.ledger.count_bytes(Space.LEASED)
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes that are held until their writers are proven gone."""
+        """Bytes of ranges that are kept until their writers are proven gone."""
         return self.ledger.count_bytes(Space.QUARANTINED)
 
     def view(self) -> HostView:
-        """Return what the policies see."""
+        """Return the facts about this host for the policies."""
         return HostView(
             host=self.number,
             name=self.name,
@@ -175,13 +180,13 @@ class HostSpace:
         )
 
     def endpoint(self, write_base: int = -1) -> Endpoint:
-        """Return what a client needs to reach its bytes."""
+        """Return the addresses that a client needs to reach the host's bytes."""
         return Endpoint(
             self.number, self.name, self.machine, self.address, self.read_base, write_base
         )
 
     def note_read(self, size_bytes: int) -> None:
-        """Count bytes that a reader was sent for."""
+        """Add bytes that a reader was sent to this host for to the load estimate."""
         self._load_bytes = self._decay_load() + size_bytes
 
     def _decay_load(self) -> float:
@@ -193,7 +198,7 @@ class HostSpace:
     # Sessions.
 
     def begin_session(self, caller: Caller, session: int, join: JoinHost) -> None:
-        """Note that the host has come; its inventory follows."""
+        """Note that the host has joined. Its inventory follows."""
         self.caller, self.session = caller, session
         self.line = OrderLine(caller, session, self._epoch)
         self.attempt = join.attempt
@@ -212,8 +217,8 @@ class HostSpace:
         self.confirmed_disk.clear()
 
     def end_session(self) -> None:
-        """Note that the host is gone, or has gone and come back: its operations in progress are
-        over.
+        """Note that the host's session has ended, also if the host has reconnected. All its running
+        operations are over.
         """
         self.caller, self.session = None, -1
         if self.line is not None:
@@ -227,9 +232,10 @@ class HostSpace:
         self.drops.end_session()
 
     def rebuild(self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:
-        """Make the allocator, with these extents taken, and what readers may still rely on.
+        """Make the allocator with these extents taken, and those of the earlier session that
+        readers may still rely on.
 
-        Raises: CorruptionError if they overlap.
+        Raises: CorruptionError if the extents overlap.
         """
         dropped = self.ledger.list_extents(Space.WIPING, Space.LEASED)
         if dropped:
@@ -252,12 +258,12 @@ class HostSpace:
         self._on_space()
 
     def grow(self, capacity_bytes: int, final_bytes: int) -> None:
-        """More of the segment is usable, or it is known how much ever will be (0: it is not)."""
+        """Note that more of the segment is usable, and its final size, 0 if that is unknown."""
         self.final_bytes = final_bytes or max(self.final_bytes, capacity_bytes)
         if capacity_bytes > self.capacity_bytes:
             self.ledger.grow(capacity_bytes)
             self.capacity_bytes = capacity_bytes
-        self._on_space()  # Also wakes waiters for space that will not come.
+        self._on_space()  # This also wakes waiters for space that will never exist.
 
     async def order(
         self,
@@ -268,7 +274,9 @@ class HostSpace:
         timeout_s: float = ORDER_TIMEOUT_S,
         **fields: Any,
     ) -> T:
-        """Have the host do something. Raises: PeerLostError if it is gone; see ``OrderLine``."""
+        """Send an order and wait for the answer. Raises: PeerLostError if the host is lost; see
+        ``OrderLine.send``.
+        """
         if self.line is None:
             raise PeerLostError("store.order", f"host {self.name} is not connected")
         sent_s = self._clock.now_s()
@@ -276,7 +284,7 @@ class HostSpace:
         return await (self._watch(answer, sent_s) if method in QUICK_ORDERS else answer)
 
     async def _watch(self, answering: Awaitable[T], sent_s: float) -> T:
-        """Wait for the answer to an order that does not take long by itself."""
+        """Wait for the answer to a quick order, and record its time."""
         number, session = object(), self.session
         self._answering.note_sent(number, sent_s)
         try:
@@ -292,20 +300,24 @@ class HostSpace:
             self._on_space()
         return answer
 
-    # Whether it answers.
+    # Answer times of the host.
 
     @property
     def is_silent(self) -> bool:
-        """True if it keeps others waiting for much longer than usual: better ask another."""
+        """True if the host has been silent for much longer than usual, so that another host is the
+        better choice.
+        """
         return self._answering.is_silent(self._clock.now_s())
 
     def answer_timeout_s(self, num_objects: int = 0) -> float:
-        """Return how long to wait for a quick order about so many objects, if others can do it."""
+        """Return how long to wait for a quick order about ``num_objects`` objects if other hosts
+        could do it, seconds.
+        """
         return self._answering.answer_timeout_s(num_objects)
 
     def doubt(self) -> None:
-        """Note that it did not answer, or bytes did not arrive there: it is silent until it answers
-        anew.
+        """Note that the host did not answer, or that bytes did not reach it. It counts as silent
+        until it answers a later order.
         """
         if self.caller is None:
             return
@@ -325,10 +337,12 @@ class HostSpace:
         """Run a coroutine that ends with this session."""
         self._tasks.spawn(work)
 
-    # Taking space.
+    # Reservation of space.
 
     def allocate(self, length: int, *, is_load: bool = False) -> Extent | None:
-        """Take a range, if there is one; on a host that is drained only to load from its disk."""
+        """Reserve a range; None without space. A draining host gives space only to loads from its
+        own disk.
+        """
         if self.stage is not HostStage.ACTIVE and not (
             is_load and self.stage is HostStage.DRAINING
         ):
@@ -337,21 +351,25 @@ class HostSpace:
         return None if offsets is None else Extent(offsets[0], length)
 
     def allocate_many(self, lengths: Sequence[int]) -> list[int] | None:
-        """Take ranges for new objects, all or none; returns their offsets."""
+        """Reserve ranges for new objects, all or none. Return their offsets."""
         return self.ledger.take(lengths) if self.stage is HostStage.ACTIVE else None
 
     def seal(self, offsets: Sequence[int]) -> None:
-        """Note that the objects written to ranges are in the directory from now on."""
+        """Note that the objects written to these ranges are in the directory from now on."""
         self.ledger.move(ExtentEvent.SEAL, offsets)
 
     def release(self, offsets: Sequence[int]) -> None:
-        """Free ranges without writers and readers."""
+        """Free ranges that have neither writers nor readers, and wake the puts that wait for
+        space.
+        """
         if offsets:
             self.untake(offsets)
             self._on_space()
 
     def untake(self, offsets: Sequence[int]) -> None:
-        """Free ranges that were just allocated. Waiters are not woken: they were free before."""
+        """Free ranges that were just reserved, without waking waiters: the space was free
+        before.
+        """
         self.ledger.move(ExtentEvent.GIVE_BACK, offsets)
 
 

@@ -1,4 +1,4 @@
-"""The state of a master, shared by its parts. It decides nothing; changes are made by the parts."""
+"""The state of a master, shared by its parts, which make all decisions and changes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -24,15 +24,15 @@ __all__ = ["CopyUnderWay", "StoreState"]
 
 @dataclass(slots=True)
 class CopyUnderWay:
-    """A host brings a copy of an object into an extent of its own."""
+    """A running copy of an object into an extent on the target host."""
 
     target: HostSpace
     session: int
     extent: Extent
     is_load: bool = False
-    """Read from the target's own disk."""
+    """True if the copy is read from the target's own disk."""
     is_abandoned: bool = False
-    """The object has gone meanwhile; the extent is being wiped."""
+    """True if the object was removed meanwhile, so that the extent is being wiped."""
 
 
 class StoreState:
@@ -40,10 +40,10 @@ class StoreState:
 
     Args:
         config: the limits and intervals of a store.
-        clock: of leases, pins and expiry.
-        versions: of this master.
+        clock: times leases, pins and expiry.
+        versions: numbers the master's objects and grants.
         draw: ``draw(n)`` is a random number in ``[0, n)``.
-        counters: of events.
+        counters: counts of events.
     """
 
     def __init__(
@@ -61,22 +61,24 @@ class StoreState:
         self.counters = counters
         self.directory = Directory(Passes(fill_rows, locate_rows))
         self.hosts: dict[int, HostSpace] = {}
-        """By number: in the order in which they came."""
+        """All hosts by number, in the order in which they first joined."""
         self.tasks = Tasks()
         self.awaited = Awaited(self.hosts, self.now_ms, self.tasks)
         self.copies: dict[str, CopyUnderWay] = {}
-        """By key: copies that hosts are making."""
+        """Running copies by key."""
         self.committing: dict[str, asyncio.Future[None]] = {}
-        """By key: done when the commit that seals an object of it has ended."""
+        """A future for each key that is being committed, done when the commit has ended."""
         self.space_freed = asyncio.Event()
         self.dropped_versions: dict[str, int] = {}
-        """While inventories are coming in: what they must not bring back."""
+        """Versions of objects that were removed while inventories are arriving, by key: the
+        inventories must not bring them back.
+        """
         self.unlisted: set[str] = set()
-        """Keys of which a host that is away may have a copy that the directory does not list."""
+        """Keys of which an absent host may have a copy that the directory does not list."""
         self._draw = draw
 
     def now_ms(self) -> int:
-        """Return the time, milliseconds."""
+        """Return the current time, milliseconds."""
         return int(self.clock.now_s() * 1e3)
 
     # Hosts.
@@ -86,13 +88,15 @@ class StoreState:
         return [host for host in self.hosts.values() if host.is_writable]
 
     def answering_hosts(self) -> list[HostSpace]:
-        """Return the hosts that take new objects and answer; if none does, all that take them."""
+        """Return the hosts that take new objects and answer in time; if none answers, all that take
+        new objects.
+        """
         hosts = self.writable_hosts()
         answering = [host for host in hosts if not host.is_silent]
         return answering or hosts
 
     def choose_hosts(self, *, preferred: Sequence[str] = (), machine: str = "") -> list[int]:
-        """Return hosts that take new objects and answer, in the order in which to try them."""
+        """Return the hosts that take new objects and answer, in the order in which to try them."""
         hosts = self.answering_hosts()
         if len(hosts) == 1:
             return [hosts[0].number]
@@ -105,7 +109,9 @@ class StoreState:
         )
 
     def answer_timeout_s(self, host: HostSpace, num_objects: int = 0) -> float:
-        """Return how long a put waits for a host: not long where another could take its place."""
+        """Return how long a put waits for a host's answer: a short time if another host could take
+        its place.
+        """
         has_others = any(other is not host for other in self.answering_hosts())
         return host.answer_timeout_s(num_objects) if has_others else ORDER_TIMEOUT_S
 
@@ -117,7 +123,7 @@ class StoreState:
         return Extent(offset, layout.extent_bytes(key_bytes, self.directory.size(row)))
 
     def record_of(self, row: int, offset: int) -> ExtentRecords:
-        """Return the header that a copy of ``row`` at ``offset`` should have."""
+        """Return the header that a copy of ``row`` at ``offset`` has, as columns of one row."""
         soft_ms = self.directory.soft_pinned_until_ms(row) - self.now_ms()
         header = ExtentHeader(
             self.directory.key(row),
@@ -133,22 +139,20 @@ class StoreState:
         return records
 
     def is_version(self, row: int, key: str, version: int) -> bool:
-        """Return True if a row still means the object that it meant, and not a newer one."""
+        """Return True if a row still stands for the same version of the key."""
         return self.directory.find(key) == row and self.directory.version(row) == version
 
     def find_copy(self, row: int, host: int) -> int:
-        """Return where the copy in the memory of a host lies there; -1 if it has none."""
+        """Return the offset of the copy in a host's memory; -1 without one."""
         return next((r.offset for r in self.directory.replicas(row) if r.host == host), -1)
 
     @property
     def can_be_unsure(self) -> bool:
-        """True if ``is_unsure`` is so of any keys; nearly always not."""
+        """True if ``is_unsure`` could be True for some keys; nearly always False."""
         return self.directory.num_unreadable > 0 or self.awaited.is_learning
 
     def is_unsure(self, keys: Sequence[str]) -> bool:
-        """Return True if one of the keys, none of which can be read, may have an object all the
-        same.
-        """
+        """Return True if one of these unreadable keys may have an object on an awaited host."""
         if self.awaited.is_learning:
             return True
         directory = self.directory

@@ -1,4 +1,4 @@
-"""The choice of objects to evict: found by passes over the columns of a directory. Pure."""
+"""The choice of objects to evict, by passes over the directory's columns. Pure."""
 
 from array import array
 from collections import deque
@@ -13,27 +13,27 @@ __all__ = ["ALIVE", "VictimColumns", "Victims", "view"]
 ALIVE = 1
 """The flags of an object without a hard pin."""
 BATCH = 16_384
-"""Candidates found by one pass."""
+"""Number of candidates that one pass collects."""
 
 
 class VictimColumns(NamedTuple):
-    """Columns by row; borrowed."""
+    """The directory's columns that the choice reads; borrowed."""
 
     size: "array[int]"
     flags: "array[int]"
     used_tick: "array[int]"
     lease_until_ms: "array[int]"
     soft_until_ms: Mapping[int, int]
-    """End of each soft pin, by row."""
+    """Time at which each soft pin ends, by row."""
 
 
 class Victims:
-    """Candidates of eviction that a pass found and that are not evicted yet.
+    """Eviction candidates that a pass found and that are not evicted yet.
 
     Args:
-        columns: of the directory.
-        rows_on_host: the rows with a copy in the memory of a host.
-        is_on: whether a row has one.
+        columns: the directory's columns.
+        rows_on_host: returns the rows with a copy in a host's memory.
+        is_on: returns True if a row has a copy in a host's memory.
     """
 
     def __init__(
@@ -46,10 +46,12 @@ class Victims:
         self._rows_on_host = rows_on_host
         self._is_on = is_on
         self._queues: dict[int | None, deque[tuple[int, int]]] = {}
-        """By host, None for all: rows, and when each was used last."""
+        """Candidate rows with their times of last use, by host; None for any host."""
 
     def pick(self, now_ms: int, min_bytes: int, host: int | None, mean_bytes: int) -> list[int]:
-        """See ``Directory.pick_victims``; ``mean_bytes`` is that of all values."""
+        """Return the rows to evict, as ``Directory.pick_victims`` describes. ``mean_bytes`` is the
+        mean size of all values.
+        """
         chosen: list[int] = []
         missing = min_bytes
         for soft in (False, True):
@@ -97,7 +99,8 @@ class Victims:
             able[pinned] = False
         rows = np.flatnonzero(able)
         ticks = view(columns.used_tick)[rows]
-        # Enough for this call and, since a pass over a million rows takes milliseconds, for some.
+        # Keep more candidates than this call needs, because a pass over a million rows takes
+        # milliseconds.
         if count < len(rows):
             nearest = np.argpartition(ticks, count)[:count]
             rows, ticks = rows[nearest], ticks[nearest]
@@ -106,5 +109,5 @@ class Victims:
 
 
 def view(column: "array[int]") -> npt.NDArray[Any]:
-    """Return a column as numpy sees it; only for the moment: one that is viewed cannot grow."""
+    """Return a column as a numpy array. Use it briefly: an array that is viewed cannot grow."""
     return np.frombuffer(column, dtype=column.typecode) if column else np.empty(0, column.typecode)

@@ -1,4 +1,4 @@
-"""Clients that may write to a host: let in by the host, and shut out by it."""
+"""Clients that may write to a host: opened and closed by orders to the host."""
 
 import asyncio
 import logging
@@ -19,20 +19,22 @@ RETRY_S = 0.25
 
 @dataclass(slots=True, eq=False)
 class _Writer:
-    """A client's right to write to a host: asked for, or given (``base``)."""
+    """A client's right to write to a host: ``base`` is its write address, once the host has
+    answered.
+    """
 
     base: asyncio.Future[int]
     held: dict[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
-    """By grant, of its unfinished puts: where the extents begin."""
+    """Offsets of the extents of the client's unfinished puts, by grant."""
 
 
 class Writers:
     """The writers of one host.
 
     Args:
-        host: its name.
-        ledger: of its space; borrowed.
-        order: has the host do something, as ``HostSpace.order``.
+        host: the host's name.
+        ledger: of the host's space; borrowed.
+        order: sends an order to the host, like ``HostSpace.order``.
         spawn: runs a coroutine that ends with the session.
         on_space: called when space has become free.
     """
@@ -56,13 +58,16 @@ class Writers:
         return client in self._writers
 
     def end(self) -> None:
-        """Note that the session is over: the next inventory begins with closing all writers."""
+        """Note that the session has ended. The host closes all writers before its next
+        inventory.
+        """
         for writer in self._writers.values():
             writer.base.cancel()
         self._writers.clear()
 
     async def open(self, client: str) -> int:
-        """Return where the segment begins for that client's writes, asking the host once.
+        """Return the address where the segment begins for this client's writes. The host is asked
+        once.
 
         Raises: PeerLostError, DeadlineError.
         """
@@ -70,30 +75,32 @@ class Writers:
         try:
             return await asyncio.shield(writer.base)
         except asyncio.CancelledError:
-            if writer.base.cancelled():  # Not we: the session ended, or the client was fenced.
+            if writer.base.cancelled():  # The session ended, or the client was fenced.
                 raise PeerLostError(
                     "store.write", f"host {self._host} was lost, or the client was shut out"
                 ) from None
             raise
 
     def find(self, client: str) -> int:
-        """Return what ``open`` would, if that is known already; else -1."""
+        """Return the client's write address if the host has opened it; else -1."""
         writer = self._writers.get(client)
         if writer is None or not writer.base.done() or writer.base.cancelled():
             return -1
         return -1 if writer.base.exception() is not None else writer.base.result()
 
     def begin_writing(self, client: str, grant: int, offsets: Sequence[int]) -> None:
-        """Note that an unfinished put of ``client`` may write there."""
+        """Note that an unfinished put of the client may write to these extents."""
         self._writer(client).held[grant] = offsets
 
     def end_writing(self, client: str, grant: int) -> bool:
-        """Note that the client says that it writes there no more. False: it was shut out before."""
+        """Note that the client has finished writing a put. Return False if it was fenced before."""
         writer = self._writers.get(client)
         return writer is not None and writer.held.pop(grant, None) is not None
 
     def fence(self, client: str) -> None:
-        """Revoke a client's right to write; its space is free once it provably writes no more."""
+        """Revoke a client's right to write. Its extents are freed once it is proven that it writes
+        no more.
+        """
         writer = self._writers.pop(client, None)
         if writer is None:
             return
@@ -111,7 +118,7 @@ class Writers:
         return writer
 
     async def _ask_writer(self, client: str, writer: _Writer) -> None:
-        # Not given up on a time-out: the host may have opened one, and only its base can close it.
+        # Repeat after a timeout: the host may have opened a writer, and closing it needs its base.
         while not writer.base.done():
             try:
                 opened = await self._order("open_writer", OpenWriter, Opened, client=client)
@@ -130,7 +137,7 @@ class Writers:
         try:
             base = await asyncio.shield(writer.base)
         except (TandemError, asyncio.CancelledError):
-            return  # The session is over; the next inventory begins with closing all writers.
+            return  # The session is over. The host closes all writers before its next inventory.
         while True:
             try:
                 closed = await self._order("close_writer", CloseWriter, Ack, write_base=base)
