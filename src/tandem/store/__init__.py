@@ -1,7 +1,7 @@
 """A store of objects in the memory of many hosts: byte strings under keys, in replicas.
 
-``StoreClient`` (blocking) and ``AsyncStoreClient`` are its faces, ``StoreClient.local()`` is a
-whole store inside one process. See docs/design/store/store.md.
+Programs use ``StoreClient`` (blocking) or ``AsyncStoreClient``; ``StoreClient.local()`` is a whole
+store inside one process. See docs/design/store/store.md.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # The command line reads the settings of a store without loading the extension.
+    # Import on first use: the command line reads a store's settings without loading the native
+    # extension.
     if name not in _HOMES:
         raise AttributeError(f"module 'tandem.store' has no attribute {name!r}")
     import importlib

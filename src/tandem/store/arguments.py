@@ -1,5 +1,5 @@
-"""Arguments of a store's callers, checked before anything is sent: a wrong argument is a
-``ConfigError`` that names it, before an encoder, a cast or a host meets it.
+"""Checks of a store client's arguments before anything is sent. A wrong argument raises a
+``ConfigError`` that names it.
 """
 
 import math
@@ -19,11 +19,11 @@ __all__ = [
 
 MAX_REPLICAS = 255
 MAX_SOFT_PIN_MS = 2**32 - 1
-"""The largest value that a header holds."""
+"""The longest soft pin in milliseconds that fits in an object's header."""
 
 
 def check_keys(keys: Iterable[str], *, field: str = "key") -> None:
-    """Refuse text that UTF-8 cannot encode, a lone surrogate for example.
+    """Check that keys are strings that UTF-8 can encode; a lone surrogate is not.
 
     Raises: ConfigError.
     """
@@ -40,7 +40,7 @@ def check_keys(keys: Iterable[str], *, field: str = "key") -> None:
 
 
 def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
-    """Refuse anything but a pair of whole numbers >= 0. Raises: ConfigError."""
+    """Check that each range is a pair of integers >= 0. Raises: ConfigError."""
     try:
         is_good = all(
             operator.index(offset) >= 0 and operator.index(length) >= 0 for offset, length in ranges
@@ -52,7 +52,7 @@ def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
 
 
 def check_replicas(replicas: object) -> None:
-    """Refuse a number of copies that no header holds. Raises: ConfigError."""
+    """Check that a replica count fits in an object's header. Raises: ConfigError."""
     if not isinstance(replicas, int) or not 1 <= replicas <= MAX_REPLICAS:
         raise ConfigError(
             "store.put", f"{replicas} replicas: give 1 to {MAX_REPLICAS}", field="replicas"
@@ -62,7 +62,7 @@ def check_replicas(replicas: object) -> None:
 def to_ms(seconds: float, field: str, *, most_ms: int) -> int:
     """Return a time in whole milliseconds, ``most_ms`` at most.
 
-    Raises: ConfigError if it is negative, NaN, infinite or no number.
+    Raises: ConfigError if it is negative, NaN, infinite or not a number.
     """
     try:
         is_good = math.isfinite(seconds) and seconds >= 0

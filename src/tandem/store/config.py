@@ -59,7 +59,7 @@ class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         return f"StoreElectionConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     def __post_init__(self) -> None:
-        """Check bounds, and what they cannot say.
+        """Check bounds, and conditions that bounds cannot express.
 
         Raises: ConfigError.
         """
@@ -74,7 +74,9 @@ class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One set for master, hosts and clients; each reads what concerns it."""
+    """Settings of a store, shared by master, hosts and clients. Each process reads those that
+    concern it.
+    """
 
     master: Annotated[
         str,
@@ -203,7 +205,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def memory_bytes(self) -> int:
-        """``memory`` as bytes, whole pages; 0 if it is empty."""
+        """``memory`` in bytes, rounded down to whole pages; 0 if it is empty."""
         return parse_size(self.memory) // PAGE_BYTES * PAGE_BYTES
 
     def __repr__(self) -> str:
@@ -213,7 +215,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return f"StoreConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     def __post_init__(self) -> None:
-        """Check bounds, and what they cannot say.
+        """Check bounds, and conditions that bounds cannot express.
 
         Raises: ConfigError.
         """

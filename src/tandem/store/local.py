@@ -1,6 +1,7 @@
-"""A store inside one process and one event loop: no sockets, no engine, the same logic.
+"""A store inside one process and one event loop: the same logic without sockets and transfer
+engine.
 
-For ``StoreClient.local`` and for tests of programs that use a store.
+Used by ``StoreClient.local`` and by tests of programs that use a store.
 """
 
 import asyncio
@@ -29,7 +30,9 @@ MACHINE = "local"
 
 
 class MemoryHostPort:
-    """Gives out places where a segment begins, in an address space of its own."""
+    """A host's data path within one process. Each reader or writer gets its own range of made-up
+    addresses.
+    """
 
     def __init__(
         self, address: str, segment: HostSegment, peers: "dict[str, MemoryHostPort]"
@@ -43,33 +46,34 @@ class MemoryHostPort:
         peers[address] = self
 
     def former_writers(self) -> set[int]:
-        """See ``HostPort``."""
-        return set()  # The segment is not older than we are.
+        """Return no writers, since the segment is not older than this process."""
+        return set()  # The segment is not older than this process.
 
     def open_writer(self) -> int:
-        """See ``HostPort``."""
+        """Return a new made-up address at which the segment begins for one writer."""
         base = next(self._bases)
         self._writers.add(base)
         return base
 
     async def close_writer(self, base: int) -> bool:
-        """See ``HostPort``. Copies are made in one go, so none is ever under way."""
+        """Withdraw a writer's address. Always True, since copies complete within one call."""
         self._writers.discard(base)
         return True
 
     async def fetch(
         self, source: Endpoint, source_offset: int, offset: int, length: int, timeout_s: float
     ) -> None:
-        """See ``HostPort``."""
+        """Copy bytes from another host of this process into this host's segment."""
         view = self._peers[source.address].view(
             source.read_base + source_offset, length, is_write=False
         )
         self.segment.data[offset : offset + length] = view
 
     def view(self, address: int, length: int, *, is_write: bool) -> npt.NDArray[np.uint8]:
-        """Return the bytes at an address.
+        """Return the segment's bytes at an address.
 
-        Raises: NotFoundError if it is not one of a reader, or writer, as asked for.
+        Raises: NotFoundError if the address is not one given to a reader (or writer, for
+            ``is_write``).
         """
         base, offset = address // 2**40 * 2**40, address % 2**40
         is_known = base in self._writers if is_write else base == self.read_base
@@ -79,27 +83,27 @@ class MemoryHostPort:
 
 
 class MemoryPort:
-    """A client's data path to hosts of its own process."""
+    """A client's data path to hosts in its own process."""
 
     def __init__(self, peers: dict[str, MemoryHostPort]) -> None:
         self._peers = peers
 
     def register(self, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """See ``ClientPort``."""
+        """Return the memory itself, which needs no registration within one process."""
         return memory
 
     def unregister(self, handle: npt.NDArray[np.uint8]) -> None:
-        """See ``ClientPort``."""
+        """Do nothing, since memory needs no registration within one process."""
 
     async def write(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
-        """See ``ClientPort``."""
+        """Copy pieces of memory into a host's segment."""
         host = self._peers[endpoint.address]
         for memory, local_offset, offset, length in pieces:
             target = host.view(offset, length, is_write=True)
             target[:] = memory[local_offset : local_offset + length]
 
     async def read(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
-        """See ``ClientPort``."""
+        """Copy ranges of a host's segment into memory."""
         host = self._peers[endpoint.address]
         for memory, local_offset, offset, length in pieces:
             source = host.view(offset, length, is_write=False)
@@ -107,7 +111,9 @@ class MemoryPort:
 
 
 class LocalCaller:
-    """A session that is a plain call: what ``rpc.Peer`` is between processes."""
+    """A session within one process, whose calls are plain function calls. It stands in for
+    ``rpc.Peer``.
+    """
 
     def __init__(
         self, name: str, methods: Sequence[tuple[str, Callable[..., Any], type, type]]
@@ -116,7 +122,7 @@ class LocalCaller:
         self.instance_id = secrets.token_hex(8)
         self.is_lost = False
         self.back: LocalCaller
-        """The same session from the other side."""
+        """The same session as the other side sees it."""
         self._methods = {method: handler for method, handler, *_ in methods}
 
     async def call(
@@ -127,7 +133,7 @@ class LocalCaller:
         *,
         timeout_s: float | None = None,
     ) -> T:
-        """Call the other side."""
+        """Call a method of the other side, and wait for the answer."""
         return await self.begin(method, request, response_type, timeout_s=timeout_s)
 
     def begin(
@@ -138,7 +144,9 @@ class LocalCaller:
         *,
         timeout_s: float | None = None,
     ) -> Awaitable[T]:
-        """Call the other side: its handler has begun when this returns."""
+        """Call a method of the other side, whose handler has begun when this returns. Return an
+        awaitable of the answer.
+        """
         handler = self._methods.get(method)
         if handler is None:
             raise UnsupportedError("store.call", f"no method {method!r}", field="method")
@@ -152,12 +160,14 @@ class LocalCaller:
         return done
 
     async def wait_connected(self, timeout_s: float) -> object:
-        """Return at once: it always is."""
+        """Return without waiting, since a local session is always connected."""
         return self
 
 
 class LocalStore:
-    """A master, a host and a client. An async context manager; inside it ``client`` is usable."""
+    """A master, a host and a client in one process. An async context manager, which provides
+    ``client``.
+    """
 
     def __init__(self, config: StoreConfig) -> None:
         self._config = config
@@ -183,7 +193,7 @@ class LocalStore:
         return self
 
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> None:
-        """All of it lives on one loop; there is none."""
+        """Return None: all parts of a local store run on one event loop."""
 
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()
@@ -197,7 +207,9 @@ def _connect(
     there: Sequence[tuple[str, Callable[..., Any], type, type]],
     here: Sequence[tuple[str, Callable[..., Any], type, type]],
 ) -> LocalCaller:
-    """Return the channel from ``name`` to the methods ``there``, and back to those ``here``."""
+    """Return a session from ``name``, whose methods are ``here``, to the master, whose methods are
+    ``there``.
+    """
     forth, back = LocalCaller("master", there), LocalCaller(name, here)
     forth.back, back.back = back, forth
     return forth

@@ -1,7 +1,7 @@
-"""Counters of a store, and its Prometheus page.
+"""Counters of a store, and their Prometheus metrics.
 
-``METRICS`` is the table in ``docs/reference/metrics_store.md``; a test compares the two.
-Counting is plain Python and needs nothing; only ``list_families`` needs ``prometheus_client``.
+``METRICS`` is the table in ``docs/reference/metrics_store.md``; a test compares the two. Only
+``list_families`` needs ``prometheus_client``.
 """
 
 from bisect import bisect_left
@@ -31,7 +31,7 @@ BUCKETS_S = (
 
 
 class Figures(NamedTuple):
-    """The state of a process that a page shows."""
+    """The state of a master process from which its metrics page is made."""
 
     status: StoreStatus
     counters: "StoreCounters"
@@ -40,11 +40,13 @@ class Figures(NamedTuple):
 
 
 Values = Sequence[tuple[list[str], Any]]
-"""Labels, and a number; of a histogram its counts and its sum."""
+"""Samples of a metric: (label values, number); a histogram has (counts, sum) in place of the
+number.
+"""
 
 
 class MetricSpec(NamedTuple):
-    """A row of the table."""
+    """One row of the metrics table."""
 
     name: str
     kind: str
@@ -54,7 +56,7 @@ class MetricSpec(NamedTuple):
 
 
 class LatencyHistogram:
-    """Counts of durations by bucket."""
+    """A histogram of durations: a count for each bucket of ``BUCKETS_S``, and the sum."""
 
     __slots__ = ("counts", "sum_s")
 
@@ -63,19 +65,19 @@ class LatencyHistogram:
         self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.sum_s += seconds
 
 
 def _count(text: str) -> int:
-    """Return a field that counts what ``text`` says on the page."""
+    """Return a dataclass field for a counter, with its help text for the metrics page."""
     return field(default=0, metadata={"help": text})
 
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Counters of a master; counters only grow."""
+    """Counters of a master's events. They only grow."""
 
     hits: int = _count("Keys that the master was asked for and found.")
     misses: int = _count("Keys looked up and not found.")
@@ -94,10 +96,10 @@ class StoreCounters:
     hosts_lost: int = _count("Hosts that went away.")
     terms: int = _count("Terms that this master has begun.")
     latencies: dict[str, LatencyHistogram] = field(default_factory=dict[str, LatencyHistogram])
-    """By method; from when a request was decoded to its answer."""
+    """Durations of calls by method, from the decoded request to the answer."""
 
     def observe(self, method: str, seconds: float) -> None:
-        """Count a call of ``method`` that took so long."""
+        """Count a call of ``method`` with its duration."""
         self.latencies.setdefault(method, LatencyHistogram()).observe(seconds)
 
 
@@ -228,7 +230,7 @@ METRICS: tuple[MetricSpec, ...] = (
 
 
 def list_families(figures: Figures) -> "list[Metric]":
-    """Return what ``prometheus_client`` makes a page of."""
+    """Return the metric families from which ``prometheus_client`` renders the page."""
     from prometheus_client.core import (
         CounterMetricFamily,
         GaugeMetricFamily,

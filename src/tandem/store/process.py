@@ -1,9 +1,9 @@
 """A whole store in one child process: master and host, for the server that started it.
 
-Started by ``tandem serve --store.memory``. It gets its settings as one line on standard input and
-ends when that input ends, so it never outlives its server. It answers with one line: ``READY``, or
-why it cannot serve. If it dies, its segment stays and the
-process that is started in its place finds the objects again; a clean end removes the segment.
+``tandem serve --store.memory`` starts it. It reads its settings as one line on standard input and
+ends when that input ends, so that it never outlives its server. It answers with one line:
+``READY``, or the reason why it cannot serve. If it dies, its segment file stays, and the next
+process finds the objects again; a clean end removes the file.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from tandem.transfer import PollingLoop
 __all__ = ["READY", "StoreProcessSpec", "main"]
 
 READY = b"ready\n"
-"""Its line on standard output once it serves."""
+"""Line that the process writes to standard output once it serves."""
 
 
 class StoreProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the process is told."""
+    """Settings that the server passes to the store process."""
 
     store: StoreConfig
-    """With a master's address in a folder of the server's, and a host's name."""
+    """Settings of the store, with a master address in the server's folder, and a host name."""
     rpc: RpcConfig
     log_level: str = "info"
     log_format: str = "text"
@@ -53,7 +53,7 @@ async def _serve(spec: StoreProcessSpec) -> None:
         MasterService(spec.store, spec.rpc),
         HostService(spec.store, spec.rpc, keep_segment=False),
     ):
-        # The server waits for this line; until then there is nothing to connect to.
+        # The server waits for this line; before it, no master listens.
         _answer(READY)
         await stopping.wait()
 
@@ -64,15 +64,16 @@ def _answer(line: bytes) -> None:
 
 
 def _wait_for_end_of_input(stop: Callable[[], None]) -> None:
-    """End when the server is gone, which holds the other end of our standard input."""
+    """Call ``stop`` when the server, which holds the other end of standard input, is gone."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     stop()
 
 
 def main() -> int:
-    """Entry point of ``python -m tandem.store.process``."""
-    # Ctrl-C in a terminal goes to the whole group; the server ends us when it has drained.
+    """Run the store process; the entry point of ``python -m tandem.store.process``."""
+    # Ignore SIGINT: Ctrl-C in a terminal reaches the whole process group, and the server ends this
+    # process after it has drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=StoreProcessSpec)
     configure_logging("store", spec.log_level, spec.log_format)

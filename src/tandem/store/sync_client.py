@@ -1,8 +1,8 @@
-"""The blocking face of a store client: its calls are those of the asyncio one.
+"""The blocking store client, with the calls of the asyncio client.
 
 A thread with an event loop keeps the session with the master. The steps of a call run on the
-caller's thread, where they block: to hand them to the loop and back takes several times as long as
-a small call.
+caller's thread and block there: handing them to the loop takes several times as long as a small
+call.
 """
 
 import asyncio
@@ -29,15 +29,16 @@ class _HasClient(Protocol):
     client: AsyncStoreClient
 
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient | None:
-        """Return a client that needs no loop for its usual steps, if there is one."""
+        """Return a client whose usual steps need no event loop; None without one."""
         ...
 
 
 class StoreClient:
-    """A store, to any number of threads. A context manager; see ``AsyncStoreClient`` for each call.
+    """A blocking store client for any number of threads. A context manager. Each call is documented
+    at ``AsyncStoreClient``.
 
     Args:
-        config: where the master is, and limits.
+        config: the master's address, and limits.
         rpc: settings of the control channel.
 
     Raises: PeerLostError or DeadlineError if there is no master; PermissionDeniedError.
@@ -48,11 +49,11 @@ class StoreClient:
 
     @classmethod
     def local(cls, segment_bytes: int = 2**28, config: StoreConfig | None = None) -> Self:
-        """Make a whole store inside this process: nothing to start, nothing left behind.
+        """Make a whole store inside this process. It leaves nothing behind when it is closed.
 
         Args:
-            segment_bytes: memory for objects; taken as it is used.
-            config: limits; None = the defaults, without a wait for hosts.
+            segment_bytes: memory for objects; allocated as it is used.
+            config: limits; None for the defaults, without a wait for hosts.
         """
         import msgspec
 
@@ -80,7 +81,7 @@ class StoreClient:
         self.close()
 
     def close(self) -> None:
-        """Leave the store; a local one ends. Idempotent."""
+        """Leave the store; a local store ends. May be repeated."""
         if not self._is_closed:
             self._is_closed = True
             try:
@@ -102,7 +103,7 @@ class StoreClient:
             raise ConflictError("store.call", "the client is closed")
 
     def _do(self, step: Callable[[AsyncStoreClient], Coroutine[Any, Any, T]]) -> T:
-        """Carry a step out on this thread if that can be, else on the loop's."""
+        """Run a call on this thread if a blocking client exists, else on the loop's thread."""
         self._check_open()
         if self._blocking is None or self._thread.is_current:
             return self._thread.run(step(self._client))
@@ -111,22 +112,22 @@ class StoreClient:
     # Memory.
 
     def register(self, memory: Any) -> StoreBuffer:
-        """See ``AsyncStoreClient.register``."""
+        """Register memory for transfers, as ``AsyncStoreClient.register`` does."""
         self._check_open()
         return self._client.register(memory)
 
     def unregister(self, buffer: StoreBuffer) -> None:
-        """See ``AsyncStoreClient.unregister``."""
+        """End the registration of memory, as ``AsyncStoreClient.unregister`` does."""
         self._check_open()
         self._client.unregister(buffer)
 
-    # Each call is the asyncio client's of the same name: see there.
+    # Each call below has the name, arguments and result of the asyncio client's.
 
     @staticmethod
     def _face(
         step: Callable[Concatenate[AsyncStoreClient, P], Coroutine[Any, Any, T]],
     ) -> "Callable[Concatenate[StoreClient, P], T]":
-        """Return the blocking form of a call."""
+        """Return the blocking form of a call of the asyncio client."""
 
         @functools.wraps(step)
         def call(self: "StoreClient", /, *args: P.args, **kwargs: P.kwargs) -> T:

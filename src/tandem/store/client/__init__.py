@@ -1,6 +1,6 @@
-"""A program's side of a store: the API, and the steps that each call takes.
+"""A program's side of a store: the API, and the steps of each call.
 
-Other folders import from here alone. Start reading at ``client.py``.
+Other folders import from this package only. Start reading at ``client.py``.
 """
 
 from tandem.store.client.blocking import drive, make_blocking_client

@@ -1,7 +1,7 @@
-"""Runs a client's steps on the caller's thread: no event loop is woken.
+"""Runs a client's steps on the caller's thread, without waking an event loop.
 
-The steps are those of ``AsyncStoreClient``, whose coroutines never suspend when everything that
-they wait for blocks instead. What cannot be done so is done by the client's loop.
+The steps are the coroutines of ``AsyncStoreClient``. They never suspend if all that they wait for
+blocks instead. Steps that cannot block are run by the client's event loop.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ T = TypeVar("T")
 
 OPEN_TIMEOUT_S = 3.0
 LOST_ERRORS = (PeerLostError, DeadlineError, UnsentError)
-"""Errors of a call that the loop makes again, if time is left."""
+"""Errors after which the event loop repeats a call, if time is left."""
 LOOP_GRACE_S = 1.0
-"""By how much the loop may be late with the end of a call that it makes for a thread."""
+"""Seconds that the event loop may be late with the end of a call made for a thread."""
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of a blocking client to its end, on this thread."""
+    """Run a coroutine of a blocking client to its end on this thread. It must not suspend."""
     try:
         work.send(None)
     except StopIteration as end:
@@ -72,7 +72,8 @@ class _BlockingCalls(MasterCalls):
         self._loop = loop
 
     async def sleep(self, seconds: float) -> None:
-        # A begun call has left already, and a sleep of nothing takes as long as the timer's slack.
+        # Skip a sleep of zero, which would take as long as the timer's slack; a begun call is sent
+        # already.
         if seconds > 0:
             time.sleep(seconds)
 
@@ -118,7 +119,7 @@ class _BlockingCalls(MasterCalls):
                 try:
                     return begun.wait(self.left_s(deadline_s))
                 except LOST_ERRORS as error:
-                    # Whatever became of it: requests may come twice.
+                    # Repeat the call whatever became of it: requests may arrive twice.
                     logger.debug("event=call_again method=%s reason=%s", method, error)
             again = self._loop_calls.call(method, request, response, deadline_s, extra_s=extra_s)
             return self._wait(again, deadline_s)
@@ -126,21 +127,23 @@ class _BlockingCalls(MasterCalls):
         return wait()
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
-        # Not awaited here: the caller's deadline may be over.
+        # Do not wait for the call, since the caller's deadline may be over.
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(
                 lambda: self._loop_calls.spawn(self._loop_calls.tell(method, request, response))
             )
 
     def spawn(self, work: Any) -> None:
-        # Made for our steps, which block: they are over at once.
+        # The coroutines passed here block, so that they end within this call.
         drive(work)
 
     async def aclose(self) -> None:
-        """Nothing of its own runs behind."""
+        """Do nothing, since this client has no background tasks."""
 
     def _wait(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Have the loop do it. It keeps the deadline itself; a loop that hangs holds up nobody."""
+        """Run a coroutine on the event loop and wait for its result. The wait ends soon after the
+        deadline even if the loop hangs.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(self.left_s(deadline_s) + LOOP_GRACE_S)
@@ -150,12 +153,13 @@ class _BlockingCalls(MasterCalls):
             raise DeadlineError("store.call", "the client's loop does not answer") from None
         finally:
             future.cancel()
-            # Its error's traceback has this frame: a cycle, which would keep the begun call.
+            # Delete the future: its error's traceback refers to this frame, a cycle that would keep
+            # the begun call alive.
             del future
 
 
 class _BlockingPort:
-    """The data path, blocking; opens peers for itself."""
+    """The blocking data path of a client. It opens its own segments of hosts."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -202,4 +206,4 @@ class _BlockingPort:
             try:
                 segment.close()
             except TandemError:
-                return  # Gone already.
+                return  # The connection is gone already.

@@ -1,4 +1,6 @@
-"""Memory of a client: registered buffers, parts of them, and small values set side by side."""
+"""Memory of a store client: registered buffers, ranges of them, and the copying of small values
+into one buffer.
+"""
 
 import contextlib
 import threading
@@ -27,31 +29,39 @@ __all__ = [
 
 MIN_SCRATCH_BYTES = 64 * 1024
 MAX_SCRATCH_BYTES = 8 * 2**20
-"""Bytes of scratch memory that a client keeps."""
+"""Largest scratch buffer that a client keeps for reuse, bytes."""
 STAGED_BYTES = 256 * 1024
-"""Smaller values are copied, which costs less than registering each; larger ones are not."""
+"""Values up to this size are copied, which costs less than registering each. Larger ones are
+registered in place.
+"""
 
 
 class StoreBuffer:
-    """Registered memory of a client: gets and puts move bytes between it and the store in place."""
+    """Registered memory of a client. Gets and puts move bytes between it and the store without a
+    copy.
+    """
 
     def __init__(
         self, handle: Any, array: npt.NDArray[np.uint8], owner: object | None = None
     ) -> None:
         self.handle = handle
         self.owner = owner
-        """Names the client that it is registered with; None once it is not any more."""
+        """An object that identifies the client with which the buffer is registered; None after
+        ``unregister``.
+        """
         self.array = array
-        """The bytes; a view of what was registered."""
+        """The bytes, as a view of the memory that was registered."""
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """Length of the buffer in bytes."""
         return self.array.size
 
 
 class ScratchPool:
-    """Registered memory for bytes that are only checked; reused, since new pages cost faults."""
+    """Registered scratch memory for bytes that are checked and copied on. Reused, since touching
+    new pages causes page faults.
+    """
 
     def __init__(self, port: ClientPort) -> None:
         self._port = port
@@ -61,7 +71,7 @@ class ScratchPool:
 
     @contextlib.contextmanager
     def lend(self, size_bytes: int) -> Generator[StoreBuffer]:
-        """Lend memory of at least so many bytes; its contents are anything."""
+        """Lend memory of at least ``size_bytes``, with undefined contents."""
         buffer = self._take()
         if buffer is None or buffer.nbytes < size_bytes:
             self._drop(buffer)
@@ -70,7 +80,8 @@ class ScratchPool:
         try:
             yield buffer
         except BaseException:
-            # Cancelled: unregistering waits for transfers that may still be moving bytes.
+            # After a cancellation, unregister: this waits for transfers that may still write into
+            # the buffer.
             self._drop(buffer)
             raise
         else:
@@ -84,7 +95,7 @@ class ScratchPool:
             self._drop(buffer)
 
     def close(self) -> None:
-        """Give back what is kept."""
+        """Free the buffer that is kept."""
         self._is_closed = True
         self._drop(self._take())
 
@@ -99,10 +110,11 @@ class ScratchPool:
 
 
 class ResultPool:
-    """Memory of large values that are given out as ``bytes``: filled in place, and again later.
+    """Memory for large values that are returned as ``bytes``: transfers fill it in place, and it is
+    reused.
 
-    What was given out is noted, up to ``limit_bytes``, and its memory is used anew once nobody else
-    has it: touching fresh memory costs more than all the rest of a get.
+    The pool remembers returned values up to ``limit_bytes``, and reuses their memory once nobody
+    else refers to them: touching new memory costs more than all the rest of a get.
     """
 
     def __init__(self, port: ClientPort, limit_bytes: int) -> None:
@@ -111,10 +123,13 @@ class ResultPool:
 
     @contextlib.contextmanager
     def lend(self, sizes: Sequence[int]) -> "Generator[list[Result]]":
-        """Lend an object of each size, registered; inside, transfers may fill it."""
+        """Lend a registered ``bytes`` object of each size, which transfers may fill inside the
+        context.
+        """
         values = self._pool.take(sizes)
         results: list[Result] = []
-        # Unregistering waits for transfers in progress; one failure does not stop the others.
+        # Unregister on exit, which waits for running transfers. One failure does not stop the
+        # others.
         with contextlib.ExitStack() as registered:
             for value in values:
                 array = view_new_bytes(value)
@@ -125,28 +140,28 @@ class ResultPool:
         self._pool.keep(values)
 
     def close(self) -> None:
-        """Forget what was noted."""
+        """Forget the remembered values."""
         self._pool.clear()
 
 
 class Result(NamedTuple):
-    """A value to be, and the buffer that its bytes are."""
+    """A ``bytes`` value that is being filled, and the registered buffer over its memory."""
 
     value: bytes
     buffer: StoreBuffer
 
 
 class Part(NamedTuple):
-    """A range of a registered buffer; an object may be made of several."""
+    """A range of a registered buffer. An object may consist of several."""
 
     buffer: StoreBuffer
     offset: int = 0
     length: int = -1
-    """-1: to the end."""
+    """Length in bytes; -1 for the rest of the buffer."""
 
     @property
     def nbytes(self) -> int:
-        """Its length.
+        """Length of the range in bytes.
 
         Raises: ShapeError if the range leaves the buffer.
         """
@@ -161,12 +176,12 @@ class Part(NamedTuple):
 
     @property
     def view(self) -> npt.NDArray[np.uint8]:
-        """The bytes. Raises: as ``nbytes``."""
+        """The bytes of the range. Raises: as ``nbytes``."""
         return self.buffer.array[self.offset : self.offset + self.nbytes]
 
 
 def measure_parts(parts: Sequence[Part]) -> list[int]:
-    """Return the length of each. Raises: as ``Part.nbytes``."""
+    """Return the length of each range. Raises: as ``Part.nbytes``."""
     if not parts:
         return []
     one = parts[0].buffer
@@ -180,7 +195,9 @@ def measure_parts(parts: Sequence[Part]) -> list[int]:
 
 
 class Staging:
-    """Sets small values side by side in memory registered once; larger ones stay in place."""
+    """Copies small values one behind the other into memory that is registered once. Large values
+    are registered in place.
+    """
 
     def __init__(self, port: ClientPort, lent: list[StoreBuffer]) -> None:
         self._port = port
@@ -189,7 +206,7 @@ class Staging:
         self._length = 0
 
     def add(self, views: "list[npt.NDArray[np.uint8]]") -> list[Part]:
-        """Return the parts of a value; complete after ``copy``."""
+        """Return the parts of a value. They are filled in by ``copy``."""
         size = sum(view.size for view in views)
         parts: list[Part] = []
         if size > STAGED_BYTES:
@@ -204,7 +221,7 @@ class Staging:
         return parts
 
     def copy(self) -> Iterator[None]:
-        """Register memory for what was gathered, and copy it there, a value at a time."""
+        """Register memory for all small values, and copy one value there at each step."""
         if not self._staged:
             return
         array = np.empty(self._length, dtype=np.uint8)
@@ -219,7 +236,7 @@ class Staging:
 def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:
     """View contiguous memory as bytes, without a copy.
 
-    Raises: ShapeError if it is not contiguous, or gives neither a buffer nor DLPack.
+    Raises: ShapeError if it is not contiguous, or provides neither a buffer nor DLPack.
     """
     try:
         if isinstance(memory, np.ndarray):
@@ -230,7 +247,7 @@ def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:
         try:
             return np.frombuffer(memory, dtype=np.uint8)
         except TypeError:
-            # As the transfer engine takes it: numpy knows neither bfloat16 nor float8.
+            # Use DLPack like the transfer engine does: numpy has neither bfloat16 nor float8.
             return HostMemory(memory).array()
     except (TypeError, ValueError, AttributeError, BufferError, UnsupportedError) as error:
         raise ShapeError(
@@ -240,7 +257,7 @@ def as_bytes(memory: Any) -> npt.NDArray[np.uint8]:
 
 
 def as_views(value: Any) -> "list[npt.NDArray[np.uint8]]":
-    """View a value, or each of a list of such."""
+    """View a value, or each item of a list of values, as bytes."""
     if isinstance(value, list | tuple):
         parts = cast("Sequence[Any]", value)
         return [as_bytes(part) for part in parts]
@@ -248,5 +265,5 @@ def as_views(value: Any) -> "list[npt.NDArray[np.uint8]]":
 
 
 def list_parts(parts: Part | Sequence[Part]) -> list[Part]:
-    """Return one part, or several, as a list."""
+    """Return one part or several as a list."""
     return [parts] if isinstance(parts, Part) else list(parts)

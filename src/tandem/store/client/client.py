@@ -1,7 +1,7 @@
-"""A client of a store, asyncio: the whole API. ``tandem.store.sync_client`` is its blocking twin.
+"""The asyncio client of a store: the whole API. ``tandem.store.sync_client`` is its blocking twin.
 
-The logic alone: the master is a ``MasterChannel``, bytes move through a ``ClientPort``; the
-simulator runs this very class. How a put goes is in ``put_batch``, how a get goes in ``reading``.
+Logic only: the master is a ``MasterChannel`` and bytes move through a ``ClientPort``, so that the
+simulator runs this same class. ``put_batch`` has the steps of a put, ``reading`` those of a get.
 """
 
 import copy
@@ -61,16 +61,16 @@ __all__ = ["AsyncStoreClient"]
 T = TypeVar("T")
 
 ITEMS_AT_ONCE = 1_000
-"""Objects of a batch prepared between two looks at the deadline."""
+"""Number of a batch's objects that are prepared between two checks of the deadline."""
 
 
 class AsyncStoreClient:
-    """Speaks to one store. All calls from one event loop; any number at a time.
+    """A client of one store. All calls come from one event loop; any number may run at a time.
 
     Args:
         channel: the channel to the master.
         port: the data path.
-        clock: of leases and deadlines.
+        clock: times leases and deadlines.
         config: limits and intervals.
         machine: hosts of this machine are read first.
     """
@@ -92,15 +92,15 @@ class AsyncStoreClient:
         self._reader = ObjectReader(self._calls, port, self._places)
         self._results = ResultPool(port, config.result_pool_bytes)
         self._owner = object()
-        """Tells buffers registered here from others; the same for a twin."""
+        """An object that marks buffers as registered with this client, or with its twin."""
 
     @property
     def calls(self) -> MasterCalls:
-        """Its calls to the master, for who makes a twin."""
+        """The client's calls to the master, for making a twin."""
         return self._calls
 
     def make_twin(self, calls: MasterCalls, port: ClientPort) -> "AsyncStoreClient":
-        """Return a client of the same session with other waiting steps; see ``blocking``."""
+        """Return a client of the same session that waits by other means; see ``blocking``."""
         twin = copy.copy(self)
         twin._port, twin._calls = port, calls
         twin._reader = ObjectReader(calls, port, self._places)
@@ -108,22 +108,21 @@ class AsyncStoreClient:
         return twin
 
     def on_master(self) -> None:
-        """Note that a session with a master has begun, or ended: places that were known are
-        another's word.
+        """Forget all cached locations, because a session with a master has begun or ended.
 
-        To be called by whoever has the sessions.
+        Called by the owner of the sessions.
         """
         self._places.clear()
 
     # Memory.
 
     def register(self, memory: Any) -> StoreBuffer:
-        """Let transfers touch memory of the caller in place.
+        """Register memory, so that transfers read and write it without a copy.
 
         Args:
-            memory: contiguous; an array, bytearray, memoryview, or what gives DLPack (a CPU tensor
-                of any type). Kept alive until it is unregistered. Read-only memory can be put, not
-                got into.
+            memory: contiguous; an array, bytearray, memoryview, or an object with DLPack (a CPU
+                tensor of any type). Kept alive until it is unregistered. Read-only memory can be
+                the source of puts, not the destination of gets.
 
         Raises: ShapeError if it is not contiguous.
         """
@@ -131,10 +130,11 @@ class AsyncStoreClient:
         return StoreBuffer(self._port.register(array), array, self._owner)
 
     def unregister(self, buffer: StoreBuffer) -> None:
-        """Take memory back; no transfer touches it any more.
+        """End the registration of memory. No transfer touches it after the return.
 
-        Raises: NotFoundError if it is not registered here (any more); DeadlineError: it takes no
-            new transfers, and the call may be repeated.
+        Raises: NotFoundError if it is not registered with this client; DeadlineError if transfers
+            still
+            run: the memory takes no new ones, and the call may be repeated.
         """
         if buffer.owner is not self._owner:
             raise NotFoundError("store.memory", "the buffer is not registered here (any more)")
@@ -142,7 +142,7 @@ class AsyncStoreClient:
         buffer.owner = None
 
     def _check_parts(self, parts: Iterable[Part], *, is_read: bool = False) -> None:
-        """Refuse memory that transfers may not touch.
+        """Check that transfers may touch the parts' memory.
 
         Raises: ConfigError (not registered), PermissionDeniedError (read-only).
         """
@@ -162,25 +162,27 @@ class AsyncStoreClient:
     # Writing.
 
     async def put(self, key: str, value: Any, options: PutOptions = DEFAULT_OPTIONS) -> PutResult:
-        """Store an object; it is visible whole, or not at all.
+        """Store an object. Readers see all of it or nothing.
 
         Args:
             key: up to ``max_key_bytes`` of UTF-8.
             value: bytes, array ...; a list or tuple of such is stored as one, in order.
-            options: how it is kept.
+            options: replicas, pins and placement.
 
-        Returns: CREATED; EXISTS if there was one already (which stays); REPLACED with upsert.
-        Raises: CapacityError when there is no space in time, with what would help; ConfigError
-            beyond a limit; PeerLostError or DeadlineError when master or hosts stay away.
+        Returns: CREATED; EXISTS if the key has an object already, which stays; REPLACED with
+            upsert.
+        Raises: CapacityError when there is no space in time, with advice; ConfigError beyond a
+            limit; PeerLostError or DeadlineError when master or hosts do not answer.
         """
         return take_only(await self.put_many([key], [value], options))
 
     async def put_many(
         self, keys: Sequence[str], values: Sequence[Any], options: PutOptions = DEFAULT_OPTIONS
     ) -> "list[PutResult | TandemError]":
-        """Store objects: one result a key, an error being one. Space is for all or for none.
+        """Store objects. Return one result for each key, which may be an error. Space is reserved
+        for all or none.
 
-        Raises: what concerns the batch as a whole: ConfigError, CapacityError, PeerLostError ...
+        Raises: errors of the whole batch: ConfigError, CapacityError, PeerLostError ...
         """
         if len(keys) != len(values):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(values)} values")
@@ -202,7 +204,9 @@ class AsyncStoreClient:
                 self._port.unregister(buffer.handle)
 
     def _within(self, items: "Iterable[T]", deadline_s: float) -> "Iterator[T]":
-        """Yield the items of a batch, whose preparation counts. Raises: DeadlineError."""
+        """Yield the items of a batch, and check the deadline between slices. Raises:
+        DeadlineError.
+        """
         for i, item in enumerate(items):
             if i % ITEMS_AT_ONCE == 0:
                 self._calls.left_s(deadline_s)
@@ -211,7 +215,7 @@ class AsyncStoreClient:
     async def put_from(
         self, key: str, parts: Part | Sequence[Part], options: PutOptions = DEFAULT_OPTIONS
     ) -> PutResult:
-        """Store an object out of registered buffers, without a copy. As ``put``."""
+        """Store an object from registered buffers, without a copy; otherwise like ``put``."""
         return take_only(await self.put_from_many([key], [parts], options))
 
     async def put_from_many(
@@ -220,13 +224,13 @@ class AsyncStoreClient:
         parts: Sequence[Part | Sequence[Part]],
         options: PutOptions = DEFAULT_OPTIONS,
     ) -> "list[PutResult | TandemError]":
-        """Store objects out of registered buffers. As ``put_many``."""
+        """Store objects from registered buffers, without a copy; otherwise like ``put_many``."""
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
         check_keys(keys)
         deadline_s = self._calls.deadline_s()
         if set(map(type, parts)) == {Part}:
-            singles = list(cast("Sequence[Part]", parts))  # Ours, whatever becomes of theirs.
+            singles = list(cast("Sequence[Part]", parts))  # A copy, which the caller cannot change.
             self._check_parts(singles)
             items = Items(keys, measure_parts(singles), singles)
         else:
@@ -247,20 +251,22 @@ class AsyncStoreClient:
     # Reading.
 
     async def get(self, key: str) -> bytes:
-        """Return the value.
+        """Return the value of a key.
 
-        Raises: NotFoundError; CorruptionError if every replica is damaged; PeerLostError or
+        Raises: NotFoundError; CorruptionError if every replica is corrupt; PeerLostError or
             DeadlineError if none can be reached.
         """
         return take_only(await self.get_many([key]))
 
     async def get_many(self, keys: Sequence[str]) -> "list[bytes | TandemError]":
-        """Return the values: one result a key, NotFoundError and other errors being results."""
+        """Return the values: one result for each key, which may be a NotFoundError or another
+        error.
+        """
         check_keys(keys)
         return await self._read(NewBytes(keys, self._results))
 
     async def get_range(self, key: str, offset: int, length: int) -> bytes:
-        """Return bytes ``[offset, offset + length)`` of a value, checked like a whole one.
+        """Return bytes ``[offset, offset + length)`` of a value, verified like a whole value.
 
         Raises: as ``get``; ConfigError if the range leaves the value.
         """
@@ -269,7 +275,7 @@ class AsyncStoreClient:
     async def get_range_many(
         self, keys: Sequence[str], ranges: Sequence[tuple[int, int]]
     ) -> "list[bytes | TandemError]":
-        """Return a range (offset, length) of each value; results as ``get_many``."""
+        """Return a range (offset, length) of each value. Results are like those of ``get_many``."""
         if len(keys) != len(ranges):
             raise ConfigError("store.get", f"{len(keys)} keys, {len(ranges)} ranges")
         check_keys(keys)
@@ -279,9 +285,9 @@ class AsyncStoreClient:
     async def get_into(self, key: str, parts: Part | Sequence[Part]) -> int:
         """Read a value into registered buffers, without a copy.
 
-        Returns: its bytes; the parts must hold as many, and what lies behind is left alone, but
-            for a value that was replaced by a shorter one, or removed, a moment ago: the old one
-            may have been read before that was noticed.
+        Returns: the value's bytes. The parts must hold as many. Bytes of the parts behind the value
+            stay as they are, except if the value was replaced by a shorter one, or removed, a
+            moment ago: the old value may have been read there before this was noticed.
         Raises: as ``get``; ShapeError if the parts are too small.
         """
         return take_only(await self.get_into_many([key], [parts]))
@@ -289,7 +295,9 @@ class AsyncStoreClient:
     async def get_into_many(
         self, keys: Sequence[str], parts: Sequence[Part | Sequence[Part]]
     ) -> "list[int | TandemError]":
-        """Read values into registered buffers; results as ``get_many``, bytes each."""
+        """Read values into registered buffers, without a copy. Results are like those of
+        ``get_many``, with the number of bytes.
+        """
         if len(keys) != len(parts):
             raise ConfigError("store.get", f"{len(keys)} keys, {len(parts)} destinations")
         check_keys(keys)
@@ -307,22 +315,22 @@ class AsyncStoreClient:
     # Looking, removing, pinning.
 
     async def exists(self, key: str) -> bool:
-        """Return True if the object is there and readable. Renews no lease, is no use for LRU."""
+        """Return True if the object exists and is readable. Changes no lease and no LRU order."""
         return (await self.exists_many([key]))[0]
 
     async def exists_many(self, keys: Sequence[str]) -> list[bool]:
-        """Do as ``exists``, for each key."""
+        """Return whether each object exists, like ``exists``."""
         check_keys(keys)
         deadline_s = self._calls.deadline_s()
         found = await self._calls.ask("exists", KeyList(list(keys)), KeyBytes, deadline_s)
         return list(map(bool, found.flags))
 
     async def size(self, key: str) -> int:
-        """Return the bytes of a value. Raises: NotFoundError."""
+        """Return the size of a value in bytes. Raises: NotFoundError."""
         return take_only(await self.size_many([key]))
 
     async def size_many(self, keys: Sequence[str]) -> "list[int | TandemError]":
-        """Return the bytes of each value; results as ``get_many``."""
+        """Return the size of each value in bytes. Results are like those of ``get_many``."""
         check_keys(keys)
         deadline_s = self._calls.deadline_s()
         request = LocateObjects(list(keys), lease=False)
@@ -334,23 +342,25 @@ class AsyncStoreClient:
         ]
 
     async def remove(self, key: str) -> bool:
-        """Remove an object; readers that have begun are not disturbed.
+        """Remove an object. Running reads of it complete.
 
-        Returns: whether there was one; False also if a first attempt removed it, whose answer was
-            lost with its master. When this returns nothing brings it back: no restart, and no host
-            that was away.
+        Returns: True if the key had an object. False also if a first attempt removed it and its
+            answer was lost with its master. After the return nothing brings the object back: no
+            restart, and no host that was away.
         """
         return (await self.remove_many([key]))[0]
 
     async def remove_many(self, keys: Sequence[str]) -> list[bool]:
-        """Do as ``remove``, for each key."""
+        """Remove each object, like ``remove``."""
         check_keys(keys)
         self._places.cache.forget(keys)
         answer = await self._calls.change("remove", RemoveObjects(keys=list(keys)), KeyBytes)
         return list(map(bool, answer.flags))
 
     async def remove_prefix(self, prefix: str) -> int:
-        """Remove all objects whose key begins so; returns how many. An empty prefix is all."""
+        """Remove all objects whose keys begin with a prefix, and return their number. An empty
+        prefix removes all objects.
+        """
         check_keys([prefix], field="prefix")
         self._places.clear()
         return (
@@ -358,13 +368,13 @@ class AsyncStoreClient:
         ).count
 
     async def pin(self, key: str, *, soft_s: float = 0.0, hard: bool = False) -> bool:
-        """Replace the pins of an object; returns whether there is one. See ``PutOptions``."""
+        """Replace the pins of an object. Return False if there is none. See ``PutOptions``."""
         return (await self.pin_many([key], soft_s=soft_s, hard=hard))[0]
 
     async def pin_many(
         self, keys: Sequence[str], *, soft_s: float = 0.0, hard: bool = False
     ) -> list[bool]:
-        """Do as ``pin``, for each key."""
+        """Replace the pins of each object, like ``pin``."""
         if not hard and soft_s <= 0:
             raise ConfigError("store.pin", "give soft_s > 0 or hard=True; or call unpin")
         check_keys(keys)
@@ -373,52 +383,53 @@ class AsyncStoreClient:
         return list(map(bool, (await self._calls.change("pin", request, KeyBytes)).flags))
 
     async def unpin(self, key: str) -> bool:
-        """Take both pins off; returns whether there is such an object."""
+        """Remove both pins of an object. Return False if there is none."""
         return (await self.unpin_many([key]))[0]
 
     async def unpin_many(self, keys: Sequence[str]) -> list[bool]:
-        """Do as ``unpin``, for each key."""
+        """Remove both pins of each object, like ``unpin``."""
         check_keys(keys)
         answer = await self._calls.change("pin", PinObjects(keys=list(keys)), KeyBytes)
         return list(map(bool, answer.flags))
 
     async def list_keys(self, prefix: str = "", *, after: str = "", limit: int = 1000) -> KeyPage:
-        """Return keys with a prefix, sorted, from behind ``after`` on."""
+        """Return one page of the keys with a prefix, sorted, beginning after the key ``after``."""
         check_keys([prefix, after], field="prefix")
         most = min(limit, self.config.max_batch)
         return await self._calls.simple("list", ListKeys(prefix, after, most), KeyPage)
 
     async def status(self) -> StoreStatus:
-        """Return the store as its master sees it."""
+        """Return the status of the store, as its master sees it."""
         return await self._calls.simple("status", None, StoreStatus)
 
     async def drain(self, host: str) -> None:
-        """Have a host emptied; ``status`` tells when it is. Raises: NotFoundError."""
+        """Start to move all objects off a host. ``status`` shows the end. Raises: NotFoundError."""
         check_keys([host], field="host")
         await self._calls.simple("drain", DrainHost(host), Ack)
 
     async def retire(self, host: str) -> None:
-        """Give a host up that is away for good: nothing waits for it any more.
+        """Retire a host that is gone for good, so that nothing waits for it.
 
-        What it has is dropped if it returns all the same. Raises: NotFoundError; ConflictError if
+        Its objects are dropped if it returns nevertheless. Raises: NotFoundError; ConflictError if
         it is connected.
         """
         await self._calls.simple("retire", RetireHost(host), Ack)
 
     async def set_floor(self, *, dry_run: bool = False) -> FloorSet:
-        """Have copies of hosts dropped, when they come, that no roster names.
+        """Drop the objects of hosts that the roster does not name, when such hosts join.
 
-        For a store whose roster was lost: until then each removal leaves a tombstone that stays.
+        For a store whose roster was lost: until this call, each removal leaves a permanent
+        tombstone.
 
         Args:
-            dry_run: only tell what that would be.
+            dry_run: True to return the effect without applying it.
 
-        Raises: ConflictError while hosts are still waited for.
+        Raises: ConflictError while hosts are still awaited.
         """
         return await self._calls.simple("set_floor", SetFloor(dry_run), FloorSet)
 
     async def aclose(self) -> None:
-        """End what runs behind. The channel and the port are the caller's to close."""
+        """Stop background tasks and free memory. The caller closes the channel and the port."""
         await self._calls.aclose()
         self._reader.close()
         self._results.close()

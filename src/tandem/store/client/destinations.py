@@ -1,7 +1,7 @@
-"""Destinations of the values of a get: new ``bytes``, memory of the caller, or ranges cut out.
+"""Destinations of the values of a get: new ``bytes``, the caller's buffers, or ranges of values.
 
-Small values are read side by side into scratch memory, and copied from there; those that
-``BatchRead`` calls direct are read to where they shall be.
+Small values are read one behind the other into scratch memory, and copied from there. Large ones,
+which ``BatchRead`` calls direct, are read into their destination.
 """
 
 import contextlib
@@ -23,62 +23,67 @@ from tandem.store.interfaces import Piece
 __all__ = ["RESULT_BYTES", "Destination", "NewBytes", "OneBuffer", "Ranges", "SeveralParts"]
 
 DIRECT_BYTES = 32 * 1024
-"""Larger values are read to where they shall be; smaller ones side by side, and copied."""
+"""Values up to this size are read into scratch memory and copied. Larger ones are read into their
+destination.
+"""
 RESULT_BYTES = 256 * 1024
-"""Values of this size or more are received where they are given out, without a copy."""
+"""Values of at least this size are read into the ``bytes`` that the get returns, without a copy."""
 
 Direct = Sequence[tuple[int, int, int]]
-"""For each direct value its index, its address there, and its bytes."""
+"""For each direct value: its index, its remote address, and its length in bytes."""
 Received = contextlib.AbstractContextManager[list[Piece]]
 NOTHING: Received = contextlib.nullcontext([])
 
 
 class Destination(ABC):
-    """The destination of the values of one get; one endpoint after the other is read from.
+    """The destination of the values of one get. Endpoints are read one after the other.
 
     Args:
-        keys: of the objects.
-        direct_bytes: values of this size or more are direct.
-        empty: the result of a value without bytes.
+        keys: the objects' keys.
+        direct_bytes: values of at least this size are direct.
+        empty: the result for an empty value.
     """
 
     takes_remembered = True
-    """True if places that are remembered may be read from: a size that does not fit is then asked
-    for, since the object may have another one by now."""
+    """True if cached locations may be used: an object whose size does not fit is then looked up
+    again, since it may have been replaced.
+    """
 
     def __init__(self, keys: Sequence[str], direct_bytes: int, empty: bytes | int) -> None:
         self.keys = keys
         self.batch = BatchRead(keys, direct_bytes)
         self.results: list[Any] = [None] * len(keys)
-        """By key; an error is the result of what could not be read."""
+        """The results by index of the key. An object that could not be read has an error."""
         self.empty = empty
 
     def refuse(self, index: int, size: int) -> TandemError | None:
-        """Return what is wrong with an object of this size."""
+        """Return an error if an object of this size does not fit the request; else None."""
         return None
 
     def is_unread(self, index: int) -> bool:
-        """Return True if none of its bytes is asked for."""
+        """Return True if the request needs none of the object's bytes."""
         return False
 
     @abstractmethod
     def receive(self, direct: Direct, pool: ScratchPool) -> Received:
-        """Lend registered memory for direct values; inside, what to read of them."""
+        """Lend registered memory for direct values. The context provides the pieces to read."""
         ...
 
     @abstractmethod
     def check(self, scratch: StoreBuffer) -> None:
-        """Drop, in the batch, what differs from its checksum. May run in another thread."""
+        """Verify checksums, and drop from the batch the values that differ. May run in another
+        thread.
+        """
         ...
 
     @abstractmethod
     def finish(self, scratch: StoreBuffer, now_s: float, cache: NativeCache) -> None:
-        """Set the results of what was not dropped, and whose lease holds."""
+        """Set the results of the values that were not dropped and whose leases hold."""
         ...
 
 
 class NewBytes(Destination):
-    """Values that are given out as ``bytes``."""
+    """A destination that returns values as new ``bytes``."""
 
     def __init__(self, keys: Sequence[str], pool: ResultPool) -> None:
         super().__init__(keys, RESULT_BYTES, b"")
@@ -86,7 +91,7 @@ class NewBytes(Destination):
         self._lent: dict[int, Result] = {}
 
     def receive(self, direct: Direct, pool: ScratchPool) -> Received:
-        """See ``Destination``."""
+        """Lend ``bytes`` objects of the result pool for direct values."""
         self._lent = {}
         return self._lend(direct) if direct else NOTHING
 
@@ -100,19 +105,21 @@ class NewBytes(Destination):
             yield pieces
 
     def check(self, scratch: StoreBuffer) -> None:
-        """See ``Destination``."""
+        """Verify the values in scratch memory and in the lent ``bytes``."""
         self.batch.check_values(scratch.array, None)
         for index, result in self._lent.items():
             self.batch.check_direct(index, checksum_table(make_table([result.buffer.array])))
 
     def finish(self, scratch: StoreBuffer, now_s: float, cache: NativeCache) -> None:
-        """See ``Destination``."""
+        """Set the results: copies out of scratch memory, and the lent ``bytes``."""
         for index in self.batch.finish(self.results, scratch.array, now_s, cache):
             self.results[index] = self._lent[index].value
 
 
 class OneBuffer(Destination):
-    """Values that are read into one registered buffer, each into one part; results are bytes."""
+    """A destination of values in one registered buffer, each in one part. The results are lengths
+    in bytes.
+    """
 
     def __init__(self, keys: Sequence[str], buffer: StoreBuffer, parts: Sequence[Part]) -> None:
         super().__init__(keys, DIRECT_BYTES + 1, 0)
@@ -122,28 +129,30 @@ class OneBuffer(Destination):
         self.batch.aim(self._offsets, self._rooms, buffer.nbytes)
 
     def refuse(self, index: int, size: int) -> TandemError | None:
-        """See ``Destination``."""
+        """Return a ShapeError if the value is larger than its part."""
         return _refuse_room(self.keys[index], size, self._rooms[index])
 
     def receive(self, direct: Direct, pool: ScratchPool) -> Received:
-        """See ``Destination``."""
+        """Aim direct values at their parts of the buffer."""
         handle, offsets = self._buffer.handle, self._offsets
         return contextlib.nullcontext(
             [(handle, offsets[index], at, length) for index, at, length in direct]
         )
 
     def check(self, scratch: StoreBuffer) -> None:
-        """See ``Destination``."""
+        """Verify the values in scratch memory and in the buffer."""
         self.batch.check_values(scratch.array, self._buffer.array)
 
     def finish(self, scratch: StoreBuffer, now_s: float, cache: NativeCache) -> None:
-        """See ``Destination``."""
+        """Copy values from scratch memory into the buffer, and set the results."""
         memory = self._buffer.array
         self.batch.finish_into(self.results, scratch.array, memory, now_s, cache)
 
 
 class SeveralParts(Destination):
-    """Values that are each read into any number of parts of any buffers; results are bytes."""
+    """A destination of values that are each read into any number of parts of any buffers. The
+    results are lengths in bytes.
+    """
 
     takes_remembered = False
 
@@ -154,11 +163,11 @@ class SeveralParts(Destination):
         self._views: dict[int, list[npt.NDArray[np.uint8]]] = {}
 
     def refuse(self, index: int, size: int) -> TandemError | None:
-        """See ``Destination``."""
+        """Return a ShapeError if the value is larger than its parts."""
         return _refuse_room(self.keys[index], size, self._rooms[index])
 
     def receive(self, direct: Direct, pool: ScratchPool) -> Received:
-        """See ``Destination``."""
+        """Aim direct values at their parts; one that does not fit gets an error as its result."""
         self._views = {}
         pieces: list[Piece] = []
         for index, at, size in direct:
@@ -180,33 +189,35 @@ class SeveralParts(Destination):
         return pieces
 
     def check(self, scratch: StoreBuffer) -> None:
-        """See ``Destination``."""
+        """Verify the values in their parts."""
         for index, views in self._views.items():
             self.batch.check_direct(index, checksum_table(make_table(views)))
 
     def finish(self, scratch: StoreBuffer, now_s: float, cache: NativeCache) -> None:
-        """See ``Destination``."""
+        """Set the results to the lengths of the values that were read."""
         for index in self.batch.finish(self.results, scratch.array, now_s, cache):
             if index in self._views:
                 self.results[index] = sum(view.size for view in self._views[index])
 
 
 class _Cut(NamedTuple):
-    """The place of an object's table, and of the chunks that have a range, in the memory lent."""
+    """Offsets in scratch memory of an object's checksum table, and of the chunks that cover a
+    range.
+    """
 
     table_at: int
     num_chunks: int
     """Number of chunks of the whole value."""
     value_at: int
     begin: int
-    """First of the chunks, in the value."""
+    """Offset of the first of these chunks in the value."""
     num_bytes: int
 
 
 class Ranges(Destination):
-    """Ranges of values, which are given out as ``bytes``.
+    """A destination that returns ranges of values as ``bytes``.
 
-    Whole chunks are read, and the whole table, or nothing of it is proven.
+    Whole chunks and the whole checksum table are read, since a part of either proves nothing.
     """
 
     takes_remembered = False
@@ -218,7 +229,7 @@ class Ranges(Destination):
         self._memory = np.empty(0, np.uint8)
 
     def refuse(self, index: int, size: int) -> TandemError | None:
-        """See ``Destination``."""
+        """Return a ConfigError if the range leaves the value."""
         offset, length = self._ranges[index]
         if offset + length <= size:
             return None
@@ -229,12 +240,12 @@ class Ranges(Destination):
         )
 
     def is_unread(self, index: int) -> bool:
-        """See ``Destination``."""
+        """Return True if the range is empty."""
         return self._ranges[index][1] == 0
 
     @contextlib.contextmanager
     def receive(self, direct: Direct, pool: ScratchPool) -> Generator[list[Piece]]:
-        """See ``Destination``."""
+        """Lend scratch memory for the table and the chunks of each range."""
         self._cuts = {}
         wanted: list[tuple[int, int]] = []
         memory_bytes = 0
@@ -254,7 +265,7 @@ class Ranges(Destination):
                 end - begin,
             )
             self._cuts[index] = cut
-            # The table lies in front of the value.
+            # The table is in front of the value.
             wanted += [(at - table_bytes, table_bytes), (at + begin, cut.num_bytes)]
             memory_bytes = cut.value_at + cut.num_bytes
         with pool.lend(memory_bytes) as memory:
@@ -267,7 +278,7 @@ class Ranges(Destination):
             yield pieces
 
     def check(self, scratch: StoreBuffer) -> None:
-        """See ``Destination``."""
+        """Verify the chunks of each range with the object's table."""
         for index, cut in self._cuts.items():
             table = self._memory[cut.table_at : cut.table_at + 4 * cut.num_chunks].tobytes()
             chunks = make_table([self._memory[cut.value_at : cut.value_at + cut.num_bytes]])
@@ -276,7 +287,7 @@ class Ranges(Destination):
             self.batch.check_direct(index, checksum_table(whole))
 
     def finish(self, scratch: StoreBuffer, now_s: float, cache: NativeCache) -> None:
-        """See ``Destination``."""
+        """Set the results: copies of the ranges out of scratch memory."""
         for index in self.batch.finish(self.results, scratch.array, now_s, cache):
             cut = self._cuts.get(index)
             if cut is not None:

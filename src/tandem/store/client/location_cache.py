@@ -1,8 +1,8 @@
 """A client's cache of its master's answers: the places of objects, while their leases hold.
 
-A lease keeps an object's space from being used again, not the object from being removed. So what is
-read from a remembered place is good only with the object's header: whoever removes or replaces an
-object has its answer after that is gone.
+A lease keeps an object's space from reuse, and does not prevent the object's removal. So bytes read
+from a cached place are valid only with the object's header: a remover gets its answer after the
+header is wiped.
 """
 
 import threading
@@ -19,21 +19,24 @@ class LocationCache:
     """The location cache of one client, for all its threads.
 
     Args:
-        max_locations: objects that are remembered; 0 for none.
+        max_locations: limit of cached objects; 0 for no cache.
     """
 
     def __init__(self, max_locations: int) -> None:
         self.cache = NativeCache(max_locations)
         self.margin_s = 0.0
-        """Seconds that must be left of a lease for a place to be used: a read takes its time, and
-        one that ends too late is read again, with all that was read beside it."""
+        """Seconds that must be left of a lease to use a cached place. A read that outlasts its
+        lease is repeated, together with all objects of the same read.
+        """
         self._lock = threading.Lock()
         self._count = 0
         self._numbers: dict[Endpoint, int] = {}
         self._endpoints: dict[int, Endpoint] = {}
 
     def number(self, endpoint: Endpoint) -> int:
-        """Return the number of an endpoint: a host that is back elsewhere has another one."""
+        """Return the number of an endpoint. A host that returns with other addresses gets a new
+        number.
+        """
         number = self._numbers.get(endpoint)
         if number is None:
             with self._lock:
@@ -46,15 +49,15 @@ class LocationCache:
         return number
 
     def endpoint(self, number: int) -> Endpoint | None:
-        """Return the endpoint of a number; None if it has been forgotten meanwhile."""
+        """Return the endpoint with a number; None if it was forgotten meanwhile."""
         return self._endpoints.get(number)
 
     def note_lease(self, lease_s: float) -> None:
-        """Note that the master gives leases of this length."""
+        """Note the length of the leases that the master gives, seconds."""
         self.margin_s = MARGIN_SHARE * lease_s
 
     def clear(self) -> None:
-        """Forget all: places, and the hosts of a master that may be another's now."""
+        """Forget all places and endpoints, since another master may number hosts differently."""
         self.cache.clear()
         with self._lock:
             self._numbers, self._endpoints = {}, {}

@@ -1,4 +1,4 @@
-"""Calls of a client to its master, over all the master's lives."""
+"""Calls of a client to its master, repeated over restarts of the master."""
 
 import asyncio
 import logging
@@ -24,14 +24,15 @@ Answer = TypeVar("Answer", Located, KeyBytes)
 CALL_TIMEOUT_S = 5.0
 RETRY_S = 0.02
 MIN_TIMEOUT_S = 1e-3
-"""Least seconds of a transfer that begins when hardly anything is left of its deadline."""
+"""Shortest timeout in seconds of a transfer that begins when its deadline is nearly over."""
 FIRST_RETRY_S = 0.0005
-"""Seconds of a key that was just changed: its old value is being wiped, which takes about this
-long."""
+"""First pause in seconds before a key that was just changed is asked for again. Wiping its old
+object takes about this long.
+"""
 
 
 class RequestIds:
-    """Numbers of the requests of a client that change something, over all its threads."""
+    """Numbers of a client's requests that change something, shared by all its threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +40,7 @@ class RequestIds:
         self._asked: set[int] = set()
 
     def ask(self, count: int) -> tuple[int, int]:
-        """Return the first of so many new ones, and the lowest that is not settled yet."""
+        """Return the first of ``count`` new numbers, and the lowest number that is not settled."""
         with self._lock:
             first = self._next
             self._next += count
@@ -47,19 +48,21 @@ class RequestIds:
             return first, min(self._asked)
 
     def settle(self, first: int) -> None:
-        """Note that the request with this first id has its answer, or its caller has given up."""
+        """Note that the request with this first number has its answer, or that its caller has given
+        up.
+        """
         with self._lock:
             self._asked.discard(first)
 
 
 class MasterCalls:
-    """Calls the master, again where that is harmless. Used from one event loop.
+    """Calls of the master, repeated if that is harmless. Used from one event loop.
 
     Args:
         channel: the channel to the leading master.
-        clock: of deadlines.
+        clock: times deadlines.
         config: limits and intervals.
-        machine: told to the master, so that near replicas come first.
+        machine: sent to the master, so that replicas near the client come first.
     """
 
     def __init__(
@@ -73,21 +76,21 @@ class MasterCalls:
         self._tasks = Tasks()
 
     def deadline_s(self) -> float:
-        """Return when a call that begins now must be done."""
+        """Return the deadline of a call that begins now, on the client's clock."""
         return self.clock.now_s() + self.config.deadline_ms / 1e3
 
-    # How to wait. A client that blocks its caller's thread replaces these steps.
+    # Ways to wait. A client that blocks its caller's thread overrides these methods.
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for ``seconds``."""
         await asyncio.sleep(seconds)
 
     async def pause(self, seconds: float, deadline_s: float) -> None:
-        """Wait before something is tried again, up to a deadline."""
+        """Wait before a retry, no longer than up to the deadline."""
         await self.sleep(max(0.0, min(seconds, deadline_s - self.clock.now_s())))
 
     async def gather(self, *work: Coroutine[Any, Any, T]) -> "list[T | BaseException]":
-        """Carry all of it out; what one raises is its result."""
+        """Run all coroutines, and return their results or errors."""
         if len(work) == 1:
             try:
                 return [await work[0]]
@@ -96,13 +99,15 @@ class MasterCalls:
         return await asyncio.gather(*work, return_exceptions=True)
 
     async def compute(self, function: Callable[[], T]) -> T:
-        """Run what takes long without the GIL, so that others are served meanwhile."""
+        """Run a long computation that releases the GIL in a thread, so that the event loop stays
+        free.
+        """
         return await asyncio.to_thread(function)
 
     async def ask(
         self, method: str, request: object, response: type[Answer], deadline_s: float
     ) -> Answer:
-        """Ask about objects until the master knows what there is."""
+        """Ask the master about objects, and repeat until it knows the answer for all of them."""
         pause_s = FIRST_RETRY_S
         while True:
             answer = await self.call(method, request, response, deadline_s)
@@ -112,11 +117,13 @@ class MasterCalls:
             pause_s = min(2 * pause_s, RETRY_S)
 
     async def simple(self, method: str, request: object, response: type[T]) -> T:
-        """Call within the configured deadline."""
+        """Call a method within the configured deadline."""
         return await self.call(method, request, response, self.deadline_s())
 
     async def change(self, method: str, request: Change, response: type[T]) -> T:
-        """Do as ``simple``, for what must not be done again by a copy that comes late."""
+        """Call a method that changes something, with a number that lets the master refuse late
+        copies.
+        """
         number, settled_below = self.ids.ask(1)
         numbered = msgspec.structs.replace(request, number=number, settled_below=settled_below)
         try:
@@ -125,7 +132,7 @@ class MasterCalls:
             self.ids.settle(number)
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
-        """Call once; whether it comes does not matter."""
+        """Call a method once, and ignore failures."""
         try:
             await self.channel.call(method, request, response, timeout_s=CALL_TIMEOUT_S)
         except TandemError as error:
@@ -140,9 +147,10 @@ class MasterCalls:
         *,
         extra_s: float = 0.0,
     ) -> T:
-        """Call the master, again while it is away; every request is harmless when it comes twice.
+        """Call the master, and repeat while it is away. Every request is harmless when it arrives
+        twice.
 
-        Raises: DeadlineError; what the master says.
+        Raises: DeadlineError; the master's errors.
         """
         while True:
             left_s = self.left_s(deadline_s)
@@ -168,13 +176,13 @@ class MasterCalls:
         *,
         extra_s: float = 0.0,
     ) -> Awaitable[T]:
-        """Do as ``call``, but return what waits for the answer; it is to be awaited once."""
+        """Begin a call like ``call``, and return an awaitable of the answer, to be awaited once."""
         return asyncio.ensure_future(
             self.call(method, request, response, deadline_s, extra_s=extra_s)
         )
 
     def left_s(self, deadline_s: float) -> float:
-        """Return the time left, seconds. Raises: DeadlineError."""
+        """Return the seconds left until a deadline. Raises: DeadlineError."""
         left_s = deadline_s - self.clock.now_s()
         if left_s <= 0:
             raise DeadlineError(
@@ -183,9 +191,9 @@ class MasterCalls:
         return left_s
 
     def spawn(self, work: Any) -> None:
-        """Run a coroutine behind."""
+        """Run a coroutine in the background."""
         self._tasks.spawn(work)
 
     async def aclose(self) -> None:
-        """End what runs behind."""
+        """Cancel all background tasks."""
         await self._tasks.aclose()

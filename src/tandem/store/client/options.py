@@ -1,4 +1,4 @@
-"""Options by which objects are kept, and the result of a put."""
+"""Options of a put, and its result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,36 +17,38 @@ class PutResult(Enum):
 
     CREATED = "created"
     EXISTS = "exists"
-    """There was an object under the key; it stays as it is. Not with ``upsert``."""
+    """The key had an object, which stays. Not with ``upsert``."""
     REPLACED = "replaced"
-    """A new version took the place of an old one."""
+    """A new version took the place of an older one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PutOptions:
-    """Options by which objects are kept."""
+    """Options of a put: replicas, placement, pins."""
 
     replicas: int = 1
-    """Copies, each on another host; fewer if there are not so many, and then repaired later."""
+    """Number of copies, each on another host. With fewer hosts there are fewer, until a later
+    repair.
+    """
     preferred: Sequence[str] = ()
     """Names of hosts to try first."""
     same_machine: bool = False
-    """Try hosts of our machine first."""
+    """True to try hosts of the client's machine first."""
     upsert: bool = False
-    """Replace an object of the same key; readers of the old version are not disturbed."""
+    """True to replace an object of the same key. Running reads of the old version complete."""
     soft_pin_s: float = 0.0
-    """Evicted only after what is not pinned, for so long."""
+    """Seconds for which the object is evicted only after objects without a pin."""
     hard_pin: bool = False
-    """Never evicted."""
+    """True if the object is never evicted."""
     wait_s: float | None = None
-    """Seconds to wait for space; None = as configured, which is also the most."""
+    """Seconds to wait for space; None for the configured time, which is also the limit."""
 
 
 DEFAULT_OPTIONS = PutOptions()
 
 
 def take_only(results: "Sequence[T | TandemError]") -> T:
-    """Return the result of a batch of one. Raises: the error that it is."""
+    """Return the result of a batch of one. Raises the result if it is an error."""
     (result,) = results
     if isinstance(result, TandemError):
         raise result

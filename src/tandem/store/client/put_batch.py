@@ -1,8 +1,8 @@
-"""A put of a client: space is asked for, written to, and sealed; again where that may help.
+"""A put of a client: reserve space, write, seal; repeated if an error may be transient.
 
-Checksums are computed while the master looks for space, bytes go to all replicas at once, and the
-objects are visible when the master has had them sealed. Small values travel with the request: the
-master does the rest.
+Checksums are computed while the master looks for space. Bytes go to all replicas at once. The
+objects are visible when the master has had their headers written. Small values travel with the
+request, and the master does the rest.
 """
 
 import itertools
@@ -48,17 +48,21 @@ __all__ = ["Items", "PutBatch", "is_inline"]
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
-"""Attempts of a put; a new one follows an error that can only be transient."""
+"""Number of attempts of a put. A new attempt follows an error that can only be transient."""
 MAX_INLINE_BATCH_BYTES = 2**15
-"""Most bytes of values in one request; the master passes them on."""
+"""Limit of the bytes of values in one request, which the master forwards to hosts."""
 CALLER_ERRORS = (ConfigError, ShapeError)
 USUAL_FACTOR = 8.0
-"""So many times what a write to a host usually takes are waited for it; then another is asked."""
+"""A write to a host is waited for this many times its usual duration; then the put tries other
+hosts.
+"""
 MIN_WRITE_S = 1.0
 WORK_BYTES = 2**22
-"""The unit by which a write is measured; twice the bytes may take twice the time."""
+"""Bytes to which the usual duration of a write refers. A write of twice the bytes may take twice as
+long.
+"""
 OFF_LOOP_BYTES = 2**24
-"""More than this is checksummed in a thread, so that the loop lives on."""
+"""Bytes above which checksums are computed in a thread, so that the event loop stays free."""
 
 _OUTCOMES = {
     CommitStatus.CREATED: PutResult.CREATED,
@@ -66,43 +70,43 @@ _OUTCOMES = {
     CommitStatus.REPLACED: PutResult.REPLACED,
 }
 OUTCOMES = [_OUTCOMES.get(status) for status in CommitStatus]
-"""By status; None: to be tried again."""
+"""The result for each commit status; None to try again."""
 Views = Sequence[npt.NDArray[np.uint8]]
 
 
 class Items(NamedTuple):
-    """Objects to put: columns."""
+    """The objects of a put, as columns."""
 
     keys: Sequence[str]
     sizes: Sequence[int]
     singles: Sequence[Part] = ()
-    """The only part of each; empty if some have several, or none."""
+    """The part of each object if every object has exactly one; else empty."""
     several: Sequence[Sequence[Part]] = ()
-    """The parts of each, unless they are ``singles``."""
+    """The parts of each object, if ``singles`` is empty."""
     blob: bytes | None = None
-    """The values themselves, one after the other, of objects that travel with the request."""
+    """The concatenated values of objects that travel with the request; else None."""
 
     @classmethod
     def of(
         cls, keys: Sequence[str], sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> "Items":
-        """Return objects of any number of parts."""
+        """Return objects with any number of parts each."""
         if set(map(len, parts)) == {1}:
             return cls(keys, sizes, [part for (part,) in parts])
         return cls(keys, sizes, several=parts)
 
     @classmethod
     def inline(cls, keys: Sequence[str], sizes: Sequence[int], views_of: Sequence[Views]) -> Self:
-        """Return objects that travel with the request; see ``is_inline``."""
+        """Return objects whose values travel with the request; see ``is_inline``."""
         return cls(keys, sizes, blob=b"".join([view.data for views in views_of for view in views]))
 
     def list_parts(self, i: int) -> Sequence[Part]:
-        """Return those of one object."""
+        """Return the parts of one object."""
         return [self.singles[i]] if self.singles else self.several[i]
 
     def compute_checksums(self) -> tuple[list[int], bytes]:
-        """Return the checksum of each object, and the tables of all, one after the other."""
-        if self.blob is not None:  # Its tables are the master's to compute.
+        """Return the checksum of each object, and the concatenated checksum tables."""
+        if self.blob is not None:  # The master has the tables of inline values computed.
             return checksum_blob(self.blob, list(self.sizes), layout.CHUNK_BYTES), b""
         buffers = {part.buffer for part in self.singles}
         if len(buffers) != 1:
@@ -123,12 +127,12 @@ class PutBatch:
     """The objects of one put. Used once.
 
     Args:
-        calls: to the master.
+        calls: calls to the master.
         port: the data path.
-        usual: how long writes of ``WORK_BYTES`` take, by address of a host; goes on from this.
+        usual: usual duration of a write of ``WORK_BYTES`` by host address; updated.
         items: the objects.
-        options: how they are kept.
-        deadline_s: when all must be done.
+        options: replicas, placement, pins.
+        deadline_s: time at which all must be done.
     """
 
     def __init__(
@@ -153,14 +157,14 @@ class PutBatch:
         self._results: list[PutResult | TandemError | None] = [None] * len(items.keys)
         self._attempt = 0
         self._left: Sequence[int] = range(len(items.keys))
-        """Objects of this attempt: those without a result."""
+        """Indexes of the objects of this attempt: those without a result."""
         self._granted: Sequence[int] = ()
-        """Those of them that there is space for."""
+        """Indexes of the objects that space was granted for in this attempt."""
         self._first_id = 0
         self._settled_below = 0
 
     async def put(self) -> "list[PutResult | TandemError]":
-        """Put all of them; one result each, an error being one."""
+        """Put all objects. Return one result for each, which may be an error."""
         while self._left and self._attempt < MAX_ATTEMPTS:
             self._first_id, self._settled_below = self._calls.ids.ask(len(self._left))
             try:
@@ -178,7 +182,7 @@ class PutBatch:
         return [r if r is not None else PeerLostError("store.put", lost) for r in self._results]
 
     def _describe(self) -> dict[str, Any]:
-        """Return the fields of a ``StartPut``: which objects, and how they are kept."""
+        """Return the fields of a ``StartPut`` for this attempt: objects and options."""
         options, most_ms = self._options, self._calls.config.put_wait_ms
         check_replicas(options.replicas)
         check_keys(options.preferred, field="preferred")
@@ -198,7 +202,7 @@ class PutBatch:
         }
 
     async def _send(self, blob: bytes) -> None:
-        """Send the values with the request: the master does what is left."""
+        """Send the values within the request; the master and the hosts do the rest."""
         sizes = self._items.sizes
         fields = self._describe()
         if not self._checksums:
@@ -224,16 +228,16 @@ class PutBatch:
         for i, flag in zip(objects, answer.flags, strict=True):
             self._results[i] = OUTCOMES[flag]
 
-    # Start.
+    # Start: reserve space.
 
     async def _start(self) -> StartedPut:
-        """Ask for space, and compute checksums meanwhile."""
+        """Ask the master for space, and compute checksums meanwhile."""
         request = StartPut(**self._describe())
         asking = self._calls.begin(
             "start_put", request, StartedPut, self._deadline_s, extra_s=request.wait_ms / 1e3
         )
         try:
-            await self._calls.sleep(0)  # For the request to leave.
+            await self._calls.sleep(0)  # Let the request be sent.
             await self._prepare()
         except BaseException:
             self._calls.spawn(self._give_back(asking))
@@ -251,7 +255,7 @@ class PutBatch:
         return started
 
     async def _prepare(self) -> None:
-        """Compute checksums and places, unless that is done."""
+        """Compute checksums and value offsets, unless an earlier attempt has."""
         if self._checksums:
             return
         items = self._items
@@ -262,27 +266,29 @@ class PutBatch:
         self._value_at = locate_values(items.keys, items.sizes)
 
     async def _give_back(self, asking: Awaitable[StartedPut]) -> None:
-        """Return space that was asked for in vain; what is not returned expires."""
+        """Return space that was granted and is not needed. Space that is not returned expires."""
         try:
             self._give_up(await asking, [])
         except TandemError as error:
             logger.debug("event=space_not_granted reason=%s", error)
 
     def _give_up(self, started: StartedPut, failed_hosts: list[int]) -> None:
-        """Say that nothing will be sealed; bytes may yet arrive at the hosts that are named."""
+        """Tell the master that nothing will be sealed, and on which hosts bytes may still
+        arrive.
+        """
         if not started.grant:
             return
         commit = CommitPut(
             first_put_id=self._first_id, grant=started.grant, failed_hosts=failed_hosts
         )
-        # If it does not come, the put expires by itself.
+        # If this message is lost, the put expires at the master.
         self._calls.spawn(self._calls.tell("commit_put", commit, KeyBytes))
 
-    # Write.
+    # Write: move the bytes to all hosts.
 
     async def _write(self, started: StartedPut) -> list[int]:
-        """Write all objects to all their hosts; returns the hosts where that failed."""
-        # A write may take as long as the master lets a put be unfinished, and no longer.
+        """Write all objects to all their hosts. Return the hosts where that failed."""
+        # A write may take as long as the master keeps an unfinished put, and no longer.
         put_s = self._calls.clock.now_s() + self._calls.config.put_timeout_ms / 1e3
         until_s = min(put_s, self._deadline_s)
         endpoints = {endpoint.host: endpoint for endpoint in started.endpoints}
@@ -291,12 +297,13 @@ class PutBatch:
                 *(self._write_to(p, endpoints[p.host], until_s) for p in started.places)
             )
         except BaseException:
-            # Cancelled: our transfers have ended, but bytes may still arrive at the host.
+            # Cancelled: transfers of this process have ended, but bytes may still arrive at the
+            # hosts.
             self._give_up(started, list(endpoints))
             raise
         failed: list[int] = []
         for place, outcome in zip(started.places, outcomes, strict=True):
-            # Of the caller's memory: no other host would take it either.
+            # Errors of the caller's memory are raised, since another host would not help.
             if isinstance(outcome, TandemError) and not isinstance(outcome, CALLER_ERRORS):
                 name = endpoints[place.host].name
                 logger.info("event=write_failed host=%s reason=%s", name, outcome)
@@ -327,11 +334,13 @@ class PutBatch:
         return pieces
 
     async def _write_to(self, place: HostExtents, endpoint: Endpoint, until_s: float) -> None:
-        """Write to one host; the last attempt waits for it as long as it may, others do not."""
+        """Write to one host. Attempts before the last wait a multiple of the usual time, the last
+        one until the deadline.
+        """
         pieces = self._list_pieces(place, endpoint.write_base)
         if not pieces:
             return
-        # Taken here: a client that blocks writes to one host after the other.
+        # Compute the timeout here: a blocking client writes to one host after the other.
         begin_s = self._calls.clock.now_s()
         work = 1 + sum(length for *_, length in pieces) / WORK_BYTES
         usual = self._usual.setdefault(endpoint.address, UsualTime())
@@ -344,10 +353,10 @@ class PutBatch:
         await self._port.write(endpoint, pieces, timeout_s)
         usual.note((self._calls.clock.now_s() - begin_s) / work)
 
-    # Seal.
+    # Seal: make the objects visible.
 
     async def _seal(self, started: StartedPut, failed_hosts: list[int]) -> None:
-        """Have the master seal and show what was written."""
+        """Have the master seal and publish the written objects."""
         checksums, tables = self._checksums, self._tables
         if len(self._granted) != len(checksums):
             sizes = layout.count_chunks_each(self._items.sizes)

@@ -1,10 +1,10 @@
-"""Gets of a client, one object or many: looked up, read, checked, and tried again where that helps.
+"""Gets of a client, one object or many: look up, read, verify, and retry transient failures.
 
-A remembered place is a lookup that needs no master; what was read from there must have its header
-as well, see ``location_cache``. Nothing is used that outlasted its lease or that differs from its
-checksum. Which ranges are read, and what of them is good, is decided by the native ``BatchRead``;
-what it gives up is sorted out here: another replica, another lookup, or an error. Where values are
-read to is a matter of the ``Destination``.
+A cached location replaces the lookup; bytes read from it must include the object's header, see
+``location_cache``. Bytes are used only if their lease still holds and their checksum is right. The
+native ``BatchRead`` decides which ranges to read and which values are good. This module handles
+those that it gives up: another replica, another lookup, or an error. A ``Destination`` is where
+values go.
 """
 
 import logging
@@ -30,20 +30,21 @@ __all__ = ["ObjectReader", "not_found"]
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
-"""Times that an object is looked up and read, where what fails can only be transient."""
+"""Number of attempts to look up and read an object whose failures may be transient."""
 LEASE_SHARE = 0.9
-"""Share of a lease that a reader uses: clocks of two machines differ in rate, by far less than
-this."""
+"""Share of a lease that a reader uses. Clocks of two machines differ in rate, by far less than the
+rest.
+"""
 OFF_LOOP_BYTES = 2**24
-"""More than this is checksummed in a thread, so that the loop lives on."""
+"""Bytes above which checksums are verified in a thread, so that the event loop stays free."""
 CELL = struct.Struct("<q")
-"""The item of the columns of ``Located``."""
+"""Packing of one cell in the columns of ``Located``."""
 PLACE = struct.Struct("<qqqq")
-"""The columns of one object."""
+"""Packing of the four columns of one object in ``Located``."""
 
 
 class _Lookup:
-    """The last answer of the master to one read."""
+    """The master's last answer to the lookup of one read."""
 
     def __init__(
         self,
@@ -78,11 +79,11 @@ class _Lookup:
         return CELL.unpack_from(self.located.versions, 8 * self._position(index))[0]
 
     def host(self, index: int) -> int:
-        """Return the host that is being read from."""
+        """Return the number of the host that the object is read from."""
         return self._moved.get(index, self._cell(2, index))
 
     def move_on(self, index: int) -> bytes:
-        """Return the columns of the object's next replica; empty if there is none."""
+        """Switch to the object's next replica, and return its columns; empty if there is none."""
         others = self.located.others.get(self._position(index))
         if not others:
             return b""
@@ -92,7 +93,7 @@ class _Lookup:
 
 
 class _Read:
-    """One read under way: what could not be read, and why."""
+    """One running read: the objects that could not be read yet, and the reasons."""
 
     def __init__(self, into: Destination, deadline_s: float) -> None:
         self.into = into
@@ -102,18 +103,20 @@ class _Read:
         self.lookup: _Lookup | None = None
         self.attempt = 0
         self.again: list[int] = []
-        """Failed, which may be transient."""
+        """Indexes of objects whose read failed, perhaps transiently."""
         self.staged: list[int] = []
-        """On disks, and being read into memory."""
+        """Indexes of objects that are on disks and being read into memory."""
         self.has_staged = False
-        """The master has been asked to wait for such objects."""
+        """True if the last lookup asked the master to wait for loads from disks."""
         self.unsure: list[int] = []
-        """The master does not know yet whether they are there."""
+        """Indexes of objects that the master cannot tell to exist or not, yet."""
         self.unsure_pause_s = FIRST_RETRY_S
         self.causes: dict[int, TandemError] = {}
-        """Why an object could not be read when it was tried last."""
+        """The error of each object's last attempt, by index."""
         self.failed_endpoints: set[int] = set()
-        """Read from last: they may take all the time that there is."""
+        """Numbers of endpoints whose reads failed. They are read last, since they may use up the
+        time.
+        """
 
 
 class ObjectReader:
@@ -126,7 +129,7 @@ class ObjectReader:
         self._scratch = ScratchPool(port)
 
     async def read(self, into: Destination, deadline_s: float) -> None:
-        """Read all objects of a destination; each has a result then, an error being one."""
+        """Read all objects of a destination, and set a result or an error for each."""
         places, batch = self._places, into.batch
         read = _Read(into, deadline_s)
         num_known = 0
@@ -142,19 +145,19 @@ class ObjectReader:
                     numbers.sort(key=read.failed_endpoints.__contains__)
                 for number in numbers:
                     await self._read_from(read, number)
-            # What was remembered and is not there any more is asked for; what the master itself
-            # has said is not asked for again.
+            # Look up the objects whose cached places failed. Objects that the master has answered
+            # for are not looked up again here.
             unplaced = batch.list_unplaced() if num_known else []
             num_known, method = 0, "locate"
             if read.again or read.staged or read.unsure:
                 method = "stage" if read.staged else "locate"
-                # In the order of the keys, which ``_look_up`` and the batch rely on.
+                # Sort, since ``_look_up`` and the batch need the order of the keys.
                 unplaced = sorted([*unplaced, *await self._wait(read)])
             if not unplaced:
                 return
 
     async def _look_up(self, read: _Read, method: str, unplaced: list[int]) -> None:
-        """Ask the master where these are, given in ascending order."""
+        """Ask the master for the places of objects, whose indexes ascend."""
         places, calls = self._places, self._calls
         keys, deadline_s = read.keys, read.deadline_s
         asked = list(keys) if len(unplaced) == len(keys) else [keys[i] for i in unplaced]
@@ -166,7 +169,7 @@ class ObjectReader:
             located = await calls.call(method, request, Located, deadline_s)
         except DeadlineError:
             if any(i not in read.causes for i in unplaced):
-                raise  # Of some there is nothing else to say.
+                raise  # For these objects there is no other error to report.
             for i in unplaced:
                 read.into.results[i] = read.causes[i]
             return
@@ -187,7 +190,9 @@ class ObjectReader:
             self._sort_out(read, read.lookup, given_up)
 
     def _sort_out(self, read: _Read, lookup: _Lookup, indexes: list[int]) -> None:
-        """Tell what cannot be read after a lookup: it is not there, or not now, or does not fit."""
+        """Handle the objects that a lookup found unreadable: absent, unknown, of unfitting size,
+        empty, on disk, or on lost hosts.
+        """
         into = read.into
         for i in indexes:
             key, size = read.keys[i], lookup.size(i)
@@ -213,12 +218,12 @@ class ObjectReader:
                 read.causes[i] = PeerLostError("store.get", f"all hosts of {key!r} are lost")
 
     async def _wait(self, read: _Read) -> list[int]:
-        """Wait before what could not be read is asked for again; returns that."""
+        """Wait before the failed objects are looked up again, and return their indexes."""
         calls, deadline_s = self._calls, read.deadline_s
         again, staged, unsure = read.again, read.staged, read.unsure
         read.again, read.staged, read.unsure = [], [], []
         if again:
-            pause_s = RETRY_S * read.attempt  # Hosts and masters come back.
+            pause_s = RETRY_S * read.attempt  # Hosts and masters may come back.
             read.attempt += 1
             is_over = read.attempt > 1 and calls.clock.now_s() + pause_s >= deadline_s
             if read.attempt == MAX_ATTEMPTS or is_over:
@@ -236,7 +241,7 @@ class ObjectReader:
         return [*again, *unsure, *staged]
 
     async def _read_from(self, read: _Read, number: int) -> None:
-        """Read from one endpoint; what fails is sorted out, or asked for again."""
+        """Read from one endpoint. Failed objects go to another replica, or to the next lookup."""
         into, batch, cache = read.into, read.batch, self._places.cache
         scratch_bytes, lease_end_s, rows, direct = batch.plan(number)
         with (
@@ -279,21 +284,23 @@ class ObjectReader:
         into.batch.check_headers(scratch.array)
 
     async def _check_values(self, into: Destination, scratch: StoreBuffer, num_bytes: int) -> None:
-        """Drop what is not what was written."""
+        """Drop the values whose checksums are wrong."""
         if num_bytes > OFF_LOOP_BYTES:
             await self._calls.compute(lambda: into.check(scratch))
         else:
             into.check(scratch)
 
     def _move_on(self, read: _Read, indexes: list[int], error: TandemError | None) -> None:
-        """Have the next replica read of what the last lookup told, where there is one."""
+        """Continue with the next replica of the last lookup for each failed object, or with another
+        lookup.
+        """
         lookup = read.lookup
         assert lookup is not None, "what was remembered is not given up"
         is_leased = self._calls.clock.now_s() <= lookup.lease_end_s
         for i in indexes:
             key = read.keys[i]
             if not is_leased:
-                # The space may have become another object's while we read.
+                # The space may have been reused for another object during the read.
                 read.causes[i] = DeadlineError("store.get", f"reading {key!r} outlasted its lease")
                 read.again.append(i)
                 continue
@@ -320,10 +327,10 @@ class ObjectReader:
                 read.again.append(i)
 
     def close(self) -> None:
-        """Give back the memory kept for scratch."""
+        """Free the scratch memory."""
         self._scratch.close()
 
 
 def not_found(key: str) -> NotFoundError:
-    """Return the error of a key without an object."""
+    """Return the error for a key without an object."""
     return NotFoundError("store.get", f"no object {key!r}", field="key")

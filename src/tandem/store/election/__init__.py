@@ -1,7 +1,7 @@
 """The election of a store's master, and the roster, which outlives each master.
 
-Other folders import from here alone, and what needs etcd from ``etcd.py`` and ``etcd_roster.py``
-where it is used.
+Other folders import from this package only, except ``etcd.py`` and ``etcd_roster.py``, which are
+imported where etcd is used.
 """
 
 from tandem.store.election.campaign import Campaign

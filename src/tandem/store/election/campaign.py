@@ -1,6 +1,6 @@
 """Runs an ``Election``: calls a backend within deadlines and reports terms won and lost.
 
-No socket of its own: the backend is a Protocol, so that the simulator runs this very class.
+Opens no socket: the backend is a Protocol, so that the simulator runs this same class.
 """
 
 import asyncio
@@ -18,54 +18,55 @@ __all__ = ["Campaign", "Claim", "ElectionBackend"]
 logger = logging.getLogger(__name__)
 
 MIN_PAUSE_S = 0.001
-"""Less would not be seen by clocks that count from long ago."""
+"""Shortest pause in seconds: a clock that counts from long ago may not resolve a shorter one."""
 
 
 class Claim(NamedTuple):
-    """Answer to ``ElectionBackend.acquire``."""
+    """The answer to ``ElectionBackend.acquire``: the leader, and whether it is this process."""
 
     holder: Holder
     is_ours: bool
 
 
 class ElectionBackend(Protocol):
-    """A lock with a time limit and a count, kept elsewhere. One call at a time.
+    """A lock with a time limit and a counter, kept outside of the process. One call at a time.
 
-    Every call raises PeerLostError or DeadlineError if it cannot be answered within ``timeout_s``;
-    it may have been carried out all the same.
+    Each call raises PeerLostError or DeadlineError if there is no answer within ``timeout_s``. The
+    call may have taken effect nevertheless.
     """
 
     async def observe(self, timeout_s: float) -> Holder | None:
-        """Return the leader; None if there is none."""
+        """Return the current leader; None if there is none."""
         ...
 
     async def acquire(self, address: str, *, ttl_s: int, min_epoch: int, timeout_s: float) -> Claim:
-        """Take the leadership for ``ttl_s``, counted from this call or later, if it is free.
+        """Take the leadership for ``ttl_s`` from this call on, if it is free.
 
         The epoch of the new term is above those of all earlier terms, and above ``min_epoch``.
         """
         ...
 
     async def renew(self, timeout_s: float) -> bool:
-        """Renew for ``ttl_s``; False if the leadership is not ours any more."""
+        """Renew the leadership for ``ttl_s``. Return False if this process no longer has it."""
         ...
 
     async def release(self, timeout_s: float) -> None:
-        """Give the leadership up, if we have it."""
+        """Give up the leadership if this process has it."""
         ...
 
 
 class Campaign:
-    """Keeps one process a candidate. ``run`` is the whole of it; ``holds`` may be asked any time.
+    """Keeps one process a candidate: ``run`` does all the work, ``holds`` may be called at any
+    time.
 
     Args:
         backend: owned by the caller.
-        clock: must also count while the machine sleeps; its rate within 20 % of the backend's.
-        address: where hosts and clients reach us.
-        ttl_s: for how long the leadership is taken at a time.
-        timeout_s: of one question to the backend.
+        clock: must advance while the machine sleeps, at the backend's rate within 20 %.
+        address: where hosts and clients reach this process.
+        ttl_s: length of a leadership lease, seconds.
+        timeout_s: of one call to the backend.
         on_elected: called with the epoch when a term begins.
-        on_deposed: called once when it ends; ``holds`` is false by then.
+        on_deposed: called once when the term ends; ``holds`` is False by then.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Campaign:
         on_deposed: Callable[[], None],
     ) -> None:
         self.num_terms = 0
-        """Begun by this process."""
+        """Number of terms that this process has begun."""
         self._backend = backend
         self._clock = clock
         self._address = address
@@ -94,21 +95,23 @@ class Campaign:
 
     @property
     def leader(self) -> Holder | None:
-        """The leader, as last reported."""
+        """The current leader, as last reported by the backend."""
         return self._election.leader
 
     def holds(self) -> bool:
-        """Return True if we lead now and may serve."""
+        """Return True if this process leads now and may serve."""
         return self._election.holds(self._clock.now_s())
 
     def resign(self, *, min_epoch: int) -> None:
-        """End our term because a host has obeyed ``min_epoch``; the next will be above it."""
+        """End the term because a host has obeyed ``min_epoch``. The next term's epoch will be above
+        that.
+        """
         self._election.serve_until_s = self._clock.now_s()
         self._election.min_epoch = max(self._election.min_epoch, min_epoch)
         self._woken.set()
 
     async def run(self) -> None:
-        """Campaign until cancelled; then give a leadership up that we have."""
+        """Campaign until cancelled; then give up the leadership if this process has it."""
         try:
             while True:
                 await self._pause()
@@ -152,7 +155,8 @@ class Campaign:
                     await self._acquire(sent_s, timeout_s)
         except (TandemError, TimeoutError) as error:
             election.note_failed(self._clock.now_s())
-            # The first of a row is news; a backend that stays away is asked several times a second.
+            # Log only the first failure of a series as a warning, since a lost backend is asked
+            # several times a second.
             level = logging.DEBUG if self._is_failing else logging.WARNING
             logger.log(level, "event=election_step_failed step=%s reason=%r", step.value, error)
             self._is_failing = True
@@ -168,7 +172,7 @@ class Campaign:
             timeout_s=timeout_s,
         )
         election.note_acquired(holder, is_ours=is_ours, sent_s=sent_s, now_s=self._clock.now_s())
-        # An answer that took too long brings a term that is over before it has begun.
+        # Check the term again: after a slow answer it may be over already.
         if self.holds():
             self.num_terms += 1
             logger.info("event=elected epoch=%d address=%s", holder.epoch, self._address)
@@ -189,4 +193,5 @@ class Campaign:
             async with asyncio.timeout(self._timeout_s):
                 await self._backend.release(self._timeout_s)
         except (TandemError, TimeoutError) as error:
-            logger.info("event=leadership_unreleased reason=%s", error)  # It ends by itself.
+            # The lease at the backend ends by itself.
+            logger.info("event=leadership_unreleased reason=%s", error)

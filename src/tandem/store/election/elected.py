@@ -1,8 +1,8 @@
-"""A master's place in a process: filled while the process leads, empty otherwise.
+"""The master of a process that takes part in elections: present while the process leads.
 
-Whatever is called goes through the elected, which answers only while the term holds: asked before,
-so that nothing begins late, and again after, so that nothing is acknowledged late. Each term has a
-master of its own; what an earlier one knew is never used again. Knows no socket.
+All calls are checked twice against the term: before the handler, so that none begins late, and
+after it, so that none is acknowledged late. Each term has a new master, which knows nothing of an
+earlier one. Opens no socket.
 """
 
 import asyncio
@@ -28,36 +28,36 @@ class Term(Protocol):
     """The time for which a master was elected; see ``Campaign``."""
 
     def holds(self) -> bool:
-        """Return True if it goes on."""
+        """Return True while the term lasts."""
         ...
 
     def resign(self, *, min_epoch: int) -> None:
-        """End it, for one of an epoch above ``min_epoch``."""
+        """End the term, so that the next one's epoch is above ``min_epoch``."""
         ...
 
 
 class ElectableMaster(Protocol):
-    """The interface of a master that a elected uses; see ``StoreMaster``."""
+    """The part of ``StoreMaster`` that ``ElectedMaster`` uses."""
 
     @property
     def epoch(self) -> int:
-        """The epoch of its term; 0 for a master that cannot be called."""
+        """The epoch of the master's term; 0 for a master that cannot be called."""
         ...
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
-        """Return what hosts and clients may call."""
+        """Return the methods that hosts and clients may call."""
         ...
 
     def start(self) -> None:
-        """Begin the work behind."""
+        """Start the master's periodic work."""
         ...
 
     async def aclose(self) -> None:
-        """End all tasks."""
+        """Stop all tasks of the master."""
         ...
 
     def on_caller_lost(self, caller: Caller) -> None:
-        """Note that a session has ended."""
+        """Note that a session with a host or client has ended."""
         ...
 
 
@@ -65,7 +65,7 @@ M = TypeVar("M", bound=ElectableMaster)
 
 
 class _ElectedTerm:
-    """One term: over for good when it is, though there may be later ones."""
+    """One term of this process. Once over it stays over, also during later terms."""
 
     def __init__(self, elected: "ElectedMaster[Any]", campaign: Campaign, epoch: int) -> None:
         self._elected = elected
@@ -81,12 +81,14 @@ class _ElectedTerm:
 
 
 class ElectedMaster(Generic[M]):
-    """Serves a master, or names the master that leads. All calls from one event loop.
+    """Serves a master while this process leads, else answers who leads. All calls come from one
+    event loop.
 
     Args:
-        make_master: makes the master of an epoch, with its term (None: for good) and the counters
-            of all terms.
-        end_sessions: called with the reason when a term ends: hosts and clients look elsewhere.
+        make_master: makes the master of an epoch, from its term (None: it never ends) and the
+            counters of all terms.
+        end_sessions: called with the reason when a term ends, so that hosts and clients reconnect
+            to the new leader.
     """
 
     def __init__(
@@ -97,21 +99,25 @@ class ElectedMaster(Generic[M]):
     ) -> None:
         self.counters = StoreCounters()
         self.campaign: Campaign | None = None
-        """None: a single master, which always leads."""
+        """The campaign in an election; None for a single master, which always leads."""
         self._make = make_master
         self._end_sessions = end_sessions
         self._closing = Tasks()
         self.master = self._make_master(0)
-        """Without a term: an empty master of epoch 0 that cannot be called."""
+        """The master of the current term; between terms an empty one of epoch 0 that cannot be
+        called.
+        """
         self._handlers: dict[str, Callable[..., Any]] = {}
 
     @property
     def is_leader(self) -> bool:
-        """True if it may serve now."""
+        """True if this process may serve now."""
         return self.master.epoch > 0 and (self.campaign is None or self.campaign.holds())
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
-        """Return what hosts and clients may call, over all terms; see ``StoreMaster.methods``."""
+        """Return the methods that hosts and clients may call, valid over all terms; see
+        ``StoreMaster.methods``.
+        """
         table: list[tuple[str, Callable[..., Any], type, type]] = [
             ("leader", self._leader, type(None), LeaderAnswer)
         ]
@@ -120,14 +126,14 @@ class ElectedMaster(Generic[M]):
         return table
 
     def take(self, epoch: int) -> None:
-        """Begin a term. For ``Campaign``, or once and for all."""
+        """Begin a term with a new master. Called by ``Campaign``, or once for a single master."""
         self.master = self._make_master(epoch)
         self._handlers = {name: handler for name, handler, *_ in self.master.methods()}
         self.counters.terms += 1
         self.master.start()
 
     def leave(self) -> None:
-        """End the term, if there is one. For ``Campaign``."""
+        """End the current term, if there is one. Called by ``Campaign``."""
         master = self.master
         if master.epoch == 0:
             return
@@ -137,11 +143,11 @@ class ElectedMaster(Generic[M]):
         self._end_sessions(self._describe())
 
     def on_caller_lost(self, caller: Caller) -> None:
-        """See ``StoreMaster``."""
+        """Tell the current master that a session has ended."""
         self.master.on_caller_lost(caller)
 
     async def aclose(self) -> None:
-        """End the master's tasks."""
+        """Stop the tasks of the current master, and wait for those of earlier ones."""
         await self.master.aclose()
         await self._closing.join()
 
@@ -163,7 +169,9 @@ class ElectedMaster(Generic[M]):
         return PeerLostError("store.leader", f"this master does not lead; {who} does")
 
     def _serve(self, name: str, caller: Caller, request: Any) -> Any:
-        """Return the answer, or a coroutine if that takes time."""
+        """Call the current master's handler. Return the answer, or a coroutine if the answer takes
+        time.
+        """
         self._check_leads()
         master = self.master
         answer = self._handlers[name](caller, request)

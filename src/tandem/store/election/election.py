@@ -1,9 +1,10 @@
-"""The decision which of several masters leads: when to ask, to renew, and to stop serving. Pure.
+"""The election of one of several masters: when to ask the backend, to renew, and to stop serving.
+Pure.
 
-The backend (etcd, say) gives leadership for a time; every term has an epoch above all before it.
-A leader measures that time on its own clock, from *before* it asked, and serves only for a share of
-it: when the backend can give leadership to another, this one has stopped, unless its clock runs
-slower than ``SERVE_SHARE`` of the backend's. A term that was let lapse is never taken up again.
+The backend (such as etcd) gives leadership for a limited time; each term has an epoch above all
+earlier ones. A leader measures the time on its own clock, from *before* it asked, and serves only a
+share of it. So it has stopped when the backend can choose another, unless its clock runs slower
+than ``SERVE_SHARE`` of the backend's. A term that has lapsed is never resumed.
 """
 
 from enum import Enum
@@ -12,70 +13,74 @@ from typing import NamedTuple
 __all__ = ["SERVE_SHARE", "Election", "Holder", "Question"]
 
 SERVE_SHARE = 0.8
-"""Share of a lease that is served. The rest covers clocks of different rates (real ones differ by
-less than a thousandth), and orders under way when it ends; epochs stand behind that."""
+"""Share of a lease during which the leader serves. The rest allows for clocks of different rates
+(real ones differ by less than a thousandth) and for orders in flight at the end; late orders are
+also refused by their epoch.
+"""
 RENEW_SHARE = 0.25
 """Share of a lease after which it is renewed: two renewals may fail before the term is lost."""
 POLL_SHARE = 0.1
-"""Share of a lease between two looks of a follower, and between two tries after a failure."""
+"""Share of a lease between two queries of a follower, and between two attempts after a failure."""
 
 
 class Holder(NamedTuple):
-    """The leader."""
+    """The leader, as the backend names it."""
 
     address: str
-    """The address at which hosts and clients reach it."""
+    """The address at which hosts and clients reach the leader."""
     epoch: int
-    """Epoch of its term; each term's is above those of all before."""
+    """Epoch of the leader's term, above those of all earlier terms."""
 
 
 class Question(Enum):
-    """The next question to the backend."""
+    """The next request to the backend."""
 
     OBSERVE = "observe"
     """Ask the backend for the leader."""
     ACQUIRE = "acquire"
-    """There is no leader: take the leadership."""
+    """Take the leadership, since there is no leader."""
     RENEW = "renew"
-    """It is ours: keep it."""
+    """Renew the leadership of this process."""
 
 
 class Election:
-    """One candidate's view. Times are seconds of its own clock.
+    """One candidate's view of the election. Times are seconds of its own clock.
 
     Args:
-        ttl_s: for how long the backend gives the leadership.
-        now_s: the time.
+        ttl_s: length of a leadership lease, seconds.
+        now_s: the current time.
     """
 
     def __init__(self, ttl_s: float, now_s: float) -> None:
         self.ttl_s = ttl_s
         self.leader: Holder | None = None
-        """The same as last heard; ourselves while we lead."""
+        """The leader as last heard; this process itself while it leads."""
         self.epoch = 0
-        """Epoch of our term; 0 while there is none."""
+        """Epoch of this process's term; 0 without a term."""
         self.min_epoch = 0
-        """A host has obeyed this one, so the next term must be above it."""
+        """Epoch that a host has obeyed, so that the next term's must be above it."""
         self.next_step = Question.OBSERVE
         self.next_at_s = now_s
         self.serve_until_s = now_s
 
     def holds(self, now_s: float) -> bool:
-        """Return True if we may serve now."""
+        """Return True if this process may serve now."""
         return self.epoch > 0 and now_s < self.serve_until_s
 
     def is_lapsed(self, now_s: float) -> bool:
-        """Return True if there is a term that must be ended."""
+        """Return True if this process has a term whose time is over, so that it must be ended."""
         return self.epoch > 0 and now_s >= self.serve_until_s
 
     def timeout_s(self, limit_s: float, now_s: float) -> float:
-        """Return how long the next step may take: a leader must notice in time that it was."""
+        """Return how long the next request may take, seconds. A leader's must end before its term
+        does.
+        """
         if self.epoch == 0:
             return limit_s
         return max(0.0, min(limit_s, self.serve_until_s - now_s))
 
     def note_observed(self, holder: Holder | None, now_s: float) -> None:
-        """Note that the backend has named the leader; None: there is none."""
+        """Note the backend's answer to who leads; None for nobody."""
         self.leader = holder
         if holder is None:
             self._plan(Question.ACQUIRE, now_s)
@@ -83,9 +88,7 @@ class Election:
             self._plan(Question.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
 
     def note_acquired(self, holder: Holder, *, is_ours: bool, sent_s: float, now_s: float) -> None:
-        """Note that the backend has named the leader after our claim, which was sent at
-        ``sent_s``.
-        """
+        """Note the backend's answer to a claim of leadership that was sent at ``sent_s``."""
         self.leader = holder
         if not is_ours:
             self._plan(Question.OBSERVE, now_s + POLL_SHARE * self.ttl_s)
@@ -95,16 +98,18 @@ class Election:
         self._plan(Question.RENEW, sent_s + RENEW_SHARE * self.ttl_s)
 
     def note_renewed(self, *, is_alive: bool, sent_s: float, now_s: float) -> None:
-        """Note that the backend has (not) prolonged our term, after we asked at ``sent_s``."""
+        """Note the backend's answer to a renewal that was sent at ``sent_s``. ``is_alive`` is False
+        if the term is lost.
+        """
         if not is_alive:
             self.serve_until_s = min(self.serve_until_s, now_s)
         elif self.holds(now_s):
-            # Otherwise our term has lapsed, which others may have seen: it is not resumed.
+            # A lapsed term is not resumed, since others may have noticed the lapse.
             self.serve_until_s = max(self.serve_until_s, sent_s + SERVE_SHARE * self.ttl_s)
             self._plan(Question.RENEW, sent_s + RENEW_SHARE * self.ttl_s)
 
     def note_failed(self, now_s: float) -> None:
-        """Note that the step had no answer. Its effect is unknown, so nothing is concluded from
+        """Note that a request had no answer. Its effect is unknown, so the state is not changed by
         it.
         """
         if self.epoch == 0:
@@ -113,7 +118,7 @@ class Election:
         self.next_at_s = now_s + POLL_SHARE * self.ttl_s
 
     def end_term(self, now_s: float, *, min_epoch: int = 0) -> None:
-        """Stop serving for good in this term; others get a chance before we ask again."""
+        """Stop serving in this term for good, and pause so that other candidates go first."""
         self.epoch = 0
         self.leader = None
         self.serve_until_s = min(self.serve_until_s, now_s)

@@ -1,10 +1,10 @@
-"""Leadership kept in etcd v3, by the JSON gateway that every etcd serves beside gRPC.
+"""Leadership in etcd v3, by the JSON gateway that every etcd serves beside gRPC.
 
-Two keys under a prefix: ``leader``, bound to a lease, holds address and epoch of the leader;
-``epoch`` counts the terms and is never deleted. Both are written by one transaction, which fails
-if there is a leader or the count has moved. (The revision of etcd itself would do as an epoch as
-well, but is shared with all that lives in that etcd, and versions of objects hold the epoch in 23
-bits.) Reads are linearizable, etcd's default.
+There are two keys under a prefix. ``leader``, bound to a lease, has address and epoch of the
+leader; ``epoch`` counts the terms and is never deleted. One transaction writes both, and fails if
+there is a leader or the count has changed. (etcd's own revision could be an epoch too, but all
+users of that etcd share it, and an object's version has only 23 bits for the epoch.) Reads are
+linearizable, etcd's default.
 """
 
 from typing import Annotated, Any
@@ -30,7 +30,7 @@ from tandem.store.election.etcd_gateway import (
 __all__ = ["LEADER_KEY", "EtcdBackend", "encode_leader"]
 
 LEADER_KEY = "leader"
-"""Under the prefix of the store."""
+"""Name of the leader's key under the store's prefix."""
 
 
 class _Granted(msgspec.Struct):
@@ -52,10 +52,10 @@ class _Leader(msgspec.Struct, forbid_unknown_fields=False):
 
 
 class EtcdBackend(EtcdGateway):
-    """An ``ElectionBackend``. An async context manager.
+    """An ``ElectionBackend`` on etcd. An async context manager.
 
-    What may have been carried out by an endpoint that did not answer is recognised, since it bears
-    our lease.
+    If an endpoint executed a claim without answering, the claim is recognised by this process's
+    lease.
 
     Raises: as ``EtcdGateway``.
     """
@@ -63,17 +63,18 @@ class EtcdBackend(EtcdGateway):
     def __init__(self, config: StoreElectionConfig, *, clock: Clock) -> None:
         super().__init__(config, clock=clock)
         self._lease = ""
-        """Lease of our leadership, or attempt at it; empty for none."""
+        """The etcd lease id of this process's term or claim; empty without one."""
         self._leader_key = self.key(LEADER_KEY)
         self._epoch_key = self.key("epoch")
 
     async def observe(self, timeout_s: float) -> Holder | None:
-        """See ``ElectionBackend``."""
+        """Return the leader from its key in etcd; None if there is none."""
         pair = await self.read(self._leader_key, self.deadline_s(timeout_s))
         return None if pair is None else _decode_leader(pair)
 
     async def acquire(self, address: str, *, ttl_s: int, min_epoch: int, timeout_s: float) -> Claim:
-        """See ``ElectionBackend``.
+        """Claim the leadership for ``ttl_s`` in one transaction: under a new lease, with a new
+        epoch.
 
         Raises: ConflictError if another candidate raised the epoch at the same moment: try again.
         """
@@ -93,7 +94,7 @@ class EtcdBackend(EtcdGateway):
             return Claim(ours, is_ours=True)
         held = [pair for response in answer.responses for pair in response.response_range.kvs]
         if held and held[0].lease == self._lease:
-            # An earlier copy of the request was carried out by an endpoint that did not answer.
+            # An endpoint that did not answer has executed an earlier copy of the request.
             return Claim(_decode_leader(held[0]), is_ours=True)
         await self.release(deadline_s - self._clock.now_s())
         if held:
@@ -124,19 +125,20 @@ class EtcdBackend(EtcdGateway):
         }
 
     async def renew(self, timeout_s: float) -> bool:
-        """See ``ElectionBackend``."""
+        """Renew the lease, and return False if the leader's key is no longer bound to it."""
         deadline_s = self.deadline_s(timeout_s)
         if not self._lease:
             return False
         kept = await self.post("lease/keepalive", {"ID": self._lease}, _KeepAlive, deadline_s)
         if int(kept.result.ttl) <= 0:
             return False
-        # The lease may live while an operator, or a restored backup, has removed the key.
+        # Check the key too: the lease may be alive although an operator or a restored backup has
+        # removed the key.
         pair = await self.read(self._leader_key, deadline_s)
         return pair is not None and pair.lease == self._lease
 
     async def release(self, timeout_s: float) -> None:
-        """See ``ElectionBackend``."""
+        """Revoke the lease, which removes the leader's key."""
         lease, self._lease = self._lease, ""
         if lease:
             deadline_s = self.deadline_s(timeout_s)
@@ -144,7 +146,7 @@ class EtcdBackend(EtcdGateway):
 
 
 def encode_leader(holder: Holder) -> str:
-    """Return what stands under the leader's key in its term; of no other term."""
+    """Return the value of the leader's key in a term. Each term has a different value."""
     return encode_bytes(msgspec.json.encode(_Leader(holder.address, holder.epoch)))
 
 

@@ -1,4 +1,4 @@
-"""Questions to etcd v3 by the JSON gateway that every etcd serves beside gRPC."""
+"""Requests to etcd v3, by the JSON gateway that every etcd serves beside gRPC."""
 
 import base64
 import binascii
@@ -38,17 +38,17 @@ T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 2**20
 OK = 200
-"""The status of an answer that is none of an error."""
+"""HTTP status of a successful answer."""
 NOT_FOUND, UNAUTHENTICATED = 5, 16
-"""The gRPC codes that are handled here."""
+"""gRPC codes that this module handles."""
 DENIED = (3, 7)
-"""Wrong name or password; not allowed to touch the key."""
+"""gRPC codes for a wrong name or password, and for missing permission on a key."""
 Id = Annotated[str, Meta(pattern=r"^-?[0-9]{1,20}\Z")]
-"""The gateway writes 64-bit numbers as strings, and leaves out what is zero."""
+"""A 64-bit number, which the gateway writes as a string, and omits if it is zero."""
 
 
 class KeyValue(msgspec.Struct):
-    """One key, as etcd answers it."""
+    """One key-value pair, as etcd returns it."""
 
     key: str = ""
     mod_revision: Id = "0"
@@ -57,7 +57,7 @@ class KeyValue(msgspec.Struct):
 
 
 class Range(msgspec.Struct):
-    """Answer to a range request."""
+    """The answer to a range request."""
 
     kvs: list[KeyValue] = []
     more: bool = False
@@ -68,7 +68,7 @@ class _RangeResponse(msgspec.Struct):
 
 
 class Txn(msgspec.Struct):
-    """Answer to a transaction."""
+    """The answer to a transaction."""
 
     succeeded: bool = False
     responses: list[_RangeResponse] = []
@@ -84,11 +84,11 @@ class _Fault(msgspec.Struct):
 
 
 class EtcdGateway:
-    """Asks etcd. An async context manager; any number of questions at a time.
+    """A client of etcd's JSON gateway. An async context manager; requests may run concurrently.
 
-    Endpoints are asked in turn, beginning with the one that answered last.
+    Endpoints are tried in turn, beginning with the one that answered last.
 
-    Raises: UnsupportedError if ``httpx`` is missing; ConfigError if files of keys cannot be read.
+    Raises: UnsupportedError if ``httpx`` is missing; ConfigError if key files cannot be read.
     """
 
     def __init__(self, config: StoreElectionConfig, *, clock: Clock) -> None:
@@ -105,15 +105,15 @@ class EtcdGateway:
         await self._http.aclose()
 
     def key(self, name: str) -> str:
-        """Return a key under the prefix of this store, encoded."""
+        """Return the encoded key of a name under the store's prefix."""
         return encode(f"{self._config.prefix.rstrip('/')}/{name}")
 
     def deadline_s(self, timeout_s: float) -> float:
-        """Return when what begins now must be done."""
+        """Return the deadline of a request that begins now, on the gateway's clock."""
         return self._clock.now_s() + timeout_s
 
     async def read(self, key: str, deadline_s: float) -> KeyValue | None:
-        """Return what stands under an encoded key; None if nothing does."""
+        """Return the pair of an encoded key; None if the key is missing."""
         found = await self.post("kv/range", {"key": key}, Range, deadline_s)
         return found.kvs[0] if found.kvs else None
 
@@ -126,13 +126,15 @@ class EtcdGateway:
         *,
         absent: T | None = None,
     ) -> T:
-        """Ask one endpoint after the other; ``absent`` is the answer to NOT_FOUND, if given."""
+        """Send a request to one endpoint after the other until one answers. ``absent``, if given,
+        is returned for NOT_FOUND.
+        """
         if self._config.user and not self._token:
             await self._authenticate(deadline_s)
         try:
             return await self._post_any(path, body, kind, deadline_s, absent=absent)
         except _StaleTokenError:
-            # Tokens end after some minutes without use, or when etcd is restarted.
+            # Authenticate again: tokens end after some minutes without use, or when etcd restarts.
             await self._authenticate(deadline_s)
         try:
             return await self._post_any(path, body, kind, deadline_s, absent=absent)
@@ -159,7 +161,7 @@ class EtcdGateway:
             left_s = deadline_s - self._clock.now_s()
             if left_s <= 0:
                 break
-            # One that hangs must leave time for the others.
+            # Divide the time left, so that an endpoint that hangs leaves time for the others.
             timeout_s = left_s / (len(self._endpoints) - i)
             url = self._endpoints[0]
             try:
@@ -192,7 +194,7 @@ class EtcdGateway:
             raise DeadlineError(
                 "store.election", f"etcd at {url} was silent for {timeout_s:.3f} s"
             ) from None
-        except (httpx.HTTPError, OSError) as error:  # The alert of a peer is a plain SSLError.
+        except (httpx.HTTPError, OSError) as error:  # A peer's TLS alert is a plain SSLError.
             raise PeerLostError("store.election", f"etcd at {url}: {error!r}") from None
         if status != OK:
             if absent is not None and _read_fault(data).code == NOT_FOUND:
@@ -252,22 +254,22 @@ def _make_client(config: StoreElectionConfig) -> "httpx.AsyncClient":
         raise ConfigError(
             "store.election", f"certificates cannot be loaded: {error}", field="store.election"
         ) from None
-    # A proxy of the environment is meant for the world outside.
+    # Ignore the environment's proxy, which is meant for outside hosts.
     return httpx.AsyncClient(verify=tls, trust_env=False, follow_redirects=False)
 
 
 def encode(text: str) -> str:
-    """Return text as the gateway wants keys and values."""
+    """Return text in the base64 encoding that the gateway expects."""
     return encode_bytes(text.encode())
 
 
 def encode_bytes(data: bytes) -> str:
-    """Do the same, of bytes."""
+    """Return bytes in the base64 encoding that the gateway expects."""
     return base64.b64encode(data).decode()
 
 
 def decode_value(pair: KeyValue) -> bytes:
-    """Return the value of a key. Raises: CorruptionError."""
+    """Return the decoded value of a key. Raises: CorruptionError."""
     try:
         return base64.b64decode(pair.value, validate=True)
     except binascii.Error:

@@ -1,7 +1,7 @@
-"""The membership of a store with an election, in etcd; see docs/design/store/store_roster.md.
+"""The roster of a store with an election, in etcd; see docs/design/store/store_roster.md.
 
-Every write is a transaction that compares the leader's key, which holds the epoch of its term: a
-leader that was replaced changes nothing any more.
+Every write is a transaction that compares the leader's key, which has the epoch of its term, so
+that a deposed leader can change nothing.
 """
 
 import base64
@@ -21,19 +21,21 @@ __all__ = ["EtcdRosterStore"]
 
 MEMBERS_KEY, TOMBSTONES_KEY = "members", "tombstones/"
 CHUNK_BYTES = 2**16
-"""Bytes of tombstones under one key, or a single one; etcd takes 1.5 MB in a request."""
+"""Bytes of tombstones under one key; a larger single one has its own key. etcd accepts 1.5 MB in a
+request.
+"""
 CHUNKS_AT_ONCE = 2
-"""Read in one request: the gateway takes an answer of a MiB."""
+"""Number of tombstone keys read in one request: the gateway accepts answers of 1 MiB."""
 
 
 class EtcdRosterStore:
-    """A ``RosterStore`` of one term.
+    """The ``RosterStore`` of one term, in etcd.
 
     Args:
         gateway: the client of etcd. Not owned.
         holder: the leader in this term.
-        timeout_s: of one call.
-        damage: told of what cannot be read; None: the log alone.
+        timeout_s: time limit of one call.
+        corruption: the log of unreadable keys to extend; None for a new one.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class EtcdRosterStore:
         self._timeout_s = timeout_s
 
     async def load(self) -> SavedRoster:
-        """See ``RosterStore``."""
+        """Read the roster and all tombstones. Unreadable keys are logged and skipped."""
         gateway = self._gateway
         pair = await gateway.read(gateway.key(MEMBERS_KEY), gateway.deadline_s(self._timeout_s))
         roster = None
@@ -62,7 +64,7 @@ class EtcdRosterStore:
                 roster = msgspec.json.decode(decode_value(pair), type=Roster)
             except msgspec.MsgspecError as error:
                 self._corruption.note("roster", f"key {MEMBERS_KEY!r} in etcd: {error}")
-        # The count of terms stands beside it, so a first term means that there never was any.
+        # etcd also counts the terms: in the first term no roster can have been lost.
         is_new = pair is None and self._epoch == 1
         return SavedRoster(roster, await self._load_tombstones(), is_new)
 
@@ -87,30 +89,30 @@ class EtcdRosterStore:
                 return batches
 
     async def save(self, roster: Roster) -> None:
-        """See ``RosterStore``."""
+        """Replace the roster's key, if this term lasts."""
         value = encode_bytes(msgspec.json.encode(roster))
         key = self._gateway.key(MEMBERS_KEY)
         await self._change({"request_put": {"key": key, "value": value}})
 
     async def add(self, batch: Batch) -> None:
-        """See ``RosterStore``."""
+        """Write tombstones in chunks under keys of their round, if this term lasts."""
         number, tombstones = batch
         for i, chunk in enumerate(_cut(tombstones)):
             key = self._number_key(number, f"-{i:08x}")
             await self._change({"request_put": {"key": key, "value": encode_bytes(chunk)}})
 
     async def drop(self, below: int) -> None:
-        """See ``RosterStore``."""
+        """Delete the tombstones of rounds below a number, if this term lasts."""
         begin, end = self._gateway.key(TOMBSTONES_KEY), self._number_key(below)
         await self._change({"request_delete_range": {"key": begin, "range_end": end}})
 
     def _number_key(self, number: int | None, suffix: str = "") -> str:
-        """Return where the tombstones of a round begin; of None: behind all."""
+        """Return the first key of a round's tombstones; for None, the key behind all rounds."""
         text = "~" if number is None else f"{number:016x}"
         return self._gateway.key(f"{TOMBSTONES_KEY}{text}{suffix}")
 
     async def _change(self, operation: dict[str, Any]) -> None:
-        """Carry it out if the term goes on. Raises: PeerLostError if it does not."""
+        """Execute an operation if the term still lasts. Raises: PeerLostError if it has ended."""
         body = {"compare": [self._is_ours], "success": [operation]}
         deadline_s = self._gateway.deadline_s(self._timeout_s)
         answer = await self._gateway.post("kv/txn", body, Txn, deadline_s)
@@ -119,7 +121,7 @@ class EtcdRosterStore:
 
 
 def _cut(tombstones: Sequence[Tombstone]) -> Iterator[bytes]:
-    """Yield JSON lists of them, of about ``CHUNK_BYTES`` each."""
+    """Yield the tombstones as JSON lists of about ``CHUNK_BYTES`` each."""
     chunk: list[bytes] = []
     size = 0
     for tombstone in tombstones:

@@ -1,10 +1,10 @@
 """The channel to the leading master, for hosts and clients.
 
-They know addresses of masters, not etcd: thousands of clients would each need its address, a
-connection and a password, only to learn what any master can tell. All masters that are known are
-asked at once; one that says that it leads is chosen, and one that another names is asked as well,
-so that one live address is enough. When the session ends, for whatever reason, the search begins
-anew; a master that stops leading ends its sessions.
+Hosts and clients know addresses of masters and not etcd: thousands of clients would each need its
+address, a connection and a password to learn what any master can tell. All known masters are asked
+at once. One that says it leads is chosen; one that another master names is asked as well, so that
+one live address suffices. When the session ends for any reason, the search begins anew. A master
+that stops leading ends its sessions.
 """
 
 import asyncio
@@ -31,22 +31,24 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PROBE_TIMEOUT_S = 1.0
-"""Time-out of the question for the leader: a stopped master must not delay the others."""
+"""Time limit in seconds of the question for the leader: a stopped master must not delay the
+others.
+"""
 PAUSE_S = 0.1
-"""Between an answer of a master and the next question to it."""
+"""Seconds between a master's answer and the next question to it."""
 TRANSIENT = (PeerLostError, DeadlineError, CapacityError, NotFoundError)
-"""Errors that another round may cure; see ``rpc.client``."""
+"""Errors after which the question is repeated; see ``rpc.client``."""
 
 
 class LeaderClient:
-    """A ``MasterChannel``: one session at a time, with the leader.
+    """A ``MasterChannel`` that keeps one session with the current leader.
 
     Args:
-        urls: masters that may lead.
-        make_client: makes the client of one of them; without ``reconnect``, and with a
+        urls: addresses of masters that may lead.
+        make_client: makes the RPC client of an address; without ``reconnect``, and with a
             ``connect_timeout_ms`` for one attempt.
-        on_peer: called when a session with a leader begins, with the leader.
-        on_peer_lost: called once when it ends.
+        on_peer: called with the leader when a session begins.
+        on_peer_lost: called once when the session ends.
     """
 
     def __init__(
@@ -62,11 +64,11 @@ class LeaderClient:
         self._on_peer = on_peer
         self._on_peer_lost = on_peer_lost
         self._clients: dict[str, RpcClient] = {}
-        """Kept over their sessions, since they number these."""
+        """RPC clients by address. Kept over sessions, because a client numbers its sessions."""
         self._client: RpcClient | None = None
         self._lost = asyncio.Event()
         self._settled = asyncio.Event()
-        """Set while there is a leader, and when the search was given up."""
+        """Set while there is a leader, and after the search was given up."""
         self._failure: TandemError | None = None
         self._last_error: TandemError = PeerLostError(
             "store.leader", f"no master answered at {', '.join(urls)}: is one running?"
@@ -75,15 +77,15 @@ class LeaderClient:
 
     @property
     def endpoint(self) -> str:
-        """The address of the leader; empty while there is none."""
+        """The address of the leader; empty without one."""
         return "" if self._client is None else self._client.endpoint
 
     def start(self) -> None:
-        """Begin to look, and go on until closed."""
+        """Start to search for the leader, and continue until closed."""
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def connect(self, timeout_s: float) -> None:
-        """Begin to look, and wait for the first session.
+        """Start the search, and wait for the first session.
 
         Raises: PermissionDeniedError, UnsupportedError, ConflictError when all masters refuse;
             PeerLostError or DeadlineError when nobody leads in time.
@@ -101,7 +103,7 @@ class LeaderClient:
     async def wait_connected(self, timeout_s: float) -> object:
         """Wait for a session with a leader.
 
-        Raises: DeadlineError; the refusal, if all masters refuse.
+        Raises: DeadlineError; the refusal, if all masters refuse this process.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -124,7 +126,7 @@ class LeaderClient:
         *,
         timeout_s: float | None = None,
     ) -> T:
-        """Call the present leader; PeerLostError if there is none."""
+        """Call a method of the current leader. Raises PeerLostError without one."""
         client = self._client
         if client is None:
             raise PeerLostError("store.leader", f"no master leads: {self._last_error}")
@@ -133,14 +135,14 @@ class LeaderClient:
     def begin_threadsafe(
         self, method: str, request: object, response_type: type[T], *, timeout_s: float
     ) -> BegunCall[T]:
-        """Begin a call from another thread; see ``Peer.begin_threadsafe``."""
+        """Begin a call to the current leader from another thread; see ``Peer.begin_threadsafe``."""
         client = self._client
         if client is None:
             raise PeerLostError("store.leader", f"no master leads: {self._last_error}")
         return client.begin_threadsafe(method, request, response_type, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
-        """End the session and the search. Idempotent."""
+        """End the session and the search. May be repeated."""
         following, self._following = self._following, None
         if following is not None:
             following.cancel()
@@ -157,8 +159,8 @@ class LeaderClient:
             try:
                 client = await self._seek()
             except TandemError as error:
-                # Refused by name by all of them: another round would be refused as well.
-                # Every call raises it; an ERROR line here would report it twice.
+                # All masters have refused this process, and would refuse it again. Each call raises
+                # the refusal, so an ERROR line here would report it twice.
                 logger.info("event=search_given_up masters=%s error=%s", self._urls, error)
                 self._failure = error
                 self._settled.set()
@@ -184,9 +186,10 @@ class LeaderClient:
             self._on_peer_lost()
 
     async def _seek(self) -> RpcClient:
-        """Return the client of the first that says it leads, connected; the others are closed.
+        """Search for a master that says it leads, and return its connected client. The other
+        clients are closed.
 
-        Each is asked again by itself: one that is silent holds up no other.
+        Each master is asked by a task of its own, so that a silent one delays no other.
         """
         asking: dict[asyncio.Task[LeaderAnswer], str] = {}
         leaders: list[tuple[int, str]] = []
@@ -221,7 +224,9 @@ class LeaderClient:
         leaders: list[tuple[int, str]],
         refusals: dict[str, TandemError],
     ) -> str:
-        """Take what asking one has brought; returns who leads according to it, if another."""
+        """Record the outcome of asking one master. Return the address of the leader that it names;
+        empty without one.
+        """
         refusals.pop(url, None)
         try:
             answer = task.result()
@@ -242,7 +247,7 @@ class LeaderClient:
         await asyncio.sleep(pause_s)
         client = self._clients.get(url)
         if client is not None:
-            await client.aclose()  # The session of the last time that it was asked.
+            await client.aclose()  # Close the session of the earlier question.
         return await self._ask(url)
 
     async def _ask(self, url: str) -> LeaderAnswer:
@@ -256,7 +261,8 @@ class LeaderClient:
         except UnsupportedError as error:
             if error.field != "method":
                 raise
-            return LeaderAnswer(is_leader=True)  # Of before there were elections.
+            # A release without elections, whose only master leads.
+            return LeaderAnswer(is_leader=True)
         except DeadlineError:
             raise
         except TimeoutError:

@@ -1,9 +1,9 @@
 """The membership of a store, which outlives its masters: hosts, retired storage, tombstones.
 
-A master keeps its directory in memory alone. What a new one must know before it can say that an
-object is absent is kept outside: which hosts there are, and what was removed while one of them was
-away. This module has the records, what a master keeps of them in memory, and the writer that makes
-changes durable in groups. Where they are kept is a ``RosterStore``: a folder, etcd, or memory.
+A master keeps its directory in memory only. Two things must be stored outside of it, so that a new
+master can tell that an object is absent: which hosts there are, and which objects were removed
+while a host was away. This module has the records, their form in memory, and the writer that makes
+changes durable in groups. A ``RosterStore`` keeps them: in a folder, in etcd, or in memory.
 """
 
 import asyncio
@@ -31,9 +31,11 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25
 COMPACT_TOMBSTONES = 10_000
-"""So many may be in the store beyond twice those that count."""
+"""Number of superseded tombstones in the store, beyond twice the valid ones, above which all are
+rewritten.
+"""
 MAX_RETIRED = 1_000
-"""Retired storage that is remembered; the oldest is forgotten."""
+"""Limit of retired storage ids. The oldest is forgotten first."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -41,13 +43,15 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
     segment_id: str
     disk_id: str = ""
-    """Id of its SSD tier; empty without one."""
+    """Id of the host's SSD tier; empty without one."""
     is_lost: bool = False
-    """Its lease has ended: it is not waited for. What it holds counts again when it returns."""
+    """True if the host's lease has ended, so that nothing waits for it. Its objects are valid again
+    when it returns.
+    """
 
     @property
     def storage(self) -> tuple[str, str]:
-        """The ids of its segment and its disk."""
+        """The ids of the host's segment and disk."""
         return self.segment_id, self.disk_id
 
 
@@ -55,18 +59,22 @@ class Roster(msgspec.Struct, kw_only=True):
     """The hosts of a store."""
 
     members: dict[str, Member] = msgspec.field(default_factory=dict[str, Member])
-    """By name."""
+    """Members by host name."""
     retired: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """By segment or disk id, oldest first: objects there up to this version are dead."""
+    """Versions by segment or disk id, oldest entry first: objects in this storage up to the version
+    are dead.
+    """
     is_complete: bool = True
-    """Names every host that may have an object. False once a roster was lost."""
+    """True if every host that may have an object is a member. False once a roster was lost."""
     has_waited: bool = True
-    """Hosts that it does not name have been waited for, since it was new or was lost."""
+    """True if hosts that the roster does not name have been waited for since it was new or was
+    lost.
+    """
     floor: int = -1
-    """Objects of hosts that are not named here are dead up to this version."""
+    """Version up to which objects of hosts that are not members are dead; -1 for none."""
 
     def retire(self, storage_id: str, version: int) -> None:
-        """Let what is in a segment, or on a disk, lose when it returns."""
+        """Declare dead the objects of a segment or disk up to a version, in case it returns."""
         if storage_id:
             self.retired.pop(storage_id, None)
             self.retired[storage_id] = version
@@ -77,37 +85,39 @@ class Roster(msgspec.Struct, kw_only=True):
 
 
 class Tombstone(msgspec.Struct, frozen=True, array_like=True):
-    """A removal: objects of this key, up to this version, are dead wherever they turn up."""
+    """A removal: objects of this key up to this version are dead, on whatever host they are
+    found.
+    """
 
     key: str
     version: int
     is_prefix: bool = False
-    """All keys that begin so."""
+    """True if the removal covers all keys that begin with ``key``."""
 
 
 Batch = tuple[int, Sequence[Tombstone]]
-"""Tombstones that were made durable together, and the number of their round."""
+"""Tombstones that were made durable together, with the number of their round."""
 
 
 class SavedRoster(NamedTuple):
     """The content of a ``RosterStore``."""
 
     roster: Roster | None
-    """None if there is none, or it cannot be read."""
+    """The roster; None if there is none or it cannot be read."""
     tombstones: Sequence[Batch]
     is_new: bool = False
-    """With no roster: the store is new, as far as can be told here."""
+    """True if there is no roster because the store is new, as far as can be told."""
 
 
 class RosterStore(Protocol):
-    """Keeps one membership. Only the master that leads may write.
+    """The durable storage of one store's membership. Only the leading master may write.
 
-    Every call raises PeerLostError, DeadlineError or InternalError if it was perhaps not carried
-    out; it may be repeated.
+    Each call raises PeerLostError, DeadlineError or InternalError if it may not have taken effect.
+    A call may be repeated.
     """
 
     async def load(self) -> SavedRoster:
-        """Return all of it."""
+        """Return the roster and all tombstones."""
         ...
 
     async def save(self, roster: Roster) -> None:
@@ -119,12 +129,12 @@ class RosterStore(Protocol):
         ...
 
     async def drop(self, below: int) -> None:
-        """Forget the tombstones with lower numbers."""
+        """Remove the tombstones of rounds below a number."""
         ...
 
 
 class MemoryRosterStore:
-    """A ``RosterStore`` that lives as long as this object."""
+    """A ``RosterStore`` in memory, which ends with this object."""
 
     def __init__(self) -> None:
         self._roster: Roster | None = None
@@ -132,42 +142,41 @@ class MemoryRosterStore:
         self._is_new = True
 
     async def load(self) -> SavedRoster:
-        """See ``RosterStore``."""
+        """Return copies of the roster and all tombstones."""
         batches = list(self._batches.items())
         return SavedRoster(copy.deepcopy(self._roster), batches, self._is_new)
 
     async def save(self, roster: Roster) -> None:
-        """See ``RosterStore``."""
+        """Keep a copy of the roster."""
         self._roster, self._is_new = copy.deepcopy(roster), False
 
     async def add(self, batch: Batch) -> None:
-        """See ``RosterStore``."""
+        """Keep a copy of the tombstones of a round."""
         self._batches[batch[0]] = list(batch[1])
 
     async def drop(self, below: int) -> None:
-        """See ``RosterStore``."""
+        """Remove the tombstones of rounds below a number."""
         self._batches = {number: b for number, b in self._batches.items() if number >= below}
 
 
 class Tombstones:
-    """All tombstones of a store, in memory: of each key and prefix the newest alone."""
+    """All tombstones of a store in memory: only the newest of each key and prefix."""
 
     def __init__(self) -> None:
         self._keys: dict[str, tuple[int, int]] = {}
-        """Version, and the round of the newest tombstone."""
+        """Version and round of each key's newest tombstone."""
         self._prefixes: dict[str, tuple[int, int]] = {}
         self._lengths: list[int] = []
-        """Lengths of the prefixes, each once: a lookup asks for each length, not for each
-        prefix."""
+        """Distinct lengths of the prefixes: a lookup tries each length instead of each prefix."""
         self._oldest_number = 0
         self.newest_number = 0
-        """The highest number of a round; 0 without any."""
+        """The highest number of a round; 0 without tombstones."""
 
     def __len__(self) -> int:
         return len(self._keys) + len(self._prefixes)
 
     def add(self, number: int, tombstones: Iterable[Tombstone]) -> None:
-        """Add tombstones of one round."""
+        """Add the tombstones of one round."""
         if not len(self):
             self._oldest_number = number
         self._oldest_number = min(number, self._oldest_number)
@@ -194,7 +203,7 @@ class Tombstones:
         return found
 
     def release(self, below: int) -> bool:
-        """Forget tombstones of rounds with lower numbers; returns whether there were any."""
+        """Forget the tombstones of rounds below a number. Return True if there were any."""
         if not len(self) or self._oldest_number >= below:
             return False
         before = len(self)
@@ -205,7 +214,7 @@ class Tombstones:
         return len(self) < before
 
     def move(self, number: int) -> list[Tombstone]:
-        """Let all be of one round, and return them."""
+        """Assign all tombstones to one round, and return them."""
         self._oldest_number = number
         self.newest_number = max(number, self.newest_number)
         moved: list[Tombstone] = []
@@ -217,13 +226,13 @@ class Tombstones:
 
 
 class RosterWriter:
-    """Makes changes durable, those that come while one is being written together in the next.
+    """Makes changes of the roster durable in rounds: changes during a write go into the next round.
 
     Args:
-        store: where to; borrowed.
-        roster: the one that ``save`` writes, as it is then.
-        tombstones: all that there are, those added here included.
-        schedule: runs a coroutine behind, for as long as the master lives.
+        store: the storage to write to; borrowed.
+        roster: the roster, which ``save`` writes as it is at that moment.
+        tombstones: all tombstones, including those added here.
+        schedule: runs a coroutine in the background while the master lives.
     """
 
     def __init__(
@@ -237,41 +246,43 @@ class RosterWriter:
         self._roster = roster
         self._schedule = schedule
         self.number = 1
-        """Number of the round to come."""
+        """Number of the next round."""
         self._is_changed = False
         self._all = tombstones
         self._tombstones: list[Tombstone] = []
         self._num_written = 0
-        """Tombstones in the store, those included that newer ones of their key replace."""
+        """Number of tombstones in the store, including superseded ones."""
         self._drop_below = 0
         self._round: asyncio.Future[None] | None = None
-        """Done when the round to come is durable."""
+        """A future that is done when the next round is durable; None without one."""
         self._last: asyncio.Future[None] | None = None
-        """The same of the newest round, begun or not."""
+        """A future that is done when the latest round is durable, whether or not it has begun."""
         self._is_running = False
 
     async def save(self) -> None:
-        """Return when the roster as it is now is durable."""
+        """Return when the roster in its current state is durable."""
         self._is_changed = True
         await asyncio.shield(self._join_round())
 
     async def settle(self) -> None:
-        """Return when all that was asked for is durable."""
+        """Return when all requested changes are durable."""
         if self._last is not None:
             await asyncio.shield(self._last)
 
     async def add(self, tombstones: Sequence[Tombstone]) -> None:
-        """Return when these are durable; they have the ``number`` of the moment of the call."""
+        """Return when these tombstones are durable, in the round that ``number`` names at the
+        call.
+        """
         self._tombstones += tombstones
         await asyncio.shield(self._join_round())
 
     def note_change(self) -> None:
-        """Write the roster soon."""
+        """Have the roster written soon, without waiting."""
         self._is_changed = True
         self._join_round()
 
     def drop(self, below: int) -> None:
-        """Forget tombstones with lower numbers soon."""
+        """Have the tombstones of rounds below a number removed soon, without waiting."""
         self._drop_below = max(self._drop_below, below)
         self._join_round()
 
@@ -291,7 +302,8 @@ class RosterWriter:
             below, self._drop_below = self._drop_below, 0
             self._num_written += len(self._tombstones)
             if self._num_written > 2 * len(self._all) + COMPACT_TOMBSTONES:
-                # The same keys again and again: written anew, each once, under this number.
+                # Rewrite all tombstones in this round, because many written ones were superseded by
+                # newer ones of their keys.
                 batch, below = (self.number, self._all.move(self.number)), self.number
             if below:
                 self._num_written = min(self._num_written, len(self._all))

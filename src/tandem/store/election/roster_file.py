@@ -1,8 +1,8 @@
-"""The membership of a store with a single master: two files beside its socket.
+"""The roster of a store with a single master: two files beside the master's socket.
 
-Format: docs/design/store/store_roster.md. The roster is replaced as a whole, tombstones are
-appended. Every line is there twice, under a checksum. One process at a time writes: the one that
-serves the socket.
+Format: docs/design/store/store_roster.md. The roster file is replaced as a whole, tombstones are
+appended. Each line is written twice, with a checksum. Only the process that serves the socket
+writes.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ __all__ = ["FileRosterStore"]
 
 
 class FileRosterStore:
-    """A ``RosterStore`` in files ``members.NAME`` and ``tombstones.NAME`` of a folder of ours.
+    """A ``RosterStore`` in the files ``members.NAME`` and ``tombstones.NAME`` of a folder.
 
     Args:
-        folder: of ours alone.
-        name: of the master, as part of a file name.
-        damage: told of what does not hold together; None: the log alone.
+        folder: a folder that only this user can enter.
+        name: the master's name, as part of a file name.
+        corruption: the log of corrupt files to extend; None for a new one.
     """
 
     def __init__(self, folder: Path, name: str, corruption: CorruptionLog | None = None) -> None:
@@ -35,27 +35,30 @@ class FileRosterStore:
         self._corruption = CorruptionLog() if corruption is None else corruption
 
     async def load(self) -> SavedRoster:
-        """See ``RosterStore``. Raises also: UnsupportedError if a later version wrote it."""
+        """Read the roster and all tombstones from the files. Raises also: UnsupportedError if a
+        later version wrote them.
+        """
         return await asyncio.to_thread(self._load)
 
     async def save(self, roster: Roster) -> None:
-        """See ``RosterStore``."""
+        """Replace the roster's file atomically, and sync it."""
         line = pack_line(msgspec.json.encode(roster))
         await asyncio.to_thread(self._save, line)
 
     async def add(self, batch: Batch) -> None:
-        """See ``RosterStore``."""
+        """Append tombstones to their file, and sync it."""
         await asyncio.to_thread(self._append, pack_line(msgspec.json.encode(batch)))
 
     async def drop(self, below: int) -> None:
-        """See ``RosterStore``."""
+        """Rewrite the tombstone file without the rounds below a number."""
         await asyncio.to_thread(self._drop, below)
 
     def _load(self) -> SavedRoster:
         lines = self._read_lines(self._members, "roster")
         tombstones = self._load_tombstones()
         if lines is None:
-            # The file of tombstones is made with the first roster, so that its loss is seen.
+            # The tombstone file is created with the first roster. If it exists without a roster
+            # file, the roster was lost.
             return SavedRoster(None, tombstones, is_new=not self._tombstones.exists())
         try:
             return SavedRoster(msgspec.json.decode(lines[0], type=Roster), tombstones)
@@ -78,7 +81,9 @@ class FileRosterStore:
         return batches
 
     def _read_lines(self, path: Path, name: str) -> list[bytes] | None:
-        """Return what a file says; None if there is none. What lacks a copy is made anew."""
+        """Return the lines of a file; None if the file is missing. A file with corrupt or missing
+        line copies is rewritten.
+        """
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -103,7 +108,8 @@ class FileRosterStore:
                     file.flush()
                     os.fsync(file.fileno())
                 except OSError:
-                    # Half a line would look like damage; what stays is read as torn.
+                    # Undo a partial write, since half a line would be reported as corrupt. If this
+                    # fails too, the rest is read as torn.
                     os.truncate(self._tombstones, begin)
                     raise
             if is_made:

@@ -1,1 +1,1 @@
-"""The processes of a store: master, host and client on ``tandem.rpc`` and ``tandem.transfer``."""
+"""The processes of a store: master, host and client, on ``tandem.rpc`` and ``tandem.transfer``."""

@@ -1,4 +1,4 @@
-"""A client process: the API over a leader that may change."""
+"""A client process: the store API, with a channel that follows the leading master."""
 
 import asyncio
 import contextlib
@@ -25,9 +25,7 @@ __all__ = ["ClientService"]
 
 
 class ClientService(Service):
-    """The services of a client process. An async context manager; inside it ``client`` is
-    usable.
-    """
+    """The parts of a client process. An async context manager, which provides ``client``."""
 
     def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
         super().__init__()
@@ -37,7 +35,7 @@ class ClientService(Service):
         self.client: AsyncStoreClient
 
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
-        """Open one after the other; what is open is closed in the opposite order."""
+        """Open the parts in order; they are closed in the reverse order."""
         config = self._config
         name = config.name or f"{socket.gethostname()}:{os.getpid()}"
         identity = identify(name, "store_client")
@@ -54,7 +52,7 @@ class ClientService(Service):
         self.client = AsyncStoreClient(
             self._channel,
             TransferClientPort(self._engine),
-            clock=BootClock(),  # Leases end while we sleep.
+            clock=BootClock(),  # Leases end while the machine is suspended.
             config=config,
             machine=config.machine or socket.gethostname(),
         )
@@ -63,7 +61,7 @@ class ClientService(Service):
 
     @property
     def leader(self) -> str:
-        """Address of the master that leads; empty while there is no session with one."""
+        """Address of the leading master; empty without a session."""
         return self._channel.endpoint
 
     def _on_peer(self, _: Peer) -> None:
@@ -73,5 +71,5 @@ class ClientService(Service):
         self.client.on_master()
 
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
-        """Return a twin of ``client`` for other threads than that of ``loop``, this one's."""
+        """Return a twin of ``client`` for threads other than the one that runs ``loop``."""
         return make_blocking_client(self.client, self._channel, self._engine, loop)

@@ -1,4 +1,4 @@
-"""Connections of a store's processes: addresses, secrets, versions, sessions, engines."""
+"""Connections between a store's processes: addresses, secrets, versions, sessions, engines."""
 
 import asyncio
 import contextlib
@@ -45,47 +45,53 @@ __all__ = [
 ]
 
 STORE_VERSION = 1
-"""Version of the messages. Versions one apart understand each other: a new one only adds."""
+"""Version of the messages. Versions that differ by one are compatible, since a new version only
+adds.
+"""
 MAX_RECONNECT_MS = 250
-"""A master that is restarted should find its hosts again at once."""
+"""Longest pause in milliseconds between reconnects, so that hosts find a restarted master soon."""
 STATUS_EVERY_S = 2.0
-"""The same as often as the page of a server reads it."""
+"""Seconds between two status requests, the interval at which a server's page reads the status."""
 
 
 def default_folder() -> Path:
-    """Return the folder of the store of this user on this machine: socket, secret, epoch."""
+    """Return the folder of this user's store on this machine, for socket, secret and epoch."""
     return Path(f"/tmp/tandem-store-{os.geteuid()}")  # noqa: S108 - made 0700 and checked
 
 
 def find_endpoints(config: StoreConfig) -> list[str]:
-    """Return where masters may be; the data path's secret is beside the first.
+    """Return the addresses of the masters. The data path's secret is in the folder of the first
+    one.
 
-    Raises: ConfigError (an address is none).
+    Raises: ConfigError (an address is invalid).
     """
     listed = [url.strip() for url in config.master.split(",") if url.strip()]
     listed = [url if "://" in url else f"tcp://{url}" for url in listed]
     for url in listed:
-        parse_endpoint(url)  # Before anything is opened.
+        parse_endpoint(url)  # Refuse an invalid address before anything is opened.
     return listed or [f"ipc://{make_runtime_dir(default_folder())}/master.sock"]
 
 
 def state_folder(url: str) -> Path:
-    """Return where a master keeps its durable state: beside its socket, if it has one."""
+    """Return the folder of a master's durable state: its Unix socket's folder, else the default
+    folder.
+    """
     path = parse_endpoint(url).path
     return make_runtime_dir(default_folder()) if path is None else path.parent
 
 
 def auth_for(config: StoreConfig, url: str) -> Auth:
-    """Return what proves us to a master at an address."""
+    """Return the credentials of this process for the master at an address."""
     return Auth.for_endpoint(url, config.secret)
 
 
 def make_rpc_config(rpc: RpcConfig, config: StoreConfig) -> RpcConfig:
-    """Return the control channel's settings with what a store needs of them."""
+    """Return the control channel's settings, adjusted to what a store needs."""
     longest = min(rpc.reconnect_max_ms, MAX_RECONNECT_MS)
     lease_ms = rpc.lease_ms
     if config.election.backend != "none" or "," in config.master:
-        # A leader that is stopped must be missed when another is elected, not long after.
+        # Shorten the session lease to the election's, so that hosts and clients notice a stopped
+        # leader when another is elected.
         lease_ms = min(lease_ms, 1000 * config.election.ttl_s)
     return msgspec.structs.replace(
         rpc,
@@ -97,12 +103,12 @@ def make_rpc_config(rpc: RpcConfig, config: StoreConfig) -> RpcConfig:
 
 
 def identify(name: str, role: str) -> Identity:
-    """Return what a process says of itself."""
+    """Return the identity that a process introduces itself with: name, role, version."""
     return make_identity(name, role, {"store": str(STORE_VERSION)})
 
 
 def check_version(theirs: Identity, ours: Identity) -> None:
-    """Refuse a store more than one version away, and a peer that is no store.
+    """Refuse a peer whose store version differs by more than one, or that is not a store.
 
     Raises: UnsupportedError naming both versions.
     """
@@ -117,7 +123,9 @@ def check_version(theirs: Identity, ours: Identity) -> None:
 
 
 def read_transfer_secret(config: StoreConfig, url: str) -> str:
-    """Return the secret of the data path; on one machine the master has left one by its socket."""
+    """Return the secret of the data path. Without a configured one, processes of one machine share
+    a secret file beside the master's socket.
+    """
     if config.secret is not None:
         return config.secret
     path = state_folder(url) / "secret"
@@ -129,16 +137,16 @@ def read_transfer_secret(config: StoreConfig, url: str) -> str:
 async def watch_master(
     config: StoreConfig, rpc: RpcConfig, note_status: Callable[[StoreStatus], None]
 ) -> str:
-    """Stay until the session with the master is lost; return why it was.
+    """Wait until the session with the master is lost, and return the reason.
 
-    A master that is stopped is lost when its lease ends, one that is killed at once.
+    The session with a stopped master is lost when its lease ends, with a killed one at once.
 
     Args:
-        config: says where it is.
+        config: has the master's address.
         rpc: the control channel's settings.
-        note_status: is told what it says of the store, every few seconds.
+        note_status: called with the master's status every few seconds.
 
-    Raises: TandemError if there is no session to lose.
+    Raises: TandemError if no session can be opened.
     """
     url = find_endpoints(config)[0]
     client = RpcClient(
@@ -166,7 +174,7 @@ async def watch_master(
 
 async def _ask_status(client: RpcClient, note_status: Callable[[StoreStatus], None]) -> None:
     while True:
-        with contextlib.suppress(TandemError):  # Its loss is noted by the session.
+        with contextlib.suppress(TandemError):  # The session notes the loss of the master.
             note_status(await client.call("status", None, StoreStatus, timeout_s=STATUS_EVERY_S))
         await asyncio.sleep(STATUS_EVERY_S)
 
@@ -178,7 +186,7 @@ def make_client_maker(
     table: MethodTable,
     lanes: LaneRouter,
 ) -> Callable[[str], RpcClient]:
-    """Return what makes the client of one master after the other."""
+    """Return a function that makes the RPC client of the master at an address."""
     timeout_ms = min(rpc.connect_timeout_ms, int(PROBE_TIMEOUT_S * 1e3))
     one_try = msgspec.structs.replace(rpc, connect_timeout_ms=timeout_ms)
 
@@ -199,8 +207,9 @@ def make_client_maker(
 def make_engine(
     config: StoreConfig, url: str, name: str, listen: tuple[str, ...]
 ) -> TransferEngine:
-    """Return a process's transfer engine; the caller closes it."""
-    # A client listens as well: on one host the owner of memory asks its users to let go.
+    """Return a process's transfer engine. The caller closes it."""
+    # Clients listen as well: the owner of shared memory on the same machine asks its users to unmap
+    # it.
     return TransferEngine(
         TransferConfig(
             name=name,
@@ -213,5 +222,5 @@ def make_engine(
 
 
 def make_file_name(name: str) -> str:
-    """Return a name as that of a file."""
+    """Return a name with all characters replaced that a file name may not contain."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)

@@ -31,18 +31,20 @@ logger = logging.getLogger(__name__)
 
 
 def find_segment_folder(config: StoreConfig) -> Path:
-    """Return ``segment_dir`` with the user's number in it: users share a machine, not a folder."""
+    """Return ``segment_dir`` with the user's number filled in, so that users of a machine have
+    separate folders.
+    """
     return Path(config.segment_dir.replace("{uid}", str(os.geteuid())))
 
 
 class HostService(Service):
-    """A host process. An async context manager; entering it does not wait for a master.
+    """A store host process. An async context manager; entering it does not wait for a master.
 
     Args:
-        config: of the store.
+        config: settings of the store.
         rpc: the control channel's settings.
-        keep_segment: whether a clean end leaves the segment's file; None: if the host has a name
-            by which it is found again. A process that dies leaves it in any case.
+        keep_segment: True if a clean end leaves the segment file; None to keep it if the host has a
+            configured name, by which it is found again. A process that dies always leaves the file.
     """
 
     def __init__(
@@ -61,16 +63,16 @@ class HostService(Service):
         self._name = name
         self._machine = machine
         self.host: StoreHost
-        # Without a name of its own the file could not be found again.
+        # Without a configured name the next process would not find the file.
         self._is_kept = bool(config.name) if keep_segment is None else keep_segment
 
     @property
     def urls(self) -> list[str]:
-        """Addresses at which masters are looked for."""
+        """Addresses at which the host looks for masters."""
         return list(self._urls)
 
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
-        """Open one after the other; what is open is closed in the opposite order."""
+        """Open the parts in order; they are closed in the reverse order."""
         config, to_thread = self._config, asyncio.to_thread
         path = find_segment_folder(config) / f"{make_file_name(self._name)}.segment"
         try:
@@ -118,7 +120,7 @@ class HostService(Service):
     async def _open_disk(
         self, segment: HostSegment, engine: TransferEngine, opening: contextlib.AsyncExitStack
     ) -> DiskTier | None:
-        """Open the SSD tier; a disk that cannot be read leaves a host of memory alone."""
+        """Open the SSD tier. If the disk cannot be read, the host runs without it."""
         config = self._config
         if not config.ssd_dir:
             return None
@@ -139,7 +141,7 @@ class HostService(Service):
         except (InternalError, CapacityError):
             logger.exception("event=disk_unusable path=%s", config.ssd_dir)
             if folder is not None:
-                folder.condemn()  # An object that is removed meanwhile must not come back.
+                folder.condemn()  # The disk must not bring back objects that are removed meanwhile.
             return None
         disk.start()
         opening.push_async_callback(disk.aclose)

@@ -1,4 +1,6 @@
-"""A master process: the elected of a master behind an RPC server, and what it keeps beside it."""
+"""A master process: an RPC server in front of the elected master, with its epoch and roster
+files.
+"""
 
 import asyncio
 import contextlib
@@ -56,12 +58,13 @@ EPOCH = struct.Struct("<Q")
 
 
 def next_epoch(folder: Path, corruption: CorruptionLog) -> int:
-    """Return an epoch above all that were taken in this folder, and note it there.
+    """Return an epoch above all earlier ones of this folder, and record it there.
 
-    A note that is damaged is moved aside: the hosts know the epochs that they have seen, and the
-    master goes above them as they join.
+    A corrupt record is moved aside: hosts know the epochs that they have seen, and the master
+    raises its epoch above those as hosts join.
 
-    Raises: UnsupportedError if a later version wrote it; CapacityError if epochs have run out.
+    Raises: UnsupportedError if a later version wrote the record; CapacityError if epochs have run
+        out.
     """
     path, epoch = folder / "epoch", 0
     try:
@@ -83,10 +86,10 @@ def next_epoch(folder: Path, corruption: CorruptionLog) -> int:
 
 
 class MasterService(Service):
-    """A master process. An async context manager.
+    """A store master process. An async context manager.
 
-    With an election, entering it does not wait for the leadership, and it is never refused for
-    want of etcd: callers are told the leader meanwhile.
+    With an election, entering it waits neither for leadership nor for etcd: until this process
+    leads, callers are told the leader's address.
     """
 
     def __init__(self, config: StoreConfig, rpc: RpcConfig | None = None) -> None:
@@ -109,12 +112,12 @@ class MasterService(Service):
 
     @property
     def endpoint(self) -> str:
-        """The address served."""
+        """The address that the server listens at."""
         return self._server.endpoint
 
     @property
     def epoch(self) -> int:
-        """Epoch of the term; 0 while another leads."""
+        """Epoch of the current term; 0 while another process leads."""
         return self.elected.master.epoch
 
     @property
@@ -167,7 +170,9 @@ class MasterService(Service):
         )
 
     def _open_roster(self, epoch: int) -> RosterStore:
-        """Return the membership's storage: etcd, or files in this master's folder."""
+        """Return the storage of the roster: etcd with an election, else files in this master's
+        folder.
+        """
         if self._backend is None:
             url = self._server.endpoint
             path = parse_endpoint(url).path
@@ -183,7 +188,7 @@ class MasterService(Service):
 
     @property
     def _address(self) -> str:
-        """The address at which others reach this master."""
+        """The address at which other processes reach this master."""
         return self._config.election.address or self.endpoint
 
     def _note_caller_lost(self, peer: Peer, _: TandemError) -> None:
@@ -221,7 +226,7 @@ async def _end_task(task: "asyncio.Task[None]") -> None:
 def _time_calls(
     handler: Callable[[Any, Any], Any], name: str, observe: Callable[[str, float], None]
 ) -> Callable[[Any, Any], Any]:
-    """Wrap a handler so that its calls are timed, up to the answer."""
+    """Wrap a handler so that the duration of its calls is observed, up to the answer."""
 
     async def finish(work: Coroutine[Any, Any, Any], begin_s: float) -> Any:
         try:

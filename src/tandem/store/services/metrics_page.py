@@ -1,4 +1,6 @@
-"""``GET /metrics`` of a master: the page of ``prometheus_client``, on a thread beside the loop."""
+"""``GET /metrics`` of a master, rendered by ``prometheus_client`` on a thread beside the event
+loop.
+"""
 
 import asyncio
 import socket
@@ -17,20 +19,22 @@ if TYPE_CHECKING:
 __all__ = ["MetricsPage"]
 
 TIMEOUT_S = 5.0
-"""Seconds of a reader, and of the loop that is asked for the figures."""
+"""Seconds that a reader of the page, and the event loop that makes the figures, may take."""
 MAX_READERS = 16
-"""At a time; more are not listened to."""
+"""Limit of concurrent readers. Further connections are closed."""
 
 
 class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep quiet."""
+        """Log nothing."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each reader, and no descriptor that the process itself may need."""
+    """A server with a thread for each reader, which refuses connections when file descriptors are
+    scarce.
+    """
 
     daemon_threads = True
     request_queue_size = 4
@@ -46,7 +50,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request(request, client_address)
-        except BaseException:  # No thread was to be had.
+        except BaseException:  # No thread could be started.
             self._places.release()
             raise
 
@@ -57,15 +61,15 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a reader that has gone."""
+        """Ignore errors of a reader that has disconnected."""
 
 
 class MetricsPage:
-    """Serves the page on the loopback address, until it is closed.
+    """Serves the metrics page on the loopback address until it is closed.
 
     Args:
-        port: to bind.
-        collect: makes the figures; called on the running loop.
+        port: port to bind.
+        collect: returns the metrics; called on the running event loop.
 
     Raises: UnsupportedError if ``prometheus_client`` is not installed; ConflictError if the port
         is taken.
@@ -101,19 +105,21 @@ class MetricsPage:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
+        """Host and port that the page is served at."""
         host, port = self._server.server_address[:2]
         return str(host), port
 
     async def aclose(self) -> None:
-        """Answer no more, and give the port back."""
+        """Stop serving and release the port."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
         self._thread.join()
 
 
 class _OnLoop:
-    """A collector that is asked on a thread, and asks the loop, whose figures they are."""
+    """A Prometheus collector: called on a reader's thread, it has the event loop collect the
+    metrics.
+    """
 
     def __init__(self, collect: "Callable[[], Iterable[Metric]]") -> None:
         self._collect = collect

@@ -1,4 +1,4 @@
-"""The life of a process of a store: what is opened is closed in the opposite order."""
+"""The life of a store's process: its parts are closed in the reverse order of opening."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -8,7 +8,7 @@ __all__ = ["Service"]
 
 
 class Service(ABC):
-    """An async context manager; entering it opens all, or leaves nothing open."""
+    """An async context manager that opens all parts of a process, or leaves none open."""
 
     def __init__(self) -> None:
         self._open = contextlib.AsyncExitStack()
@@ -24,4 +24,4 @@ class Service(ABC):
 
     @abstractmethod
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
-        """Open one after the other."""
+        """Open the parts in order, and register each for closing."""
