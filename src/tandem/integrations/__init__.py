@@ -1,1 +1,1 @@
-"""Entry points that take other programs' command lines."""
+"""Entry points that accept other programs' command lines, and the deployment of clusters."""

@@ -1,7 +1,8 @@
-"""``llamafactory-cli`` lines as they are: ``python -m tandem.integrations.llamafactory train X``.
+"""Runs ``llamafactory-cli`` command lines unchanged: ``python -m tandem.integrations.llamafactory
+train X``.
 
-A line becomes a ``tandem`` command, which is shown and takes the process over. ``USE_KT=1`` before
-a line needs nothing: experts always run on our kernels. In a shell:
+A line is translated to a ``tandem`` command, which is printed and replaces this process.
+``USE_KT=1`` before a line has no effect, since experts always run on Tandem's kernels. In a shell:
 ``alias llamafactory-cli='python -m tandem.integrations.llamafactory'``.
 """
 
@@ -41,7 +42,9 @@ IGNORED = frozenset(
         "flash_attn",
     ]
 )
-"""Keys of chat and export files that name what is so here anyhow, or change no answer."""
+"""Keys of chat and export files that are ignored: they ask for what Tandem does anyway, or change
+no answer.
+"""
 INSTEAD = {
     "eval": "tandem eval MODEL --adapter DIR --data FILE",
     "webchat": "tandem serve MODEL, whose page is a chat",
@@ -52,15 +55,15 @@ Values = dict[str, Any]
 
 
 def translate(words: list[str]) -> list[str]:
-    """Return the words after ``tandem`` that do what a ``llamafactory-cli`` line does.
+    """Return the arguments of ``tandem`` that do the same as a ``llamafactory-cli`` line.
 
     Args:
-        words: after ``llamafactory-cli``: a command, a YAML file, ``key=value`` words.
+        words: the line after ``llamafactory-cli``: a command, a YAML file, ``key=value`` words.
 
     Raises:
         NotFoundError: the file is missing.
         ConfigError: it is no mapping of keys, or lacks one; ``field`` names it.
-        UnsupportedError: a command or key that has no equivalent; the text names the nearest.
+        UnsupportedError: a command or key without an equivalent; the text names the nearest one.
     """
     if not words or words[0] in ("help", "-h", "--help"):
         return ["--help"]
@@ -104,7 +107,9 @@ def _read_values(path: Path, overrides: list[str]) -> Values:
 
 
 def _take(values: Values, *wanted: str) -> list[str | None]:
-    """Return the values of keys; refuse keys that would change what is done."""
+    """Return the values of keys. Raises UnsupportedError for other keys that would change the
+    result.
+    """
     for key, value in values.items():
         if key not in wanted and key not in IGNORED and value not in (None, False):
             raise UnsupportedError(WHERE, f"{key}: it has no equivalent: remove it", field=key)
@@ -154,7 +159,7 @@ def _make_flags(options: dict[str, str | None]) -> list[str]:
 
 
 def main() -> None:
-    """Show the ``tandem`` command of this line and become it."""
+    """Print the ``tandem`` command for this line, and replace this process by it."""
     try:
         words = translate(sys.argv[1:])
     except TandemError as error:

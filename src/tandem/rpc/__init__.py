@@ -1,7 +1,7 @@
-"""The one control channel of the project: typed calls and events between processes.
+"""The control channel of the project: typed calls and events between processes.
 
-``RpcServer`` binds, ``RpcClient`` connects; a ``Peer`` is the other side of one session, the same
-on both. See docs/design/transfer/rpc.md. Bulk bytes belong to ``tandem.transfer``.
+``RpcServer`` binds and ``RpcClient`` connects; a ``Peer`` is the other side of one session, alike
+on both sides. See docs/design/transfer/rpc.md. Bulk bytes belong to ``tandem.transfer``.
 """
 
 from tandem.rpc.client import RpcClient

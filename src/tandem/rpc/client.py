@@ -1,4 +1,6 @@
-"""The side that connects: one session at a time with one server, renewed if asked."""
+"""The connecting side of a control channel: one session at a time with one server, renewed on
+request.
+"""
 
 import asyncio
 import logging
@@ -29,22 +31,27 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_DROPPED_HANDSHAKES = 3
-"""So many key exchanges cut in a row are a wrong secret; one or two may be a server that died."""
+"""Number of consecutive key exchanges cut off by the server that count as a wrong secret. One or
+two may come from a server that died.
+"""
 
 RETRYABLE = (PeerLostError, CapacityError, DeadlineError, NotFoundError)
-"""Errors that a retry may cure: no server (yet), full, slow, its folder not made yet."""
+"""Errors that a retry may cure: the server is not running, full, or slow, or its folder does not
+exist yet.
+"""
 
 
 class RpcClient(RpcSide):
-    """Speaks to one server. An async context manager.
+    """A client of one RPC server. An async context manager.
 
-    Entering it connects, looking for the server up to ``connect_timeout_ms``. What waits on a
-    session when it ends fails with ``PeerLostError``; calls between two sessions fail at once.
+    Entering it connects, and searches for the server for up to ``connect_timeout_ms``. When a
+    session ends, all that waits in it fails with ``PeerLostError``; a call between two sessions
+    fails at once.
 
     Args:
         endpoint: address of the server.
-        reconnect: open a new session, with the next epoch, whenever one is lost.
-        options: see ``SideOptions``; the methods are those that the server may call here.
+        reconnect: True to open a new session, with the next epoch, whenever one is lost.
+        options: see ``SideOptions``; ``methods`` are those that the server may call here.
     """
 
     def __init__(
@@ -56,12 +63,12 @@ class RpcClient(RpcSide):
         self._peer: Peer | None = None
         self._failure: TandemError = PeerLostError("rpc.call", "the client is not connected yet")
         self._settled = asyncio.Event()
-        """Clear while a lost session is being replaced."""
+        """Set except while a lost session is being replaced."""
         self._settled.set()
         self._renewal: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
-    # Life.
+    # Opening and closing.
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -77,7 +84,7 @@ class RpcClient(RpcSide):
 
     @property
     def epoch(self) -> int:
-        """Sessions attempted so far; that of the present session while connected."""
+        """Number of sessions attempted so far; while connected, that of the current session."""
         return self._epoch
 
     @property
@@ -87,14 +94,14 @@ class RpcClient(RpcSide):
 
     @property
     def silence_s(self) -> float:
-        """Seconds since something of the server was read; 0 without a session."""
+        """Seconds since the last message of the server was read; 0 without a session."""
         return 0.0 if self._peer is None else self._peer.silence_s
 
     @property
     def peer(self) -> Peer:
-        """The server, in the present session.
+        """The server, in the current session.
 
-        Raises: PeerLostError, or the error that ended all attempts, if there is no session.
+        Raises: PeerLostError if there is no session, or the error that ended all attempts.
         """
         peer = self._peer
         if peer is None:
@@ -102,9 +109,9 @@ class RpcClient(RpcSide):
         return peer
 
     async def connect(self) -> Peer:
-        """Open a session, trying again within ``connect_timeout_ms`` while there is no server.
+        """Open a session, with retries within ``connect_timeout_ms`` while no server answers.
 
-        Raises: PermissionDeniedError, UnsupportedError, ConflictError when refused, at once;
+        Raises: PermissionDeniedError, UnsupportedError, ConflictError at once when refused;
             PeerLostError or DeadlineError if no server was found in time.
         """
         if self._context is not None:
@@ -117,9 +124,9 @@ class RpcClient(RpcSide):
             raise
 
     async def wait_connected(self, timeout_s: float) -> Peer:
-        """Wait for the next session while reconnecting; return at once if there is one.
+        """Wait for the next session while reconnecting; return at once if there is a session.
 
-        Raises: DeadlineError; the refusal, if reconnecting has been given up.
+        Raises: DeadlineError; the refusal, if reconnecting was given up.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -132,7 +139,7 @@ class RpcClient(RpcSide):
         return self.peer
 
     async def aclose(self) -> None:
-        """End the session and stop reconnecting. Waits at most ``linger_ms``. Idempotent."""
+        """End the session and stop reconnecting, within ``linger_ms``. May be repeated."""
         context, self._context = self._context, None
         if context is None:
             return
@@ -148,7 +155,7 @@ class RpcClient(RpcSide):
                 self._peer.lose(PeerLostError("rpc.close", what), tell=True)
             await end_context(context)
 
-    # Speaking; see Peer.
+    # Calls and events; see Peer.
 
     async def call(
         self,
@@ -158,7 +165,7 @@ class RpcClient(RpcSide):
         *,
         timeout_s: float | None = None,
     ) -> T:
-        """Call a method of the server in the present session; see ``Peer.call``."""
+        """Call a method of the server in the current session; see ``Peer.call``."""
         return await self.peer.call(method, request, response_type, timeout_s=timeout_s)
 
     def begin_threadsafe(
@@ -178,7 +185,7 @@ class RpcClient(RpcSide):
     # Sessions.
 
     async def _open_session(self, budget_s: float | None) -> Peer:
-        """Try until a session stands, the budget is spent, or the server refuses."""
+        """Repeat attempts until a session is open, the budget is spent, or the server refuses."""
         loop = asyncio.get_running_loop()
         give_up_s = None if budget_s is None else loop.time() + budget_s
         pause_s = self._config.reconnect_initial_ms / 1e3
@@ -201,9 +208,11 @@ class RpcClient(RpcSide):
             if not isinstance(reason, DeadlineError):
                 refusal = reason
             elif refusal is not None:
-                # The last attempt has what little time is left: its silence tells less.
+                # Report the earlier refusal, since the last attempt had too little time left to get
+                # an answer.
                 reason = refusal
-            # Spread by up to half, so that the clients of a restarted server come one by one.
+            # Add up to half of the pause at random, so that the clients of a restarted server do
+            # not reconnect all at once.
             wait_s = pause_s * (1 + secrets.randbelow(500) / 1000)
             if give_up_s is not None and loop.time() + wait_s >= give_up_s:
                 raise reason
@@ -238,7 +247,7 @@ class RpcClient(RpcSide):
         try:
             await self._open_session(None)
         except TandemError as error:
-            # Refused by name: another attempt would be refused as well.
+            # The server has refused this client, and would refuse another attempt as well.
             self._failure = error
             self._settled.set()
             logger.exception("event=reconnect_given_up endpoint=%s", self.endpoint)

@@ -11,7 +11,7 @@ from tandem.core.errors import ConfigError
 __all__ = ["MAX_TIMEOUT_MS", "RpcConfig"]
 
 MAX_TIMEOUT_MS = 7 * 24 * 3600 * 1000
-"""Longest deadline of a call, so that also an abandoned call ends."""
+"""Longest deadline of a call in milliseconds, so that even an abandoned call ends."""
 
 
 class RpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class RpcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 200
 
     def __post_init__(self) -> None:
-        """Check bounds, and what they cannot say.
+        """Check bounds, and conditions that bounds cannot express.
 
         Raises: ConfigError if a bound is crossed, or two settings contradict each other.
         """

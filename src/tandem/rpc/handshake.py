@@ -1,4 +1,6 @@
-"""Agreement of both sides before the first call: identities, limits, and compatibility."""
+"""The handshake of a session: both sides exchange identities and limits, and check
+compatibility.
+"""
 
 import secrets
 from collections.abc import Callable
@@ -28,15 +30,15 @@ __all__ = [
 
 G = TypeVar("G", Hello, Welcome)
 CompatCheck = Callable[[Identity, Identity], None]
-"""``check(theirs, ours)`` raises a ``TandemError`` to refuse the peer; runs on both sides."""
+"""``check(theirs, ours)`` raises a ``TandemError`` to refuse a peer. Both sides run it."""
 
 
 def make_identity(name: str, role: str = "", compat: dict[str, str] | None = None) -> Identity:
-    """Return an identity with a new random ``instance_id``; make one for each start of a process.
+    """Return an identity with a new random ``instance_id``. Make one for each start of a process.
 
     Args:
         name: for people and logs.
-        role: what kind of process, e.g. ``server`` or ``instance``.
+        role: kind of the process, such as ``server`` or ``instance``.
         compat: facts that the other side compares with its own.
     """
     return Identity(
@@ -48,7 +50,7 @@ def make_identity(name: str, role: str = "", compat: dict[str, str] | None = Non
 
 
 def check_compat_equal(theirs: Identity, ours: Identity) -> None:
-    """Demand that every fact which both sides state is equal; facts of one side alone pass.
+    """Check that every fact which both sides state is equal. A fact of only one side passes.
 
     Raises: ConflictError naming the fact and both values.
     """
@@ -63,7 +65,7 @@ def check_compat_equal(theirs: Identity, ours: Identity) -> None:
 
 
 def make_limits(config: RpcConfig) -> Limits:
-    """Return what the other side must know of our configuration."""
+    """Return the limits of this side's configuration that the other side must respect."""
     return Limits(
         max_message_bytes=config.max_message_bytes,
         lease_ms=config.lease_ms,
@@ -75,13 +77,13 @@ def make_limits(config: RpcConfig) -> Limits:
 def make_greeting(
     kind: type[G], epoch: int, identity: Identity, config: RpcConfig, lane: LaneOffer | None
 ) -> G:
-    """Return our first message of a session."""
+    """Return this side's first message of a session."""
     limits = make_limits(config)
     return kind(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, epoch, identity, limits, lane=lane)
 
 
 def run_compat_check(check: CompatCheck, theirs: Identity, ours: Identity) -> None:
-    """Run a user's check; any exception refuses, not a ``TandemError`` alone.
+    """Run a user's compatibility check. Any exception refuses the peer.
 
     Raises: TandemError.
     """

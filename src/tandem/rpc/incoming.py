@@ -1,10 +1,9 @@
-"""Calls of the peer that we run, in the order in which it made them.
+"""Calls of the peer, whose handlers run here in the order in which the peer made the calls.
 
-They come by the socket and by the peer's lane, and have one order: that of their numbers. A call
-whose number is not the next waits for those before it; one that its caller has given up, or that
-was lost with the lane, is waited for no more. The table belongs to one session and dies with it.
-Every call leaves it exactly once: by its answer, by its deadline, by cancellation, or by the loss
-of the peer.
+Calls come by the socket and by the peer's lane, and begin in the order of their numbers. A call
+whose number is not the next is held back until those before it have come; a call that its caller
+gave up, or that was lost with the lane, is not waited for. The table belongs to one session. Every
+call leaves it exactly once: by its answer, its deadline, its cancellation, or the loss of the peer.
 """
 
 import asyncio
@@ -37,42 +36,42 @@ __all__ = ["IncomingCalls"]
 logger = logging.getLogger(__name__)
 
 Arrival = tuple[Call, LaneRequest | None]
-"""A call, and the request that brought it by the lane; None: it came by the socket."""
+"""A call with its lane request; None instead of the request if it came by the socket."""
 
 
 @dataclass(slots=True)
 class _Running:
-    """A call whose handler is a task."""
+    """A call whose handler runs in a task."""
 
     call: Call
     request: LaneRequest | None
     work: "Coroutine[Any, Any, Any] | None"
     is_kept: bool
-    """True if the task goes on when its caller is gone."""
+    """True if the task continues when its caller is gone."""
     task: "asyncio.Task[None]"
     timer: asyncio.TimerHandle
 
 
 class Caller(Protocol):
-    """Whoever calls: a ``Peer``."""
+    """The peer that makes the calls."""
 
     @property
     def name(self) -> str:
-        """Name that it gave itself."""
+        """The name by which the peer introduced itself."""
         ...
 
 
 class IncomingCalls:
-    """Calls of the peer.
+    """The running and held-back calls of one peer.
 
     Args:
         peer: passed to the handlers.
-        methods: what can be called.
-        wire: of the session.
-        max_calls: how many handlers may be alive; more are refused. A handler that ignores its
-            cancellation stays alive, and counts.
-        max_lane_bytes: of an answer by the lane.
-        counters: of the endpoint.
+        methods: the methods that can be called.
+        wire: sends frames in the session.
+        max_calls: limit of live handlers; more calls are refused. A handler that ignores its
+            cancellation is still live.
+        max_lane_bytes: limit of an answer by the lane.
+        counters: the endpoint's counters.
     """
 
     def __init__(
@@ -95,24 +94,26 @@ class IncomingCalls:
         self._open: dict[int, _Running] = {}
         self._alive: set[asyncio.Task[None]] = set()
         self._unbegun: set[int] = set()
-        """Calls whose task the loop has not run yet: no plain function may overtake them."""
+        """Ids of calls whose task has not started. A plain function must not overtake them."""
         self._last_number = 0
-        """Number of the last call that has begun, or will never."""
+        """Number of the last call that has begun or will never begin."""
         self._held: dict[int, Arrival | None] = {}
-        """By number: calls that wait for those before them; None: one that will not come."""
+        """Calls held back until those before them have come, by number; None for a call that will
+        not come.
+        """
         self._is_lane_over = False
 
     def __len__(self) -> int:
         return len(self._alive)
 
-    # Order.
+    # Order of calls.
 
     def take(self, call: Call, request: LaneRequest | None = None) -> None:
-        """Begin a call, or keep it until those before it have come.
+        """Begin a call, or hold it back until the calls before it have come.
 
         Args:
-            call: as it came.
-            request: what it came with by the lane; None: it came by the socket.
+            call: the call's frame.
+            request: the lane's request that brought the call; None if it came by the socket.
         """
         number = call.number
         if request is not None and (self._is_lane_over or 0 < number <= self._last_number):
@@ -130,15 +131,16 @@ class IncomingCalls:
                 self._begin_held()
 
     def end_lane(self) -> None:
-        """Note that the lane of the other side broke: nothing waits for what has not come by it.
+        """Note that the other side's lane is lost: calls that it has not delivered are not waited
+        for.
 
-        What comes by the socket alone comes in order.
+        Calls by the socket alone arrive in order.
         """
         self._is_lane_over = True
         self._begin_held()
 
     def _begin_held(self) -> None:
-        """Begin what waited, up to the next call that is still to come."""
+        """Begin the calls that were held back, up to the next one that has not come."""
         while self._held:
             number = min(self._held) if self._is_lane_over else self._last_number + 1
             if number not in self._held:
@@ -156,7 +158,7 @@ class IncomingCalls:
     # Running.
 
     def _start(self, call: Call, request: LaneRequest | None) -> None:
-        """Run the handler of ``call``, or answer at once why not."""
+        """Run the handler of ``call``, or answer with the error that prevents it."""
         try:
             method, argument = self._resolve(call)
         except TandemError as error:
@@ -189,9 +191,9 @@ class IncomingCalls:
         task.add_done_callback(self._alive.discard)
 
     def cancel(self, call_id: int) -> None:
-        """Stop the handler of a call that its caller has given up, or let it never begin.
+        """Stop the handler of a call that its caller gave up, or prevent it from beginning.
 
-        An id that has been answered already is ignored.
+        The id of an answered call is ignored.
         """
         if self._stop(call_id) is not None:
             self._counters.calls_cancelled += 1
@@ -200,7 +202,7 @@ class IncomingCalls:
             self._begin_held()
 
     def cancel_all(self) -> None:
-        """Stop every handler, without answers: the caller is gone."""
+        """Stop every handler without answers, because the peer is lost."""
         self._is_lane_over = True
         held, self._held = self._held, {}
         for arrival in held.values():
@@ -251,8 +253,8 @@ class IncomingCalls:
             elif work is None and asyncio.iscoroutine(response):
                 response = await response
         except asyncio.CancelledError:
-            # Ours was answered by whoever stopped it. One that the handler let through from
-            # something of its own must not leave the caller without an answer.
+            # A cancellation by ``_stop`` was answered there. A CancelledError from the handler's
+            # own work still needs an answer.
             if self._close(call_id):
                 error = CancelledError("rpc.call", f"{method.name!r} was cancelled there")
                 self._refuse(call, request, error)
@@ -264,7 +266,8 @@ class IncomingCalls:
                 self._answer(call, request, response)
 
     def _expire(self, call_id: int) -> None:
-        # Answered from here, not from the task: a handler may take long over its cancellation.
+        # Answer here instead of in the task, since a handler may be slow to end after its
+        # cancellation.
         running = self._stop(call_id)
         if running is not None:
             self._counters.calls_expired += 1
@@ -276,7 +279,7 @@ class IncomingCalls:
         running = self._close(call_id)
         if running is not None:
             if call_id in self._unbegun:
-                # Its task ends without a step.
+                # The task has not started, so that it ends without running.
                 self._unbegun.discard(call_id)
                 running.task.cancel()
                 if running.work is not None:
@@ -286,7 +289,7 @@ class IncomingCalls:
         return running
 
     def _close(self, call_id: int) -> "_Running | None":
-        """Take the call out of the table; None if it has been answered before."""
+        """Remove a call from the table; None if it was answered before."""
         running = self._open.pop(call_id, None)
         if running is not None:
             running.timer.cancel()
@@ -298,7 +301,7 @@ class IncomingCalls:
         try:
             self._send(Reply(call.call_id, as_body(response)), request)
         except ConfigError as error:
-            # The response has no wire form: the handler's bug, not the caller's.
+            # The response cannot be encoded: an error of the handler and not of the caller.
             what = f"the answer of {call.method!r} cannot be sent: {error.what}"
             self._answer_error(call, request, InternalError("rpc.call", what))
         except TandemError as error:
@@ -320,11 +323,13 @@ class IncomingCalls:
         try:
             self._send(make_fault(call.call_id, error), request)
         except TandemError as unsent:
-            # The peer is lost or about to be; its own side ends the call.
+            # The peer is lost or about to be, and its own side ends the call.
             logger.debug("event=fault_unsent peer=%s reason=%s", self._peer.name, unsent)
 
     def _send(self, frame: Reply | Fault, request: LaneRequest | None) -> None:
-        """Send an answer by its call's channel; one too long for the lane by the socket."""
+        """Send an answer by the channel of its call. An answer too long for the lane goes by the
+        socket.
+        """
         if request is None:
             self._wire.send(frame)
             return

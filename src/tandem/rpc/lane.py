@@ -1,11 +1,11 @@
 """Lanes: a faster channel for the calls of a session, beside its socket.
 
-A lane goes from one process to another, takes requests and brings an answer to each. What carries
-it belongs to a floor above (``tandem.transfer``); whoever opens an endpoint hands it in. The
-session stays that of the socket: it says who calls, and when a process is lost. Each side tells the
-other in its greeting where its lanes begin, and a random token that names the session there. A
-``Peer`` chooses the channel of each call; the other side begins them in the order in which
-they were made. See docs/design/transfer/rpc.md.
+A lane goes from one process to another, carries requests and brings an answer to each. Its
+transport belongs to a higher floor (``tandem.transfer``), and is passed in where an endpoint is
+opened. The socket's session still decides who the caller is and when a process is lost. In its
+greeting each side tells the other the address of its lanes, and a random token that names the
+session there. A ``Peer`` chooses the channel of each call, and the other side begins calls in the
+order in which they were made. See docs/design/transfer/rpc.md.
 """
 
 import secrets
@@ -20,56 +20,60 @@ __all__ = ["OPEN_TIMEOUT_S", "Lane", "LaneAnswer", "LaneRequest", "LaneRouter", 
 OPEN_TIMEOUT_S = 3.0
 TOKEN_BYTES = 16
 MAX_EARLY = 64
-"""Requests that are kept for a session that has begun for the other side alone."""
+"""Limit of requests that are kept for a session that has begun only on the other side."""
 
 
 class LaneAnswer(Protocol):
-    """The answer to a request, for whoever waits on a thread of its own."""
+    """The answer to a lane's request, for a thread that waits."""
 
     def wait(self, deadline_s: float) -> bytes:
-        """Wait at most so long from now. Raises: as ``Lane.begin``, and DeadlineError."""
+        """Wait for the answer, for ``deadline_s`` at most. Raises: as ``Lane.begin``, and
+        DeadlineError.
+        """
         ...
 
 
 class Lane(Protocol):
     """A channel to one process. Requests arrive in the order in which they were begun.
 
-    Every error says that this request was executed once or not at all; but CapacityError, of a
-    request that was not sent.
+    After any error the request was executed once or not at all; after a CapacityError it was not
+    sent.
     """
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of a request, and of its answer."""
+        """Limit in bytes of a request, and of its answer."""
         ...
 
     def begin(self, request: bytes) -> LaneAnswer:
-        """Send, from any thread. Raises: PeerLostError (the lane is over); CapacityError."""
+        """Send a request, from any thread. Raises: PeerLostError (the lane is lost);
+        CapacityError.
+        """
         ...
 
     def begin_async(self, request: bytes, timeout_s: float) -> Awaitable[bytes]:
-        """Send, on the loop, before it returns; what it returns waits for the answer.
+        """Send a request from the event loop, and return an awaitable of the answer.
 
-        Raises: as ``begin``, at once; when it is awaited PeerLostError and DeadlineError.
+        Raises: as ``begin``, at once; the awaitable raises PeerLostError and DeadlineError.
         """
         ...
 
     def close(self) -> None:
-        """Close it; calls in progress fail."""
+        """Close the lane. Running calls fail."""
         ...
 
 
 class LaneRequest(Protocol):
-    """A request that has come; one that is dropped without an answer is refused."""
+    """A request that arrived by a lane. If it is dropped without an answer, it is refused."""
 
     payload: bytes
 
     def reply(self, payload: bytes) -> bool:
-        """Answer, once; False if nobody waits for it any more."""
+        """Answer the request, once. Return False if nobody waits for the answer any more."""
         ...
 
     def fail(self, error: TandemError) -> bool:
-        """Refuse it: the lane is of no use to its sender."""
+        """Refuse the request with an error that makes its sender give up the lane."""
         ...
 
 
@@ -78,33 +82,36 @@ class Lanes(Protocol):
 
     @property
     def address(self) -> str:
-        """The address at which others open their lane to this process."""
+        """The address at which other processes open a lane to this one."""
         ...
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of a request, and of its answer."""
+        """Limit in bytes of a request, and of its answer."""
         ...
 
     def serve(self, handler: Callable[[list[LaneRequest]], None]) -> None:
-        """Give what comes to ``handler``, in order per lane, on the running loop."""
+        """Pass arriving requests to ``handler``, in order for each lane, on the running event
+        loop.
+        """
         ...
 
     def open(self, address: str, timeout_s: float) -> Awaitable[Lane]:
-        """Open one. Raises: a TandemError."""
+        """Open a lane to the process at an address. Raises: a TandemError."""
         ...
 
 
 Take = Callable[[bytes, LaneRequest], None]
-"""The session's handling of a frame that came by a lane, and the request that it answers."""
+"""The handler of a session for frames that came by a lane, with the request to answer."""
 
 
 class LaneRouter:
-    """Gives what comes by lanes to the sessions that it names. Shared by endpoints of one loop.
+    """Distributes arriving lane requests to the sessions that they name. Shared by the endpoints of
+    one event loop.
 
     Args:
-        lanes: of this process; borrowed.
-        accepts: whether others may open lanes to it; else it only opens some itself.
+        lanes: the process's lanes; borrowed.
+        accepts: False if this process only opens lanes and accepts none.
     """
 
     def __init__(self, lanes: Lanes, *, accepts: bool = True) -> None:
@@ -112,19 +119,20 @@ class LaneRouter:
         self._accepts = accepts
         self._sessions: dict[bytes, Take] = {}
         self._early: dict[bytes, list[LaneRequest]] = {}
-        """By token: of sessions that are offered, and have not begun here."""
+        """Requests for offered sessions that have not begun here, by token."""
         if accepts:
             lanes.serve(self._route)
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of an answer."""
+        """Limit in bytes of an answer."""
         return self._lanes.max_bytes
 
     def offer(self) -> LaneOffer | None:
-        """Return what tells the other side of a new session where to open lanes; None: nowhere.
+        """Return the lane address and a new token for the greeting of a session; None if no lanes
+        are accepted.
 
-        To be taken back by ``withdraw``, whatever becomes of the session.
+        Call ``withdraw`` when the session ends or fails.
         """
         if not self._accepts:
             return None
@@ -133,20 +141,20 @@ class LaneRouter:
         return LaneOffer(self._lanes.address, token)
 
     def begin(self, offer: LaneOffer, take: Take) -> None:
-        """Note that the session has begun: ``take`` gets what comes for it."""
+        """Note that a session has begun: ``take`` gets its requests."""
         self._sessions[offer.token] = take
         for request in self._early.pop(offer.token, ()):
             take(request.payload[TOKEN_BYTES:], request)
 
     def withdraw(self, offer: LaneOffer | None) -> None:
-        """Note that the session is over, or was none: what comes for it is refused."""
+        """Note that a session has ended or failed: its requests are refused."""
         if offer is not None:
             self._sessions.pop(offer.token, None)
             for request in self._early.pop(offer.token, ()):
                 _refuse(request)
 
     async def open(self, offer: LaneOffer) -> Lane:
-        """Open a lane to the other side. Raises: a TandemError."""
+        """Open a lane to the address that the other side offered. Raises: a TandemError."""
         return await self._lanes.open(offer.address, OPEN_TIMEOUT_S)
 
     def _route(self, requests: list[LaneRequest]) -> None:

@@ -1,14 +1,14 @@
-"""Leases of peers: pure arithmetic on times that the caller passes."""
+"""Leases of peers: arithmetic on times that the caller passes. Pure."""
 
 __all__ = ["Lease"]
 
 
 class Lease:
-    """Decides when a silent peer is lost and when we have been silent too long ourselves.
+    """Decides when a silent peer is lost, and when this side must send a heartbeat.
 
     Args:
-        lease_s: the peer is lost after this much silence.
-        beat_s: we say something at least this often.
+        lease_s: silence after which the peer is lost, seconds.
+        beat_s: longest silence of this side, seconds.
         now_s: time of the handshake, which counts as heard and said.
     """
 
@@ -23,24 +23,25 @@ class Lease:
 
     @property
     def check_interval_s(self) -> float:
-        """Seconds between two questions: half a beat, so that a beat is at most half an interval
-        late.
+        """Seconds between two checks: half of ``beat_s``, so that a heartbeat is late by half an
+        interval at most.
         """
         return self.beat_s / 2
 
     def note_heard(self, now_s: float) -> None:
-        """Something of the peer was read."""
+        """Note that a message of the peer was read."""
         self._heard_s = now_s
 
     def note_said(self, now_s: float) -> None:
-        """Something was sent to the peer."""
+        """Note that a message was sent to the peer."""
         self._said_s = now_s
 
     def note_look(self, now_s: float) -> None:
-        """All that has arrived was read, as is to be done every ``check_interval_s``.
+        """Note that all arrived messages were read, as must happen every ``check_interval_s``.
 
-        A look that comes more than half a lease late means that we were not scheduled, and often
-        that the whole machine stood still with its peers: that time does not count as silence.
+        If the call is late by more than half a lease, this process was not scheduled, and often the
+        whole machine and its peers stood still. The delay then does not count as silence of the
+        peer.
         """
         slept_s = now_s - self._looked_s - self.check_interval_s
         self._looked_s = now_s
@@ -48,13 +49,15 @@ class Lease:
             self._heard_s = min(now_s, self._heard_s + slept_s)
 
     def silence_s(self, now_s: float) -> float:
-        """Return for how long nothing of the peer was read, less what we slept through."""
+        """Return for how long no message of the peer was read, without the time that this process
+        slept.
+        """
         return now_s - self._heard_s
 
     def is_expired(self, now_s: float) -> bool:
-        """Return whether the peer has to be taken for lost."""
+        """Return True if the peer counts as lost."""
         return now_s - self._heard_s > self.lease_s
 
     def is_beat_due(self, now_s: float) -> bool:
-        """Return whether we should say something now."""
+        """Return True if a heartbeat must be sent now."""
         return now_s - self._said_s >= self.check_interval_s

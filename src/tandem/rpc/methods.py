@@ -1,6 +1,4 @@
-"""The methods of an endpoint for its peers: named methods with types, and one listener of
-events.
-"""
+"""The methods that an endpoint offers to its peers, and the listener of their events."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
@@ -19,23 +17,23 @@ Res = TypeVar("Res")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The result of a handler whose work goes on when its caller has gone.
+    """The result of a handler whose work continues when its caller has disconnected.
 
-    Nobody but the loop cancels it once it has begun.
+    Once it has begun, only the end of the event loop cancels it.
     """
 
     work: Coroutine[Any, Any, Any]
 
 
 Handler = Callable[[Any, Req], Awaitable[Res]] | Callable[[Any, Req], Res | Awaitable[Res] | Kept]
-"""Takes the ``Peer`` that calls and the request."""
+"""A handler: takes the calling ``Peer`` and the request."""
 EventCallback = Callable[[Any, Any], None]
-"""Takes the ``Peer`` that pushed and the event."""
+"""An event callback: takes the ``Peer`` that sent the event, and the event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A registered handler and how to read its request."""
+    """A registered method: its handler, and the decoder of its request."""
 
     name: str
     handler: Callable[..., Any]
@@ -44,10 +42,10 @@ class Method:
 
 
 class MethodTable:
-    """The methods and the event listener of one endpoint; shared by all its peers.
+    """The methods and the event listener of one endpoint, shared by all its peers.
 
-    Filled before the endpoint opens. Handlers run on the endpoint's loop: a plain function must
-    be quick, since it holds up every peer; anything that waits is ``async``.
+    Filled before the endpoint opens. Handlers run on the endpoint's event loop. A plain function
+    must be quick, since it delays every peer; a handler that waits is ``async``.
     """
 
     def __init__(self) -> None:
@@ -62,16 +60,16 @@ class MethodTable:
         request_type: type[Req],
         response_type: type[Res],
     ) -> None:
-        """Serve calls of ``name``.
+        """Register the handler of a method.
 
         Args:
             name: unique in this table.
-            handler: ``(peer, request) -> response``, async or not; a plain function that finds that
-                it has to wait may return a coroutine, or ``Kept``, in place of the response.
-            request_type: what the body must decode to; also a union or a builtin generic.
-            response_type: what the handler returns; checked to be a type msgpack can carry.
+            handler: ``(peer, request) -> response``, async or not. A plain function that finds that
+                it must wait may return a coroutine, or ``Kept``, in place of the response.
+            request_type: the type that the body decodes to; also a union or a builtin generic.
+            response_type: the type that the handler returns; msgpack must be able to encode it.
 
-        Raises: ConflictError if the name is taken; ConfigError if msgspec cannot carry a type.
+        Raises: ConflictError if the name is taken; ConfigError if msgspec cannot encode a type.
         """
         if name in self._methods:
             raise ConflictError("rpc.register", f"method {name!r} is registered twice", field=name)
@@ -83,10 +81,10 @@ class MethodTable:
         self._methods[name] = Method(name, handler, decoder, is_async)
 
     def listen(self, callback: EventCallback, event_type: Any) -> None:
-        """Give every event of every peer to ``callback(peer, event)``, in order per peer.
+        """Pass every event of every peer to ``callback(peer, event)``, in order for each peer.
 
         Args:
-            callback: plain function, quick, on the endpoint's loop.
+            callback: plain function, quick, called on the endpoint's event loop.
             event_type: a struct with a tag, or a union of such.
 
         Raises: ConflictError if there is a listener already; ConfigError for a wrong type.
@@ -97,11 +95,11 @@ class MethodTable:
         self.event_callback = callback
 
     def find(self, name: str) -> Method | None:
-        """Return the method of that name, if there is one."""
+        """Return the method with a name; None without one."""
         return self._methods.get(name)
 
     def list_names(self) -> list[str]:
-        """Return all names, sorted."""
+        """Return the names of all methods, sorted."""
         return sorted(self._methods)
 
 

@@ -1,11 +1,11 @@
-"""Calls that this side makes: they go by the socket or by a lane, and wait for their answer.
+"""Calls that this side makes, by the socket or by a lane, until they have their answers.
 
-The table belongs to one session and dies with it. Calls have one order, that of their numbers,
-whichever way they go. Every call leaves the table exactly once: by its answer, by its deadline, by
-cancellation, or by the loss of the peer. The deadline is watched on both sides, so that neither
-waits for, nor works for, a side that has gone; a call that is given up is cancelled there.
+The table belongs to one session. Calls are numbered in one order, whichever channel they take.
+Every call leaves the table exactly once: by its answer, its deadline, its cancellation, or the loss
+of the peer. Both sides watch the deadline, so that neither waits or works for a side that has gone.
+A call that is given up here is cancelled on the other side.
 
-Threads: all on the endpoint's loop, except ``begin_threadsafe`` and what it returns.
+Threads: all on the endpoint's event loop, except ``begin_threadsafe`` and its result.
 """
 
 import asyncio
@@ -50,42 +50,44 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Answered = TypeVar("Answered", covariant=True)
 Waiting = TypeVar("Waiting")
-"""The lane's side of a call: a ``LaneAnswer`` for a thread, an awaitable for the loop."""
+"""The lane's side of a call: a ``LaneAnswer`` for a thread, an awaitable for the event loop."""
 Answer = asyncio.Future[Reply | Fault]
-"""An answer by the socket: of a call by the socket, or one too long for the lane."""
+"""The future of an answer by the socket: the answer of a call by the socket, or one too long for
+the lane.
+"""
 LOOP_GRACE_S = 1.0
-"""By how much the loop may be late with the end of a call that it makes for a thread."""
+"""Seconds that the event loop may be late with the end of a call made for a thread."""
 
 
 class BegunCall(Protocol[Answered]):
     """A call that a thread has begun; see ``Peer.begin_threadsafe``."""
 
     def wait(self, timeout_s: float) -> Answered:
-        """Wait for the answer, at most so long from now. Raises: as ``Peer.call``."""
+        """Wait for the answer, for ``timeout_s`` at most. Raises: as ``Peer.call``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The part of a session that calls need."""
+    """The functions of a session that its calls use."""
 
     peer_name: str
     encode: Callable[[Frame], bytes]
-    """Raises: CapacityError, ConfigError."""
+    """Encodes a frame. Raises: CapacityError, ConfigError."""
     send: Callable[[Frame], None]
-    """By the socket. Raises: a TandemError."""
+    """Sends a frame by the socket. Raises: a TandemError."""
     end_lane: Callable[[], None]
-    """Tells the other side that our lane broke; from any thread."""
+    """Tells the other side that this side's lane is lost. Callable from any thread."""
     get_loss: Callable[[], TandemError | None]
-    """Why the session has ended; None: it has not."""
+    """Returns the error that ended the session; None while it lasts."""
 
 
 class OutgoingCalls:
-    """Calls made to the peer.
+    """The unanswered calls of this side to one peer.
 
     Args:
-        wire: of the session.
-        max_calls: how many may be open at a time.
+        wire: sends frames in the session.
+        max_calls: limit of unanswered calls.
     """
 
     def __init__(self, wire: Wire, max_calls: int) -> None:
@@ -93,7 +95,9 @@ class OutgoingCalls:
         self._max_calls = max_calls
         self._loop = asyncio.get_running_loop()
         self._order = threading.RLock()
-        """Calls get their numbers and leave in the same order."""
+        """Held while a call is numbered and sent, so that calls are sent in the order of their
+        numbers.
+        """
         self._next_id = 1  # 0 marks the fault of a one-way message
         self._lane: Lane | None = None
         self._token = b""
@@ -104,16 +108,16 @@ class OutgoingCalls:
 
     @property
     def has_lane(self) -> bool:
-        """True if calls go by a lane where they can."""
+        """True if calls use a lane when they fit."""
         return self._lane is not None
 
     def use_lane(self, lane: Lane, offer: LaneOffer) -> None:
-        """Let calls go by ``lane`` from now on, which is ours to close."""
+        """Send calls by ``lane`` from now on. This object closes it."""
         self._token = offer.token
         self._lane = lane
 
     def lose_lane(self, lane: Lane | None, reason: TandemError) -> None:
-        """Close the lane, if it is still the one in use: calls go by the socket from now on."""
+        """Close the lane if it is still in use. Calls go by the socket from now on."""
         with self._order:
             if lane is None or self._lane is not lane:
                 return
@@ -123,14 +127,17 @@ class OutgoingCalls:
         self._wire.end_lane()
 
     def fail_all(self, make: Callable[[], TandemError]) -> None:
-        """End every open call, each with an error of its own (tracebacks are not shared)."""
+        """End every unanswered call, each with its own error, since a shared one would mix
+        tracebacks.
+        """
         with self._order:
             lane, self._lane = self._lane, None
         for call_id in list(self._open):
             answer = self._open.pop(call_id, None)
             if answer is not None and not answer.done():
                 answer.set_exception(make())
-                answer.exception()  # A caller that waits by the lane never asks for it.
+                # Mark it as retrieved: a caller that waits by the lane does not.
+                answer.exception()
         if lane is not None:
             lane.close()
 
@@ -139,7 +146,7 @@ class OutgoingCalls:
     def begin(
         self, method: str, request: object, response_type: type[T], timeout_s: float
     ) -> Coroutine[Any, Any, T]:
-        """Send a call; what it returns waits for the answer. See ``Peer.begin``."""
+        """Send a call, and return a coroutine that waits for the answer. See ``Peer.begin``."""
         make = self._prepare(method, request, timeout_s)
         sent = self._send_by_lane(make, lambda lane, data: lane.begin_async(data, timeout_s))
         if sent is None:
@@ -149,12 +156,12 @@ class OutgoingCalls:
     def begin_threadsafe(
         self, method: str, request: object, response_type: type[T], timeout_s: float
     ) -> BegunCall[T]:
-        """Send a call from any thread but the loop's; see ``Peer.begin_threadsafe``."""
+        """Send a call from any thread but the event loop's; see ``Peer.begin_threadsafe``."""
         make = self._prepare(method, request, timeout_s)
         sent = self._send_by_lane(make, lambda lane, data: lane.begin(data))
         if sent is not None:
             return _LaneCall(self, sent, method, response_type)
-        # The socket is the loop's.
+        # Only the event loop may use the socket.
         return self.run_on_loop(self._call(method, request, response_type, timeout_s), method)
 
     async def _call(
@@ -163,7 +170,7 @@ class OutgoingCalls:
         return await self.begin(method, request, response_type, timeout_s)
 
     def _prepare(self, method: str, request: object, timeout_s: float) -> Callable[[int], Call]:
-        """Return what makes the frame of a call by its number, which is also its id."""
+        """Return a function that makes the call's frame from its number, which is also its id."""
         timeout_ms = _check_timeout(method, timeout_s)
         if len(self._open) >= self._max_calls:
             raise CapacityError(
@@ -176,7 +183,7 @@ class OutgoingCalls:
     def _send_by_lane(
         self, make: Callable[[int], Call], begin: Callable[[Lane, bytes], Waiting]
     ) -> "_Sent[Waiting] | None":
-        """Send by the lane; None if this call cannot."""
+        """Send a call by the lane; None if it cannot go there."""
         with self._order:
             lane, call_id = self._lane, self._next_id
             if lane is None:
@@ -241,7 +248,7 @@ class OutgoingCalls:
             answer.set_exception(TimeoutError())
 
     def run_on_loop(self, work: Coroutine[Any, Any, T], method: str) -> "_LoopCall[T]":
-        """Have the loop carry out what a thread waits for."""
+        """Run a coroutine on the event loop, for a thread that waits for its result."""
         try:
             return _LoopCall(asyncio.run_coroutine_threadsafe(work, self._loop), method)
         except RuntimeError:
@@ -251,29 +258,32 @@ class OutgoingCalls:
     def wait_long(
         self, sent: "_Sent[Any]", method: str, response_type: type[T], timeout_s: float
     ) -> T:
-        """Wait, in a thread, for an answer too long for the lane."""
+        """Wait in a thread for an answer that is too long for the lane."""
         by_socket: _Sent[Awaitable[bytes]] = _Sent(sent.call_id, sent.answer, None, None)
         work = self._wait(by_socket, method, response_type, timeout_s)
         return self.run_on_loop(work, method).wait(timeout_s + LOOP_GRACE_S)
 
     def take_answer(self, frame: Reply | Fault) -> None:
-        """Give the waiting caller its answer by the socket; one who has left gets nothing."""
+        """Pass an answer that came by the socket to its caller, if that still waits."""
         answer = self._open.pop(frame.call_id, None)
         if answer is not None and not answer.done():
             answer.set_result(frame)
 
     def end(self, call_id: int, *, is_answered: bool) -> None:
-        """Note that nobody waits for it any more; the other side is told if it has not answered.
+        """Note that nobody waits for a call any more. If it has no answer, cancel it on the other
+        side.
 
-        On the loop. A call by the lane may not have come there: nothing must wait for it.
+        Called on the event loop. A call by the lane may not have arrived: the cancellation keeps
+        the other side from waiting for its number.
         """
         if self._open.pop(call_id, None) is not None and not is_answered:
             self._cancel_there(call_id)
 
     def end_threadsafe(self, call_id: int, *, is_answered: bool) -> None:
-        """Do as ``end``, in any thread, and inside any lock: it takes none.
+        """End a call like ``end``, from any thread and within any lock, since it takes no lock.
 
-        The garbage collector may end a call at any moment, also in a thread that sends another.
+        The garbage collector may end a call at any moment, even in a thread that is sending
+        another.
         """
         if self._open.pop(call_id, None) is not None and not is_answered:
             with contextlib.suppress(RuntimeError):  # The loop has ended.
@@ -283,7 +293,7 @@ class OutgoingCalls:
         try:
             self._wire.send(Cancel(call_id))
         except TandemError as error:
-            # The peer is going or reads nothing: it cannot be told, and its own timer ends it.
+            # The peer is being lost, or reads nothing. Its own timer ends the call.
             logger.debug("event=cancel_unsent peer=%s reason=%s", self._wire.peer_name, error)
 
     def describe_late(self, method: str, timeout_s: float) -> DeadlineError:
@@ -307,17 +317,19 @@ class OutgoingCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Sent(Generic[Waiting]):
-    """A call that has left: by a lane, or by the socket."""
+    """A call that was sent by a lane or by the socket."""
 
     call_id: int
     answer: Answer
     lane: Lane | None
     waiting: Waiting | None
-    """For the answer by the lane; empty if it comes by the socket, being too long."""
+    """The wait for the answer by the lane. An empty answer means that the answer comes by the
+    socket, being too long.
+    """
 
 
 class _LaneCall(Generic[T]):
-    """By a lane, for a thread; whoever drops it has given it up."""
+    """A call by a lane, for a thread. Dropping the object cancels the call."""
 
     def __init__(
         self,
@@ -355,7 +367,7 @@ class _LaneCall(Generic[T]):
 
 
 class _LoopCall(Generic[T]):
-    """By the socket, for a thread."""
+    """A call by the socket, for a thread."""
 
     def __init__(self, calling: "concurrent.futures.Future[T]", method: str) -> None:
         self._calling = calling
@@ -376,7 +388,7 @@ class _LoopCall(Generic[T]):
 
 
 def read_answer(answer: Reply | Fault | bytes, method: str, response_type: type[T]) -> T:
-    """Return what an answer says. Raises: what it says; CorruptionError."""
+    """Return the decoded answer. Raises: the error in the answer; CorruptionError."""
     frame = decode_frame(answer) if isinstance(answer, bytes) else answer
     if isinstance(frame, Fault):
         raise make_error(frame.code, frame.where, frame.what, frame.field)

@@ -1,11 +1,11 @@
-"""One session with one peer, seen alike from both sides.
+"""One session with one peer, alike on both sides.
 
-A ``Peer`` is a handle for exactly one session. When the session ends, the
-handle is lost for good, all that waits on it fails with ``PeerLostError``, and a new session is a
-new handle with another epoch: nothing said to an old one can reach its successor.
+A ``Peer`` stands for exactly one session. When the session ends, the object is lost for good, and
+all that waits on it fails with ``PeerLostError``. A new session is a new object with another epoch,
+so that no message to an old session can reach a new one.
 
-Threads: all on the endpoint's loop, except ``push_threadsafe``, ``begin_threadsafe`` and
-the read-only properties.
+Threads: all on the endpoint's event loop, except ``push_threadsafe``, ``begin_threadsafe`` and the
+read-only properties.
 """
 
 import asyncio
@@ -65,25 +65,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PeerContext:
-    """The part that all sessions of an endpoint share."""
+    """The parts of an endpoint that all its sessions share."""
 
     config: RpcConfig
     methods: MethodTable
     counters: RpcCounters
     clock: Clock
     lanes: LaneRouter | None = None
-    """None: all goes by the socket."""
+    """Lanes of the process; None to send all by the socket."""
 
 
 class Peer:
     """The other side of one session.
 
     Args:
-        greeting: what the peer said of itself, and asked us to respect.
+        greeting: the peer's first message: its identity, and the limits to respect.
         transport: borrowed; the endpoint owns it.
         context: of the endpoint.
-        our_lane: what we told the peer of our lanes; to be withdrawn by this, which ends later.
-        on_lost: called once when the session has ended, with the reason.
+        our_lane: the lane offer sent to the peer; withdrawn when the session ends.
+        on_lost: called once with the reason when the session has ended.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Peer:
         config, limits = context.config, greeting.limits
         self.identity = greeting.identity
         self.epoch = greeting.epoch
-        """Number of this session in the life of the client, from 1."""
+        """Number of this session in the client's life, from 1."""
         self._transport = transport
         self._context = context
         self._on_lost = on_lost
@@ -107,7 +107,8 @@ class Peer:
         self._max_message_bytes = min(config.max_message_bytes, limits.max_message_bytes)
         self._window = SendWindow(count_window(config), config.max_pending_bytes)
         self._ledger = ReadLedger(limits.window_messages, limits.window_bytes)
-        # A third of the peer's lease: two beats may be late before we are taken for lost.
+        # Send heartbeats at a third of the peer's lease, so that two may be late before the peer
+        # counts this side as lost.
         beat_ms = min(config.heartbeat_interval_ms, limits.lease_ms / 3)
         self._lease = Lease(config.lease_ms / 1e3, beat_ms / 1e3, context.clock.now_s())
         wire = Wire(
@@ -154,7 +155,7 @@ class Peer:
 
     @property
     def instance_id(self) -> str:
-        """Random for each start of the peer's process."""
+        """Random id of the peer's process, new for each start."""
         return self.identity.instance_id
 
     @property
@@ -164,17 +165,17 @@ class Peer:
 
     @property
     def has_lane(self) -> bool:
-        """True if calls to the peer go by a lane, where they can; for tests and logs."""
+        """True if calls to the peer use a lane when they fit; for tests and logs."""
         return self._outgoing.has_lane
 
     @property
     def pending_messages(self) -> int:
-        """Messages the peer has not read yet, as far as it has told."""
+        """Number of messages that the peer has not acknowledged as read."""
         return self._window.unread_messages
 
     @property
     def running_calls(self) -> int:
-        """Calls of the peer whose handlers are alive here."""
+        """Number of the peer's calls whose handlers are live here."""
         return len(self._incoming)
 
     def __repr__(self) -> str:
@@ -191,24 +192,24 @@ class Peer:
     ) -> T:
         """Call ``method`` on the other side and wait for its answer.
 
-        Cancelling the waiting task cancels the handler over there.
+        Cancelling the waiting task cancels the handler on the other side. Calls begin there in the
+        order in which they are made here, whether they go by the socket or by a lane.
 
         Args:
             method: name under which the other side registered it.
             request: anything that decodes to the registered request type.
-            response_type: what the answer must decode to.
+            response_type: the type that the answer must decode to.
             timeout_s: deadline; None takes ``default_timeout_ms``. It is sent along.
 
-        Calls begin there in the order in which they are made here, whichever lane they take.
-
         Returns: the decoded answer.
-        Raises: DeadlineError when the deadline passes, here or there, or the answer is lost with
-            the lane that was to bring it: executed once or not at all; PeerLostError when the
-            session ends first (an unanswered call may or may not have been executed);
-            UnsupportedError for an unknown method; CapacityError when too much is under way or
-            the request is too large; ConfigError if the request does not fit its type;
-            CorruptionError if the answer does not; else what the handler raised, if it was a
-            ``TandemError``, or InternalError.
+        Raises: DeadlineError when the deadline passes on either side, or the answer is lost with
+            its
+            lane: executed once or not at all; PeerLostError when the session ends first (an
+                unanswered
+            call may or may not have been executed); UnsupportedError for an unknown method;
+            CapacityError when too many calls are open or the request is too large; ConfigError if
+            the request does not fit its type; CorruptionError if the answer does not; else the
+            handler's error, if it was a ``TandemError``, or InternalError.
         """
         return await self.begin(method, request, response_type, timeout_s=timeout_s)
 
@@ -220,9 +221,10 @@ class Peer:
         *,
         timeout_s: float | None = None,
     ) -> Coroutine[Any, Any, T]:
-        """Do as ``call``, but it has left when this returns; the answer is to be awaited.
+        """Send a call before returning, and return a coroutine that waits for the answer, as
+        ``call`` does.
 
-        Raises: as ``call``, what is known before there is an answer.
+        Raises: as ``call``, the errors that are known before the answer.
         """
         if timeout_s is None:
             timeout_s = self._context.config.default_timeout_ms / 1e3
@@ -231,22 +233,23 @@ class Peer:
     def begin_threadsafe(
         self, method: str, request: object, response_type: type[T], *, timeout_s: float
     ) -> BegunCall[T]:
-        """Begin a call from any thread but the loop's, to wait for its answer there, or never.
+        """Begin a call from any thread but the event loop's. The thread may wait for its answer, or
+        drop it.
 
-        With a lane, no loop of this process is woken. Raises: as ``call``.
+        With a lane, no event loop of this process is woken. Raises: as ``call``.
         """
         self._raise_if_lost()
         return self._outgoing.begin_threadsafe(method, request, response_type, timeout_s)
 
     def push(self, event: msgspec.Struct) -> None:
-        """Send a one-way event. Events of one thread arrive in order; there is no answer.
+        """Send a one-way event. Events of one thread arrive in order.
 
         Args:
             event: a tagged struct of the union that the other side listens for.
 
         Raises: PeerLostError if the session has ended; CapacityError if the peer has left too
-            much unread: it is then dropped, since a gap in its events would go unseen; also for
-            an event over the size limit, which ends no session.
+            much unread: the peer is then dropped, since a gap in its events would go unnoticed;
+            also for an event over the size limit, which ends no session.
         """
         self._raise_if_lost()
         data = self._encode(Event(as_body(event)))
@@ -256,10 +259,10 @@ class Peer:
         self._transmit(data)
 
     def push_threadsafe(self, event: msgspec.Struct) -> None:
-        """Like ``push``, from any thread; encoded in the calling thread.
+        """Send a one-way event from any thread, encoded in that thread; otherwise like ``push``.
 
-        Wakes the loop once for all that is pushed until it gets to run. Raises as ``push``; a
-        peer that is lost between this and the sending loses the event, as on any wire.
+        Wakes the event loop once for all events pushed until the loop runs. Raises as ``push``. If
+        the peer is lost before the event is sent, the event is lost, as on any wire.
         """
         self._raise_if_lost()
         data = self._encode(Event(as_body(event)))
@@ -271,12 +274,12 @@ class Peer:
             self._call_soon_threadsafe(self._flush_outbox)
 
     def close(self) -> None:
-        """End the session; the other side gets a ``PeerLostError`` that says so. Idempotent."""
+        """End the session and tell the peer so, which sees a ``PeerLostError``. May be repeated."""
         what = f"session with {self.name} was closed by this side"
         self.lose(PeerLostError("rpc.close", what), tell=True)
 
     def receive(self, data: bytes) -> None:
-        """Take one frame of the peer; called by the endpoint."""
+        """Process one frame of the peer; called by the endpoint."""
         self._lease.note_heard(self._context.clock.now_s())
         frame, is_counted = None, True
         try:
@@ -311,9 +314,10 @@ class Peer:
         logger.warning("event=frame_refused peer=%s reason=%s", self.name, error)
 
     def lose(self, error: TandemError, *, tell: bool) -> None:
-        """End the session because of ``error``, and all that waits on it; ``tell`` the peer why.
+        """End the session because of ``error``, and fail all that waits on it. ``tell`` sends the
+        reason to the peer.
 
-        Idempotent.
+        May be repeated.
         """
         if self._lost is not None:
             return
@@ -335,13 +339,16 @@ class Peer:
     # Sending.
 
     def _send(self, frame: Frame) -> None:
-        """Encode and send a counted frame. An error ends the session if the frame is an answer."""
+        """Encode and send a frame that counts in the window. If it is an answer, failure to send it
+        ends the session.
+        """
         self._raise_if_lost()
         data = self._encode(frame)
         if not self._window.admit(len(data)):
             error = self._describe_overflow()
             if isinstance(frame, Reply | Fault):
-                # No caller here waits for an answer that cannot be sent; the peer does.
+                # No caller on this side waits for this error, while the peer waits for the answer.
+                # End the session, so that the peer's call fails.
                 self._overflow(error)
             raise error
         self._transmit(data)
@@ -366,7 +373,7 @@ class Peer:
         return data
 
     def _transmit(self, data: bytes) -> None:
-        self._raise_if_lost()  # Encoding or flushing before this may have found it so.
+        self._raise_if_lost()  # Encoding or flushing may have found the peer lost.
         self._transport.transmit(data)
         self._lease.note_said(self._context.clock.now_s())
 
@@ -399,15 +406,16 @@ class Peer:
     def _flush_outbox(self) -> None:
         with self._outbox_lock:
             batch, self._outbox = self._outbox, []
-        # Their pushers have been told that events are sent; the loss is told by callback.
+        # The threads that pushed these events were told that they are sent; a loss is reported by
+        # ``on_peer_lost``.
         self._transmit_all(batch)
 
     def _send_uncounted(self, frame: Beat | LaneEnd) -> bool:
-        """Send what no window holds back: others wait for it."""
+        """Send a frame that no window holds back, since the peer's progress depends on it."""
         return self._transmit_all([encode_frame(frame)])
 
     def _transmit_all(self, batch: Sequence[bytes]) -> bool:
-        """Send what nobody here waits for; a full socket ends the session."""
+        """Send frames that no caller waits for. A full socket ends the session."""
         try:
             for data in batch:
                 self._transmit(data)
@@ -501,13 +509,15 @@ class Peer:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since something of the peer was read; it is lost after a lease of them."""
+        """Seconds since the last message of the peer was read. The peer is lost after ``lease_ms``
+        of silence.
+        """
         return self._lease.silence_s(self._context.clock.now_s())
 
     def _check_lease(self) -> None:
-        # What has arrived counts as heard, however long *we* were not scheduled: a process that
-        # was stopped for longer than the lease must not blame its peers for it. Nor where nothing
-        # has: they may have been stopped as well, and wake a moment later.
+        # Read what has arrived before judging the silence, however long this process was not
+        # scheduled: a process that was stopped for longer than the lease must not count its peers
+        # as lost. ``note_look`` also excuses peers that may have been stopped with it.
         if self._lease.is_expired(self._context.clock.now_s()):
             self._transport.drain()
         if self.is_lost:

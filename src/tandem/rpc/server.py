@@ -1,4 +1,4 @@
-"""The side that binds: admits clients and keeps one ``Peer`` for each."""
+"""The binding side of a control channel: admits clients, and keeps one ``Peer`` for each."""
 
 import contextlib
 import logging
@@ -48,10 +48,10 @@ NO_DESCRIPTOR = -1
 
 
 class RpcServer(RpcSide):
-    """Serves methods and events on one endpoint. An async context manager.
+    """A server of methods and events on one endpoint. An async context manager.
 
-    Register methods and callbacks first, then enter; all of it runs on the loop it was entered
-    on, and so do handlers and callbacks.
+    Register methods and callbacks before entering. Handlers and callbacks run on the event loop
+    that entered the server.
 
     Args:
         endpoint: ``ipc:///absolute/path`` or ``tcp://host:port`` (port 0: any free one).
@@ -75,13 +75,13 @@ class RpcServer(RpcSide):
         request_type: type[Req],
         response_type: type[Res],
     ) -> None:
-        """Serve calls of ``name``; see ``MethodTable.register``."""
+        """Register the handler of a method; see ``MethodTable.register``."""
         self._methods.register(name, handler, request_type, response_type)
 
     def method(
         self, name: str, request_type: type[Req], response_type: type[Res]
     ) -> Callable[[Handler[Req, Res]], Handler[Req, Res]]:
-        """Return a decorator that registers its function under ``name``."""
+        """Return a decorator that registers its function as the handler of a method."""
 
         def decorate(handler: Handler[Req, Res]) -> Handler[Req, Res]:
             self.register(name, handler, request_type, response_type)
@@ -89,7 +89,7 @@ class RpcServer(RpcSide):
 
         return decorate
 
-    # Life.
+    # Opening and closing.
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -100,7 +100,7 @@ class RpcServer(RpcSide):
 
     @property
     def endpoint(self) -> str:
-        """The address bound, with the port that was chosen; as given before ``start``."""
+        """The bound address, with the chosen port; before ``start`` the address as given."""
         return self._bound_url or self.address.url
 
     @property
@@ -109,7 +109,7 @@ class RpcServer(RpcSide):
         return list(self._peers.values())
 
     def start(self) -> None:
-        """Bind and serve.
+        """Bind the address and serve.
 
         Raises: PermissionDeniedError or ConfigError if ``auth`` does not fit the endpoint;
             ConflictError if the address is served already.
@@ -131,7 +131,7 @@ class RpcServer(RpcSide):
         logger.info("event=rpc_bound endpoint=%s auth=%r", self.endpoint, self.auth)
 
     async def aclose(self) -> None:
-        """End all sessions and free the address. Waits at most ``linger_ms``. Idempotent."""
+        """End all sessions and free the address, within ``linger_ms``. May be repeated."""
         if not self._is_open:
             return
         self._is_open = False
@@ -143,7 +143,7 @@ class RpcServer(RpcSide):
         logger.info("event=rpc_closed endpoint=%s", self.endpoint)
 
     def end_sessions(self, reason: TandemError) -> None:
-        """End all sessions and tell the clients why; new ones are admitted as before."""
+        """End all sessions and tell the clients why. New sessions are still admitted."""
         for peer in self.peers:
             peer.lose(reason, tell=True)
 
@@ -164,7 +164,8 @@ class RpcServer(RpcSide):
         url, host = self.address.url, self.address.host
         if not self.address.is_local_socket:
             if ":" in host:
-                # Only then: with it, an IPv4 address would be bound, and told, as a mapped one.
+                # Set only for IPv6: with this option an IPv4 address would be bound and reported as
+                # an IPv4-mapped one.
                 self._socket.setsockopt(zmq.IPV6, 1)
                 host = f"[{host}]"
             url = f"tcp://{host}:{self.address.port or '*'}"
@@ -186,7 +187,7 @@ class RpcServer(RpcSide):
         if peer is not None:
             data = receive_frame(self._socket)
         else:
-            # Only a frame object knows its descriptor, and only a hello needs it.
+            # Read a hello as a frame object, which alone has the connection's descriptor.
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             data, descriptor = frame.bytes, _find_descriptor(frame)
             while self._socket.getsockopt(zmq.RCVMORE):
@@ -201,12 +202,14 @@ class RpcServer(RpcSide):
             self._greet(routing_id, data, descriptor)
 
     def _greet(self, routing_id: bytes, data: bytes, descriptor: int) -> None:
-        # What the monitor has to say about this descriptor so far is about its former owners.
+        # Process the monitor's pending events, which concern earlier connections with the same
+        # descriptor.
         self._monitor.drain()
         try:
             greeting = decode_greeting(data)
             if isinstance(greeting, Bye):
-                return  # of a client that found us incompatible, or of a session dropped before
+                # From a client that found this server incompatible, or from a dropped session.
+                return
             if not isinstance(greeting, Hello):
                 self.counters.frames_without_session += 1
                 raise PeerLostError("rpc.session", "no session on this connection: connect again")
@@ -217,7 +220,9 @@ class RpcServer(RpcSide):
         self._admit(routing_id, greeting, descriptor)
 
     def _check_admission(self, hello: Hello) -> None:
-        """Refuse a client that does not fit; a second session replaces an older one."""
+        """Refuse a client that is incompatible or one too many. A newer session of a client
+        replaces its older one.
+        """
         for peer in self.peers:
             if peer.instance_id != hello.identity.instance_id:
                 continue
@@ -279,17 +284,18 @@ class RpcServer(RpcSide):
         routing_id = self._by_descriptor.pop(value, None)
         if routing_id is None or routing_id not in self._peers:
             return
-        self._pump.drain()  # Frames that it sent before it ended still count.
+        self._pump.drain()  # Frames sent before the connection ended still count.
         peer = self._peers.get(routing_id)
         if peer is not None:
             error = PeerLostError("rpc.session", f"connection to {peer.name} is gone")
             peer.lose(error, tell=False)
 
     def _shed(self, descriptor: int) -> None:
-        """End a connection that takes one of the last descriptors; its client tries again."""
+        """Close a connection that takes one of the last file descriptors. Its client retries."""
         shut(descriptor)
         self.counters.connections_shed += 1
-        if self.counters.connections_shed.bit_count() == 1:  # A few lines for any number of them.
+        # Log few lines for any number of connections.
+        if self.counters.connections_shed.bit_count() == 1:
             logger.warning(
                 "event=connections_shed count=%d reason=few descriptors left, raise RLIMIT_NOFILE",
                 self.counters.connections_shed,
@@ -297,9 +303,9 @@ class RpcServer(RpcSide):
 
 
 def _find_descriptor(frame: zmq.Frame) -> int:
-    """Return the descriptor of the connection a frame came by, as the monitor names it.
+    """Return the descriptor of the connection that a frame came by, as the monitor names it.
 
-    Without one (ZeroMQ calls the option deprecated) a dead peer is found by its lease alone.
+    If ZeroMQ lacks the option, which it calls deprecated, a dead peer is noticed only by its lease.
     """
     try:
         return int(frame.get(zmq.MessageOption.SRCFD))

@@ -33,7 +33,9 @@ LossCallback = Callable[[Peer, TandemError], None]
 
 
 class HandshakeDroppedError(PermissionDeniedError):
-    """The server closed in mid-handshake: a wrong secret, or a server that died just then."""
+    """The server closed the connection during the handshake: because of a wrong secret, or because
+    it died.
+    """
 
 
 class ClientSession:
@@ -41,10 +43,10 @@ class ClientSession:
 
     Args:
         side: the client.
-        context: borrowed.
+        context: ZeroMQ's context; borrowed.
         epoch: number of this session, from 1.
-        on_open: called once when the session begins, before anything else of it is delivered.
-        on_lost: called once if the session had begun and has ended.
+        on_open: called once when the session begins, before any of its messages is delivered.
+        on_lost: called once when the session has ended, if it had begun.
     """
 
     def __init__(
@@ -71,10 +73,10 @@ class ClientSession:
         self._transport = Connection(self._socket, self._pump, self._url, on_close=self._close)
 
     async def open(self, timeout_s: float) -> Peer:
-        """Connect and shake hands; closes the session if that fails.
+        """Connect and shake hands. Closes the session if that fails.
 
-        Raises: PeerLostError if there is no server; PermissionDeniedError if we are not trusted;
-            UnsupportedError, ConflictError or another refusal by either side;
+        Raises: PeerLostError if there is no server; PermissionDeniedError if this client is not
+            trusted; UnsupportedError, ConflictError or another refusal by either side;
             DeadlineError if there is no answer in time.
         """
         try:
@@ -102,9 +104,10 @@ class ClientSession:
         self._transport.transmit(encode_frame(hello))
 
     def end(self, error: TandemError, *, tell: bool) -> None:
-        """End the session, or the attempt, because of ``error``; ``tell`` the server why.
+        """End the session or the attempt because of ``error``. ``tell`` sends the reason to the
+        server.
 
-        Idempotent.
+        May be repeated.
         """
         if self._peer is not None:
             self._peer.lose(error, tell=tell)
@@ -113,11 +116,11 @@ class ClientSession:
                 self._transport.say_bye(error)
             if not self._greeted.done():
                 self._greeted.set_exception(error)
-                self._greeted.exception()  # The waiter may be gone: nothing to log.
+                self._greeted.exception()  # Mark it as retrieved: the waiter may be gone.
             self._close()
 
     def _close(self) -> None:
-        """Give the socket back. Idempotent."""
+        """Close the socket and withdraw the lane offer. May be repeated."""
         if not self._socket.closed:
             if self._side.peer_context.lanes is not None:
                 self._side.peer_context.lanes.withdraw(self._our_lane)
@@ -164,11 +167,13 @@ class ClientSession:
     def _note_connection(self, event: int, value: int) -> None:
         error = self._describe(event, value)
         if error is not None:
-            self._pump.drain()  # What the server said before it went still counts.
+            self._pump.drain()  # Messages sent before the connection ended still count.
             self.end(error, tell=False)
 
     def _describe(self, event: int, value: int) -> TandemError | None:
-        """Return what an event of the connection means, if it is its end."""
+        """Return the error that a connection event means; None unless the event is the connection's
+        end.
+        """
         url = self._url
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             what = f"{url} refused our key (ZAP {value}): check the secret"

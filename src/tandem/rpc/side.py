@@ -1,4 +1,4 @@
-"""The part that both sides of the control channel share: a name, methods, limits, callbacks."""
+"""The part that both sides of a control channel share: identity, methods, limits, callbacks."""
 
 import logging
 from collections.abc import Callable
@@ -22,26 +22,26 @@ logger = logging.getLogger(__name__)
 
 
 class SideOptions(TypedDict, total=False):
-    """The arguments that both sides take."""
+    """The arguments that ``RpcServer`` and ``RpcClient`` have in common."""
 
     identity: Required[Identity]
-    """Names this process; see ``make_identity``."""
+    """The name of this process; see ``make_identity``."""
     auth: Required[Auth]
-    """Decides which peers are trusted, and proves us; must fit the endpoint."""
+    """The credentials of this side, and the check of peers; must fit the endpoint."""
     config: RpcConfig | None
-    """Limits and intervals; None: the defaults."""
+    """Limits and intervals; None for the defaults."""
     methods: MethodTable | None
-    """Methods for peers, and the listener of their events; None: an empty table of its own."""
+    """Methods for peers, and the listener of their events; None for an empty table."""
     check_compat: CompatCheck
     """Accepts or refuses each peer by its handshake."""
     clock: Clock | None
-    """Clock of the leases."""
+    """Clock of the leases; None for the monotonic one."""
     lanes: LaneRouter | None
-    """Lanes of this process, for calls beside the socket; borrowed. None: there are none."""
+    """Lanes of this process for calls beside the socket; borrowed. None for no lanes."""
 
 
 class RpcSide:
-    """One side of the channel.
+    """One side of a control channel: the base of ``RpcServer`` and ``RpcClient``.
 
     Args:
         endpoint: ``ipc:///absolute/path`` or ``tcp://host:port``.
@@ -68,15 +68,15 @@ class RpcSide:
         self._on_peer_lost: Callable[[Peer, TandemError], None] | None = None
 
     def on_event(self, callback: EventCallback, event_type: Any) -> None:
-        """Give the events of all peers to ``callback``; see ``MethodTable.listen``."""
+        """Pass the events of all peers to ``callback``; see ``MethodTable.listen``."""
         self._methods.listen(callback, event_type)
 
     def on_peer(self, callback: Callable[[Peer], None]) -> None:
-        """Call ``callback(peer)`` when a session begins, the first and every later one."""
+        """Have ``callback(peer)`` called whenever a session begins."""
         self._on_peer = callback
 
     def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
-        """Call ``callback(peer, error)`` once when a session ends, by either side."""
+        """Have ``callback(peer, error)`` called once when a session ends, by either side."""
         self._on_peer_lost = callback
 
     def _note_joined(self, peer: Peer) -> None:

@@ -1,8 +1,9 @@
-"""Flow control to one peer: the sender's window and the reader's ledger.
+"""Flow control towards one peer: the sender's window and the reader's ledger.
 
-ZeroMQ bounds its queues by messages, not bytes, and hides how much of them the peer has read.
-So each side counts what it has read and tells it now and then; what was sent and not yet told as
-read is *unread*, wherever it waits (our queue, the kernel, theirs), and that is what is bounded.
+ZeroMQ limits its queues by messages instead of bytes, and does not show how much the peer has read.
+So each side counts what it has read and reports the totals now and then. Messages that were sent
+and not yet reported as read are *unread*, in whatever queue they wait, and their number and bytes
+are limited.
 """
 
 import threading
@@ -14,16 +15,18 @@ __all__ = ["ReadLedger", "SendWindow", "count_window"]
 
 
 def count_window(config: RpcConfig) -> int:
-    """Messages that may be unread: twice ``max_pending_per_peer``.
+    """Return the limit of unread messages: twice ``max_pending_per_peer``.
 
-    So the answers of all the calls that one peer may have running fit beside as many events or
-    refusals; with the same limit for both, answering the last of them could lose the peer.
+    The answers to all calls that one peer may have running then fit beside as many events or
+    refusals. With one limit for both, sending the last answer could lose the peer.
     """
     return 2 * config.max_pending_per_peer
 
 
 class SendWindow:
-    """Counts what the peer has not yet read. Thread-safe: events are pushed from any thread."""
+    """Counts the messages that the peer has not read. Thread-safe, since any thread may push
+    events.
+    """
 
     def __init__(self, max_messages: int, max_bytes: int) -> None:
         self.max_messages = max_messages
@@ -36,16 +39,18 @@ class SendWindow:
 
     @property
     def unread_messages(self) -> int:
-        """Messages sent and not yet told as read."""
+        """Number of messages sent and not reported as read."""
         return self._sent_messages - self._read_messages
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes sent and not yet told as read."""
+        """Bytes sent and not reported as read."""
         return self._sent_bytes - self._read_bytes
 
     def admit(self, size_bytes: int) -> bool:
-        """Count one message as sent; return False, counting nothing, if it does not fit."""
+        """Count one message as sent. If it does not fit in the window, return False without
+        counting it.
+        """
         with self._lock:
             if self.unread_messages >= self.max_messages:
                 return False
@@ -56,9 +61,9 @@ class SendWindow:
             return True
 
     def acknowledge(self, messages_read: int, bytes_read: int) -> None:
-        """Take the peer's totals; older ones than known are ignored.
+        """Record the totals that the peer reports as read. Totals below known ones are ignored.
 
-        Raises: CorruptionError if the peer claims to have read what was never sent.
+        Raises: CorruptionError if the peer reports more than was sent.
         """
         with self._lock:
             if messages_read > self._sent_messages or bytes_read > self._sent_bytes:
@@ -72,12 +77,13 @@ class SendWindow:
 
 
 class ReadLedger:
-    """Counts what was read of a peer and says when the peer should be told.
+    """Counts what was read from a peer, and decides when to report the totals.
 
     Args:
-        window_messages: the sender's window; told at a quarter of it, so that a reader who keeps
-            up never lets it fill, at the price of four beats a window.
-        window_bytes: likewise, in bytes.
+        window_messages: the sender's window. A report is due after a quarter of it, so that a
+            reader who keeps up never lets the window fill, at the price of four reports for each
+            window.
+        window_bytes: the same window in bytes.
     """
 
     __slots__ = (
@@ -98,7 +104,7 @@ class ReadLedger:
         self._told_bytes = 0
 
     def note_read(self, size_bytes: int) -> bool:
-        """Count one message; return whether the peer should be told now."""
+        """Count one message as read. Return True if a report to the peer is due."""
         self.messages += 1
         self.bytes += size_bytes
         return (
@@ -107,6 +113,6 @@ class ReadLedger:
         )
 
     def note_told(self) -> None:
-        """Note that the present totals were sent to the peer."""
+        """Note that the current totals were reported to the peer."""
         self._told_messages = self.messages
         self._told_bytes = self.bytes

@@ -1,7 +1,7 @@
-"""Moves bytes between the registered memory of processes and files: local, shm, cma, tcp, file.
+"""Moves bytes between registered memory of processes and files: local, shm, cma, tcp, file.
 
-``TransferEngine`` offers memory and reaches that of others; a ``Segment`` is such a process, a
-``FileSegment`` a file; a ``Batch`` of ``Transfer`` is the work. See
+A ``TransferEngine`` offers its memory to others and reaches theirs; a ``Segment`` is the memory of
+a process, a ``FileSegment`` a file; a ``Batch`` of ``Transfer`` objects is submitted. See
 docs/design/transfer/transfer.md and transfer_wire.md. Importing this package or its ``config`` does
 not load the extension; the first use of any other name does.
 """
@@ -64,7 +64,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load what a name of ``__all__`` means when it is first used."""
+    """Import the module of a public name when the name is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

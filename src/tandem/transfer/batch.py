@@ -1,4 +1,4 @@
-"""Transfers submitted together, and their end."""
+"""Transfers that are submitted together, and the wait for their end."""
 
 import asyncio
 import os
@@ -16,24 +16,24 @@ __all__ = ["Batch", "Op", "PreparedBatch", "Transfer", "TransferStatus"]
 
 
 class Op(IntEnum):
-    """The direction of the bytes, seen from this process."""
+    """The direction of a transfer, seen from this process."""
 
     READ = 0
     """From the segment into the local buffer."""
     WRITE = 1
-    """From the local buffer into the segment; done when the peer has the bytes."""
+    """From the local buffer into the segment. It ends when the peer has the bytes."""
 
 
 class Transfer:
-    """One range to move.
+    """One range of bytes to move.
 
     Args:
         op: direction.
         local: a buffer registered with the submitting engine.
         segment: an opened segment of that engine, or its ``local_segment``.
-        offset: where in the segment's address space: ``RemoteBuffer.offset`` plus a distance.
+        offset: address in the segment: ``RemoteBuffer.offset`` plus a distance.
         length: bytes; 0 is allowed and moves nothing.
-        local_offset: where in the local buffer.
+        local_offset: offset in the local buffer.
     """
 
     __slots__ = ("length", "local", "local_offset", "offset", "op", "segment")
@@ -57,8 +57,9 @@ class Transfer:
 
 
 Range = tuple[Buffer, int, int, int]
-"""One range of a segment and the local bytes that go with it: a buffer registered with the
-submitting engine, where in it, where in the segment's address space, and how many bytes."""
+"""One range to move: (buffer registered with the submitting engine, offset in that buffer, address
+in the segment, bytes).
+"""
 
 
 class TransferStatus(msgspec.Struct, frozen=True):
@@ -69,23 +70,23 @@ class TransferStatus(msgspec.Struct, frozen=True):
 
     @property
     def is_done(self) -> bool:
-        """True if all its bytes have arrived."""
+        """True if all bytes of the transfer have arrived."""
         return self.bytes_done == self.length
 
 
 class Submitter(Protocol):
-    """Carrier of batches: a ``TransferEngine``."""
+    """The part of ``TransferEngine`` that batches use."""
 
     def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float | None) -> CoreBatch:
-        """Begin to move prepared ranges."""
+        """Start to move prepared ranges."""
         ...
 
 
 class PreparedBatch:
-    """Transfers that are submitted again and again; made by ``TransferEngine.prepare``.
+    """Transfers that are submitted repeatedly; made by ``TransferEngine.prepare``.
 
-    Preparing looks at each transfer once; a submission then costs a fraction of a microsecond a
-    transfer. A buffer or segment that was unregistered or closed since fails the submission.
+    Preparing checks each transfer once; a submission then costs a fraction of a microsecond for
+    each transfer. A submission fails if a buffer or segment was unregistered or closed since.
     """
 
     def __init__(
@@ -99,10 +100,10 @@ class PreparedBatch:
         return len(self._lengths)
 
     def submit(self, *, deadline_s: float | None = None) -> "Batch":
-        """Begin to move all ranges; returns at once.
+        """Start to move all ranges; returns without waiting.
 
         Args:
-            deadline_s: from now; None = ``deadline_ms`` of the configuration.
+            deadline_s: seconds from now; None for ``deadline_ms`` of the configuration.
 
         Raises: as ``TransferEngine.submit``.
         """
@@ -113,9 +114,9 @@ class PreparedBatch:
 class Batch:
     """A submitted batch. It ends once: with success, or with the first error.
 
-    Once ``wait``, ``cancel`` or an ``await`` has returned or raised, no byte
-    of a local buffer is touched any more. What a failed WRITE left in the segment is undefined, but
-    nothing that this process submits later, to whatever engine, is overwritten by it.
+    After ``wait``, ``cancel`` or an ``await`` has returned or raised, no byte of a local buffer is
+    touched any more. The segment's bytes after a failed WRITE are undefined, but the WRITE
+    overwrites nothing that this process submits later, by any engine.
     """
 
     def __init__(self, engine: Submitter, core: CoreBatch, lengths: Sequence[int]) -> None:
@@ -128,11 +129,11 @@ class Batch:
 
     @property
     def is_finished(self) -> bool:
-        """True if it has ended, well or not."""
+        """True if the batch has ended, with success or an error."""
         return self._core.is_finished
 
     def status(self, index: int) -> TransferStatus:
-        """Return how far transfer ``index`` is.
+        """Return the progress of transfer ``index``.
 
         Raises: NotFoundError.
         """
@@ -143,27 +144,30 @@ class Batch:
         """Wait for the end, blocking, without the GIL.
 
         Args:
-            deadline_s: from now; None = the batch's own. When it passes the batch is ended.
+            deadline_s: seconds from now; None for the batch's own deadline. The batch ends when it
+                passes.
 
         Raises: DeadlineError; PeerLostError; CancelledError; NotFoundError, PermissionDeniedError
             or ConfigError if the peer refused a range; UnsupportedError if no allowed transport
-            reaches; ConflictError in a forked child.
+            reaches it; ConflictError in a forked child.
         """
         self._core.wait(deadline_s)
 
     def cancel(self) -> None:
-        """End it with CancelledError, unless it has ended. Takes microseconds."""
+        """End the batch with CancelledError, unless it has ended. Takes microseconds."""
         self._core.cancel()
 
     def __await__(self) -> Generator[Any, None, None]:
-        """Wait without blocking the loop; raises as ``wait``. A cancelled await cancels it."""
+        """Wait without blocking the event loop; raises as ``wait``. Cancelling the await cancels
+        the batch.
+        """
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> None:
         if not self._core.is_finished:
             loop = asyncio.get_running_loop()
             ended: asyncio.Future[None] = loop.create_future()
-            # A copy each, so that several may await the same batch.
+            # Duplicate the descriptor for each waiter, so that several may await the same batch.
             descriptor = os.dup(self._core.completion_fd())
             loop.add_reader(descriptor, lambda: ended.done() or ended.set_result(None))
             try:

@@ -1,4 +1,4 @@
-"""Registered memory of this process, and what a peer's registered memory looks like from here."""
+"""Registered memory of this process, and the description of a peer's registered memory."""
 
 from typing import Any, Protocol, Self
 
@@ -13,38 +13,37 @@ __all__ = ["Buffer", "RemoteBuffer"]
 
 
 class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True):
-    """A buffer that a segment offers to us."""
+    """A buffer that a peer's segment offers."""
 
     name: str
     offset: int
-    """The place at which it begins in the segment's address space. Never given to another buffer
-    again."""
+    """Address at which the buffer begins in the segment. Never reused for another buffer."""
     length: int
     location: str
     can_read: bool
     can_write: bool
     is_shared: bool
-    """Its memory can be mapped by processes of the same user on its host."""
+    """True if processes of the same user on the same host can map the memory."""
 
 
 class Registry(Protocol):
-    """Registrar of memory: a ``TransferEngine``."""
+    """The part of ``TransferEngine`` that buffers use."""
 
     @property
     def is_closed(self) -> bool:
-        """True if nothing is registered any more."""
+        """True if the engine is closed and nothing is registered."""
         ...
 
     def unregister(self, buffer: "Buffer") -> None:
-        """Take memory back."""
+        """End the registration of a buffer."""
         ...
 
 
 class Buffer:
-    """Memory of this process that transfers may touch; made by an engine, never directly.
+    """Memory of this process that transfers may read and write; made by an engine.
 
     The memory stays alive while the buffer is registered, even if the caller drops it. A context
-    manager: leaving it unregisters, unless that was done before.
+    manager: leaving it unregisters the buffer, unless it is unregistered already.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Buffer:
         location: str,
     ) -> None:
         self.offset = offset
-        """The place at which it begins in our segment's address space; tell it to peers."""
+        """Address at which the buffer begins in this process's segment; to be told to peers."""
         self.length = memory.size_bytes
         self.name = name
         self.location = location
@@ -76,33 +75,38 @@ class Buffer:
             self._engine.unregister(self)
 
     def _release(self) -> None:
-        """Drop the reference to the caller's object; allocated memory stays with its views."""
+        """Drop the reference to the caller's object. Allocated memory stays alive with its
+        views.
+        """
         self._is_registered = False
         if isinstance(self._memory, HostMemory):
             self._memory = None
 
     @property
     def is_registered(self) -> bool:
-        """True if transfers may still name it."""
+        """True if transfers may still use the buffer."""
         return self._is_registered and not self._engine.is_closed
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes from the start that may be touched: all, unless ``allocate`` was told otherwise."""
+        """Bytes from the start that may be touched: all, unless ``allocate`` was given
+        ``reserved_bytes``.
+        """
         memory = self._memory
         return memory.reserved_bytes if isinstance(memory, SharedArray) else self.length
 
     def reserve(self, end_bytes: int) -> None:
-        """Take the first ``end_bytes`` of allocated memory from the machine; nothing is given back.
+        """Reserve the first ``end_bytes`` of allocated memory. Reserved memory is never given back.
 
         Raises: UnsupportedError (registered memory); ConfigError (beyond the end); CapacityError
-            (the machine has not that much).
+            (the machine has too little memory).
         """
         self._require_allocated().reserve(end_bytes)
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """The bytes of allocated memory, writable, no copy; outlives the buffer and the engine.
+        """The bytes of allocated memory, writable, without a copy. The array may outlive buffer and
+        engine.
 
         Raises: UnsupportedError for registered memory: use the object that was registered.
         """
@@ -117,14 +121,14 @@ class Buffer:
 
 
 def wrap_memory(memory: Any) -> HostMemory:
-    """Take the bytes of an array, tensor or buffer, without a copy.
+    """Return the bytes of an array, tensor or buffer, without a copy.
 
     Raises: UnsupportedError (not host memory); ShapeError (not contiguous).
     """
     try:
         return HostMemory(memory)
     except UnsupportedError:
-        # Buffers of items that DLPack cannot name (bool, records) are bytes all the same.
+        # DLPack has no name for some item types (bool, records); take such buffers as bytes.
         try:
             view = memoryview(memory)
         except TypeError:

@@ -1,8 +1,8 @@
-"""Calls: small requests that a peer's handler answers, for where a round trip is the cost.
+"""Calls: small requests that a peer's handler answers, when the round-trip time dominates.
 
-Owns the Python side of both ends: the thread or the event loop that hands calls to the handler in
-batches, and the futures of calls that asyncio awaits. Queues, deadlines and the wire are native. A
-call that was answered was executed exactly once; one that failed was executed once or not at all.
+The Python side of both ends: the thread or event loop that passes calls to the handler in batches,
+and the futures of awaited calls. Queues, deadlines and the wire are native. A call with an answer
+was executed exactly once; a failed one was executed once or not at all.
 """
 
 import asyncio
@@ -37,19 +37,20 @@ __all__ = [
 ]
 
 MAX_CALL_BYTES = 1 << 20
-"""Largest request, and largest answer; more bytes are a transfer."""
+"""Limit in bytes of a request, and of an answer. Larger data is moved by transfers."""
 
 LOOK_GAP_S = 0.01
-"""Between two looks for awaited calls that have had their time."""
+"""Seconds between two checks for awaited calls whose deadline has passed."""
 
 logger = logging.getLogger(__name__)
 
 
 class Call:
-    """A peer's call, as its handler sees it.
+    """A peer's call, as its handler receives it.
 
-    One that is dropped without an answer is refused with InternalError, so that no caller waits in
-    vain. ``peer`` is how the caller named itself: any holder of the secret may use any name.
+    If it is dropped without an answer, it is refused with InternalError, so that its caller does
+    not wait. ``peer`` is the name that the caller gave itself: any holder of the secret may use any
+    name.
     """
 
     __slots__ = ("_core", "payload", "peer")
@@ -60,7 +61,8 @@ class Call:
         self.payload = core.payload
 
     def reply(self, payload: bytes) -> bool:
-        """Answer, from any thread; False if it was answered before or its caller is gone.
+        """Answer the call, from any thread. Return False if it was answered before or its caller is
+        gone.
 
         Raises: ConfigError (more than MAX_CALL_BYTES).
         """
@@ -73,22 +75,24 @@ class Call:
         return self._core.answer(payload)
 
     def fail(self, error: TandemError) -> bool:
-        """Let the caller see an error, from any thread; False as for ``reply``."""
+        """Answer the call with an error, from any thread. Return False as ``reply`` does."""
         return self._core.answer(_describe(error))
 
 
 CallHandler = Callable[[list[Call]], Sequence[bytes | TandemError | None]]
-"""Takes the calls that have come, in order per peer, and gives an answer for each: bytes, an error,
-or None for one that it keeps and answers later. An exception is every caller's error."""
+"""A handler: takes the calls that have arrived, in order for each peer, and returns an answer for
+each: bytes, an error, or None for a call that it answers later. An exception is the error of all
+callers.
+"""
 
 
 def start_serving(core: TransferCore, handler: CallHandler) -> threading.Thread:
-    """Hand calls to the handler on a thread of their own, until the engine is closed.
+    """Pass calls to the handler on a new thread, until the engine is closed.
 
-    Raises: ConflictError (there is a handler already, the engine is closed).
+    Raises: ConflictError (there is a handler already, or the engine is closed).
     """
     core.serve_calls()
-    # A daemon: a handler that hangs must not keep the process from ending.
+    # A daemon thread, since a handler that hangs must not keep the process from ending.
     thread = threading.Thread(target=_serve, args=(core, handler), name="tandem-calls", daemon=True)
     thread.start()
     return thread
@@ -97,7 +101,7 @@ def start_serving(core: TransferCore, handler: CallHandler) -> threading.Thread:
 def _serve(core: TransferCore, handler: CallHandler) -> None:
     while (taken := core.wait_calls()) is not None:
         answers = _handle(handler, [Call(core_call) for core_call in taken])
-        # What the handler dropped must be answered now, not after the next call.
+        # Delete the calls now, so that those the handler dropped are refused before the next wait.
         del taken
         answer_calls(answers)
         del answers
@@ -106,12 +110,12 @@ def _serve(core: TransferCore, handler: CallHandler) -> None:
 def serve_on_loop(
     core: TransferCore, handler: CallHandler, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """Hand calls to the handler on an event loop, until the engine is closed.
+    """Pass calls to the handler on an event loop, until the engine is closed.
 
     Args:
         core: of the engine.
         handler: see ``CallHandler``.
-        loop: the loop of the calling thread.
+        loop: the event loop of the calling thread.
 
     Raises: as ``start_serving``.
     """
@@ -120,7 +124,7 @@ def serve_on_loop(
 
 
 class _LoopServer:
-    """Takes calls on an event loop; the loop holds it."""
+    """Serves calls on an event loop, which holds the only reference to this object."""
 
     def __init__(
         self, source: CallSource, handler: CallHandler, loop: asyncio.AbstractEventLoop
@@ -130,7 +134,7 @@ class _LoopServer:
         self._loop = loop
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start to serve."""
         self._loop.add_reader(self._source.fileno(), self._serve)
         if isinstance(self._loop, PollingLoop):
             self._loop.add_source(self._source)
@@ -178,18 +182,22 @@ def _describe(error: TandemError) -> tuple[str, str, str]:
 
 
 class _LoopCalls:
-    """The calls that one event loop awaits; holds no reference to the loop."""
+    """The calls that one event loop awaits. Holds no reference to the loop, which is its key in a
+    weak dictionary.
+    """
 
     def __init__(self) -> None:
         self.inbox = CallInbox()
         self.waiting: dict[int, _Waiting] = {}
         self._tags = itertools.count(1)
         self._looks_at_s = math.inf
-        """The moment at which the loop looks for calls that have had their time."""
+        """Time at which the event loop next checks for calls whose deadline has passed; infinity
+        without calls.
+        """
         self._timer: weakref.ref[asyncio.TimerHandle] | None = None
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have the loop look after them, from now on."""
+        """Have the event loop wake the calls that end, from now on."""
         loop.add_reader(self.inbox.fileno(), self.wake)
 
     def wake(self) -> None:
@@ -200,10 +208,13 @@ class _LoopCalls:
                 waiting.ended.set_result(None)
 
     def wait(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> "tuple[int, _Waiting]":
-        """Return the tag of a new call, and what ends with it, or ``deadline_s`` from now."""
+        """Return the tag of a new call, and its future, which ends with the call or after
+        ``deadline_s``.
+        """
         tag, until_s = next(self._tags), loop.time() + deadline_s
         waiting = self.waiting[tag] = _Waiting(loop.create_future(), until_s)
-        # A timer for each call would cost more than the rest of this.
+        # One timer serves all calls, since one for each would cost more than the rest of this
+        # function.
         if until_s < self._looks_at_s:
             self._look_at(until_s, loop)
         return tag, waiting
@@ -216,13 +227,14 @@ class _LoopCalls:
         self._timer = weakref.ref(loop.call_at(when_s, self._expire, loop))
 
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End the calls that have had their time, and look again when the next one has."""
+        """End the calls whose deadline has passed, and set the timer for the next deadline."""
         now_s = loop.time()
         late = [waiting.ended for waiting in self.waiting.values() if waiting.until_s <= now_s]
         next_s = min((w.until_s for w in self.waiting.values() if w.until_s > now_s), default=None)
         self._looks_at_s, self._timer = math.inf, None
         if next_s is not None:
-            # Many peers that hang must not have all calls looked at for each of them.
+            # Wait at least ``LOOK_GAP_S``, so that many hanging peers do not cause a pass over all
+            # calls for each of them.
             self._look_at(max(next_s, now_s + LOOK_GAP_S), loop)
         for ended in late:
             if not ended.done():
@@ -232,7 +244,7 @@ class _LoopCalls:
 
 
 class _Waiting(NamedTuple):
-    """A call that asyncio awaits."""
+    """A call that a coroutine awaits: its future and its deadline."""
 
     ended: asyncio.Future[None]
     until_s: float
@@ -244,7 +256,9 @@ _loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopCalls]" = (
 
 
 class PendingCall:
-    """A call that was begun; made by ``TransferEngine.begin_call``."""
+    """A call that was begun and whose answer a thread may wait for; made by
+    ``TransferEngine.begin_call``.
+    """
 
     __slots__ = ("_core",)
 
@@ -252,9 +266,9 @@ class PendingCall:
         self._core = core
 
     def wait(self, deadline_s: float) -> bytes:
-        """Wait for the answer, without the GIL; at most so long from now.
+        """Wait for the answer without the GIL, for ``deadline_s`` at most.
 
-        Raises: as ``TransferEngine.call``; ConflictError once it has returned or raised.
+        Raises: as ``TransferEngine.call``; ConflictError if it has returned or raised before.
         """
         return self._core.wait(deadline_s)
 
@@ -271,7 +285,7 @@ class AwaitedCall:
         self._waiting = waiting
 
     async def wait(self) -> bytes:
-        """Wait for the answer, once. Cancelling it abandons the call.
+        """Wait for the answer, once. Cancelling the wait abandons the call.
 
         Raises: as ``TransferEngine.call``.
         """
@@ -289,7 +303,7 @@ class AwaitedCall:
 def begin_awaited(
     core: TransferCore, segment_id: int, payload: bytes, deadline_s: float
 ) -> AwaitedCall:
-    """Send a call from the running loop, without blocking it.
+    """Send a call from the running event loop, without blocking it.
 
     Raises: as ``TransferEngine.begin_call``.
     """

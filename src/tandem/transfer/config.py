@@ -11,7 +11,9 @@ from tandem.core.errors import ConfigError
 __all__ = ["MIN_SECRET_BYTES", "PeerTransportName", "TransferConfig", "TransportName"]
 
 MIN_SECRET_BYTES = 16
-"""An observed proof can be attacked offline, so the secret must not be guessable."""
+"""Least length of a secret in bytes: an observed proof can be attacked offline, so the secret must
+not be guessable.
+"""
 
 PeerTransportName = Literal["local", "shm", "cma", "tcp"]
 """The transports between processes, best first."""
@@ -19,7 +21,9 @@ TransportName = Literal["local", "shm", "cma", "tcp", "file"]
 
 
 class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings by which a process offers its memory and reaches that of others."""
+    """Settings of the transfer engine: how a process offers its memory, and reaches that of
+    others.
+    """
 
     name: Annotated[
         str, Meta(max_length=200, description="Name told to peers; empty = host and process id.")
@@ -130,13 +134,13 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "auto"
 
     def __repr__(self) -> str:
-        """Show the settings without the secret: configurations end up in logs."""
+        """Show the settings without the secret, since configurations appear in logs."""
         shown = {name: getattr(self, name) for name in self.__struct_fields__}
         shown["secret"] = None if self.secret is None else "***"
         return f"TransferConfig({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
 
     def __post_init__(self) -> None:
-        """Check bounds, and what they cannot say.
+        """Check bounds, and conditions that bounds cannot express.
 
         Raises: ConfigError.
         """

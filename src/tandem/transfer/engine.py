@@ -1,8 +1,9 @@
-"""The transfer engine of a process: moves bytes between registered memory here and elsewhere.
+"""The transfer engine of a process: moves bytes between registered memory of processes.
 
-This is the Python face; threads, sockets and copies are native (``native/transfer``). Every call
-may come from any thread and releases the GIL while it waits. After a fork the engine belongs to
-the parent: in the child every call raises ConflictError; make a new engine there.
+This is the Python interface; threads, sockets and copies are native (``native/transfer``). Every
+call may come from any thread and releases the GIL while it waits. After a fork the engine belongs
+to the parent
+process: in the child every call raises ConflictError, so make a new engine there.
 """
 
 import asyncio
@@ -47,14 +48,14 @@ __all__ = ["Notification", "TransferEngine"]
 logger = logging.getLogger(__name__)
 
 Remote = bool | Literal["read", "write"]
-"""The access of peers to a buffer: both, nothing, or one of the two."""
+"""The access of peers to a buffer: True for reads and writes, False for none, or one of the two."""
 
 MAX_NOTIFICATION_BYTES = 1 << 20
 MAX_ADDRESS = 2**63
-"""Offsets and lengths are below this, so that no sum of two overflows on the way."""
+"""Upper bound of offsets and lengths, so that no sum of two overflows."""
 
 _unreturned: list[dict[int, HostMemory | SharedArray]] = []
-"""Memory of closed engines that a peer still maps: freed only with the process."""
+"""Memory of closed engines that a peer still maps. It is freed only with the process."""
 
 
 class Notification(msgspec.Struct, frozen=True):
@@ -68,15 +69,15 @@ class Notification(msgspec.Struct, frozen=True):
 class TransferEngine:
     """This process's segment, and access to those of other processes. A context manager.
 
-    Order of writes: once an operation of this process has ended, nothing that it
-    sent touches memory after a later operation of this process on the same range has succeeded,
-    whatever engine, segment or transport either takes. After a WRITE that failed, the next
-    operation towards that peer may wait for the peer's answer first.
+    Order of writes: once an operation of this process has ended, none of its bytes arrive after a
+    later operation of this process on the same range has succeeded, whichever engine, segment or
+    transport either uses. After a failed WRITE, the next operation towards that peer may first wait
+    for the peer's answer.
 
-    Against *another* process that is merely stopped there is no such promise: it goes on with its
-    WRITE when it continues. Only its death fences it, or the withdrawal of a registration that no
-    other writer shares: give each writer a registration of its own, and ``unregister`` it before
-    the range is handed to the next.
+    There is no such promise against *another* process that is merely stopped: it continues its
+    WRITE when it runs again. Only its death fences it, or the end of a registration that no other
+    writer shares. So give each writer its own registration, and ``unregister`` it before the range
+    is given to the next.
 
     Args:
         config: without a ``secret`` this engine cannot be reached and can open no segment.
@@ -91,7 +92,7 @@ class TransferEngine:
         has_secret = config.secret is not None
         secret = config.secret.encode() if config.secret is not None else os.urandom(32)
         self.topology = load_topology(config)
-        """Topology of this host, or as ``topology_file`` has it."""
+        """Topology of this host, or the one of ``topology_file``."""
         nics = plan_nics(config, self.topology)
         options = CoreOptions()
         options.name = self.name
@@ -122,11 +123,11 @@ class TransferEngine:
         self.core = TransferCore(options)
         self._warn_of_slow_tags(has_secret and not _are_loopback(config.listen))
         self._held: dict[int, HostMemory | SharedArray] = {}
-        # Address by id; empty for a file.
+        # Address of each opened segment by id; empty for a file.
         self._segments: dict[int, str] = {}
         self._is_closed = False
         self.local_segment = Segment(self, 0, "")
-        # Of the handler of calls, if there is one.
+        # Threads of the call handler, if there is one.
         self._threads: list[threading.Thread] = []
         self._finalizer = weakref.finalize(
             self, _shut_down, self.core, self._held, self._threads, 1.0
@@ -162,14 +163,14 @@ class TransferEngine:
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses it listens on, with their ports; empty without a secret."""
+        """The addresses that the engine listens on, with their ports; empty without a secret."""
         return self.core.addresses
 
     @property
     def address(self) -> str:
         """The first of ``addresses``.
 
-        Raises: NotFoundError if it listens on none.
+        Raises: NotFoundError if the engine listens on none.
         """
         if not self.core.addresses:
             raise NotFoundError(
@@ -179,7 +180,7 @@ class TransferEngine:
 
     @property
     def epoch(self) -> int:
-        """A random number that tells this run from any other under the same name."""
+        """A random number that distinguishes this run from any other with the same name."""
         return self.core.epoch
 
     def allocate(
@@ -191,20 +192,20 @@ class TransferEngine:
         remote: Remote = True,
         reserved_bytes: int | None = None,
     ) -> Buffer:
-        """Make zeroed, registered memory that peers of our user on this host can map.
+        """Allocate zeroed, registered memory that peers of the same user on this host can map.
 
         Its bytes are ``Buffer.array``. They are freed with the last array, here and in peers.
 
         Args:
             nbytes: at least 1.
-            name: by which peers find it; unique in this engine.
-            location: where it lies, ``cpu:0``.
-            remote: what peers may do with it.
-            reserved_bytes: taken from the machine now, from the start; the rest is addresses until
-                ``Buffer.reserve``. Transfers and peers are refused what is not reserved; a touch
-                of it here ends the process. None = all.
+            name: name by which peers find the buffer; unique in this engine.
+            location: where the memory lies, ``cpu:0``.
+            remote: the access of peers.
+            reserved_bytes: bytes from the start that are reserved now. The rest has only addresses
+                until ``Buffer.reserve``: transfers and peers are refused, and touching it here ends
+                the process. None for all.
 
-        Raises: ConfigError (size, name in use is ConflictError); CapacityError (out of memory).
+        Raises: ConfigError (size); ConflictError (name in use); CapacityError (out of memory).
         """
         if not 0 <= nbytes < MAX_ADDRESS:
             raise ConfigError(
@@ -223,23 +224,23 @@ class TransferEngine:
         file: int = -1,
         file_offset: int = 0,
     ) -> Buffer:
-        """Let transfers touch memory of the caller, in place.
+        """Register memory of the caller, which transfers then read and write in place.
 
         Args:
             buffer: a contiguous array, CPU tensor (DLPack), bytearray, memoryview ...; kept alive
                 until it is unregistered. Read-only memory can be sent, not received into.
-            location: where it lies, ``cpu:0``; ``*`` = unknown.
-            remote: what peers may do with it.
-            name: by which peers find it; unique in this engine.
+            location: where the memory lies, ``cpu:0``; ``*`` if unknown.
+            remote: the access of peers.
+            name: name by which peers find the buffer; unique in this engine.
             file: descriptor of the file that ``buffer`` is a shared mapping of, so that peers of
-                our user on this host map it too; it stays open while the buffer is registered.
-                A process that shortens the file may kill them. While any process may write
-                to the file through a grant it holds a shared lock of it (``F_OFD_SETLK``).
-            file_offset: where in the file the buffer begins, bytes.
+                the same user on this host map it too; it stays open while the buffer is registered.
+                A process that shortens the file may kill them. While any process may write to the
+                file through a grant, it holds a shared lock on it (``F_OFD_SETLK``).
+            file_offset: offset in the file at which the buffer begins, bytes.
 
         Raises: UnsupportedError (not host memory); ShapeError (strided); ConflictError (name in
             use, engine closed); ConfigError (no bytes; no mapping of the file);
-            PermissionDeniedError (the file is not of our user, or others may write to it).
+            PermissionDeniedError (the file has another owner, or others may write to it).
         """
         self._check_open()
         if not 0 <= file_offset < MAX_ADDRESS:
@@ -249,11 +250,12 @@ class TransferEngine:
         return self._add(wrap_memory(buffer), name, location, remote, file, file_offset)
 
     def unregister(self, buffer: Buffer, *, deadline_s: float | None = None) -> None:
-        """Take memory back: when this returns, no transfer and no peer touches it.
+        """End the registration of a buffer. After the return no transfer and no peer touches the
+        memory.
 
-        Raises: NotFoundError if it is not registered (any more); DeadlineError if transfers still
-            run or a peer on this host does not let go; the buffer takes no new transfers then, and
-            the call may be repeated.
+        Raises: NotFoundError if it is not registered; DeadlineError if transfers still run or a
+            peer on this host does not unmap it: the buffer then takes no new transfers, and the
+            call may be repeated.
         """
         self._check_open()
         if buffer._engine is not self or not buffer._is_registered:
@@ -281,14 +283,14 @@ class TransferEngine:
         writable: bool = False,
         direct: bool = False,
     ) -> FileSegment:
-        """Open a file as a segment: its bytes, from 0 to its length, are the address space.
+        """Open a file as a segment whose addresses are the file's offsets.
 
         Args:
             path: a regular file.
-            length: make the file with this many bytes, reserved on the disk, mode 0600, if it is
-                not there; one that is there must have this length. None = it must be there.
-            writable: allow WRITE.
-            direct: bypass the page cache where offset and length are multiples of 4096;
+            length: create a missing file with this many bytes, reserved on the disk, mode 0600; an
+                existing one must have this length. None if the file must exist.
+            writable: True to allow WRITE.
+            direct: True to bypass the page cache where offset and length are multiples of 4096;
                 see ``FileSegment.is_direct``.
 
         Raises: NotFoundError; PermissionDeniedError; ConflictError (another length); CapacityError
@@ -312,15 +314,15 @@ class TransferEngine:
 
     @property
     def peer_addresses(self) -> dict[int, str]:
-        """The segments of other processes that are open here, by id."""
+        """The addresses of open segments of other processes, by segment id."""
         return {id_: address for id_, address in self._segments.copy().items() if address}
 
     def has_segment(self, segment: Segment) -> bool:
-        """Return True if the segment was opened here and not closed."""
+        """Return True if the segment was opened by this engine and not closed."""
         return segment.id in self._segments
 
     def describe(self, segment_id: int, deadline_s: float | None = None) -> SegmentDescription:
-        """Ask a segment for its name and buffers; ``Segment.refresh`` is the face of this."""
+        """Ask a segment for its name and buffers. Programs call ``Segment.refresh``."""
         return self.core.describe(segment_id, self._deadline(deadline_s))
 
     def submit(
@@ -330,17 +332,17 @@ class TransferEngine:
         deadline_s: float | None = None,
         transport: TransportName | None = None,
     ) -> Batch:
-        """Begin to move ranges; returns at once.
+        """Start to move ranges; returns without waiting.
 
         Args:
-            transfers: in no order; ranges should not overlap.
-            deadline_s: from now; None = ``deadline_ms`` of the configuration. The batch has ended
-                by then, awaited or not.
-            transport: use this one and no other.
+            transfers: in any order; ranges should not overlap.
+            deadline_s: seconds from now; None for ``deadline_ms`` of the configuration. The batch
+                ends by then, awaited or not.
+            transport: the only transport to use; None for any.
 
-        Raises: nothing is moved if one is wrong: NotFoundError (buffer or segment unknown);
-            ConfigError (beyond the end); PermissionDeniedError (READ into read-only memory);
-            ConflictError (engine closed, or belongs to the parent process).
+        Raises: without moving anything: NotFoundError (buffer or segment unknown); ConfigError
+            (beyond the end); PermissionDeniedError (READ into read-only memory); ConflictError
+            (engine closed, or belongs to the parent process).
         """
         listed = list(transfers)
         requests = [self._request(transfer) for transfer in listed]
@@ -356,9 +358,9 @@ class TransferEngine:
         deadline_s: float | None = None,
         transport: TransportName | None = None,
     ) -> Batch:
-        """Begin to move many ranges of one segment: ``submit`` without an object for each.
+        """Start to move many ranges of one segment, like ``submit`` without an object for each.
 
-        Raises: as ``submit``; numbers that are none of 64 bits are a TypeError.
+        Raises: as ``submit``; TypeError for numbers that do not fit in 64 bits.
         """
         segment_id = self._id_of(segment)
         starts: dict[Buffer, int] = {}
@@ -377,29 +379,29 @@ class TransferEngine:
     def prepare(
         self, transfers: Iterable[Transfer], *, transport: TransportName | None = None
     ) -> PreparedBatch:
-        """Make ready what will be submitted several times; moves nothing.
+        """Prepare transfers that will be submitted repeatedly; moves nothing.
 
         Args:
             transfers: as for ``submit``.
-            transport: use this one and no other.
+            transport: the only transport to use; None for any.
 
-        Raises: as ``submit`` for faults of a transfer itself; faults that depend on the moment
-            (buffers, segments, rights) is checked by each submission.
+        Raises: as ``submit`` for errors of a transfer itself. Buffers, segments and rights are
+            checked by each submission.
         """
         listed = list(transfers)
         prepared = self.core.prepare([self._request(t) for t in listed], transport)
         return PreparedBatch(self, prepared, [transfer.length for transfer in listed])
 
     def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float | None) -> CoreBatch:
-        """Submit native requests; ``PreparedBatch.submit`` is the face of this."""
+        """Submit prepared native requests. Programs call ``PreparedBatch.submit``."""
         return self.core.submit_prepared(prepared, self._deadline(deadline_s))
 
     def notify(
         self, segment: Segment, name: str, payload: bytes = b"", *, deadline_s: float | None = None
     ) -> None:
-        """Send a message that the peer finds in its ``notifications``, exactly once.
+        """Send a message that appears in the peer's ``notifications`` exactly once.
 
-        Returns when the peer has it. Transfers that ended before are seen by then.
+        Returns when the peer has it. Transfers that ended before are visible to the peer by then.
 
         Raises: PeerLostError; CapacityError (too many unread there); DeadlineError: it was
             delivered once or not at all.
@@ -415,20 +417,23 @@ class TransferEngine:
         self.core.notify(segment.id, name, payload, self._deadline(deadline_s))
 
     def notifications(self, deadline_s: float = 0.0) -> list[Notification]:
-        """Take what peers have sent, in order per peer; waits for something until the deadline."""
+        """Return the messages that peers have sent, in order for each peer. Waits for the first
+        until the deadline.
+        """
         return [Notification(*fields) for fields in self.core.notifications(deadline_s)]
 
     def serve_calls(
         self, handler: CallHandler, *, loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
-        """Answer peers' calls: ``handler`` gets them in batches, one at a time, until the close.
+        """Answer peers' calls by ``handler``, which gets them in batches, one batch at a time,
+        until the engine is closed.
 
         Args:
-            handler: see ``CallHandler``. It must not block for long: it holds up all callers.
-            loop: where the handler runs; called on its thread. None: on a thread of
-                the engine's. A ``PollingLoop`` answers soonest.
+            handler: see ``CallHandler``. It must not block for long, since it delays all callers.
+            loop: the event loop on which the handler runs; call this on its thread. None for a
+                thread of the engine. A ``PollingLoop`` answers fastest.
 
-        Raises: ConflictError (there is a handler already, the engine is closed).
+        Raises: ConflictError (there is a handler already, or the engine is closed).
         """
         self._check_open()
         if loop is None:
@@ -439,57 +444,63 @@ class TransferEngine:
     def call(self, segment: Segment, payload: bytes, *, deadline_s: float | None = None) -> bytes:
         """Send a small request to the peer's handler and wait for the answer, without the GIL.
 
-        Any number of threads may call at once; their calls share a connection and wait for nothing
-        but their own answers. A call that returns was executed exactly once.
+        Any number of threads may call at once; their calls share a connection and wait only for
+        their own answers. A call that returns was executed exactly once.
 
         Args:
-            segment: as opened by this engine.
+            segment: opened by this engine.
             payload: at most ``MAX_CALL_BYTES``, as the answer.
-            deadline_s: from now; None = ``deadline_ms`` of the configuration.
+            deadline_s: seconds from now; None for ``deadline_ms`` of the configuration.
 
-        Raises: what the handler raised; UnsupportedError (the peer serves no calls); CapacityError
+        Raises: the handler's error; UnsupportedError (the peer serves no calls); CapacityError
             (too many unanswered); ConfigError (size); NotFoundError (segment). PeerLostError,
-            DeadlineError, CancelledError (closed meanwhile): it was executed once or not at all,
-            and will not be after a call that is made from now on.
+            DeadlineError, CancelledError (engine closed): the call was executed once or not at all,
+            and will not be executed after a call that is made from now on.
         """
         return self.core.call(self._id_of(segment), payload, self._deadline(deadline_s))
 
     def begin_call(self, segment: Segment, payload: bytes) -> PendingCall:
-        """Send a request as ``call`` does, to wait for its answer later, or never.
+        """Send a request as ``call`` does. The caller may wait for its answer later, or drop it.
 
-        Raises: as ``call``, for errors known before the answer.
+        Raises: as ``call``, the errors that are known before the answer.
         """
         return PendingCall(self.core.begin_call(self._id_of(segment), payload))
 
     async def call_async(
         self, segment: Segment, payload: bytes, *, deadline_s: float | None = None
     ) -> bytes:
-        """Like ``call``, without blocking the event loop. Cancelling it abandons the call."""
+        """Send a request and wait for its answer as ``call`` does, without blocking the event loop.
+        Cancelling the wait abandons the call.
+        """
         return await self.begin_call_async(segment, payload, deadline_s=deadline_s).wait()
 
     def begin_call_async(
         self, segment: Segment, payload: bytes, *, deadline_s: float | None = None
     ) -> AwaitedCall:
-        """Send a request on the running loop; its answer is awaited later. See ``call_async``."""
+        """Send a request on the running event loop; its answer is awaited later. See
+        ``call_async``.
+        """
         return begin_awaited(self.core, self._id_of(segment), payload, self._deadline(deadline_s))
 
     @property
     def quota_rates(self) -> list[float]:
-        """Bytes per second that each NIC gives this process now; infinity = it is not held."""
+        """Bytes per second that each NIC's board grants this process now; infinity if it is not
+        limited.
+        """
         return self.core.quota_rates
 
     def bytes_copied(self, transport: TransportName) -> int:
-        """Bytes that local, shm or cma have copied so far."""
+        """Return the bytes that a transport (local, shm or cma) has copied so far."""
         return self.core.bytes_copied(transport)
 
     def close(self, *, deadline_s: float | None = None) -> None:
-        """End all transfers, take all memory back, leave all peers. May be repeated.
+        """End all transfers and registrations, and disconnect from all peers. May be repeated.
 
-        The threads and descriptors are gone when it returns, or with the last call that another
-        thread still makes.
+        Threads and descriptors are gone on return, or after the last call that another thread still
+        makes.
 
-        Raises: DeadlineError if a peer on this host did not let go of a buffer; that memory is
-            then kept until the process ends.
+        Raises: DeadlineError if a peer on this host did not unmap a buffer; that memory is then
+            kept until the process ends.
         """
         if self._is_closed:
             return
@@ -568,12 +579,14 @@ def _shut_down(
     finally:
         held.clear()
         for thread in threads:
-            # A handler may close its own engine.
+            # A handler may close its own engine, and cannot join its own thread.
             if thread is not threading.current_thread():
                 thread.join(deadline_s)
 
 
 def _are_loopback(addresses: Iterable[str]) -> bool:
-    """Tell whether these are all of loopback, by their text; names of hosts are not."""
+    """Return True if all addresses are of loopback, by their text; a host name other than localhost
+    is not.
+    """
     hosts = [address.rpartition(":")[0].strip("[]") for address in addresses]
     return all(host.startswith("127.") or host in ("localhost", "::1") for host in hosts)

@@ -1,4 +1,4 @@
-"""The lanes of a process: calls between engines, as ``tandem.rpc`` has them carry its own."""
+"""Lanes of ``tandem.rpc`` on the transfer engine: requests travel as calls between engines."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ __all__ = ["EngineLanes"]
 
 
 class EngineLanes:
-    """The ``rpc.Lanes`` of an engine, which it borrows; made on the loop that uses them."""
+    """The ``rpc.Lanes`` of an engine, which is borrowed. Made on the event loop that uses them."""
 
     max_bytes = MAX_CALL_BYTES
 
@@ -23,11 +23,13 @@ class EngineLanes:
 
     @property
     def address(self) -> str:
-        """See ``rpc.Lanes``."""
+        """The address of the transfer engine, at which other processes open their lanes."""
         return self._engine.address
 
     def serve(self, handler: Callable[[list[LaneRequest]], None]) -> None:
-        """See ``rpc.Lanes``; the engine has no other handler of calls."""
+        """Pass arriving calls to ``handler`` on the running event loop. The engine must have no
+        other call handler.
+        """
 
         def handle(calls: list[Call]) -> list[None]:
             handler([*calls])
@@ -36,7 +38,9 @@ class EngineLanes:
         self._engine.serve_calls(handle, loop=asyncio.get_running_loop())
 
     async def open(self, address: str, timeout_s: float) -> "_EngineLane":
-        """See ``rpc.Lanes``. Raises: as ``TransferEngine.open``."""
+        """Open a segment of the engine at an address, as a lane. Raises: as
+        ``TransferEngine.open``.
+        """
         opening = asyncio.ensure_future(
             asyncio.to_thread(self._engine.open, address, deadline_s=timeout_s)
         )
@@ -75,7 +79,7 @@ class _EngineLane:
 
 
 class _LaneAnswer:
-    """The answer that a thread waits for."""
+    """The answer to a lane's request, for a thread that waits."""
 
     __slots__ = ("_call",)
 
@@ -97,7 +101,9 @@ async def _wait(begun: AwaitedCall) -> bytes:
 
 
 def _describe(error: TandemError) -> TandemError:
-    """Return what this means to who uses the lane: late, not sent, or of no use any more."""
+    """Return the error for the lane's user. All errors but lateness and lack of capacity mean that
+    the lane is lost.
+    """
     if isinstance(error, DeadlineError | CapacityError | PeerLostError):
         return error
     return PeerLostError(error.where, error.what)

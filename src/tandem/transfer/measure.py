@@ -1,6 +1,6 @@
-"""Measures the path to a segment: round trips and throughput of each transport.
+"""Measurement of the path to a segment: round-trip times and throughput of each transport.
 
-Only reads, into memory of its own: a peer that serves others is not changed by being measured.
+Only reads, into memory of its own, so that measuring does not change a peer that serves others.
 """
 
 import time
@@ -23,25 +23,29 @@ MEASURE_S = 0.3
 
 
 class PathTransport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one transport on a path; None with the reason if it cannot be used."""
+    """The result of one transport on a path. Values are None, with the reason, if the transport
+    cannot be used.
+    """
 
     transport: Literal["shm", "cma", "tcp"]
     latency_us: float | None
-    """Median READ of 4 KiB (less if the buffer is shorter)."""
+    """Median time of a READ of 4 KiB (less if the buffer is shorter), microseconds."""
     throughput_gbps: float | None
-    """Gigabits of data a second, READs of up to 16 MiB, best of a third of a second."""
+    """Gigabits of data a second: the best READ of up to 16 MiB in about a third of a second."""
     reason: str = ""
 
 
 class PathReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A path as measured."""
+    """The measured properties of a path."""
 
     peer: str
     name: str
     round_trip_us: float
-    """Median question and answer on the control connection."""
+    """Median round-trip time of a query on the control connection, microseconds."""
     buffer: str | None
-    """The buffer that was read; None: the peer offers none, so nothing else was measured."""
+    """Name of the buffer that was read; None if the peer offers none, so that no transport was
+    measured.
+    """
     transports: list[PathTransport]
     rails: list[str]
 
@@ -50,12 +54,12 @@ def measure_path(engine: TransferEngine, address: str, *, deadline_s: float = 10
     """Measure the path from an engine to the segment at ``host:port``.
 
     Args:
-        engine: ours, with the cluster's secret; its settings decide about rails.
-        address: of the peer.
-        deadline_s: for each step.
+        engine: has the cluster's secret; its settings determine the rails.
+        address: the peer's address.
+        deadline_s: for each step, seconds.
 
     Raises: as ``TransferEngine.open``.
-    Cost: about two seconds, during which it takes what the path gives.
+    Cost: about two seconds, in which it uses the path's full bandwidth.
     """
     with engine.open(address, deadline_s=deadline_s) as segment:
         trips: list[float] = []
@@ -64,7 +68,8 @@ def measure_path(engine: TransferEngine, address: str, *, deadline_s: float = 10
             segment.refresh(deadline_s)
             trips.append(time.perf_counter() - begin)
         readable = [buffer for buffer in segment.buffers.values() if buffer.can_read]
-        # Shared memory is reached by every transport, and a long buffer tells more.
+        # Choose shared memory, which every transport reaches, and a long buffer, which gives better
+        # throughput figures.
         remote = max(readable, key=lambda b: (b.is_shared, b.length), default=None)
         transports = []
         if remote is not None:

@@ -1,8 +1,8 @@
 """Prometheus metrics of a transfer engine: per transport, rail and peer.
 
-Nothing is counted here: the native engine counts, ``TransferCollector`` reads when a page is
-scraped. ``TRANSFER_METRICS`` is the source of ``docs/reference/transfer_metrics.md``, and a
-test compares the two. Needs ``prometheus_client`` (the ``serve`` extra).
+The native engine counts; ``TransferCollector`` reads the counts when a page is scraped.
+``TRANSFER_METRICS`` is the source of ``docs/reference/transfer_metrics.md``, and a test compares
+the two. Needs ``prometheus_client`` (the ``serve`` extra).
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ __all__ = ["TRANSFER_METRICS", "TransferCollector", "TransferMetricSpec"]
 
 
 class TransferMetricSpec(NamedTuple):
-    """A row of the table."""
+    """One row of the metrics table."""
 
     name: str
     kind: str
@@ -64,17 +64,19 @@ TRANSFER_METRICS = tuple(
     )
 )
 BOUNDS_S = tuple(1e-6 * 4**k for k in range(14))
-"""Native buckets end at these among others: a quarter of an octave each, from a microsecond."""
+"""Bucket bounds, which are also bounds of native buckets: those are a quarter of an octave wide,
+from a microsecond.
+"""
 
 
 class TransferCollector(Collector):
-    """Reads one engine for a ``CollectorRegistry``; a closed engine gives nothing."""
+    """Collects one engine's metrics for a ``CollectorRegistry``; none once the engine is closed."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families, as they are now."""
+        """Yield all metric families with their current values."""
         if self._engine.is_closed:
             return
         families: dict[str, Any] = {
@@ -142,14 +144,14 @@ def _add_rail(
 
 
 def _cumulate(histograms: Iterable[list[tuple[float, int]]]) -> list[tuple[str, int]]:
-    """Add up histograms of (bound, count) as Prometheus wants them: counts at or below bounds."""
+    """Add histograms of (bound, count) in Prometheus' form: counts at or below each bound."""
     pairs = [pair for histogram in histograms for pair in histogram]
-    # A native bound is a power of two times 1e-6 in another order of rounding.
+    # Compare with a margin: a native bound is a power of two times 1e-6, rounded in another order.
     limits = [(f"{bound:g}", bound * 1.001) for bound in BOUNDS_S]
     buckets = [(text, sum(count for at, count in pairs if at <= limit)) for text, limit in limits]
     return [*buckets, ("+Inf", sum(count for _, count in pairs))]
 
 
 def _host(address: str) -> str:
-    """Local addresses without the port, which is another one with every connection."""
+    """Return a local address without its port, which differs for every connection."""
     return address.rpartition(":")[0]

@@ -14,21 +14,21 @@ from tandem.transfer.topology import Topology, read_topology
 __all__ = ["NicPlan", "load_topology", "plan_nics"]
 
 DEFAULT_GBPS = 10.0
-"""Speed assumed if neither the user nor the driver tells it; learnt from then on."""
+"""Speed in Gbit/s assumed if neither user nor driver gives one; measured from then on."""
 
 
 class NicPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry for each local address, in order."""
+    """The NICs of an engine: lists have one entry for each local address, in order."""
 
     rail_gbps: list[float]
     penalties: dict[str, list[float]]
-    """P of the prediction by location of memory."""
+    """Distance factor of each NIC in the prediction of transfer times, by location of memory."""
     quota_boards: list[str]
-    """Names of the boards on which processes share the NICs; empty = not shared."""
+    """Names of the boards on which processes divide the NICs; empty if they are not shared."""
 
 
 def load_topology(config: TransferConfig) -> Topology:
-    """Read the file of the configuration, or look at this host if it names none.
+    """Read the configured topology file, or this host's topology without one.
 
     Raises: ConfigError.
     """
@@ -44,9 +44,9 @@ def load_topology(config: TransferConfig) -> Topology:
 
 
 def plan_nics(config: TransferConfig, topology: Topology) -> NicPlan:
-    """Work out what the local addresses' NICs are.
+    """Determine the NICs of the configured local addresses.
 
-    An address that no interface has is no error here: connecting from it will tell.
+    An address that no interface has is no error here; connecting from it fails later.
     """
     by_address = {ip_address(address): name for name, address in list_interfaces()}
     names = [_find(by_address, address) for address in config.local_addresses]
@@ -56,7 +56,8 @@ def plan_nics(config: TransferConfig, topology: Topology) -> NicPlan:
     ]
     boards: list[str] = []
     if config.nic_weight is not None:
-        # Two network namespaces may both have an eth0: the namespace is part of the name.
+        # The network namespace is part of the board's name, since two namespaces may both have an
+        # eth0.
         space = os.stat("/proc/self/ns/net").st_ino
         boards = [f"{space}-{name or 'any'}" for name in names or [None]]
     return NicPlan(

@@ -1,9 +1,9 @@
 """An event loop that polls for the calls of peers before it sleeps.
 
-To wake a thread costs more than a small call. So the loop that serves calls does what the engine's
-own threads would: for some microseconds after a call it reads the engine's sockets itself, since
-the next call often comes that soon; then it sleeps as any loop does. It polls in its selector, so
-handlers run as callbacks and tasks of asyncio, on the loop's thread.
+Waking a thread costs more than a small call. So the event loop that serves calls polls like the
+engine's own threads: for some microseconds after a call it reads the engine's sockets itself, since
+the next call often comes that soon; then it sleeps. It polls within its selector, so handlers run
+as callbacks and tasks of asyncio on the loop's thread.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 __all__ = ["PollingLoop"]
 
 FOREVER_S = 1.0
-"""Limit of a poll that always ends much earlier."""
+"""Limit of a poll in seconds; a poll ends much earlier."""
 
 
 class _PollingSelector(selectors.EpollSelector):
-    """Polls before it sleeps, if something has come since it slept last."""
+    """A selector that polls before it sleeps, if calls have come since its last sleep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,9 +55,9 @@ class PollingLoop(asyncio.SelectorEventLoop):
         self._polling.sources.append(source)
 
     def remove_source(self, source: "CallSource") -> None:
-        """Poll for them no longer; without effect if it is not done."""
+        """Stop polling for the calls of an engine. No effect if the loop does not poll for it."""
         self._polling.sources = [each for each in self._polling.sources if each is not source]
 
     def expect_calls(self) -> None:
-        """Something has come, or will: poll before the loop sleeps next."""
+        """Poll before the next sleep, because a call has come or will come soon."""
         self._polling.is_warm = bool(self._polling.sources)

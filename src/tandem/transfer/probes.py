@@ -1,7 +1,7 @@
-"""The transports of this host: each one that the field knows, with the reason if it is missing.
+"""Detection of the transports on this host: each known one, with the reason if it is missing.
 
 ``present`` means that Tandem uses it here; ``absent`` that the host lacks it; ``unsupported`` that
-the host has it, and this version of Tandem does not use it.
+the host has it and this version of Tandem does not use it.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ __all__ = ["TransportReport", "probe_transports"]
 
 
 class TransportReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One transport."""
+    """The state of one transport on this host."""
 
     name: str
     state: Literal["present", "absent", "unsupported"]
@@ -21,10 +21,11 @@ class TransportReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def probe_transports(root: Path = Path("/")) -> list[TransportReport]:
-    """Look for each transport.
+    """Look for each known transport.
 
     Args:
-        root: where ``sys``, ``dev`` and ``proc`` are; kernel features are always tried for real.
+        root: folder that has ``sys``, ``dev`` and ``proc``; kernel features are always tried for
+            real.
 
     Raises: UnsupportedError (the extension is not built).
     """

@@ -1,4 +1,4 @@
-"""A segment: the registered memory of a process, as another process (or itself) reaches it."""
+"""Segments: the registered memory of a process, as another process (or itself) reaches it."""
 
 from typing import Protocol, Self
 
@@ -10,17 +10,17 @@ __all__ = ["FileSegment", "Segment"]
 
 
 class SegmentOwner(Protocol):
-    """Opener of segments: a ``TransferEngine``."""
+    """The part of ``TransferEngine`` that segments use."""
 
     core: TransferCore
 
     @property
     def is_closed(self) -> bool:
-        """True if its segments are closed."""
+        """True if the engine is closed, and all segments with it."""
         ...
 
     def has_segment(self, segment: "Segment") -> bool:
-        """Return True if the segment was opened here and not closed."""
+        """Return True if the segment was opened by this engine and not closed."""
         ...
 
     def describe(self, segment_id: int, deadline_s: float | None = None) -> SegmentDescription:
@@ -28,15 +28,15 @@ class SegmentOwner(Protocol):
         ...
 
     def close_segment(self, segment: "Segment") -> None:
-        """Close a segment that was opened here."""
+        """Close a segment of this engine."""
         ...
 
 
 class Segment:
     """An opened segment. Made by ``TransferEngine.open``; a context manager that closes it.
 
-    It means one run of one process (an epoch): when that process ends or restarts, transfers fail
-    with ``PeerLostError`` and the segment must be opened again.
+    It stands for one run of one process (an epoch): when that process ends or restarts, transfers
+    fail with ``PeerLostError`` and the segment must be opened again.
     """
 
     def __init__(self, engine: SegmentOwner, segment_id: int, address: str) -> None:
@@ -58,7 +58,7 @@ class Segment:
             self.close()
 
     def refresh(self, deadline_s: float | None = None) -> None:
-        """Ask the peer again which buffers it offers.
+        """Ask the peer which buffers it offers now.
 
         Raises: PeerLostError; DeadlineError.
         """
@@ -79,15 +79,15 @@ class Segment:
 
     @property
     def buffers(self) -> dict[str, RemoteBuffer]:
-        """The buffers that the peer offered when it was asked last, by name (``@offset`` without
+        """The buffers that the peer offered at the last query, by name (``@offset`` without
         one).
         """
         if self._id == 0:
-            self.refresh()  # Our own: asking costs nothing.
+            self.refresh()  # Asking this process itself costs nothing.
         return dict(self._buffers)
 
     def buffer(self, name: str) -> RemoteBuffer:
-        """Find a buffer by name; asks the peer again if it was not there before.
+        """Return a buffer by its name. Asks the peer again if the name is unknown.
 
         Raises: NotFoundError; PeerLostError; DeadlineError.
         """
@@ -102,21 +102,21 @@ class Segment:
 
     @property
     def rails(self) -> list[RailStatus]:
-        """The rails to this segment as they are now; none for our own."""
+        """The rails to this segment and their current state; none for the engine's own segment."""
         return self._engine.core.rails(self._id) if self._id else []
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Transports that were tried and are not possible, with the reason."""
+        """Transports that were tried and cannot be used, with the reason."""
         return self._engine.core.refusals(self._id) if self._id else {}
 
     @property
     def id(self) -> int:
-        """Number within the engine; 0 is our own segment."""
+        """Number of the segment in its engine; 0 for the engine's own segment."""
         return self._id
 
     def close(self) -> None:
-        """Let the peer go. Its batches that still run end with CancelledError.
+        """Disconnect from the peer. Its running batches end with CancelledError.
 
         Raises: NotFoundError if closed before; ConflictError if the engine is closed.
         """
@@ -126,33 +126,35 @@ class Segment:
 class FileSegment(Segment):
     """A file as a segment; made by ``TransferEngine.open_file``.
 
-    A WRITE has ended when the kernel has the bytes; ``sync`` when the disk has them.
+    A WRITE ends when the kernel has the bytes; ``sync`` returns when the disk has them.
     """
 
     @property
     def length(self) -> int:
-        """Bytes, as when it was opened."""
+        """Length of the file in bytes when it was opened."""
         return self._engine.core.file_info(self._id).length
 
     @property
     def is_direct(self) -> bool:
-        """True if aligned transfers bypass the page cache; ``refusals`` says why not."""
+        """True if aligned transfers bypass the page cache. If False, ``refusals`` has the
+        reason.
+        """
         return self._engine.core.file_info(self._id).is_direct
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Features not used for this file, with the reason: ``direct``, ``io_uring``."""
+        """Features that are not used for this file, with the reason: ``direct``, ``io_uring``."""
         direct = self._engine.core.file_info(self._id).direct_refusal
         ring = self._engine.core.file_backend[1]
         return {name: why for name, why in (("direct", direct), ("io_uring", ring)) if why}
 
     @property
     def rails(self) -> list[RailStatus]:
-        """None: a file has no rails."""
+        """Empty, since a file has no rails."""
         return []
 
     def sync(self) -> None:
-        """Wait until all that was written is on the disk. Blocks, without the GIL.
+        """Wait until all written bytes are on the disk. Blocks, without the GIL.
 
         Raises: CapacityError (disk full), InternalError (the disk failed).
         """

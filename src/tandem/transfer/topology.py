@@ -1,8 +1,8 @@
-"""The distances of NICs and memory: NICs, GPUs and NUMA nodes as sysfs shows them.
+"""The distances between NICs and memory: NICs, GPUs and NUMA nodes as sysfs shows them.
 
-``read_topology`` looks, ``Topology.tiers`` ranks, ``Topology.to_json`` and ``from_json`` let a file
-stand in for the look. Pure but for reading files under ``root``; loads no extension. GPUs are
-numbered in the order of their PCI addresses, as CUDA does with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
+``read_topology`` reads a host, ``Topology.tiers`` ranks its NICs, and ``to_json`` and ``from_json``
+store a topology in a file that replaces the reading. Pure except for files under ``root``; loads no
+extension. GPUs are numbered by PCI address, as CUDA does with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``.
 """
 
 from pathlib import Path
@@ -14,11 +14,11 @@ from tandem.core.errors import ConfigError
 __all__ = ["TIER_PENALTIES", "Gpu", "Nic", "Topology", "read_topology"]
 
 TIER_PENALTIES = (1.0, 2.0, 4.0)
-"""P of the prediction for a NIC of each tier.
+"""Distance factors, for a NIC of each tier, in the prediction of transfer times.
 
-Multiplies the slice, not the queue: an idle rail of the second tier is taken when the near
-ones hold more than a slice, one of the third when they hold more than three. So distance decides
-between idle rails, and load between busy ones.
+The factor multiplies the slice and not the queue: an idle rail of the second tier is chosen when
+the near ones have more than one slice queued, one of the third when they have more than three. So
+distance decides between idle rails, and load between busy ones.
 """
 
 _GPU_VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
@@ -27,20 +27,20 @@ _MAX_TEXT_BYTES = 65_536
 
 
 class Nic(msgspec.Struct, frozen=True, kw_only=True):
-    """A network interface of hardware, or a virtual one that is up."""
+    """A hardware network interface, or a virtual one that is up."""
 
     name: str
     speed_gbps: float | None = None
-    """The same as the driver says; None = it does not."""
+    """Speed that the driver reports; None if it reports none."""
     numa_node: int | None = None
     pci_path: tuple[str, ...] = ()
-    """PCI addresses from the root complex down to the device; empty for virtual ones."""
+    """PCI addresses from the root complex down to the device; empty for virtual interfaces."""
     rdma_device: str | None = None
     is_up: bool = False
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU; its memory is the location ``cuda:<index>``."""
+    """A GPU. Its memory is the location ``cuda:<index>``."""
 
     index: int
     vendor: str
@@ -62,11 +62,12 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ]
 
     def tiers(self, location: str) -> tuple[list[str], list[str], list[str]]:
-        """Rank the NICs for memory at a location, nearest first; names.
+        """Return the names of the NICs in three tiers of distance from memory at a location,
+        nearest first.
 
         GPU memory: the NICs with the fewest PCIe steps to it below one root complex, then the
         others of its NUMA node, then the rest. Host memory: the NICs of its node, none, the rest.
-        An unknown location (``*``): nothing, nothing, all.
+        An unknown location (``*``): none, none, all.
         """
         kind, _, number = location.partition(":")
         if kind == "cuda" and number.isdecimal():
@@ -79,7 +80,9 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return [], [], [nic.name for nic in self.nics]
 
     def penalties(self, location: str, nics: list[str | None]) -> list[float]:
-        """P of the prediction for memory at a location, for each NIC by name; None = 1."""
+        """Return the distance factor of each named NIC for memory at a location; 1 for a NIC of
+        None.
+        """
         place = {
             name: TIER_PENALTIES[tier]
             for tier, names in enumerate(self.tiers(location))
@@ -88,18 +91,21 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return [1.0 if name is None else place.get(name, 1.0) for name in nics]
 
     def nic(self, name: str) -> Nic | None:
-        """Find a NIC by name."""
+        """Return the NIC with a name; None without one."""
         return next((nic for nic in self.nics if nic.name == name), None)
 
     def to_json(self) -> bytes:
-        """Return this as indented JSON, tiers of every location included for the reader."""
+        """Return this topology as indented JSON, with the tiers of every location for human
+        readers.
+        """
         shown = msgspec.to_builtins(self)
         shown["tiers"] = {location: self.tiers(location) for location in self.locations()}
         return msgspec.json.format(msgspec.json.encode(shown), indent=2) + b"\n"
 
     @staticmethod
     def from_json(text: bytes) -> "Topology":
-        """Read ``to_json``; ``tiers`` in it is ignored, it follows from the rest.
+        """Return the topology in a text of ``to_json``. Its ``tiers`` are ignored, since they
+        follow from the rest.
 
         Raises: ConfigError (names the place).
         """
@@ -113,7 +119,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ) from error
 
     def _is_on(self, nic: Nic, node: int) -> bool:
-        # A NIC of unknown location is near only if there is a single location.
+        # A NIC of unknown node is near only if the host has a single node.
         if nic.numa_node is None:
             return len(self.numa_nodes) == 1
         return nic.numa_node == node
@@ -134,7 +140,9 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def _count_steps(a: tuple[str, ...], b: tuple[str, ...]) -> int | None:
-    """Bridges up and down between two devices below one root complex; None if there is none."""
+    """Return the number of PCIe steps between two devices below one root complex; None if they have
+    none in common.
+    """
     if not a or not b or a[0] != b[0]:
         return None
     common = 0
@@ -144,10 +152,10 @@ def _count_steps(a: tuple[str, ...], b: tuple[str, ...]) -> int | None:
 
 
 def read_topology(root: Path = Path("/")) -> Topology:
-    """Look at a host. Never fails: what cannot be read is unknown or absent.
+    """Read a host's topology from sysfs. Never fails: unreadable facts are unknown or absent.
 
     Args:
-        root: where ``sys`` is; a recorded tree in tests.
+        root: folder that has ``sys``; a recorded tree in tests.
     """
     nodes = sorted(
         int(path.name[4:])
@@ -183,13 +191,13 @@ def _read_nic(path: Path, rdma_device: str | None) -> Nic | None:
     is_up = _read(path / "operstate") in ("up", "unknown")
     device = path / "device"
     is_virtual = not device.exists()
-    # A bond or a veth pair carries transfers as well; virtual NICs that are down are left out.
+    # Keep virtual NICs that are up, since a bond or a veth pair carries transfers as well.
     if path.name == "lo" or (is_virtual and not is_up):
         return None
     speed = _read(path / "speed")
     return Nic(
         name=path.name,
-        # -1 is the driver's "unknown".
+        # The driver reports -1 for an unknown speed.
         speed_gbps=int(speed) / 1e3 if speed.isdecimal() and int(speed) > 0 else None,
         numa_node=_read_node(device),
         pci_path=() if is_virtual else _pci_path(device),
@@ -204,7 +212,7 @@ def _is_gpu(path: Path) -> bool:
 
 def _read_node(device: Path) -> int | None:
     text = _read(device / "numa_node")
-    return int(text) if text.isdecimal() else None  # -1 is "none".
+    return int(text) if text.isdecimal() else None  # The kernel reports -1 for no node.
 
 
 def _pci_path(device: Path) -> tuple[str, ...]:
@@ -214,7 +222,7 @@ def _pci_path(device: Path) -> tuple[str, ...]:
         return ()
     for index, part in enumerate(parts):
         if part.startswith("pci") and ":" in part:
-            # The host bridge, then one address a level.
+            # The host bridge, then one address for each level.
             return tuple(p for p in parts[index:] if ":" in p)
     return ()
 
@@ -227,7 +235,7 @@ def _list(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    # A driver answers some attributes of a link that is down with an error.
+    # Reading some attributes of a link that is down raises OSError.
     try:
         with path.open("rb") as file:
             return file.read(_MAX_TEXT_BYTES).decode("ascii", "replace").strip()

@@ -1,1 +1,3 @@
-"""A cluster written down in one file: as plain processes, as Kubernetes manifests, on Ray."""
+"""Deployment of a cluster that one file describes: as plain processes, as Kubernetes manifests, or
+on Ray.
+"""

@@ -1,7 +1,7 @@
-"""A `tandem` command bound to its starter: it is told to end when that is gone.
+"""A ``tandem`` command that ends with the process that started it.
 
 ``python -m tandem.integrations.deploying.bound CORES COMMAND...`` runs the command in this process,
-on some cores, while its standard input is open; CORES is a list with commas, or ``all``.
+on some cores, and ends it when standard input is closed. CORES is a list with commas, or ``all``.
 """
 
 import os
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def _watch() -> None:
-    """Wait until the other end of standard input is closed, then ask this process to end."""
+    """Wait until the other end of standard input is closed, then send SIGTERM to this process."""
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLHUP | select.POLLRDHUP)
     poll.poll()
@@ -23,7 +23,7 @@ def _watch() -> None:
 
 
 def main() -> None:
-    """Run the command of our arguments."""
+    """Run the command in this process's arguments."""
     cores, *command = sys.argv[1:]
     if cores != "all":
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

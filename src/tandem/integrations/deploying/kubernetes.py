@@ -1,8 +1,8 @@
 """A cluster as Kubernetes manifests. Pure.
 
-Deployments (or LeaderWorkerSets) of launchers and servers, the store's master and hosts, services
-that are found by name, the settings as a ConfigMap. The secret of the cluster is not rendered: make
-it with ``tandem cluster keys`` and put it into a Secret of the name that the manifests ask for.
+Renders Deployments (or LeaderWorkerSets) of launchers and servers, the store's master and hosts,
+services with names, and the settings as a ConfigMap. The cluster's secret is not rendered: make it
+with ``tandem cluster keys`` and put it into a Secret of the name that the manifests refer to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,13 +31,13 @@ LOAD_S = 3600
 """Seconds that a model may take to load."""
 PROBE_S = 5
 DEREGISTER_S = 5
-"""Seconds until load balancers have taken a pod that ends off their lists."""
+"""Seconds until load balancers no longer route to a pod that ends."""
 HERE = "$(POD_IP)"
-"""Put in by Kubernetes."""
+"""A variable in arguments that Kubernetes replaces by the pod's address."""
 
 
 def render_manifests(spec: ClusterSpec) -> list[Manifest]:
-    """Return the manifests of a cluster, in the order in which they are to be applied."""
+    """Return the manifests of a cluster, in the order in which to apply them."""
     master = f"{spec.name}-store-master"
     addresses = Addresses(
         launchers=[f"tcp://{_name(spec, group.name)}:{spec.port}" for group in spec.groups],
@@ -105,7 +105,8 @@ def _make_settings(spec: ClusterSpec, files: Mapping[str, Mapping[str, Any]]) ->
 def _make_group(spec: ClusterSpec, group: GroupSpec, plan: ProcessPlan) -> list[Manifest]:
     container = _make_container(spec, plan, group.resources, settings=f"{group.name}.yaml")
     container["ports"] = [{"name": "launcher", "containerPort": spec.port}]
-    # The launcher listens at once, an instance before it loads: a port that is closed is a loss.
+    # A launcher listens at once, and an instance listens before its model is loaded, so that
+    # servers may treat a closed port as the loss of the process.
     container["startupProbe"] = _probe({"tcpSocket": {"port": spec.port}}, LOAD_S // PROBE_S)
     container["livenessProbe"] = _probe({"tcpSocket": {"port": spec.port}}, 6)
     container["readinessProbe"] = _probe({"tcpSocket": {"port": spec.port + 1}}, 1)
@@ -132,7 +133,8 @@ def _make_servers(spec: ClusterSpec, plan: ProcessPlan) -> list[Manifest]:
     container["startupProbe"] = _probe({"httpGet": _get("/live", port)}, LOAD_S // PROBE_S)
     container["livenessProbe"] = _probe({"httpGet": _get("/live", port)}, 6)
     container["readinessProbe"] = _probe({"httpGet": _get("/ready", port)}, 1)
-    # New requests go to the other servers before this one refuses them.
+    # Wait before the end, so that load balancers route new requests to other servers before this
+    # one refuses them.
     container["lifecycle"] = {"preStop": {"sleep": {"seconds": DEREGISTER_S}}}
     service: Manifest = {
         "apiVersion": "v1",
@@ -188,7 +190,7 @@ def _make_store(spec: ClusterSpec, plan: ProcessPlan) -> list[Manifest]:
         workload = _make_deployment(
             spec, "store-master", 1, _make_pod(spec, "store-master", container)
         )
-        # Two at a time would each believe that they lead.
+        # Stop the old master first: two masters at a time would each believe that they lead.
         workload["spec"]["strategy"] = {"type": "Recreate"}
         service = _make_headless_service(spec, "store-master", {"store": store.port})
         return [service, workload]
@@ -274,7 +276,7 @@ def _make_deployment(spec: ClusterSpec, part: str, replicas: int, pod: Manifest)
         "spec": {
             "replicas": replicas,
             "selector": {"matchLabels": _labels(spec, part)},
-            # The new one serves before the old one drains.
+            # The new pod serves before the old one drains.
             "strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "template": pod,
         },
@@ -298,7 +300,9 @@ def _make_leader_worker_set(spec: ClusterSpec, group: GroupSpec, pod: Manifest) 
 
 
 def _make_headless_service(spec: ClusterSpec, part: str, ports: Mapping[str, int]) -> Manifest:
-    """Give a name that means each of the pods, also while they load: their servers watch that."""
+    """Return a service whose name resolves to each pod, also while pods load, since servers connect
+    to loading launchers.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -317,7 +321,8 @@ def _probe(check: Manifest, failures: int) -> Manifest:
 
 
 def _get(path: str, port: int) -> Manifest:
-    # The pod's own address is not in the list of hosts that the server answers to.
+    # Send ``Host: localhost``, since the server's list of allowed hosts lacks the pod's own
+    # address.
     return {"path": path, "port": port, "httpHeaders": [{"name": "Host", "value": "localhost"}]}
 
 

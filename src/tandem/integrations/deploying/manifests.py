@@ -1,4 +1,4 @@
-"""The check of manifests against bundled schemas: Kubernetes' own, and subsets written by hand."""
+"""The check of manifests against bundled schemas: Kubernetes' own, and hand-written subsets."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def list_problems(manifest: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with a manifest by its schema, each with its place.
+    """Return the violations of a manifest's schema, each with its place.
 
-    Needs jsonschema. A kind without a schema is a problem.
+    Needs jsonschema. A kind without a schema is a violation.
     """
     import jsonschema
     from referencing import Registry, Resource
@@ -48,7 +48,7 @@ def list_problems(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def check_manifests(manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse manifests that their schemas do not allow.
+    """Raise an error if a manifest violates its schema.
 
     Raises: UnsupportedError (names each place).
     """

@@ -1,4 +1,4 @@
-"""The processes of a cluster: what each is told, whatever starts it. Pure."""
+"""The processes of a cluster and their arguments, independent of what starts them. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -19,39 +19,40 @@ __all__ = [
 ]
 
 PORTS_PER_LAUNCHER = 100
-"""Ports of a launcher where several share an address: one for itself, one for each instance, and
-room."""
+"""Ports reserved for a launcher if several share an address: one for itself, one for each instance,
+and spare ones.
+"""
 Kind = Literal["store-master", "store-host", "launcher", "server"]
 
 
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses at which processes find each other."""
+    """The addresses at which the processes of a cluster find each other."""
 
     launchers: Sequence[str]
     """Addresses at which servers look for launchers."""
     store: str = ""
-    """The address at which all look for the store's master; empty: there is no store."""
+    """Address of the store's master for its clients; empty without a store."""
     store_listen: str = ""
-    """The address at which that master listens."""
+    """Address at which the store's master listens."""
     data_host: str = "127.0.0.1"
-    """Address of the machine, for bulk bytes."""
+    """Address of the machine for bulk transfers."""
 
 
 class ProcessPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One process."""
+    """One process of a cluster: its name, arguments and settings."""
 
     name: str
     kind: Kind
     arguments: tuple[str, ...]
-    """Behind ``tandem``; secrets are not among them."""
+    """Arguments after ``tandem``, without secrets."""
     settings: dict[str, Any] = {}
-    """For the file of ``--config``."""
+    """Settings for the file of ``--config``."""
     port: int = 0
-    """The port at which it serves HTTP; 0: it does not."""
+    """Port of the process's HTTP server; 0 without one."""
 
 
 def merge_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested settings; those of the second come before those of the first."""
+    """Return two nested mappings of settings merged; values of the second win."""
     merged = dict(first)
     for key, value in second.items():
         known = merged.get(key)
@@ -72,14 +73,14 @@ def plan_groups(
     *,
     one_each: bool = False,
 ) -> list[ProcessPlan]:
-    """Return the launchers.
+    """Return the launcher processes of a cluster.
 
     Args:
-        spec: of the cluster.
-        addresses: of what they use.
-        listen: returns the address of a launcher of a group, by its number in the cluster.
-        name: returns its name, by its number in the group.
-        one_each: only one of each group, as a template of the others.
+        spec: describes the cluster.
+        addresses: addresses that the launchers use.
+        listen: returns a launcher's address, from its group and its number in the cluster.
+        name: returns a launcher's name, from its group and its number in the group.
+        one_each: True for one launcher of each group, as a template of the others.
     """
     plans: list[ProcessPlan] = []
     for group in spec.groups:
@@ -110,14 +111,14 @@ def plan_servers(
     one: bool = False,
     allowed_hosts: Sequence[str] = (),
 ) -> list[ProcessPlan]:
-    """Return the servers.
+    """Return the API server processes of a cluster.
 
     Args:
-        spec: of the cluster.
-        addresses: of what they use.
-        host: that they bind.
-        one: only one, as a template of the others.
-        allowed_hosts: names by which clients reach them.
+        spec: describes the cluster.
+        addresses: addresses that the servers use.
+        host: interface that they bind.
+        one: True for one server, as a template of the others.
+        allowed_hosts: names by which clients reach the servers.
     """
     servers = spec.servers
     settings = merge_settings(spec.settings, servers.settings)
@@ -142,7 +143,7 @@ def plan_servers(
 
 
 def plan_store(spec: ClusterSpec, addresses: Addresses, *, one: bool = False) -> list[ProcessPlan]:
-    """Return the processes of the store, the master first; none without a store."""
+    """Return the store's processes, the master first; none without a store."""
     store = spec.store
     if store is None:
         return []
@@ -171,7 +172,7 @@ def _name_store(addresses: Addresses) -> list[str]:
 
 
 def count_bytes(quantity: str) -> int:
-    """Return an amount of memory as Kubernetes writes it in bytes, whole pages."""
+    """Return a memory quantity in Kubernetes' notation in bytes, rounded down to whole pages."""
     powers = {"k": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
     powers |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
     number = quantity.rstrip("kmKMGTi")

@@ -1,8 +1,8 @@
 """A cluster on Ray: an actor for each process, in a placement group with a resource for each role.
 
-Ray starts, places and restarts; if a machine is lost, its actors begin again on another one that
-has the resource of their role. Actors take and return plain strings, so that nothing of ours is
-pickled as data. Whoever reaches Ray's ports and has its token runs code: they are bound to the
+Ray starts, places and restarts the actors; if a machine is lost, its actors restart on another that
+has the resource of their role. Actors take and return plain strings, so that no object of Tandem is
+pickled. Whoever reaches Ray's ports and has its token can run code: the ports are bound to the
 interface that is named, and the token is derived from the cluster's secret.
 """
 
@@ -38,7 +38,7 @@ __all__ = ["ProcessActor", "RayCluster", "list_role_resources", "plan_ray", "set
 logger = logging.getLogger(__name__)
 
 NODE = "$(NODE_IP)"
-"""Put in by the actor, which alone knows where it is."""
+"""A variable in arguments that the actor replaces by its machine's address."""
 PLACE_TIMEOUT_S = 120.0
 LOOK_S = 0.5
 CALL_TIMEOUT_S = 10.0
@@ -48,10 +48,10 @@ END_TIMEOUT_S = 60.0
 def plan_ray(spec: ClusterSpec, hosts: Sequence[str]) -> list[ProcessPlan]:
     """Return the processes of a cluster on the machines of a Ray cluster.
 
-    Each launcher has ports of its own, so that it is found on whatever machine it begins again.
+    Each launcher has its own ports, so that servers find it on whatever machine it restarts.
 
     Args:
-        spec: of the cluster.
+        spec: describes the cluster.
         hosts: addresses of the machines.
     """
     num_launchers = sum(group.launchers for group in spec.groups)
@@ -74,17 +74,17 @@ def plan_ray(spec: ClusterSpec, hosts: Sequence[str]) -> list[ProcessPlan]:
 
 
 def list_role_resources(spec: ClusterSpec) -> list[str]:
-    """Return the names of the resources that machines have, each for the processes it takes."""
+    """Return the names of the Ray resources that place processes by role."""
     names = {f"tandem_{group.role}" for group in spec.groups} | {"tandem_server"}
     return sorted(names | ({"tandem_store"} if spec.store is not None else set()))
 
 
 def set_ray_token(secret_file: Path, folder: Path) -> None:
-    """Let Ray's processes that are started by this one ask for a token, and present it.
+    """Configure token authentication for the Ray processes that this process starts.
 
     Args:
-        secret_file: of the cluster.
-        folder: 0700, for the file of the token.
+        secret_file: file of the cluster's secret.
+        folder: folder of mode 0700, for the file of the token.
     """
     file = folder / "ray_token"
     file.touch(mode=0o600)
@@ -93,12 +93,12 @@ def set_ray_token(secret_file: Path, folder: Path) -> None:
 
 
 class ProcessActor:
-    """One process of a cluster, kept running; made an actor by ``RayCluster``.
+    """One process of a cluster, restarted when it ends; ``RayCluster`` makes it a Ray actor.
 
     Args:
         plan: a ``ProcessPlan`` as JSON.
-        drain_s: a number.
-        secret_file: on the machine that this runs on.
+        drain_s: seconds for the drain, as text.
+        secret_file: path of the cluster's secret on the actor's machine.
     """
 
     def __init__(self, plan: str, drain_s: str, secret_file: str) -> None:
@@ -115,20 +115,22 @@ class ProcessActor:
             self._folder,
             float(drain_s),
             secret_file=Path(secret_file),
-            # Its ports may still be those of a process that ends.
+            # Never give up: its ports may still be in use by a process that is ending.
             max_failed_starts=None,
         )
         self._loop.run(self._runner.__aenter__())
 
     def describe(self) -> str:
-        """Return where it runs, its process id, and what it said when it was up, as JSON."""
+        """Return the process's machine, its process id, and its first line once it is up, as
+        JSON.
+        """
         said = self._runner.list_up().get(self._plan.name)
         pid = self._runner.list_pids().get(self._plan.name)
         values = {"name": self._plan.name, "node": self._node, "pid": pid, "up": said}
         return msgspec.json.encode(values).decode()
 
     def end(self) -> str:
-        """End the process, when it has ended what it had begun; return its name."""
+        """End the process after its drain, and return its name."""
         self._loop.run(self._runner.__aexit__())
         self._loop.close(CALL_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -136,12 +138,12 @@ class ProcessActor:
 
 
 class RayCluster:
-    """The actors of a cluster. A context manager; entering places them, leaving ends them.
+    """The actors of a cluster. A context manager: entering places them, leaving ends them.
 
-    ``ray.init`` has been called.
+    REQUIRES: ``ray.init`` was called.
 
     Args:
-        spec: of the cluster.
+        spec: describes the cluster.
         secret_file: path of the cluster's secret, the same on each machine.
     """
 
@@ -197,7 +199,7 @@ class RayCluster:
         from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
         from ray.util.placement_group import remove_placement_group  # pyright: ignore[reportMissingImports]
 
-        # What others need comes last: plans begin with it.
+        # End in reverse order, since plans begin with the processes that others need.
         for actor in reversed(self._actors):
             with contextlib.suppress(RayError):
                 ray.get(actor.end.remote(), timeout=self._spec.drain_s + END_TIMEOUT_S)
@@ -231,7 +233,7 @@ class RayCluster:
         return group.role, group.resources
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return what each actor says of its process; nothing of those that begin again."""
+        """Return the description of each actor's process, without actors that are restarting."""
         import ray  # pyright: ignore[reportMissingImports]
         from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 
@@ -243,9 +245,9 @@ class RayCluster:
         return told
 
     def wait_up(self, timeout_s: float) -> list[dict[str, Any]]:
-        """Wait until every process is up; return ``describe``.
+        """Wait until every process is up, and return ``describe``.
 
-        Raises: DeadlineError (names those that are not).
+        Raises: DeadlineError (names those that are not up).
         """
         end_s = time.monotonic() + timeout_s
         while True:

@@ -1,6 +1,6 @@
-"""The processes of a cluster on one machine: started, watched, started again, ended in order.
+"""The processes of a cluster on one machine: started, watched, restarted, ended in order.
 
-All of it runs on one event loop. Processes are bound to this one: they end when it does, however.
+All runs on one event loop. The processes end when this one does, however it ends.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
 MAX_FAILED_STARTS = 3
 END_S = 15.0
-"""Beyond the drain, until a process that does not end is killed."""
+"""Seconds after the drain until a process that does not end is killed."""
 ENDING: tuple[Kind, ...] = ("server", "launcher", "store-host", "store-master")
-"""The order in which kinds end: what others need comes last."""
+"""The order in which kinds of processes end: those that others need come last."""
 MAX_LINE = 500
 
 
 def plan_local(spec: ClusterSpec, folder: Path) -> list[ProcessPlan]:
-    """Return the processes of a cluster on this machine, which find each other in a folder.
+    """Return the processes of a cluster on this machine, connected by Unix sockets in a folder.
 
     Args:
-        spec: of the cluster.
+        spec: describes the cluster.
         folder: from ``make_runtime_dir``, for sockets.
     """
     num_launchers = sum(group.launchers for group in spec.groups)
@@ -69,13 +69,13 @@ def plan_local(spec: ClusterSpec, folder: Path) -> list[ProcessPlan]:
 async def start_bound(
     plan: ProcessPlan, folder: Path, secret_file: Path, cores: Sequence[int] = ()
 ) -> asyncio.subprocess.Process:
-    """Start a process of a cluster; its standard output says when it is up.
+    """Start a process of a cluster, which prints a line to standard output when it is up.
 
     Args:
-        plan: of the process.
+        plan: the process to start.
         folder: for the file of its settings.
-        secret_file: with the secret of the cluster.
-        cores: that it runs on; empty: all.
+        secret_file: file of the cluster's secret.
+        cores: cores that it runs on; empty for all.
     """
     arguments = list(plan.arguments)
     environment = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -96,7 +96,8 @@ async def start_bound(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=child_environment(environment),
-        # Ctrl-C in a terminal is for the starter, which ends its children in order.
+        # A session of its own, since Ctrl-C in a terminal is meant for this process, which ends its
+        # children in order.
         start_new_session=True,
     )
 
@@ -109,22 +110,24 @@ class _Running:
         self.cores = cores
         self.process: asyncio.subprocess.Process | None = None
         self.up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """The message of its first start, or the reason why it never will start."""
+        """Done with the first line that the process prints, or with the error if it was given
+        up.
+        """
         self.num_restarts = 0
         self.is_ending = False
 
 
 class ProcessRunner:
-    """Runs plans. An async context manager; entering starts all.
+    """Runs the processes of a cluster. An async context manager; entering it starts all.
 
     Args:
-        plans: in the order of their starts.
-        folder: of settings and secrets; borrowed.
-        drain_s: that processes get to end what they have begun.
-        secret_file: of the cluster; None: one is made in the folder.
-        on_up: called with the plan and the last line of each process that has come up.
-        max_failed_starts: of one process that has never been up, after which it is given up; None:
-            it never is.
+        plans: the processes in the order of their starts.
+        folder: folder for settings and secrets; borrowed.
+        drain_s: seconds that processes get to complete running work.
+        secret_file: file of the cluster's secret; None to make one in the folder.
+        on_up: called with the plan and each line that a process prints once it is up.
+        max_failed_starts: number of failed starts after which a process that has never been up is
+            given up; None for never.
     """
 
     def __init__(
@@ -170,7 +173,7 @@ class ProcessRunner:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def list_up(self) -> dict[str, str]:
-        """Return what each process said when it was up first, of those that were, by name."""
+        """Return the first line of each process that has been up, by name."""
         return {
             each.plan.name: each.up.result()
             for each in self._running
@@ -178,7 +181,7 @@ class ProcessRunner:
         }
 
     def list_pids(self) -> dict[str, int]:
-        """Return the process ids of those that run, by name."""
+        """Return the process ids of the running processes, by name."""
         return {
             each.plan.name: each.process.pid
             for each in self._running
@@ -186,14 +189,14 @@ class ProcessRunner:
         }
 
     async def wait_up(self) -> None:
-        """Wait until every process has been up.
+        """Wait until every process has been up once.
 
-        Raises: PeerLostError (one never will be; says which).
+        Raises: PeerLostError if a process was given up; names it.
         """
         await asyncio.gather(*(asyncio.shield(each.up) for each in self._running))
 
     async def _keep(self, running: _Running) -> None:
-        """Run one process again and again."""
+        """Run one process, and restart it whenever it ends."""
         assert self._secret_file is not None, "entered before"
         pause_s, num_failed = PAUSE_S, 0
         while not running.is_ending:
@@ -217,9 +220,9 @@ class ProcessRunner:
             await asyncio.sleep(pause_s)
 
     async def _follow(self, running: _Running, process: asyncio.subprocess.Process) -> bool:
-        """Read what a process says until it ends; return whether it has said anything.
+        """Read a process's output until it ends. Return True if it came up.
 
-        These commands say nothing before they are up.
+        These commands print nothing before they are up.
         """
         assert process.stdout is not None, "piped"
         was_up = False
@@ -243,7 +246,7 @@ class ProcessRunner:
         try:
             await asyncio.wait_for(process.wait(), self._drain_s + END_S)
         except TimeoutError:
-            # Its children end with it: they hold its pipes.
+            # Killing it also ends its children, which hold its pipes.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             await process.wait()

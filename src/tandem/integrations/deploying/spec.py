@@ -1,4 +1,4 @@
-"""The file that describes a cluster: which processes there are, whatever starts them."""
+"""The file that describes a cluster: its processes, independent of what starts them."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,46 +14,46 @@ from tandem.core.instance_status import InstanceRole
 __all__ = ["ClusterSpec", "GroupSpec", "Resources", "ServerSpec", "StoreSpec", "load_spec"]
 
 Name = Annotated[str, Meta(pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$")]
-"""A word that is a name for every one of those who start processes."""
+"""A name that is valid for Kubernetes, for Ray and as a file name."""
 Count = Annotated[int, Meta(ge=1, le=1000)]
 Quantity = Annotated[str, Meta(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
-"""An amount as Kubernetes writes it."""
+"""A quantity in Kubernetes' notation."""
 Port = Annotated[int, Meta(ge=1, le=65535)]
 MAX_INSTANCES = 64
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The resources that a process needs of its machine."""
+    """The resources that a process needs on its machine."""
 
     cpu: Quantity | None = None
-    """Cores."""
+    """Number of cores."""
     memory: Quantity | None = None
     gpu: Annotated[int, Meta(ge=0, le=64)] = 0
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Launchers that are alike, each with instances of one role, each on a machine of its own."""
+    """Launchers that are alike: each has a machine of its own, and instances of one role."""
 
     name: Name
     role: InstanceRole = "unified"
     launchers: Count = 1
     instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] = 1
-    """Instances of each launcher."""
+    """Number of instances of each launcher."""
     settings: dict[str, Any] = {}
-    """The same as in a file for ``--config``; they come before those of the cluster."""
+    """Settings as in a file for ``--config``; they take precedence over the cluster's."""
     resources: Resources = Resources()
     node_selector: dict[str, str] = {}
-    """Labels of the nodes that it may run on; Kubernetes alone."""
+    """Labels of the nodes that the group's pods may run on; for Kubernetes only."""
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The API servers."""
+    """The API servers of a cluster."""
 
     count: Count = 1
     host: str = "127.0.0.1"
-    """The interface that plain processes and Ray bind; a pod binds its own address."""
+    """Interface that plain processes and Ray bind; a pod binds its own address."""
     port: Port = 8000
-    """Port of the first; plain processes and Ray count up from it."""
+    """Port of the first server; with plain processes and Ray the others have the next ports."""
     settings: dict[str, Any] = {}
     resources: Resources = Resources()
 
@@ -63,38 +63,40 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     hosts: Count = 1
     memory: Quantity = "1Gi"
-    """Memory of each host, for objects."""
+    """Memory of each host for objects."""
     port: Port = 7400
     """Port of the master."""
     resources: Resources = Resources()
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cluster."""
+    """The description of a cluster."""
 
     name: Name
     model: str
-    """The same as `tandem serve` is given it."""
+    """The model, as given to ``tandem serve``."""
     settings: dict[str, Any] = {}
     """Settings of all processes, as in a file for ``--config``."""
     groups: Annotated[list[GroupSpec], Meta(min_length=1, max_length=100)]
     servers: ServerSpec = ServerSpec()
     store: StoreSpec | None = None
     port: Port = 7100
-    """Port of the first launcher; its instances listen at the ports after it."""
+    """Port of the first launcher; its instances have the ports after it."""
     drain_s: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     """Seconds that running requests get when a process is to end."""
     image: str = "tandem:latest"
-    """Container image; Kubernetes alone."""
+    """Container image; for Kubernetes only."""
     namespace: Name = "default"
-    """Kubernetes alone."""
+    """Namespace of the manifests; for Kubernetes only."""
     leader_worker_sets: bool = False
-    """Groups become LeaderWorkerSets, whose pods come and go together; Kubernetes alone."""
+    """True to render groups as LeaderWorkerSets, whose pods start and end together; for Kubernetes
+    only.
+    """
     monitoring: bool = False
-    """Render a ServiceMonitor for the Prometheus operator; Kubernetes alone."""
+    """True to render a ServiceMonitor for the Prometheus operator; for Kubernetes only."""
 
     def __post_init__(self) -> None:
-        """Refuse what no process could carry out.
+        """Refuse a description that no process could follow.
 
         Raises: ConfigError.
         """
@@ -127,7 +129,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def load_spec(file: Path) -> ClusterSpec:
-    """Read the description of a cluster.
+    """Read the description of a cluster from a YAML file.
 
     Raises: ConfigError (names the place).
     """

@@ -1,1 +1,1 @@
-"""Permission to connect: keys, the gate of CURVE, the folder of Unix sockets."""
+"""Permission to connect: keys, CURVE authentication, and the folder of Unix sockets."""

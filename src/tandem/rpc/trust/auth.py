@@ -1,11 +1,11 @@
 """Authentication of a control channel: two kinds of trust in the other side.
 
-``local``: a Unix socket in a folder that only our user can enter, and the kernel's word that the
-peer runs under our uid. ``cluster``: TCP with the secret of the cluster, by ZeroMQ CURVE
-(Curve25519, encrypted, replay-proof) with keys derived from the secret; there is no TCP without
-one, since loopback is open to every local user.
+``local``: a Unix socket in a folder that only this user can enter, with the peer's uid reported by
+the kernel. ``cluster``: TCP with the cluster's secret, by ZeroMQ CURVE (Curve25519, encrypted,
+replay-proof) with keys derived from the secret. TCP always needs a secret, since loopback is open
+to every local user.
 
-Secrets are held in ``Auth`` alone; they are in no ``repr``, log line, error or argument list.
+Only ``Auth`` holds secrets; no ``repr``, log line, error or argument list has them.
 """
 
 import hmac
@@ -31,14 +31,16 @@ __all__ = [
 ]
 
 MIN_SECRET_BYTES = 16
-"""HKDF does not slow guessing down, so a secret must not be guessable: 128 bits, not a word."""
+"""Least length of a secret, 128 bits: HKDF does not slow guessing down, so a secret must not be
+guessable.
+"""
 MAX_SECRET_BYTES = 4096
 KEY_BYTES = 32
 ZAP_DOMAIN = "tandem"
 
 
 class Auth:
-    """The proof that one side gives, and the one that it demands. Make it with one of the class
+    """The credentials of one side, and its check of the other side. Made by one of the class
     methods.
 
     Immutable; may be shared by any number of servers and clients.
@@ -51,19 +53,19 @@ class Auth:
         server_public_key: bytes = b"",
         client_secret_key: bytes = b"",
     ) -> None:
-        """Keys are Z85 text of 40 bytes; empty where this side has no use for one."""
+        """Hold the keys, each Z85 text of 40 bytes, or empty if this side does not use it."""
         self.server_public_key = server_public_key
         self._server_secret_key = server_secret_key
         self._client_secret_key = client_secret_key
 
     @classmethod
     def local(cls) -> Self:
-        """Trust the folder of a Unix socket."""
+        """Trust the peers that can enter the folder of a Unix socket."""
         return cls()
 
     @classmethod
     def cluster(cls, secret: str | bytes) -> Self:
-        """Trust peers that know the cluster's secret; see ``generate_secret``.
+        """Trust the peers that know the cluster's secret; see ``generate_secret``.
 
         Raises: ConfigError if the secret is too short.
         """
@@ -86,7 +88,7 @@ class Auth:
     def for_endpoint(cls, url: str, secret: str | bytes | None = None) -> Self:
         """Choose the kind of trust that fits an address.
 
-        A Unix socket is ``local`` and needs no secret; TCP is ``cluster`` and demands one.
+        A Unix socket is ``local`` and needs no secret; TCP is ``cluster`` and needs one.
 
         Raises: PermissionDeniedError for TCP without a secret; ConfigError for a bad address.
         """
@@ -106,14 +108,13 @@ class Auth:
         return bool(self.server_public_key)
 
     def admits(self, client_public_key: bytes) -> bool:
-        """Return whether a client that proved this key (Z85) may enter."""
+        """Return True if a client that has proved this key (Z85) may connect."""
         return hmac.compare_digest(client_public_key, zmq.curve_public(self._client_secret_key))
 
     def check_bind(self, endpoint: Endpoint) -> None:
-        """Decide whether a server may open ``endpoint``; makes the folder of a Unix socket.
+        """Check that a server may bind ``endpoint``. Creates the folder of a Unix socket.
 
-        Raises: PermissionDeniedError for TCP without a secret, or a folder that is not ours
-            alone.
+        Raises: PermissionDeniedError for TCP without a secret, or a folder that others can enter.
         """
         if endpoint.path is not None:
             self._check_is_local(endpoint)
@@ -129,7 +130,7 @@ class Auth:
             raise _refuse_open_tcp(endpoint)
 
     def check_connect(self, endpoint: Endpoint) -> None:
-        """Decide whether a client may speak to ``endpoint``.
+        """Check that a client may connect to ``endpoint``.
 
         Raises: PermissionDeniedError as ``check_bind``; NotFoundError if the folder of the Unix
             socket does not exist; ConfigError if the port is missing.
@@ -145,17 +146,18 @@ class Auth:
             )
 
     def secure_server(self, socket: zmq.Socket[bytes]) -> None:
-        """Set the options of a listening socket, before it binds."""
+        """Set the authentication options of a listening socket, before it binds."""
         if self.uses_curve:
             socket.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._server_secret_key)
             socket.setsockopt(zmq.CURVE_SERVER, 1)
         else:
-            # The kernel tells the peer's uid (SO_PEERCRED); ZeroMQ closes on any other.
+            # The kernel reports the peer's uid (SO_PEERCRED); ZeroMQ closes connections of any
+            # other uid.
             socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
 
     def secure_client(self, socket: zmq.Socket[bytes]) -> None:
-        """Set the options of a connecting socket, before it connects."""
+        """Set the authentication options of a connecting socket, before it connects."""
         if self.uses_curve:
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._client_secret_key)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._client_secret_key))
@@ -171,14 +173,14 @@ class Auth:
 
 
 def generate_secret() -> str:
-    """Return a new secret of 256 random bits, printable."""
+    """Return a new printable secret of 256 random bits."""
     return secrets.token_urlsafe(KEY_BYTES)
 
 
 def write_secret(path: Path, secret: str) -> None:
     """Write a secret to a new file of mode 0600.
 
-    Raises: FileExistsError rather than replacing a file that others may hold open.
+    Raises: FileExistsError instead of replacing a file that other processes may have open.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -186,10 +188,10 @@ def write_secret(path: Path, secret: str) -> None:
 
 
 def read_secret(path: Path) -> str:
-    """Read a secret from a file that only we can read.
+    """Read a secret from a file that only this user can read.
 
-    Raises: NotFoundError; PermissionDeniedError unless the file is regular, ours and of mode
-        0600 or less; ConfigError if it is no text or too long.
+    Raises: NotFoundError; PermissionDeniedError unless the file is regular, owned by this user and
+        of mode 0600 or less; ConfigError if it is no text or too long.
     """
     try:
         return _read_private(path, MAX_SECRET_BYTES).decode().strip()
@@ -204,7 +206,7 @@ def derive_key_bytes(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
 
 
 def _derive_key(secret: bytes, side: str) -> bytes:
-    """Return a Curve25519 secret key in Z85: HKDF-SHA256 of the secret.
+    """Return a Curve25519 secret key in Z85, derived from the secret by HKDF-SHA256.
 
     Any 32 bytes make a key, since X25519 clamps them (RFC 7748 section 5).
     """

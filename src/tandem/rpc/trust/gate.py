@@ -1,7 +1,8 @@
-"""The doorkeeper of CURVE connections: answers ZeroMQ's question whether a proven key may enter.
+"""The check of CURVE connections: answers ZeroMQ's question whether a proven key may connect.
 
-ZeroMQ asks over the ZAP protocol (RFC 27), one socket a context, which is why every server has a
-context of its own. The protocol is pyzmq's; ours is the decision and the loop it runs on.
+ZeroMQ asks over the ZAP protocol (RFC 27), by one socket for each context, so every server has its
+own context. pyzmq implements the protocol; this module makes the decision, on the server's event
+loop.
 """
 
 import asyncio
@@ -17,11 +18,11 @@ __all__ = ["CurveGate"]
 
 
 class CurveGate:
-    """Admits the keys that ``auth`` admits. Open it before the server binds.
+    """Admits connections whose keys ``auth`` admits. Open it before the server binds.
 
     Args:
-        context: of the server; borrowed.
-        auth: decides.
+        context: ZeroMQ's context of the server; borrowed.
+        auth: decides on keys.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], auth: Auth) -> None:
@@ -30,16 +31,16 @@ class CurveGate:
         self._authenticator = Authenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=self)
-        authenticator: Any = self._authenticator  # The type of its socket's result is not declared.
+        authenticator: Any = self._authenticator  # pyzmq does not declare the type of zap_socket.
         self._socket: zmq.Socket[bytes] = authenticator.zap_socket
         self._pump = SocketPump(self._socket, self._receive)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Decide on one key; the name is what pyzmq calls."""
+        """Return True if a key may connect. pyzmq calls this method by its name."""
         return domain == ZAP_DOMAIN and self._auth.admits(key)
 
     def close(self) -> None:
-        """Stop; connections that were admitted stay."""
+        """Stop answering. Admitted connections stay."""
         self._pump.close()
         for task in self._tasks:
             task.cancel()

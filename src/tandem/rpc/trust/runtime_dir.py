@@ -1,11 +1,11 @@
-"""The folder that protects Unix sockets: mode 0700, ours, nothing a link could redirect.
+"""The folder that protects Unix sockets: mode 0700, owned by this user, no symbolic link.
 
-A Unix socket has no password; access to its folder is the permission. So the folder is checked by
-the server before it binds and by the client before it connects (a folder of somebody else's
-could hold a socket that only looks like ours).
+A Unix socket has no password: access to its folder is the permission. So the server checks the
+folder before it binds, and the client before it connects (another user's folder could hold a fake
+socket).
 
-A folder with a random name is locked by the process that made it, as long as that lives. One whose
-lock is free was left by a process that was killed, and goes when the next folder is made.
+A folder with a random name is locked by the process that made it, while that process lives. A
+folder whose lock is free was left by a killed process, and is removed when the next folder is made.
 """
 
 import contextlib
@@ -29,33 +29,33 @@ from tandem.rpc.wire.endpoint import MAX_SOCKET_PATH_BYTES
 __all__ = ["check_runtime_dir", "check_socket_free", "make_runtime_dir", "secure_socket_file"]
 
 SOCKET_NAME_BYTES = 32
-"""Room that a runtime folder must leave for ``/`` and the name of a socket."""
+"""Bytes that a runtime folder's path must leave for ``/`` and the name of a socket."""
 
 FALLBACK_PARENT = Path("/tmp")  # noqa: S108 - the shortest writable path; the folder is checked
 PROBE_TIMEOUT_S = 1.0
 
 PREFIX = "tandem-run-"
-"""Prefix of folders with a random name, all locked by their owners."""
+"""Name prefix of folders with a random name, which their owners keep locked."""
 PREFIX_UNLOCKED = "tandem-new-"
 
 _locks: dict[Path, int] = {}
-"""Descriptors that hold the locks of our folders."""
+"""Descriptors that hold the locks of this process's folders."""
 
 
 def make_runtime_dir(path: Path | None = None) -> Path:
-    """Return a folder for sockets that only this user can enter, made if need be.
+    """Return a folder for sockets that only this user can enter, and create it if it is missing.
 
     Args:
-        path: the folder wanted; None makes a new one with a random name, which the caller
-            removes in the end. A path too long for sockets is replaced by a short one under
-            ``/tmp`` that depends on ``path`` and the user alone, so that it is found again.
+        path: the folder; None makes a new one with a random name, which the caller removes in the
+            end. A path too long for sockets is replaced by a short one under ``/tmp`` that depends
+            only on ``path`` and the user, so that it is found again.
 
-    Raises: PermissionDeniedError if the folder exists and is not ours alone; ConfigError if no
+    Raises: PermissionDeniedError if others can enter an existing folder; ConfigError if no
         temporary folder can be written.
     """
     if path is None:
         return _make_own_dir()
-    path = Path(os.path.abspath(path))  # resolve() would follow a link that we must refuse
+    path = Path(os.path.abspath(path))  # resolve() would follow a link, which must be refused.
     if not _is_short(path):
         digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         path = FALLBACK_PARENT / f"tandem-{os.geteuid()}-{digest}"
@@ -84,7 +84,8 @@ def _make_own_dir() -> Path:
         os.close(_locks.pop(owned))
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # Only now may others look at it: unlocked, it would count as left behind.
+    # Rename it only now that it is locked: an unlocked folder with the final prefix counts as left
+    # behind.
     path = made.with_name(PREFIX + made.name.removeprefix(PREFIX_UNLOCKED))
     made.rename(path)
     _locks[path] = lock
@@ -92,7 +93,7 @@ def _make_own_dir() -> Path:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove the folders of our user whose owners have ended without doing so."""
+    """Remove folders of this user whose owners have ended without removing them."""
     with os.scandir(parent) as entries:
         names = [entry.name for entry in entries if entry.name.startswith(PREFIX)]
     for name in names:
@@ -108,7 +109,7 @@ def _sweep(parent: Path) -> None:
 
 
 def check_runtime_dir(path: Path) -> None:
-    """Refuse a folder that others can enter, write, or have made.
+    """Refuse a folder that others can enter or write, or that another user made.
 
     Raises: NotFoundError if it does not exist; PermissionDeniedError naming owner or mode.
     """
@@ -140,10 +141,11 @@ def check_runtime_dir(path: Path) -> None:
 
 
 def check_socket_free(path: Path) -> None:
-    """Refuse a path that has a live server or is no socket; a stale socket or no file is free.
+    """Refuse a path that a live server uses or that is not a socket. A stale socket or a missing
+    file is accepted.
 
-    ZeroMQ unlinks whatever it finds before it binds: a second server would take over in silence,
-    and a file would be gone.
+    ZeroMQ unlinks the path before it binds: a second server would silently take over, and a file
+    would be lost.
 
     Raises: ConflictError.
     """
@@ -167,7 +169,9 @@ def check_socket_free(path: Path) -> None:
 
 
 def secure_socket_file(path: Path) -> None:
-    """Take the socket from group and others, a second lock behind that of the folder."""
+    """Remove the socket's permissions for group and others, as a second protection behind the
+    folder's.
+    """
     path.chmod(0o600)
 
 

@@ -1,1 +1,1 @@
-"""Frames, sockets and addresses."""
+"""Frames, sockets and addresses of the control channel."""

@@ -1,4 +1,4 @@
-"""Addresses: what an endpoint string means and whether it stays on this machine."""
+"""Addresses of endpoints: parsing, and whether an address stays on this machine."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ from tandem.core.errors import ConfigError, PermissionDeniedError
 __all__ = ["MAX_SOCKET_PATH_BYTES", "Endpoint", "parse_endpoint"]
 
 MAX_SOCKET_PATH_BYTES = 107
-"""``sun_path`` of Linux holds 108 bytes, one of them the closing zero."""
+"""Longest path of a Unix socket: ``sun_path`` of Linux has 108 bytes, including the closing
+zero.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """True if TCP stays on this machine; a name other than localhost is taken to leave it."""
+        """True if TCP stays on this machine. A host name other than localhost counts as remote."""
         if self.is_local_socket:
             return False
         if self.host == "localhost":

@@ -1,7 +1,7 @@
-"""The wire grammar: one ZeroMQ frame a message, one msgpack array a frame, tag first.
+"""The wire format: each message is one ZeroMQ frame with one msgpack array, tag first.
 
-This module is the whole of what crosses the wire, see docs/design/transfer/rpc_wire.md. A later
-version may append elements to an array and add tags, never move or retype one; ``Bye`` and the
+This module defines all that crosses the wire, see docs/design/transfer/rpc_wire.md. A later version
+may append elements to an array and add tags, and may never move or retype one. ``Bye`` and the
 first three elements of ``Hello`` and ``Welcome`` stay readable for ever, so that a refusal can
 always be told.
 """
@@ -45,10 +45,14 @@ PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""All that msgspec raises on hostile bytes: truncation, wrong types, bad UTF-8, deep nesting."""
+"""All errors that msgspec raises on hostile bytes: truncation, wrong types, bad UTF-8, deep
+nesting.
+"""
 
 MAX_ERROR_CHARS = 4096
-"""An error text quotes values; a caller needs the gist, and a notice must fit any limit."""
+"""Longest error text in characters. A text may quote long values, and a notice must fit any
+limit.
+"""
 
 T = TypeVar("T")
 Unsigned = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -56,19 +60,19 @@ Version = Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity of a side, sent in the handshake by both."""
+    """The identity of a side, which both sides send in the handshake."""
 
     name: Annotated[str, Meta(max_length=256)]
-    """For people and logs, ``instance-0``; need not be unique."""
+    """Name for people and logs, such as ``instance-0``; need not be unique."""
     role: Annotated[str, Meta(max_length=64)] = ""
     instance_id: Annotated[str, Meta(min_length=1, max_length=64)]
-    """Random for each start of a process: the same name with another id has restarted."""
+    """Random id for each start of a process: the same name with another id has restarted."""
     compat: dict[str, str] = {}
-    """Facts both sides must agree on, e.g. the version of the messages."""
+    """Facts on which both sides must agree, such as the version of the messages."""
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """The bounds that the other side must respect."""
+    """The limits that the other side must respect."""
 
     max_message_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     lease_ms: Annotated[int, Meta(ge=20, lt=2**31)]
@@ -81,33 +85,39 @@ class LaneOffer(msgspec.Struct, frozen=True, array_like=True):
 
     address: Annotated[str, Meta(max_length=1024)]
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
-    """Names this session there; known to its two sides alone."""
+    """Token that names this session on the lane; only the session's two sides know it."""
 
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True):
-    """The first message of each side of a session."""
+    """The first message of each side in a session."""
 
     protocol: Version
     min_protocol: Version
     epoch: Unsigned
-    """Sessions the client object has opened, this one included; a welcome repeats its hello's."""
+    """Number of sessions that the client object has opened, including this one. A welcome repeats
+    its hello's.
+    """
     identity: Identity
     limits: Limits
     former_lane: Any = None
-    """Nil, and not read: the lane of sides that number the calls of each way by themselves."""
+    """Nil, and not read: the lane of an older version, which numbered the calls of each channel
+    separately.
+    """
     lane: LaneOffer | None = None
 
 
 class Hello(Greeting, frozen=True, array_like=True, tag=0):
-    """Client to server, first on a connection."""
+    """The client's first message on a connection."""
 
 
 class Welcome(Greeting, frozen=True, array_like=True, tag=1):
-    """Server to client: the session begins."""
+    """The server's answer to a hello: the session begins."""
 
 
 class Bye(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """In both directions: the session is over, and why. ``code`` is empty for a plain close."""
+    """A message in either direction that ends the session, with the reason. ``code`` is empty for a
+    plain close.
+    """
 
     protocol: Version
     min_protocol: Version
@@ -118,15 +128,18 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """In both directions: run ``method`` and answer within ``timeout_ms`` of reading this."""
+    """A request in either direction to run ``method`` and answer within ``timeout_ms`` of reading
+    it.
+    """
 
     call_id: Unsigned
     method: Annotated[str, Meta(max_length=256)]
     timeout_ms: Annotated[int, Meta(ge=0, le=MAX_TIMEOUT_MS)]
     body: Raw
     number: Unsigned = 0
-    """Place in the order of the sender's calls of this session, from 1, and its ``call_id``; 0:
-    it begins when it comes."""
+    """The call's number in the order of the sender's calls in this session, from 1, equal to
+    ``call_id``; 0 if the call begins when it arrives.
+    """
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4):
@@ -147,30 +160,34 @@ class Fault(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The caller no longer waits, and nothing waits for a call that has not come."""
+    """A message that the caller no longer waits for a call. If the call has not arrived, the
+    receiver stops waiting for its number.
+    """
 
     call_id: Unsigned
 
 
 class Event(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """One-way; the body is a tagged struct of the union that the receiver registered."""
+    """A one-way message. The body is a tagged struct of the union that the receiver registered."""
 
     body: Raw
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """I am alive, and this much of yours is read; beats themselves are not counted."""
+    """A heartbeat with the totals of messages and bytes read. Heartbeats are not counted in these
+    totals.
+    """
 
     messages_read: Unsigned
     bytes_read: Unsigned
 
 
 class LaneEnd(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """The sender's lane broke: what has not come by it will not, and nothing waits for it."""
+    """A message that the sender's lane is lost: calls that it has not delivered will not come."""
 
 
 class _Opening(msgspec.Struct, frozen=True, array_like=True):
-    """The beginning of a greeting of any version."""
+    """The first three elements of a greeting of any version."""
 
     tag: int
     protocol: Version
@@ -186,16 +203,16 @@ _GREETING_TAGS = (0, 1)
 
 
 def as_body(value: object) -> Raw:
-    """Let ``value`` stand in a body field, to be encoded in place with its frame.
+    """Return ``value`` for a body field, to be encoded within its frame.
 
-    A body is ``Raw`` for the reader, who picks its type by method. Encoding it first into a
-    ``Raw`` of its own would copy every message once more.
+    A reader gets the body as ``Raw``, and picks its type by method. Encoding the value into a
+    ``Raw`` first would copy every message once more.
     """
     return cast("Raw", value)
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """Return the bytes of ``frame``. Thread-safe.
+    """Return the encoded bytes of ``frame``. Thread-safe.
 
     Raises: TypeError, ValueError, OverflowError, RecursionError as msgspec does, for a body that
         has no msgpack form.
@@ -206,7 +223,7 @@ def encode_frame(frame: Frame) -> bytes:
 def decode_frame(data: bytes) -> Frame:
     """Parse one frame. Bodies stay undecoded and borrow ``data``.
 
-    Raises: CorruptionError for anything that is not exactly one frame of this version.
+    Raises: CorruptionError unless ``data`` is exactly one frame of this version.
     """
     try:
         return _DECODER.decode(data)
@@ -220,7 +237,7 @@ def decode_frame(data: bytes) -> Frame:
 def decode_greeting(data: bytes) -> Frame:
     """Parse the first frame of a session, which may come from another version.
 
-    Raises: UnsupportedError naming both ranges if no version is common to both sides;
+    Raises: UnsupportedError naming both ranges if the sides have no common version;
         CorruptionError as ``decode_frame``.
     """
     try:
@@ -239,9 +256,9 @@ def decode_greeting(data: bytes) -> Frame:
 
 
 def decode_body(decoder: msgspec.msgpack.Decoder[T], body: Raw) -> T:
-    """Decode a body by its type.
+    """Decode a body to the decoder's type.
 
-    Raises: msgspec.MsgspecError if it does not fit.
+    Raises: msgspec.MsgspecError if the body is not of that type.
     """
     try:
         return decoder.decode(body)
@@ -250,7 +267,7 @@ def decode_body(decoder: msgspec.msgpack.Decoder[T], body: Raw) -> T:
 
 
 def check_versions(protocol: int, min_protocol: int) -> None:
-    """Refuse a peer that shares no protocol version with us.
+    """Refuse a peer that has no protocol version in common with this side.
 
     Raises: UnsupportedError.
     """
@@ -264,7 +281,7 @@ def check_versions(protocol: int, min_protocol: int) -> None:
 
 
 def make_bye(error: TandemError | None) -> Bye:
-    """Return the farewell that tells ``error``; None for a plain close."""
+    """Return the frame that ends a session because of ``error``; None for a plain close."""
     if error is None:
         return Bye(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, "", "", "", None)
     fault = make_fault(0, error)
@@ -274,7 +291,7 @@ def make_bye(error: TandemError | None) -> Bye:
 
 
 def make_fault(call_id: int, error: TandemError) -> Fault:
-    """Return the answer that carries ``error``, its text cut to a bounded length."""
+    """Return the frame that answers a call with ``error``, its texts cut to a limited length."""
     return Fault(
         call_id,
         error.code,
@@ -285,6 +302,7 @@ def make_fault(call_id: int, error: TandemError) -> Fault:
 
 
 def _clip(text: str) -> str:
-    # Lone surrogates (of a path, say) have no UTF-8 form and would make the error unsendable.
+    # Escape lone surrogates, such as those of a path: they have no UTF-8 form, and would make the
+    # error unsendable.
     text = text[:MAX_ERROR_CHARS].encode("utf-8", "backslashreplace").decode("utf-8")
     return text[:MAX_ERROR_CHARS]

@@ -1,9 +1,9 @@
 """Feeds a ZeroMQ socket to an asyncio loop.
 
-``zmq.asyncio`` makes a future for every receive and every send; here the loop watches the
-socket's descriptor and one callback empties the socket, at about 60 % of the round trip. The
-descriptor is edge-triggered: it tells that *something* changed, and any operation on the socket
-may swallow the change. Hence ``note_sent``, to be called after each send.
+``zmq.asyncio`` makes a future for each receive and each send. Here the event loop watches the
+socket's descriptor and one callback empties the socket, in about 60 % of the round-trip time. The
+descriptor is edge-triggered: it signals that *something* changed, and any operation on the socket
+may consume the signal. So ``note_sent`` must be called after each send.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ __all__ = ["SocketPump"]
 logger = logging.getLogger(__name__)
 
 MESSAGES_PER_PASS = 64
-"""After this many messages other callbacks of the loop get their turn."""
+"""Number of messages after which other callbacks of the event loop run."""
 
-# Plain numbers: an ``&`` of zmq's enum members costs more than asking the socket.
+# Plain integers, because ``&`` on zmq's enum members costs more than the query of the socket.
 EVENTS = int(zmq.EVENTS)
 POLLIN = int(zmq.POLLIN)
 
 
 class SocketPump:
-    """Calls ``receive`` as long as the socket is readable. Lives on one loop.
+    """Calls ``receive`` while the socket is readable. Lives on one event loop.
 
     Args:
         socket: borrowed; the owner closes it after ``close``.
-        receive: takes exactly one message off the socket, without blocking. What it raises is
-            logged, since the next message must be served all the same.
+        receive: takes exactly one message off the socket, without blocking. Its exceptions are
+            logged, and the next message is still received.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], receive: Callable[[], None]) -> None:
@@ -44,17 +44,17 @@ class SocketPump:
         self._plan()
 
     def note_sent(self) -> None:
-        """Look again soon if sending has swallowed the sign of an arrival."""
+        """Plan another read if the send has consumed the signal of an arrived message."""
         if not self._is_planned and self._is_readable():
             self._plan()
 
     def drain(self) -> None:
-        """Receive all that has arrived, now."""
+        """Receive all messages that have arrived, now."""
         while self._is_readable():
             self._receive_one()
 
     def close(self) -> None:
-        """Stop watching. Idempotent."""
+        """Stop watching the socket. May be repeated."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._fd)

@@ -1,4 +1,4 @@
-"""The two kinds of ZeroMQ socket we open, with the options that bound them, and their monitor."""
+"""ZeroMQ sockets of the control channel, with the options that limit them, and their monitor."""
 
 import asyncio
 import contextlib
@@ -15,22 +15,25 @@ from tandem.rpc.wire.pump import SocketPump
 
 __all__ = ["Connection", "SocketMonitor", "end_context", "open_socket", "receive_frame"]
 
-# Plain numbers: an ``|`` of zmq's enum members is built anew on every use.
+# Plain integers, because ``|`` on zmq's enum members builds a new object on every use.
 MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 LAST = int(zmq.NOBLOCK)
 
 FRAME_SLACK_BYTES = 4096
-"""ZeroMQ cuts the connection of a longer frame without a word. Up to this much over the limit we
-read it, and refuse it by name."""
+"""Bytes over the message limit that are still read, so that the message is refused with an error.
+ZeroMQ closes the connection of a longer frame without one.
+"""
 
 HWM_FACTOR = 2
-"""Our own window is the bound; ZeroMQ's counts also beats and parts, and must not bite first."""
+"""ZeroMQ's queue limit, relative to the channel's own window. It also counts heartbeats and message
+parts, and must not be reached first.
+"""
 
 
 async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Close a context, which waits until farewells are delivered or ``linger_ms`` has passed.
+    """Close a context, after farewells are delivered or ``linger_ms`` has passed.
 
-    It ends even if the caller is cancelled meanwhile, since nobody else knows it any more.
+    The context is closed even if the caller is cancelled, since nobody else refers to it.
     """
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, context.term))
 
@@ -38,31 +41,31 @@ async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
 def open_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, config: RpcConfig
 ) -> zmq.Socket[bytes]:
-    """Open a ROUTER or DEALER socket with bounded queues and sizes, not yet bound or connected."""
+    """Open a ROUTER or DEALER socket with limited queues and sizes, not yet bound or connected."""
     socket = context.socket(kind)
     high_water_mark = HWM_FACTOR * count_window(config)
     socket.setsockopt(zmq.SNDHWM, high_water_mark)
     socket.setsockopt(zmq.RCVHWM, high_water_mark)
     socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes + FRAME_SLACK_BYTES)
     socket.setsockopt(zmq.LINGER, config.linger_ms)
-    # Our own beats prove that the peer's *loop* lives. These prove the connection, so that the
-    # queue of a host that vanished is given back too.
+    # Heartbeat frames of the channel prove that the peer's *event loop* runs. These of ZeroMQ prove
+    # the connection, so that the queue of a vanished host is freed as well.
     socket.setsockopt(zmq.HEARTBEAT_IVL, config.heartbeat_interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, config.lease_ms)
     socket.setsockopt(zmq.HANDSHAKE_IVL, min(config.connect_timeout_ms, config.lease_ms))
     if kind == zmq.ROUTER:
-        # Without it, what cannot be delivered vanishes in silence.
+        # Without this option, ZeroMQ silently drops messages that it cannot deliver.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     else:
-        # One socket is one connection is one session: what a lost session had queued must not
-        # reach the next one. Connecting again is ours to do, with a new socket.
+        # One socket is one connection and one session: queued messages of a lost session must not
+        # reach the next. The client reconnects with a new socket.
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt(zmq.IPV6, 1)  # Names may resolve to either.
+        socket.setsockopt(zmq.IPV6, 1)  # Names may resolve to IPv4 or IPv6.
     return socket
 
 
 def receive_frame(socket: zmq.Socket[bytes]) -> bytes | None:
-    """Take one message off the socket, without blocking; None for one of several parts."""
+    """Take one message off the socket without blocking; None if it has several parts."""
     data = socket.recv(LAST)
     is_single = True
     while socket.getsockopt(zmq.RCVMORE):
@@ -72,13 +75,13 @@ def receive_frame(socket: zmq.Socket[bytes]) -> bytes | None:
 
 
 class Connection:
-    """The transport below one session: a socket, or the part of one that belongs to one peer.
+    """The connection below one session: a whole socket, or one peer's part of it.
 
     Args:
         socket: borrowed.
         pump: of the socket; borrowed.
-        name: of the peer, for errors.
-        address: of the peer on the socket; empty if the socket has one peer.
+        name: the peer's name, for errors.
+        address: the peer's address on the socket; empty if the socket has one peer.
         on_close: called by ``close``.
     """
 
@@ -96,14 +99,15 @@ class Connection:
         self._name = name
         self._address = address
         self.drain = pump.drain
-        """Receives all that has arrived."""
+        """Receives all messages that have arrived."""
         self.close = on_close
-        """Gives up what belongs to the session. Idempotent."""
+        """Releases the session's part of the socket. May be repeated."""
 
     def transmit(self, data: bytes) -> None:
-        """Hand one frame to the socket without blocking.
+        """Queue one frame on the socket without blocking.
 
-        Raises: CapacityError if its queue is full; PeerLostError if the connection is gone.
+        Raises: CapacityError if the socket's queue is full; PeerLostError if the connection is
+            gone.
         """
         try:
             if self._address:
@@ -118,7 +122,9 @@ class Connection:
         self._pump.note_sent()
 
     def say_bye(self, error: TandemError) -> None:
-        """Tell the peer why there is no session; best effort, since it may be gone."""
+        """Try to tell the peer why the session ends. Errors are ignored, since the peer may be
+        gone.
+        """
         with contextlib.suppress(CapacityError, PeerLostError):
             self.transmit(encode_frame(make_bye(error)))
 
@@ -127,10 +133,10 @@ class SocketMonitor:
     """Reports the events of a socket's connections.
 
     Args:
-        socket: to watch; borrowed.
+        socket: the socket to watch; borrowed.
         callback: called with each event and its value (a descriptor or an error number).
-        events: those to be told of. ZeroMQ's thread waits for who is behind with them, and there
-            is no end to some: ``EVENT_ACCEPT_FAILED`` while there are no descriptors.
+        events: the events to report. ZeroMQ's thread waits for a slow reader, and some events
+            repeat endlessly, such as ``EVENT_ACCEPT_FAILED`` while descriptors are exhausted.
     """
 
     def __init__(
@@ -142,11 +148,11 @@ class SocketMonitor:
         self._pump = SocketPump(self._socket, self._receive)
 
     def drain(self) -> None:
-        """Deliver the events up to now."""
+        """Report the events that have occurred up to now."""
         self._pump.drain()
 
     def close(self) -> None:
-        """Stop. Idempotent; before the watched socket is closed."""
+        """Stop watching, before the watched socket is closed. May be repeated."""
         self._pump.close()
         if not self._socket.closed:
             self._watched.disable_monitor()

@@ -1,1 +1,1 @@
-"""Schemas of the manifests that are rendered."""
+"""JSON schemas of the Kubernetes manifests that are rendered."""

@@ -64,7 +64,7 @@ class Results:
     async def change(
         self, caller: Caller, request: Change, begin: Callable[[], Coroutine[Any, Any, T]]
     ) -> T:
-        """Do as ``run``, with the numbers that the request bears."""
+        """Execute a request once, like ``run``, with the numbers in the request."""
         return await self.run(caller, request.number, request.settled_below, begin)
 
     async def run(
