@@ -68,7 +68,7 @@ class RpcClient(RpcSide):
         self._renewal: asyncio.Task[None] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
-    # Opening and closing.
+    # The methods below open and close the client.
 
     async def __aenter__(self) -> Self:
         await self.connect()
@@ -155,7 +155,7 @@ class RpcClient(RpcSide):
                 self._peer.lose(PeerLostError("rpc.close", what), tell=True)
             await end_context(context)
 
-    # Calls and events; see Peer.
+    # The methods below call and notify the server; ``Peer`` documents them.
 
     async def call(
         self,
@@ -182,7 +182,7 @@ class RpcClient(RpcSide):
         """Send a one-way event from any thread; see ``Peer.push_threadsafe``."""
         self.peer.push_threadsafe(event)
 
-    # Sessions.
+    # The methods below open, retry and replace sessions.
 
     async def _open_session(self, budget_s: float | None) -> Peer:
         """Repeat attempts until a session is open, the budget is spent, or the server refuses."""

@@ -106,7 +106,7 @@ class IncomingCalls:
     def __len__(self) -> int:
         return len(self._alive)
 
-    # Order of calls.
+    # The methods below begin calls in the order of their numbers.
 
     def take(self, call: Call, request: LaneRequest | None = None) -> None:
         """Begin a call, or hold it back until the calls before it have come.
@@ -155,7 +155,7 @@ class IncomingCalls:
             else:
                 self._start(call, request)
 
-    # Running.
+    # The methods below run and stop the handlers of calls.
 
     def _start(self, call: Call, request: LaneRequest | None) -> None:
         """Run the handler of ``call``, or answer with the error that prevents it."""
@@ -295,7 +295,7 @@ class IncomingCalls:
             running.timer.cancel()
         return running
 
-    # Answers.
+    # The methods below send the answers of calls.
 
     def _answer(self, call: Call, request: LaneRequest | None, response: Any) -> None:
         try:

@@ -78,7 +78,7 @@ class LaneRequest(Protocol):
 
 
 class Lanes(Protocol):
-    """The lanes of one process."""
+    """The lanes of one process: its channels to other processes for calls beside the sockets."""
 
     @property
     def address(self) -> str:

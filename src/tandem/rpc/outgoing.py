@@ -141,7 +141,7 @@ class OutgoingCalls:
         if lane is not None:
             lane.close()
 
-    # Sending.
+    # The methods below number and send calls.
 
     def begin(
         self, method: str, request: object, response_type: type[T], timeout_s: float
@@ -161,7 +161,7 @@ class OutgoingCalls:
         sent = self._send_by_lane(make, lambda lane, data: lane.begin(data))
         if sent is not None:
             return _LaneCall(self, sent, method, response_type)
-        # Only the event loop may use the socket.
+        # Without a lane the call must go by the socket, which only the event loop may use.
         return self.run_on_loop(self._call(method, request, response_type, timeout_s), method)
 
     async def _call(
@@ -211,7 +211,7 @@ class OutgoingCalls:
         answer = self._open[call_id] = self._loop.create_future()
         return _Sent(call_id, answer, None, None)
 
-    # Answers.
+    # The methods below wait for answers, and end calls.
 
     async def _wait(
         self,

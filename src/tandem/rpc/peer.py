@@ -336,7 +336,7 @@ class Peer:
             self._outbox.clear()
         self._on_lost(self, error)
 
-    # Sending.
+    # The methods below encode and send frames.
 
     def _send(self, frame: Frame) -> None:
         """Encode and send a frame that counts in the window. If it is an answer, failure to send it
@@ -436,7 +436,7 @@ class Peer:
         lost = self._lost
         return None if lost is None else PeerLostError(lost.where, lost.what)
 
-    # The lane.
+    # The methods below open the lane, and take calls that come by it.
 
     async def _open_lane(self, lanes: LaneRouter, offer: LaneOffer) -> None:
         try:
@@ -464,7 +464,7 @@ class Peer:
         with contextlib.suppress(PeerLostError):
             self._call_soon_threadsafe(self._send_uncounted, LaneEnd())
 
-    # Receiving.
+    # The methods below take the peer's frames that are no calls and no answers.
 
     def _take_fault(self, fault: Fault) -> None:
         if fault.call_id != 0:
@@ -505,7 +505,7 @@ class Peer:
         what = f"{self.name} closed the session{reason}"
         self.lose(PeerLostError("rpc.session", what), tell=False)
 
-    # Liveness.
+    # The methods below watch the peer's lease, and send heartbeats.
 
     @property
     def silence_s(self) -> float:

@@ -66,7 +66,7 @@ class RpcServer(RpcSide):
         self._is_open = False
         self._bound_url = ""
 
-    # Registration.
+    # The methods below register the handlers of methods, before the server is opened.
 
     def register(
         self,
@@ -89,7 +89,7 @@ class RpcServer(RpcSide):
 
         return decorate
 
-    # Opening and closing.
+    # The methods below open and close the server.
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -178,7 +178,7 @@ class RpcServer(RpcSide):
         if self.address.path is not None:
             secure_socket_file(self.address.path)
 
-    # Messages.
+    # The methods below receive messages, and admit or refuse new clients.
 
     def _receive(self) -> None:
         routing_id = self._socket.recv(zmq.NOBLOCK)
@@ -274,7 +274,7 @@ class RpcServer(RpcSide):
 
         return Connection(self._socket, self._pump, name, address=routing_id, on_close=close)
 
-    # Loss.
+    # The methods below note the loss of connections.
 
     def _note_connection(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED and is_scarce(value):
@@ -294,7 +294,7 @@ class RpcServer(RpcSide):
         """Close a connection that takes one of the last file descriptors. Its client retries."""
         shut(descriptor)
         self.counters.connections_shed += 1
-        # Log few lines for any number of connections.
+        # Log only at powers of two, so that any number of closed connections makes few lines.
         if self.counters.connections_shed.bit_count() == 1:
             logger.warning(
                 "event=connections_shed count=%d reason=few descriptors left, raise RLIMIT_NOFILE",

@@ -136,7 +136,7 @@ class HostExtents(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StartedPut(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to ``StartPut``."""
+    """The answer to ``StartPut``: where the client may write."""
 
     statuses: bytes
     """One ``StartStatus`` byte for each object."""
@@ -273,7 +273,7 @@ class ListKeys(msgspec.Struct, frozen=True):
 
 
 class KeyPage(msgspec.Struct, frozen=True):
-    """Answer to ``ListKeys``."""
+    """The answer to ``ListKeys``: keys with their sizes and numbers of replicas."""
 
     keys: list[str]
     sizes: list[int]
@@ -385,7 +385,7 @@ class DiskStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A host as the master sees it."""
+    """The status of a host, as its master sees it."""
 
     name: str
     machine: str
@@ -416,7 +416,7 @@ class LeaderAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The store as its master sees it."""
+    """The status of a store, as its master sees it."""
 
     epoch: int
     num_objects: int
@@ -435,7 +435,7 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     """False if the roster was lost: tombstones are then kept for hosts that it may not name."""
 
 
-# Messages between master and hosts.
+# The messages below travel between the master and hosts.
 
 
 class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
@@ -461,7 +461,7 @@ class JoinHost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """Answer to ``JoinHost``."""
+    """The answer to ``JoinHost``: the session and the number that the master gives the host."""
 
     epoch: int
     host: int

@@ -109,7 +109,7 @@ class StoreClient:
             return self._thread.run(step(self._client))
         return drive(step(self._blocking))
 
-    # Memory.
+    # The methods below register and unregister memory of the caller for transfers.
 
     def register(self, memory: Any) -> StoreBuffer:
         """Register memory for transfers, as ``AsyncStoreClient.register`` does."""

@@ -127,7 +127,8 @@ class TransferEngine:
         self._segments: dict[int, str] = {}
         self._is_closed = False
         self.local_segment = Segment(self, 0, "")
-        # Threads of the call handler, if there is one.
+        # Threads that run the handler of calls, to be joined when the engine closes; empty without
+        # a handler.
         self._threads: list[threading.Thread] = []
         self._finalizer = weakref.finalize(
             self, _shut_down, self.core, self._held, self._threads, 1.0

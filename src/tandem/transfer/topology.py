@@ -197,7 +197,7 @@ def _read_nic(path: Path, rdma_device: str | None) -> Nic | None:
     speed = _read(path / "speed")
     return Nic(
         name=path.name,
-        # The driver reports -1 for an unknown speed.
+        # The driver reports -1 for a speed that it does not know.
         speed_gbps=int(speed) / 1e3 if speed.isdecimal() and int(speed) > 0 else None,
         numa_node=_read_node(device),
         pci_path=() if is_virtual else _pci_path(device),
@@ -222,7 +222,8 @@ def _pci_path(device: Path) -> tuple[str, ...]:
         return ()
     for index, part in enumerate(parts):
         if part.startswith("pci") and ":" in part:
-            # The host bridge, then one address for each level.
+            # The path's address parts: the host bridge, then one PCI address for each level below
+            # it.
             return tuple(p for p in parts[index:] if ":" in p)
     return ()
 

@@ -276,7 +276,8 @@ def _make_deployment(spec: ClusterSpec, part: str, replicas: int, pod: Manifest)
         "spec": {
             "replicas": replicas,
             "selector": {"matchLabels": _labels(spec, part)},
-            # The new pod serves before the old one drains.
+            # Start the new pod before the old one drains, so that the number of serving pods does
+            # not fall.
             "strategy": {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
             "template": pod,
         },

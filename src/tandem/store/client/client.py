@@ -114,7 +114,7 @@ class AsyncStoreClient:
         """
         self._places.clear()
 
-    # Memory.
+    # The methods below register and unregister memory of the caller for transfers.
 
     def register(self, memory: Any) -> StoreBuffer:
         """Register memory, so that transfers read and write it without a copy.
@@ -159,7 +159,7 @@ class AsyncStoreClient:
                     "store.get", f"a buffer of {buffer.nbytes} bytes is read-only", field="parts"
                 )
 
-    # Writing.
+    # The methods below put objects.
 
     async def put(self, key: str, value: Any, options: PutOptions = DEFAULT_OPTIONS) -> PutResult:
         """Store an object. Readers see all of it or nothing.
@@ -248,7 +248,7 @@ class AsyncStoreClient:
         usual = self._usual_writes
         return await PutBatch(self._calls, self._port, usual, items, options, deadline_s).put()
 
-    # Reading.
+    # The methods below get values of objects.
 
     async def get(self, key: str) -> bytes:
         """Return the value of a key.
@@ -312,7 +312,7 @@ class AsyncStoreClient:
         await self._reader.read(into, self._calls.deadline_s())
         return into.results
 
-    # Looking, removing, pinning.
+    # The methods below look up, remove and pin objects, and manage hosts.
 
     async def exists(self, key: str) -> bool:
         """Return True if the object exists and is readable. Changes no lease and no LRU order."""

@@ -265,7 +265,8 @@ class Ranges(Destination):
                 end - begin,
             )
             self._cuts[index] = cut
-            # The table is in front of the value.
+            # An extent has the checksum table in front of the value, so the table's address is
+            # below the value's.
             wanted += [(at - table_bytes, table_bytes), (at + begin, cut.num_bytes)]
             memory_bytes = cut.value_at + cut.num_bytes
         with pool.lend(memory_bytes) as memory:

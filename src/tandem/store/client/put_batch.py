@@ -228,7 +228,7 @@ class PutBatch:
         for i, flag in zip(objects, answer.flags, strict=True):
             self._results[i] = OUTCOMES[flag]
 
-    # Start: reserve space.
+    # The first step of a put: the methods below ask the master to reserve space.
 
     async def _start(self) -> StartedPut:
         """Ask the master for space, and compute checksums meanwhile."""
@@ -237,7 +237,8 @@ class PutBatch:
             "start_put", request, StartedPut, self._deadline_s, extra_s=request.wait_ms / 1e3
         )
         try:
-            await self._calls.sleep(0)  # Let the request be sent.
+            # Let the event loop send the request before the checksums are computed.
+            await self._calls.sleep(0)
             await self._prepare()
         except BaseException:
             self._calls.spawn(self._give_back(asking))
@@ -284,7 +285,7 @@ class PutBatch:
         # If this message is lost, the put expires at the master.
         self._calls.spawn(self._calls.tell("commit_put", commit, KeyBytes))
 
-    # Write: move the bytes to all hosts.
+    # The second step of a put: the methods below write the values to all hosts.
 
     async def _write(self, started: StartedPut) -> list[int]:
         """Write all objects to all their hosts. Return the hosts where that failed."""
@@ -353,7 +354,7 @@ class PutBatch:
         await self._port.write(endpoint, pieces, timeout_s)
         usual.note((self._calls.clock.now_s() - begin_s) / work)
 
-    # Seal: make the objects visible.
+    # The last step of a put: the method below has the master make the objects visible.
 
     async def _seal(self, started: StartedPut, failed_hosts: list[int]) -> None:
         """Have the master seal and publish the written objects."""

@@ -120,7 +120,7 @@ class _Read:
 
 
 class ObjectReader:
-    """The gets of one client."""
+    """The executor of one client's gets."""
 
     def __init__(self, calls: MasterCalls, port: ClientPort, places: LocationCache) -> None:
         self._calls = calls
@@ -223,7 +223,8 @@ class ObjectReader:
         again, staged, unsure = read.again, read.staged, read.unsure
         read.again, read.staged, read.unsure = [], [], []
         if again:
-            pause_s = RETRY_S * read.attempt  # Hosts and masters may come back.
+            # Pause before the retry: hosts and masters may come back.
+            pause_s = RETRY_S * read.attempt
             read.attempt += 1
             is_over = read.attempt > 1 and calls.clock.now_s() + pause_s >= deadline_s
             if read.attempt == MAX_ATTEMPTS or is_over:

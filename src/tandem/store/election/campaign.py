@@ -193,5 +193,5 @@ class Campaign:
             async with asyncio.timeout(self._timeout_s):
                 await self._backend.release(self._timeout_s)
         except (TandemError, TimeoutError) as error:
-            # The lease at the backend ends by itself.
+            # A failed release is harmless, since the lease at the backend ends by itself.
             logger.info("event=leadership_unreleased reason=%s", error)

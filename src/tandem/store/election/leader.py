@@ -151,7 +151,7 @@ class LeaderClient:
         clients, self._clients = list(self._clients.values()), {}
         await asyncio.gather(*(client.aclose() for client in clients))
 
-    # The search.
+    # The methods below search for the master that leads.
 
     async def _follow(self) -> None:
         while True:
@@ -261,7 +261,8 @@ class LeaderClient:
         except UnsupportedError as error:
             if error.field != "method":
                 raise
-            # A release without elections, whose only master leads.
+            # A master without this method is of a release without elections, and is the only one of
+            # its store, so it leads.
             return LeaderAnswer(is_leader=True)
         except DeadlineError:
             raise

@@ -101,7 +101,7 @@ def pack_record(record: Record) -> bytes:
 
 
 def parse_record(data: Any, bucket: int, position: int) -> Record:
-    """Read the header and key that ``data`` begins with.
+    """Read the record header and key at the beginning of ``data``.
 
     Raises: CorruptionError if there are none that hold together, or another place's.
     """

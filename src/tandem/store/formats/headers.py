@@ -60,7 +60,7 @@ def checksum_bytes(*parts: bytes) -> int:
     return crc
 
 
-# Heads of files.
+# The functions below read and write the heads of files.
 
 
 class Head(NamedTuple):
@@ -125,7 +125,7 @@ def _parse_copy(data: bytes, at: int, magic: bytes, num_bytes: int, what: str) -
     return data[at + HEAD.size : end] if (version, length) == (FORMAT, num_bytes) else None
 
 
-# Objects.
+# The functions below read and write the headers of objects.
 
 
 class ExtentHeader(NamedTuple):
@@ -160,7 +160,7 @@ def parse_object(memory: Any, at: int, home: int, position: int) -> ExtentHeader
     return None if fields is None else ExtentHeader(*fields)
 
 
-# Tombstones.
+# The functions below read and write the tombstone file of a disk.
 
 
 class RecordTombstone(NamedTuple):
@@ -197,7 +197,7 @@ def parse_tombstones(data: bytes) -> tuple[list[RecordTombstone], int]:
     return list(tombstones), num_damaged
 
 
-# Lines of a roster.
+# The functions below read and write the lines of roster files.
 
 
 def pack_line(body: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """A host of a store: the memory that it lends, and the disk behind it.
 
-Other folders import from here alone. Start reading at ``host.py``; ``segment.py`` is the memory,
-``disk.py`` the disk.
+Other folders import from this package only. Start reading at ``host.py``; ``segment.py`` is the
+memory, ``disk.py`` the disk.
 """
 
 from tandem.store.host.disk import DiskTier

@@ -213,7 +213,7 @@ class DiskTier:
         """True if the disk has been given up until the host restarts."""
         return self.state is DiskState.FAILED
 
-    # Events that the host reports to the tier.
+    # The host calls the methods below when an object is sealed, loaded, wiped or forgotten.
 
     def on_sealed(self, offset: int, header: ExtentHeader) -> None:
         """Queue an object that has become complete in memory, to be written to the disk."""
@@ -356,7 +356,7 @@ class DiskTier:
             self.dropped[record.header.key] = record.header.version
             self.on_change()
 
-    # Writing behind.
+    # The methods below write objects from memory to the disk in the background.
 
     async def _run(self) -> None:
         while not self.is_failed:

@@ -124,7 +124,7 @@ class DiskFolder:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    # Buckets.
+    # The methods below create, read, write and remove bucket files.
 
     def make_buffer(self, nbytes: int) -> DiskBuffer:
         """Make page-aligned memory and register it with the engine."""
@@ -220,7 +220,7 @@ class DiskFolder:
     def _bucket(self, number: int) -> Path:
         return self.path / f"{number:016x}{SUFFIX}"
 
-    # Open buckets.
+    # The methods below keep a limited number of bucket files open.
 
     async def _use(self, number: int) -> _Opened:
         opened = self._opened.get(number)
@@ -273,7 +273,7 @@ class DiskFolder:
             )
         return segment
 
-    # Notes.
+    # The methods below read and write notes, which are small files.
 
     async def read_note(self, name: str) -> bytes:
         """Read a small file; empty if it is missing."""

@@ -32,7 +32,7 @@ its space.
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """One bucket file."""
+    """One bucket file: its sizes, its last use, and its records."""
 
     number: int
     file_bytes: int

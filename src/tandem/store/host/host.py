@@ -222,7 +222,7 @@ class StoreHost:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # Joining.
+    # The methods below join the store in a session: they send the inventory, and close old writers.
 
     async def _join(self, master: Caller) -> None:
         reason = ""
@@ -327,7 +327,7 @@ class StoreHost:
         self.num_objects = 0
         on_disk: list[ExtentHeader] = []
         if self.disk is not None:
-            # Changes from here on are reported after the inventory.
+            # Take the disk's changes now, so that only later ones are reported after the inventory.
             on_disk = [record.header for record in self.disk.list_records()]
             self.disk.take_changes()
         records = ExtentRecords()
@@ -345,7 +345,7 @@ class StoreHost:
                 append_record(records, 0, header)
             yield records, True
 
-    # The disk.
+    # The methods below report changes of the disk to the master.
 
     async def _report_disk(self, disk: DiskTier, master: Caller, session: int) -> None:
         """Report changes on the disk to the master until the session ends."""

@@ -93,7 +93,7 @@ class HostSegment:
         self.data: npt.NDArray[np.uint8] = whole[self._data_at : self._data_at + capacity_bytes]
         """The bytes of all extents. Those beyond ``usable_bytes`` must not be touched."""
 
-    # Life.
+    # The methods below create, open, grow and close a segment.
 
     @classmethod
     def make_anonymous(cls, capacity_bytes: int) -> "HostSegment":
@@ -191,7 +191,7 @@ class HostSegment:
 
     def _reserve_steps(self, on_grown: Callable[[int], None]) -> None:
         self._reserve_all(on_grown)
-        # Lower the thread's priority below that of calls.
+        # Lower this thread's scheduling priority below that of the threads that answer calls.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICENESS)
         for begin in range(0, self.usable_bytes, POPULATE_STEP_BYTES):
@@ -285,7 +285,7 @@ class HostSegment:
         fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_UNLCK))
         return True
 
-    # Objects.
+    # The methods below read and write the headers of objects.
 
     def seal(self, offset: int, header: ExtentHeader) -> None:
         """Write the header of the object at ``offset``, whose table and value are there. It then

@@ -130,7 +130,7 @@ class Burials:
         if self.tombstones.release(below):
             self.writer.drop(below)
 
-    # Hosts that the roster does not name.
+    # The methods below handle hosts that the roster does not name.
 
     async def set_floor(self) -> int:
         """Declare dead all current objects of hosts that the roster does not name. Return the

@@ -37,7 +37,7 @@ class Departures:
         from their location caches.
         """
 
-    # Removal from the directory.
+    # The methods below remove objects and copies from the directory.
 
     def drop_row(self, row: int) -> "list[asyncio.Future[None]]":
         """Remove an object from the directory and wipe its copies. Their space is free when wiped

@@ -238,7 +238,8 @@ class Maintenance:
             self._not_before_ms[key] = self._state.now_ms() + RETRY_AFTER_MS
         is_same = directory.find(key) == row and directory.version(row) == version
         if target.session != copy.session:
-            # The host's next inventory tells whether the copy exists.
+            # The session has changed, so it is unknown whether the copy exists. The host's next
+            # inventory tells.
             self._departures.note_unlisted(key)
         elif copy.is_abandoned:
             pass  # ``drop_row`` or ``_load`` has it wiped.

@@ -93,7 +93,7 @@ class Membership:
         self._num_sessions = 0
         self._declaring: set[int] = set()
 
-    # The roster.
+    # The methods below load the roster and change the hosts that it names.
 
     async def load(self) -> None:
         """Read the roster and the tombstones. No host joins before this is done."""
@@ -250,7 +250,7 @@ class Membership:
             logger.warning("event=floor_set version=%d", version)
         return FloorSet(version, self._burials.is_complete, num_tombstones, hosts)
 
-    # Sessions.
+    # The methods below begin and end the sessions of hosts, and take their reports.
 
     async def drain(self, _: Caller, request: DrainHost) -> Ack:
         """Start to move all objects off a host. Raises: NotFoundError."""
@@ -268,7 +268,8 @@ class Membership:
         check_present(caller)
         host = self._names.get(request.name)
         if host is not None and host.caller is caller and request.attempt <= host.attempt:
-            # A late or repeated copy of the request.
+            # The request is a late or repeated copy: answer with the session that the first copy
+            # began.
             return Joined(self._state.versions.epoch, host.number, host.session)
         if host is not None and host.caller is not None:
             if host.segment_id != request.segment_id:

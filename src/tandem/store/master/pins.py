@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pins:
-    """The pins of one master's objects."""
+    """The handler of one master for clients' pin requests."""
 
     def __init__(self, state: StoreState, results: Results) -> None:
         self._state = state

@@ -105,7 +105,7 @@ class PutBatch:
         self._first_version = 0
         self._state, self._departures, self._burials = parts
 
-    # Space.
+    # The methods below account for the extents that are reserved for the batch.
 
     def list_offsets(self, host: int) -> list[int]:
         """Return the offsets of the batch's extents on a host."""
@@ -137,7 +137,7 @@ class PutBatch:
         lost = [n for n in self.places if hosts[n].session != self._sessions[n]]
         return [i for number in lost for i in self.places.pop(number)]
 
-    # Start: the client gets the right to write.
+    # The first step of a put: the methods below give the client the right to write on the hosts.
 
     def begin_writing(self) -> dict[int, int]:
         """Mark the extents as being written by the client. Return the write address of each host
@@ -223,7 +223,8 @@ class PutBatch:
             raise ConfigError("store.commit", "tables that do not fit the values")
         return Blob(tables, sizes, is_values=False)
 
-    # Seal: the objects get headers and enter the directory.
+    # The last step of a put: the methods below have the hosts write headers, and add the objects to
+    # the directory.
 
     async def seal(self, checksums: Sequence[int], blob: Blob) -> bytes:
         """Have the hosts seal the objects, and publish them. Return a ``CommitStatus`` byte for
@@ -433,7 +434,7 @@ class PutBatch:
         state.counters.objects_created += len(rows)
         return replaced
 
-    # Older objects of the same keys.
+    # The methods below find the older objects that the batch replaces.
 
     async def _wait_room(self) -> None:
         """Wait until the tombstones that this batch may need fit below the limit.

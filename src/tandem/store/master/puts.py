@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Puts:
-    """The puts of one master."""
+    """The handlers of one master for clients' put requests."""
 
     def __init__(self, parts: PutParts, allocation: Allocation, results: Results) -> None:
         self._parts = parts
@@ -82,7 +82,7 @@ class Puts:
                 statuses[i] = status
         return KeyBytes(bytes(statuses))
 
-    # Puts whose values the client writes.
+    # The methods below handle puts whose values the client writes to the hosts.
 
     def start(
         self, caller: Caller, request: StartPut
@@ -170,7 +170,7 @@ class Puts:
             return KeyBytes(bytes([CommitStatus.EXPIRED]) * len(batch.keys))
         return KeyBytes(await batch.seal(request.checksums, batch.cut_tables(request.tables)))
 
-    # Clients that fail.
+    # The methods below end the puts of clients that fail, disconnect or take too long.
 
     def forget_host(self, number: int) -> None:
         """Note that a host is lost: all puts forget their extents there."""

@@ -27,7 +27,7 @@ MAX_IN_FLIGHT = 8
 
 
 class Removals:
-    """The removals of one master."""
+    """The handlers of one master for clients' removal requests."""
 
     def __init__(
         self,

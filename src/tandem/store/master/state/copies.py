@@ -42,7 +42,7 @@ class Copies:
         self.row = array("i")
         self._spare = array("i")
 
-    # One object.
+    # The methods below handle the copies of one object.
 
     def iterate(self, row: int) -> Iterator[tuple[int, int]]:
         """Yield the tag and the offset of each copy of an object."""
@@ -83,7 +83,7 @@ class Copies:
         self._spare.append(at)
         return self.offset[at]
 
-    # Many rows at a time.
+    # The methods below handle many rows at a time, in numpy columns.
 
     def rows_with(self, tag: int) -> npt.NDArray[np.int64]:
         """Return the rows that have a copy with this tag."""

@@ -115,7 +115,7 @@ class Drops:
         """Return True if the object at ``offset`` was dropped and its space is not free yet."""
         return offset in self._drops
 
-    # Sessions.
+    # The methods below begin and end sessions with the host.
 
     def begin_session(self, *, has_disk: bool) -> None:
         """Note that the host has joined, and whether it has a disk."""
@@ -142,7 +142,7 @@ class Drops:
         """Forget all dropped objects except those at some offsets."""
         self._drops = {offset: drop for offset, drop in self._drops.items() if offset in offsets}
 
-    # Objects in memory.
+    # The methods below wipe objects in the host's memory, and free their space.
 
     def drop(
         self, offsets: Sequence[int], lengths: Sequence[int], free_at_ms: int
@@ -240,7 +240,7 @@ class Drops:
     def _now_ms(self) -> int:
         return int(self._clock.now_s() * 1e3)
 
-    # Objects on the disk.
+    # The methods below have the host's disk forget objects.
 
     def forget(
         self, key: str, version: int, *, after: "asyncio.Future[None] | None" = None

@@ -88,7 +88,7 @@ class Directory:
     def __len__(self) -> int:
         return len(self._rows)
 
-    # Reading.
+    # The methods below read the directory.
 
     def find(self, key: str) -> int:
         """Return the row of ``key``, or ``NO_ROW``."""
@@ -250,7 +250,7 @@ class Directory:
         """Number of objects whose copies are all on lost hosts."""
         return self._num_unreadable
 
-    # Writing.
+    # The methods below change the directory.
 
     def insert(
         self,
@@ -503,7 +503,7 @@ class Directory:
         else:
             self._soft_until_ms.pop(row, None)
 
-    # Eviction.
+    # The methods below choose objects and copies to evict.
 
     def pick_surplus(self, host: int, now_ms: int, min_bytes: int) -> list[int]:
         """Return rows with a surplus copy in the memory of ``host``: they have more replicas than

@@ -124,7 +124,7 @@ class HostSpace:
         self._load_at_s = 0.0
         self._answering = Answering(ORDER_TIMEOUT_S)
 
-    # Views.
+    # The properties and methods below describe the host and the use of its space.
 
     @property
     def is_writable(self) -> bool:
@@ -195,7 +195,7 @@ class HostSpace:
         self._load_at_s = now_s
         return self._load_bytes
 
-    # Sessions.
+    # The methods below begin and end sessions, and send orders to the host.
 
     def begin_session(self, caller: Caller, session: int, join: JoinHost) -> None:
         """Note that the host has joined. Its inventory follows."""
@@ -300,7 +300,7 @@ class HostSpace:
             self._on_space()
         return answer
 
-    # Answer times of the host.
+    # The methods below judge whether the host answers in time.
 
     @property
     def is_silent(self) -> bool:
@@ -337,7 +337,7 @@ class HostSpace:
         """Run a coroutine that ends with this session."""
         self._tasks.spawn(work)
 
-    # Reservation of space.
+    # The methods below reserve and free space on the host.
 
     def allocate(self, length: int, *, is_load: bool = False) -> Extent | None:
         """Reserve a range; None without space. A draining host gives space only to loads from its

@@ -81,7 +81,7 @@ class StoreState:
         """Return the current time, milliseconds."""
         return int(self.clock.now_s() * 1e3)
 
-    # Hosts.
+    # The methods below choose among the hosts.
 
     def writable_hosts(self) -> list[HostSpace]:
         """Return the hosts that take new objects."""
@@ -115,7 +115,7 @@ class StoreState:
         has_others = any(other is not host for other in self.answering_hosts())
         return host.answer_timeout_s(num_objects) if has_others else ORDER_TIMEOUT_S
 
-    # Objects.
+    # The methods below describe objects in the directory.
 
     def extent_of(self, row: int, offset: int) -> Extent:
         """Return the range that a replica of ``row`` takes."""
