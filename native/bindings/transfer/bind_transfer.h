@@ -1,4 +1,4 @@
-// Bindings of the transfer engine, one file a part.
+// Bindings of the transfer engine, one file for each part.
 #pragma once
 
 #include <nanobind/nanobind.h>

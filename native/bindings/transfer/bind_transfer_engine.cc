@@ -26,7 +26,7 @@ namespace {
 
 using namespace tandem::transfer;
 
-// Runs a call without the GIL; turns its error into an exception with it.
+// Runs a call without the GIL, and raises its error as an exception with the GIL.
 template <class F>
 auto run(F&& call) {
   std::optional<decltype(call())> result;
@@ -60,9 +60,9 @@ struct FileInfo {
   std::string direct_refusal;
 };
 
-// Python's hold on an engine, and on parts of it. All is given back without the GIL, the parts in
-// their order and the engine last. In a forked child it is never given back: its threads and locks
-// are the parent's, and there is nothing that could be ended there.
+// Python's reference to an engine and its parts. All are released without the GIL, the parts in
+// order and the engine last. A forked child never releases them: threads and locks are the
+// parent's, and nothing could be ended there.
 template <class... Parts>
 struct Owned {
   std::shared_ptr<Engine> engine;
@@ -95,11 +95,11 @@ struct TransferCore : Owned<> {
 struct CoreBatch : Owned<Batch> {
   using Owned::Owned;
 };
-// A call of ours that somebody awaits.
+// A call of this process that a thread or coroutine waits for.
 struct CoreCall : Owned<PendingCall, Peer> {
   using Owned::Owned;
 };
-// A peer's call in Python's hands.
+// A peer's call that Python handles.
 struct CoreIncomingCall : Owned<IncomingCall> {
   using Owned::Owned;
 };
@@ -111,7 +111,8 @@ struct CallSource : Owned<CallQueue> {
       : Owned(std::move(of), std::move(served)), fd(readable) {}
 };
 
-// Locks of the parent's threads may be held for ever in a forked child: nothing is asked there.
+// Returns the engine, or raises in a forked child, where locks of the parent's threads may be held
+// for ever.
 Engine& alive(TransferCore& core) {
   if (core.engine->is_forked())
     raise({Code::kConflict, "transfer.check",
@@ -121,7 +122,7 @@ Engine& alive(TransferCore& core) {
 
 using Strings = std::vector<std::string>;
 
-// Settings of an engine, as Python has them; see TransferConfig.
+// Settings of an engine, as Python passes them; see TransferConfig.
 struct CoreOptions {
   std::string name;
   nb::bytes secret;
@@ -205,10 +206,10 @@ uint64_t register_memory(TransferCore& core, uint8_t* data, uint64_t length, boo
   return run([&] { return core.engine->register_buffer(std::move(spec)); });
 }
 
-// (op, buffer, local_offset, segment, offset, length); op 0 reads, 1 writes.
+// (op, buffer, local_offset, segment, offset, length); op 0 is READ, 1 is WRITE.
 using RequestTuple = std::tuple<int, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
 
-// Requests in native form, to be submitted any number of times.
+// Requests in native form, to be submitted repeatedly.
 struct PreparedTransfers {
   std::vector<TransferRequest> requests;
   std::optional<TransportKind> only;
@@ -284,7 +285,7 @@ std::shared_ptr<Connection> answer_call(IncomingCall& call, nb::handle answer) {
 
 constexpr size_t kMaxCallsTaken = 256;
 
-// Sends the answers, each connection's in one go.
+// Sends the answers, all of one connection at once.
 void answer_calls(nb::list answers) {
   std::vector<std::shared_ptr<Connection>> to_flush;
   for (nb::handle item : answers) {

@@ -1,4 +1,4 @@
-// Memory as the transfer engine takes it from Python.
+// Conversion of Python memory for the transfer engine.
 #pragma once
 
 #include <nanobind/ndarray.h>
@@ -10,7 +10,7 @@
 
 namespace tandem::bindings {
 
-// The bytes of a Python object, which stays alive (and cannot be resized) while this does.
+// The bytes of a Python object, which stays alive (and cannot be resized) as long as this.
 struct HostMemory {
   nanobind::ndarray<nanobind::ro> owner;
   uint8_t* data = nullptr;

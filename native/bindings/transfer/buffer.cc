@@ -21,7 +21,7 @@ void bind_buffer(nb::module_& module) {
   nb::class_<AlignedBuffer>(module, "AlignedBuffer",
                             "Zeroed, page-aligned memory; freed with the last array that views it.")
       .def(nb::new_([](int64_t size_bytes, bool hugepages, std::optional<int> numa_node) {
-             // A negative size wraps to one that no machine has; it is named as it was given.
+             // Refuse a negative size here, with its value: it would wrap to a huge one.
              if (size_bytes < 0)
                raise({Code::kConfig, "buffer.allocate",
                       std::to_string(size_bytes) + " bytes: ask for at least one byte",

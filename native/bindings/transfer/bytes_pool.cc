@@ -25,8 +25,8 @@ nb::bytes make_bytes(uint64_t size) {
   return nb::steal<nb::bytes>(made);
 }
 
-// CPython keeps the hash of a bytes object right before its bytes. It is not part of the stable ABI,
-// so it is looked for.
+// CPython stores the hash of a bytes object directly before its bytes. This is not part of the
+// stable ABI, so that it is tested.
 bool has_hash_before_bytes() {
 #if defined(Py_GIL_DISABLED)
   return false;
@@ -102,7 +102,7 @@ void BytesPool::keep(const std::vector<nb::bytes>& values) {
   shrink();
 }
 
-// The sizes that were asked for longest ago go first, and of each the oldest.
+// Drop the sizes that were asked for longest ago first, and of each size the oldest object.
 void BytesPool::shrink() {
   while (kept_bytes_ > limit_bytes_) {
     const auto oldest =

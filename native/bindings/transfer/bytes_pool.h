@@ -1,4 +1,4 @@
-// Memory of large results: bytes objects that are given out again when nobody else has them any more.
+// Memory of large results: bytes objects that are reused once nobody else refers to them.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,18 +10,18 @@
 
 namespace tandem::bindings {
 
-// Fresh memory costs more to touch than a copy does, so the memory of a value that its user has
-// dropped is worth keeping. An object whose only reference is ours can be seen by nobody: it may be
-// filled anew, if its cached hash is forgotten. Where that cannot be done (another layout, no GIL)
-// nothing is kept. All calls with the GIL.
+// A pool of bytes objects. Touching new memory costs more than a copy, so that the memory of a
+// dropped value is kept. An object whose only reference is the pool's is invisible to others: it
+// may be filled anew, if its cached hash is reset. Where that is impossible (another layout, no
+// GIL) nothing is kept. All calls with the GIL.
 class BytesPool {
  public:
   explicit BytesPool(uint64_t limit_bytes);
 
-  // Objects of these sizes; their bytes are anything, and the caller's alone to fill before he shows
-  // them to others.
+  // Returns objects of these sizes with undefined bytes, which the caller fills before it passes
+  // them on.
   std::vector<nanobind::bytes> take(const std::vector<uint64_t>& sizes);
-  // Takes note of objects that were filled; they may be in use for as long as their users like.
+  // Remembers objects that were filled; others may refer to them for any time.
   void keep(const std::vector<nanobind::bytes>& values);
   void clear();
   uint64_t kept_bytes() const { return kept_bytes_; }

@@ -1,4 +1,4 @@
-// Reads past the page cache into memory that Python views.
+// Bindings of reads past the page cache, into memory that Python views.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

@@ -1,4 +1,4 @@
-// The store's deciders and checksums.
+// Bindings of the store's allocator, headers, lookups and checksums.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -44,7 +44,7 @@ std::optional<std::vector<uint64_t>> allocate(SegmentAllocator& space,
   return offsets;
 }
 
-// Finds values in a memory, refusing what leaves it.
+// Returns the values at offsets in a memory, and refuses those that leave it.
 std::vector<store::Value> locate(const Bytes& memory, const Numbers& places, const Numbers& sizes) {
   if (places.size() != sizes.size())
     raise({Code::kShape, "store.checksum", "columns of different lengths", "sizes"});
@@ -186,7 +186,8 @@ void fill_any(const Column& column, const std::vector<size_t>& rows, const Colum
 
 void fill_rows(const std::vector<size_t>& rows,
                const std::vector<std::tuple<Column, ColumnValues>>& columns) {
-  // Whatever does not fit is found before the first column has changed.
+  // Check all values first, so that a value that does not fit is found before any column has
+  // changed.
   for (const bool is_check : {true, false}) {
     for (const auto& [column, values] : columns) {
       const auto* each = std::get_if<std::vector<int64_t>>(&values);
@@ -326,7 +327,7 @@ void bind_store(nb::module_& module) {
         PyObject* made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * 4));
         if (made == nullptr) nb::raise_python_error();
         nb::bytes result = nb::steal<nb::bytes>(made);
-        // The bytes of a new object are aligned for any integer.
+        // The bytes of a new Python object are aligned for any integer.
         uint32_t* sums = reinterpret_cast<uint32_t*>(const_cast<char*>(result.c_str()));
         const nb::gil_scoped_release release;
         store::checksum_chunks(data.data(), data.size(), chunk_bytes, sums);
@@ -372,7 +373,7 @@ void bind_store(nb::module_& module) {
         if (made == nullptr) nb::raise_python_error();
         nb::bytes tables = nb::steal<nb::bytes>(made);
         {
-          // The bytes of a new object are aligned for any integer.
+          // The bytes of a new Python object are aligned for any integer.
           uint32_t* out = reinterpret_cast<uint32_t*>(const_cast<char*>(tables.c_str()));
           const nb::gil_scoped_release release;
           store::checksum_values(values.data(), values.size(), chunk_bytes, checksums.data(), out);

@@ -1,4 +1,4 @@
-// Reads of many objects at once, and where a client remembers them to be.
+// Bindings of batches of reads, and of a client's location cache.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -28,11 +28,11 @@ namespace {
 
 using store::LocationCache;
 using Scratch = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-// Host, endpoint, and where its segment begins.
+// Host number, endpoint number, and the address at which its segment begins.
 using HostRow = std::tuple<int64_t, int64_t, uint64_t>;
 using Target = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Keeps the keys alive whose characters the native part borrows.
+// A native BatchRead with the Python keys whose characters it borrows.
 struct BatchRead {
   nb::tuple keys;
   store::BatchRead core;
@@ -88,7 +88,7 @@ void place(BatchRead& self, const std::vector<uint32_t>& asked, const nb::bytes&
     raise({Code::kCorruption, "store.get",
            std::to_string(columns.size()) + " and " + std::to_string(versions.size()) +
                " bytes of columns for " + std::to_string(count) + " keys", ""});
-  // The bytes of an object are aligned for any integer.
+  // The bytes of a Python object are aligned for any integer.
   const auto* numbers = reinterpret_cast<const int64_t*>(columns.c_str());
   const auto* version_numbers =
       has_versions ? reinterpret_cast<const int64_t*>(versions.c_str()) : nullptr;

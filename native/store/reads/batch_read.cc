@@ -12,8 +12,8 @@
 namespace tandem::store {
 namespace {
 
-// Values that lie no further apart are read in one piece: what is between them costs less than a
-// piece does, unless it is more than a quarter of what it is read for.
+// Values whose gap is at most this are read in one piece, with the gap: its bytes cost less than
+// another piece, unless they are more than a quarter of the piece.
 constexpr uint64_t kMaxGapBytes = 2048;
 constexpr uint64_t kMaxGapShare = 4;
 
@@ -26,7 +26,7 @@ T load(const uint8_t* at) {
   return value;
 }
 
-// A range of the endpoint, read for one object.
+// A range of the endpoint's memory, read for one object.
 struct Range {
   uint64_t begin;
   uint64_t end;
@@ -55,7 +55,8 @@ size_t BatchRead::place_known(const LocationCache& cache, double now_s) {
     if (object.state != State::kUnplaced || location == nullptr) continue;
     object.location = *location;
     object.is_remembered = true;
-    // What does not fit may have another size by now: that is for the master to say.
+    // Leave an object unplaced if its cached size does not fit the target: it may have been
+    // replaced by one of another size, which the master knows.
     if (!fits(i)) continue;
     object.state = State::kPlaced;
     ++count;
@@ -80,7 +81,7 @@ Status BatchRead::place(const std::vector<uint32_t>& asked, const int64_t* colum
     const int64_t host = columns[2 * count + i], offset = columns[3 * count + i];
     const auto found = hosts.find(host);
     object.state = State::kGivenUp;
-    // An empty value has no bytes to find.
+    // An empty value has no bytes to read, so it needs no place.
     if (size <= 0 || found == hosts.end()) continue;
     const auto& [endpoint, base] = found->second;
     if (static_cast<uint64_t>(size) > kMaxValueBytes || checksum < 0 || checksum > 0xffffffff ||
@@ -140,7 +141,7 @@ ReadPlan BatchRead::plan(int64_t endpoint) {
   for (const Range& range : ranges) {
     const uint64_t length = range.end - range.begin;
     const uint64_t limit = std::min(kMaxGapBytes, length / kMaxGapShare);
-    // The same object twice, too, begins a piece of its own.
+    // A range of the same object that was asked for twice begins a new piece, too.
     if (plan.pieces.empty() || range.begin < end || range.begin - end > limit) {
       plan.pieces.push_back({plan.scratch_bytes, range.begin, 0});
     }
@@ -156,8 +157,8 @@ ReadPlan BatchRead::plan(int64_t endpoint) {
 }
 
 bool BatchRead::has_header(const Object& object, const uint8_t* scratch) const {
-  // The fields that say which object it is, each compared with what the master said, so that none
-  // is believed. The others change with its pins.
+  // Compare the header fields that identify the object with the master's answer. The other fields
+  // change with the object's pins.
   const uint8_t* header = scratch + object.header_at;
   return load<uint32_t>(header) == kObjectMagic &&
          load<uint16_t>(header + kKeyBytesAt) == object.key.size() &&
@@ -202,7 +203,7 @@ std::vector<uint32_t> BatchRead::finish(double now_s, LocationCache& cache, bool
   done.reserve(planned_.size());
   for (const uint32_t index : planned_) {
     Object& object = objects_[index];
-    // Past its lease the space may have become another object's while we read.
+    // Drop a value that was read past its lease: its space may have been reused during the read.
     if (was_read && object.is_good && now_s <= object.location.lease_end_s) {
       object.state = State::kDone;
       done.push_back(index);

@@ -1,4 +1,5 @@
-// Batches by example: what is read in one piece, and what is taken for the object and what is not.
+// Examples of batches of reads: which ranges become one piece, and which bytes are accepted as an
+// object.
 #include "store/reads/batch_read.h"
 
 #include <cstring>
@@ -17,7 +18,7 @@ namespace {
 constexpr uint64_t kBase = uint64_t{1} << 40;
 constexpr uint64_t kDirect = 100'000;
 
-// Objects sealed in a segment of 1 MiB, and a master that knows them.
+// Objects sealed in a segment of 1 MiB, and a master's answers about them.
 struct World {
   std::vector<uint8_t> marks = std::vector<uint8_t>(2048);
   std::vector<uint8_t> data = std::vector<uint8_t>(1u << 20);
@@ -61,7 +62,7 @@ struct World {
   }
 };
 
-// Carries one step out; returns what is done.
+// Reads one endpoint; returns the objects that are done.
 std::vector<uint32_t> step(const World& world, BatchRead& batch, LocationCache& cache,
                            std::vector<std::string>& values, double now_s = 1) {
   const ReadPlan plan = batch.plan(3);
@@ -99,7 +100,7 @@ TEST(batch_read_takes_neighbours_in_one_piece) {
     world.place(batch, keys, cache);
     CHECK(batch.list_endpoints() == std::vector<int64_t>{3});
     const ReadPlan plan = batch.plan(3);
-    // The first of them, its twin, the rest; and the one far away.
+    // The first objects, the repeated key, the others, and the distant one.
     CHECK(plan.pieces.size() >= 2 && plan.pieces.size() <= 4);
     CHECK(plan.direct.empty());
     uint64_t end = 0;
@@ -144,11 +145,11 @@ TEST(batch_read_asks_again_for_what_is_not_where_it_was) {
     CHECK(done == std::vector<uint32_t>{1});
     CHECK_EQ(cache.size(), 1u);
     CHECK(again.list_unplaced() == std::vector<uint32_t>{0});
-    // The master says where it is now; what it says is taken without a header.
+    // The master answers with the object's new place, which is read without a header.
     if (kind != 3) world.put("one", 65'536, std::string(2000, 'c'), 8);
     world.place(again, keys, cache);
     const std::vector<uint32_t> rest = step(world, again, cache, values);
-    // Wrong bytes at the place that the master itself gives are for another way of reading.
+    // Wrong bytes at a place in the master's answer are given up.
     CHECK_EQ(rest.size(), kind == 3 ? 0u : 1u);
     if (kind != 3) CHECK_EQ(values[0], std::string(2000, 'c'));
     CHECK(again.list_unplaced().empty());

@@ -31,12 +31,12 @@ __attribute__((target("sse4.2"))) void checksum_three(const uint8_t* a, const ui
 }
 #endif
 
-// Chunks of one length that wait to be computed three at a time.
+// Chunks of equal length, queued so that three are computed at a time.
 class ChunkQueue {
  public:
   explicit ChunkQueue(uint32_t* sums) : sums_(sums) {}
 
-  // The sum of this chunk is the next in order.
+  // Adds a chunk, whose checksum is the next one in `sums`.
   void add(const uint8_t* data, size_t length) {
     if (count_ > 0 && length != length_) flush();
     length_ = length;

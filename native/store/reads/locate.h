@@ -1,5 +1,5 @@
-// Where objects of a directory lie, for many at once. The directory is columns that Python owns
-// (store/master/state/index.py); this is the one pass over them for which numbers of Python cost too much.
+// Lookup of many objects in the directory. The directory's columns belong to Python
+// (store/master/state/index.py); this pass over them is native, because it is too slow in Python.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,8 @@
 
 namespace tandem::store {
 
-// Borrowed for one call. Rows are objects; copies are chained by row, those on disks above kDiskTag.
+// The directory's columns, borrowed for one call. A row is an object. Copies are chained by row;
+// the host number of a copy on disk is above kDiskTag.
 struct DirectoryColumns {
   size_t num_rows = 0;
   const int64_t* sizes = nullptr;
@@ -26,7 +27,7 @@ struct DirectoryColumns {
   const int32_t* next_copy = nullptr;
 };
 
-// What readers were sent to one host for.
+// The reads that are sent to one host: their number and bytes.
 struct HostReads {
   int64_t host = -1;
   uint64_t num_bytes = 0;
@@ -34,17 +35,19 @@ struct HostReads {
 };
 
 struct LocatedRows {
-  // Of all rows one after the other: sizes, checksums, hosts, offsets. -1 where there is none.
+  // Four columns one after the other, over all rows: size, checksum, host, offset; -1 for a missing
+  // value.
   std::vector<int64_t> columns;
   std::vector<int64_t> versions;
-  // Indexes of the rows with several copies, or one on a disk: the host is not chosen.
+  // Indexes of the rows with several copies or with a copy on disk, for which no host is chosen
+  // here.
   std::vector<uint32_t> undecided;
   std::vector<HostReads> reads;
 };
 
-// Finds the only copy of each row, extends its lease to `until_ms` and notes a use of it, with ticks
-// after `last_tick`. A row of -1 is no object. A copy on a host whose flag in `is_here` is 0 is none.
-// Errors: kInternal (a row or a copy that there is not).
+// Finds the only copy of each row, extends the row's lease to `until_ms`, and marks it as used,
+// with ticks after `last_tick`. A row of -1 is a missing object. Copies on hosts whose flag in
+// `is_here` is 0 do not count. Errors: kInternal (a row or copy that does not exist).
 Result<LocatedRows> locate_rows(const DirectoryColumns& directory, const std::vector<int64_t>& rows,
                                 const std::vector<uint8_t>& is_here, int64_t until_ms,
                                 int64_t last_tick);

@@ -19,7 +19,7 @@ void LocationCache::insert(std::string_view key, const Location& location, uint6
     return;
   }
   if (entries_.size() == max_locations_) {
-    // The memory of the oldest is used again: its node and, mostly, that of its key.
+    // Reuse the memory of the oldest entry: its node and, mostly, that of its key.
     const auto oldest = entries_.begin();
     found_.erase(oldest->key);
     oldest->key.assign(key);

@@ -1,4 +1,4 @@
-// Where objects lay when their master was last asked, for as long as their leases hold.
+// A client's cache of object locations from its master's answers, valid while their leases hold.
 #pragma once
 
 #include <cstddef>
@@ -19,21 +19,24 @@ struct Location {
   double lease_end_s = 0;
 };
 
-// Bounded: the location noted longest ago goes first, whose lease ends first. Not thread-safe.
+// A cache of limited size. The oldest entry, whose lease ends first, is dropped first. Not
+// thread-safe.
 class LocationCache {
  public:
-  // One of 0 keeps nothing.
+  // A size of 0 caches nothing.
   explicit LocationCache(size_t max_locations) : max_locations_(max_locations) {}
   LocationCache(const LocationCache&) = delete;
   LocationCache& operator=(const LocationCache&) = delete;
 
-  // Null if nothing is known, or its lease has ended. Valid until the next call of another method.
+  // Returns null if the key has no entry, or its lease has ended. The pointer is valid until the
+  // next call of another method.
   const Location* find(std::string_view key, double now_s) const;
-  // Notes what was asked for when `generation` was that of the cache; what is older is dropped.
+  // Adds a location that was asked for while the cache had `generation`. It is ignored if the cache
+  // was cleared since.
   void insert(std::string_view key, const Location& location, uint64_t generation);
   void forget(std::string_view key);
   void forget_endpoint(int64_t endpoint);
-  // Also of what is being asked for at this moment; see `generation`.
+  // Drops all entries, and ignores answers that are being waited for; see `generation`.
   void clear();
   uint64_t generation() const { return generation_; }
   size_t size() const { return found_.size(); }

@@ -1,4 +1,4 @@
-// What is remembered, for how long, and what goes first.
+// Examples of the location cache: which entries it has, for how long, and which are dropped first.
 #include "store/reads/location_cache.h"
 
 #include <string>
@@ -32,7 +32,7 @@ TEST(location_cache_drops_what_was_noted_longest_ago) {
   CHECK(cache.find("b", 0) == nullptr);
   for (const std::string& key : {std::string("a"), std::string("c"), std::string(100, 'd')})
     CHECK(cache.find(key, 0) != nullptr);
-  // Memory that is used again keeps no old name.
+  // An entry in reused memory has lost its former key.
   for (int i = 0; i < 1000; ++i) cache.insert("key " + std::to_string(i), make_location(1, 9), 0);
   CHECK_EQ(cache.size(), 3u);
   CHECK(cache.find("key 999", 0) != nullptr && cache.find("key 997", 0) != nullptr);

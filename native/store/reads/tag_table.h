@@ -1,6 +1,6 @@
 // A hash table from granule to tag: linear probing, 8 bytes an entry, at most three quarters full.
 //
-// An array of tags, one a granule, would cost a page for each object of some megabytes.
+// An array with a tag for each granule would use a memory page for each object of some megabytes.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ class TagTable {
     num_entries_ = 0;
   }
 
-  // 0 if there is none.
+  // Returns the tag of a granule; 0 without one.
   uint32_t get(uint32_t granule) const {
     for (size_t at = home(granule);; at = next(at)) {
       if (slots_[at].tag == 0) return 0;
@@ -27,7 +27,7 @@ class TagTable {
     }
   }
 
-  // A tag of 0 removes the entry.
+  // Sets the tag of a granule. A tag of 0 removes the entry.
   void set(uint32_t granule, uint32_t tag) {
     size_t at = home(granule);
     while (slots_[at].tag != 0 && slots_[at].granule != granule) at = next(at);
@@ -47,13 +47,14 @@ class TagTable {
   };
   static constexpr size_t kMinSlots = 16;
 
-  // Fibonacci hashing: granules come in arithmetic sequences, which this spreads.
+  // Fibonacci hashing: it spreads granules, which come in arithmetic sequences.
   size_t home(uint32_t granule) const {
     return (granule * uint64_t{0x9e3779b97f4a7c15}) >> 32 & (slots_.size() - 1);
   }
   size_t next(size_t at) const { return (at + 1) & (slots_.size() - 1); }
 
-  // Moves back what was pushed past the gap, so that no marker of the dead is needed.
+  // Moves displaced entries back into the gap, so that the table needs no markers of removed
+  // entries.
   void erase(size_t gap) {
     --num_entries_;
     for (size_t at = next(gap); slots_[at].tag != 0; at = next(at)) {

@@ -48,7 +48,7 @@ Status check_apart(const std::vector<Object>& objects) {
   return {};
 }
 
-// The tables that the objects shall have, one after the other, from what came.
+// Returns the checksum tables of the objects, concatenated, from the given tables or values.
 Result<std::vector<uint32_t>> make_tables(const std::vector<Object>& objects, Missing missing,
                                           std::string_view blob) {
   std::vector<uint32_t> tables;
@@ -127,7 +127,7 @@ Status seal_objects(const SegmentMemory& segment, const std::vector<Object>& obj
       value += object.size;
     }
     write_object(segment, extent, object);
-    // Whoever finds the mark after a crash finds a whole object under it.
+    // Set the mark last, so that after a crash each set mark has a whole object.
     std::atomic_ref(segment.marks[object.offset / kGranuleBytes]).store(kMark, std::memory_order_release);
   }
   return {};

@@ -1,5 +1,6 @@
-// Objects in a segment: where their parts lie, and how they become ones that survive their host.
-// The formats are docs/design/store/store_formats.md; layout.py has the same geometry for columns.
+// Objects in a segment: the layout of their parts, and the seal after which they survive a restart
+// of their host. The format is docs/design/store/store_formats.md; layout.py has the same geometry
+// for columns.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,8 @@ namespace tandem::store {
 inline constexpr uint64_t kGranuleBytes = 512;
 inline constexpr uint64_t kChunkBytes = 64u << 10;
 inline constexpr uint64_t kMaxValueBytes = uint64_t{1} << 40;
-// All bits, so that one that flips leaves it told from 0, which is no object.
+// Mark byte of a granule at which an object begins. It differs from 0 in all bits, so that one
+// flipped bit does not hide the object.
 inline constexpr uint8_t kMark = 0xff;
 
 constexpr uint64_t count_chunks(uint64_t value_bytes) {
@@ -33,7 +35,7 @@ constexpr uint64_t extent_bytes(uint64_t key_bytes, uint64_t value_bytes) {
          ~(kGranuleBytes - 1);
 }
 
-// Borrowed memory of a segment.
+// The memory of a segment, borrowed.
 struct SegmentMemory {
   uint8_t* marks = nullptr;  // One a granule: kMark where an object begins.
   uint64_t num_marks = 0;
@@ -53,14 +55,14 @@ struct Object {
   bool hard_pin = false;
 };
 
-// What of the objects is still to be written.
+// The parts of objects that the seal must still write.
 enum class Missing { kNothing, kTables, kValues };
 
-// Makes all of them objects that survive, or none: table and value if they are missing, then the
-// header, then the mark. `blob` has what is missing, one after the other; tables that do not fit
-// their checksum, or values, are refused. With no value missing the writer has it in place.
-// Errors: kConfig (leaves the segment, a field beyond its bits), kConflict (other objects begin
-// there), kCorruption (the blob's length, a checksum).
+// Seals all objects, or none: writes missing tables and values, then the header, then the mark.
+// `blob` has the missing parts, concatenated. A table or value that does not match its checksum is
+// refused. Values that are not missing were written by their client. Errors: kConfig (an extent
+// leaves the segment, a field is out of range), kConflict (other objects begin there), kCorruption
+// (length of the blob, a checksum).
 Status seal_objects(const SegmentMemory& segment, const std::vector<Object>& objects,
                     Missing missing, std::string_view blob);
 

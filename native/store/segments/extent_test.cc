@@ -1,4 +1,5 @@
-// Objects by example: what a seal writes, and what it refuses without having written anything.
+// Examples of seals: the bytes that are written, and the requests that are refused without writing
+// anything.
 #include "store/segments/extent.h"
 
 #include <cstring>
@@ -11,7 +12,7 @@
 namespace tandem::store {
 namespace {
 
-// A segment of 1 MiB, and what it was before.
+// A segment of 1 MiB, and a copy of its earlier content.
 struct Memory {
   std::vector<uint8_t> marks = std::vector<uint8_t>(2048);
   std::vector<uint8_t> data = std::vector<uint8_t>(1u << 20, 0xee);
@@ -42,7 +43,7 @@ TEST(seal_objects_writes_values_tables_and_marks) {
   CHECK(std::memcmp(extent, "TOBJ", 4) == 0);
   CHECK(std::memcmp(extent + kHeaderBytes, "one", 3) == 0);
   CHECK(std::memcmp(extent + value_offset(3, first.size()), first.data(), first.size()) == 0);
-  // Its last byte is the last that was written.
+  // No byte behind the value was written.
   const uint64_t end = 512 + value_offset(3, first.size()) + first.size();
   CHECK_EQ(memory.data[end], 0xee);
 }

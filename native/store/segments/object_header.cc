@@ -9,7 +9,7 @@ namespace {
 
 constexpr uint8_t kHardPin = 1;
 
-// As the file has it.
+// The header's layout in the file.
 struct [[gnu::packed]] Layout {
   uint32_t magic;
   uint16_t key_bytes;
@@ -61,7 +61,8 @@ std::optional<ObjectHeader> read_header(const uint8_t* data, size_t size, uint64
   if (layout.magic != kObjectMagic || layout.key_bytes > size - sizeof(layout) ||
       layout.crc != checksum(layout, key))
     return std::nullopt;
-  // These hold together, and are still not what we write there.
+  // The checksum is right, but the header belongs to another place, or has values that no writer
+  // uses.
   if (layout.home != home || layout.position != position || layout.flags > kHardPin ||
       layout.version > kMaxVersion)
     return std::nullopt;

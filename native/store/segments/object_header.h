@@ -1,5 +1,5 @@
-// The header of an object, in a segment and on a disk alike: one format, written and read here only.
-// The format is docs/design/store/store_formats.md.
+// The header of an object, in segments and on disks: the only code that writes and reads this
+// format, docs/design/store/store_formats.md.
 #pragma once
 
 #include <cstddef>
@@ -12,17 +12,17 @@ namespace tandem::store {
 inline constexpr uint64_t kHeaderBytes = 64;
 inline constexpr uint64_t kMaxKeyBytes = 0xffff;
 inline constexpr uint32_t kObjectMagic = 0x4A424F54;  // "TOBJ"
-// Versions are signed in the columns of a master.
+// Largest version: a master's columns are signed.
 inline constexpr uint64_t kMaxVersion = (uint64_t{1} << 63) - 1;
 
-// Where fields lie that a reader compares without the key of the whole header.
+// Offsets of the fields that a reader compares without parsing the whole header.
 inline constexpr size_t kKeyBytesAt = 4;
 inline constexpr size_t kSizeAt = 8;
 inline constexpr size_t kVersionAt = 16;
 inline constexpr size_t kChecksumAt = 24;
 
-// What a header says. `home` and `position` are where it was written: a header that lies elsewhere
-// was written to the wrong place, or copied.
+// The fields of a header. `home` and `position` are the place it was written for: a header
+// elsewhere was misplaced or copied.
 struct ObjectHeader {
   std::string_view key;
   uint64_t size = 0;
@@ -38,8 +38,8 @@ struct ObjectHeader {
 // Writes header and key: kHeaderBytes + key.size() bytes. REQUIRES: key.size() <= kMaxKeyBytes.
 void write_header(uint8_t* out, const ObjectHeader& header);
 
-// Reads what `data` begins with; the key is a view of it. Nothing if it is damaged, is cut off, or
-// belongs to another place.
+// Reads the header at the beginning of `data`; the key is a view of it. Returns nothing if the
+// header is corrupt, cut off, or belongs to another place.
 std::optional<ObjectHeader> read_header(const uint8_t* data, size_t size, uint64_t home,
                                         uint64_t position);
 

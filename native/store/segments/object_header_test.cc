@@ -1,4 +1,4 @@
-// Headers by example: what comes back, and that no flipped bit, cut or misplacement does.
+// Examples of headers: round trips, and refusal of each flipped bit, cut and misplacement.
 #include "store/segments/object_header.h"
 
 #include <string>

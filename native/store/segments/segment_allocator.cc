@@ -39,7 +39,8 @@ void SegmentAllocator::reset(size_t num_granules) {
 }
 
 uint32_t SegmentAllocator::bin_of(uint32_t length) {
-  // Eight bins a doubling, so the runs of a bin differ by at most an eighth.
+  // Eight bins for each doubling of the length, so that the runs in a bin differ by at most an
+  // eighth.
   if (length < 8) return length;
   const uint32_t exponent = static_cast<uint32_t>(std::bit_width(length)) - 1;
   return (exponent - 2) * 8 + ((length >> (exponent - 3)) & 7);
@@ -116,8 +117,8 @@ void SegmentAllocator::forget_idle_classes() {
 }
 
 bool SegmentAllocator::carve_chunk(SizeClass& size_class, uint32_t length) {
-  // As space gets scarce, chunks shrink: what waits in one class is merged back for another, and
-  // that should concern few runs.
+  // Cut fewer runs for a class as space gets scarce: its free runs must be merged back for other
+  // sizes, which should be few.
   const uint64_t free = num_granules_ - num_used_ - num_waiting_;
   const uint64_t wanted =
       std::min(options_.chunk_bytes / options_.granule_bytes, free / (8 * classes_.size()));
@@ -242,7 +243,7 @@ void SegmentAllocator::remove_node(uint32_t node) {
 }
 
 void SegmentAllocator::mark(uint32_t start, uint32_t length, State state) {
-  // Merging asks only whether a neighbour is free, so a run in use needs no tag at its end.
+  // A run in use needs no tag at its end, because merging only asks whether a neighbour is free.
   tags_.set(start, length << 2 | state);
 }
 

@@ -1,14 +1,14 @@
-// Where objects lie in a host's segment: a decider, it sees offsets and never the memory.
+// The allocator of a host's segment. It decides on offsets and never touches the memory.
 //
 // Space is tiled with runs of whole granules. A small size that recurs becomes a class: its runs
-// are cut side by side out of one larger run, and a released one waits in the class's list for the
-// next object of that size. Everything else is cut to size from the smallest bin of free runs that
-// fits, and merges with its free neighbours when it is released.
-// When nothing fits, all waiting runs go back and merge with their neighbours, and the search is
-// repeated; so a request fails only if no contiguous free space of its size exists.
+// are cut side by side out of one larger run, and a released one stays in the class's list for the
+// next object of that size. All other requests are cut from the smallest bin of free runs that
+// fits, and merge with free neighbours when released. When no run fits, all free runs of classes
+// are merged with their neighbours, and the search is repeated; so a request fails only if no
+// contiguous free space of its size exists.
 //
 // A run has a tag at its first granule, a free one also at its last (Knuth's boundary tags), kept
-// beside the memory, since the memory is another process's. Not thread-safe.
+// apart from the memory, since the memory is another process's. Not thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +24,9 @@ namespace tandem::store {
 struct AllocatorOptions {
   uint64_t granule_bytes = 512;
   uint64_t chunk_bytes = 1u << 20;  // What a class cuts its runs from, at most.
-  // Larger sizes are never a class: their runs merge at once when released. Runs that wait for
-  // their own size cost speed nothing but space much: the KV blocks of five models, oldest out
-  // first, filled 0.90 of 4 GiB with classes and 0.998 without.
+  // Largest size that can become a class. Runs of larger sizes merge at once when released: keeping
+  // them for their own size saves little time and wastes space. The KV blocks of five models,
+  // oldest evicted first, filled 0.90 of 4 GiB with classes and 0.998 without.
   uint64_t max_class_bytes = 64u << 10;
   uint32_t learn_after = 8;          // Requests of one size that make it a class.
   uint32_t max_classes = 64;
@@ -36,23 +36,23 @@ class SegmentAllocator {
  public:
   static constexpr uint64_t kMaxGranules = uint64_t{1} << 30;
 
-  // Errors: kConfig (no granule, more than kMaxGranules of them).
+  // Errors: kConfig (no granule, or more than kMaxGranules).
   static Result<SegmentAllocator> make(uint64_t capacity_bytes, const AllocatorOptions& options);
 
-  // Sets offsets[0..count) to free runs of these sizes, or nothing and returns false. A size of 0
-  // takes a granule.
+  // Sets offsets[0..count) to free runs of these sizes, or sets nothing and returns false. A size
+  // of 0 takes one granule.
   bool allocate(const uint64_t* sizes, size_t count, uint64_t* offsets);
-  // REQUIRES: nothing. Errors: kConflict if no run of that size was allocated at that offset.
+  // Frees a run. Errors: kConflict if no run of that size was allocated at that offset.
   Status release(uint64_t offset, uint64_t size_bytes);
-  // Forgets everything and takes the given ranges, sorted by offset. Errors: kCorruption if they
-  // overlap, leave the segment or are not aligned to the granule; all is free then.
+  // Forgets all runs and takes the given ranges, sorted by offset. Errors: kCorruption if they
+  // overlap, leave the segment or are not aligned to the granule; everything is free then.
   Status rebuild(const uint64_t* offsets, const uint64_t* sizes, size_t count);
-  // Errors: kConfig if smaller than before or too large.
+  // Raises the capacity. Errors: kConfig if it is smaller than before or too large.
   Status grow(uint64_t capacity_bytes);
 
   uint64_t capacity_bytes() const { return num_granules_ * options_.granule_bytes; }
   uint64_t used_bytes() const { return num_used_ * options_.granule_bytes; }
-  // What a single request could get after merging; merges.
+  // Merges free runs, and returns the size of the largest one.
   uint64_t find_largest_free_bytes();
   size_t num_classes() const { return classes_.size(); }
 

@@ -1,4 +1,4 @@
-// The allocator by example; tests/store/parts/test_allocator_props.py drives it against a model.
+// Examples of the allocator; tests/store/parts/test_allocator_props.py compares it with a model.
 #include "store/segments/segment_allocator.h"
 
 #include "base/test.h"

@@ -44,7 +44,7 @@ std::vector<uint64_t> CallInbox::take() {
 
 Result<std::string> PendingCall::take_answer() {
   return completion_.hold([&] {
-    // What is left behind says that it was taken.
+    // Leave an error in the place of the answer, for a caller that takes it twice.
     return std::exchange(answer_, Error{Code::kConflict, "transfer.call",
                                         "the answer of this call was taken before", ""});
   });
@@ -87,7 +87,8 @@ void CallClient::abandon(const std::shared_ptr<PendingCall>& call, Error error) 
   {
     const MutexLock lock(mutex_);
     if (const auto owed = owed_.find(call->id_); owed != owed_.end()) {
-      // The peer still owes the answer: that keeps it watched, and its place taken.
+      // Keep the entry without its call: the peer still owes the answer, so it stays watched and
+      // the call still counts.
       if (owed->second.call == call) owed->second.call.reset();
     } else {
       const auto unsent = std::find_if(unsent_.begin(), unsent_.end(),

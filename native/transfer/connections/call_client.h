@@ -1,5 +1,5 @@
-// Calls, the asking side: small requests that wait for an answer each, many at a time, over a
-// connection of their own. A call that was answered was executed exactly once; one that ended in
+// The client side of calls: small requests that each wait for an answer, many at a time, over a
+// connection of their own. A call with an answer was executed exactly once. A call that ended in
 // kPeerLost, kDeadline or kCancelled after it was sent was executed once or not at all, and never
 // after a call that was begun later.
 //
@@ -23,7 +23,7 @@ namespace tandem::transfer {
 
 class PendingCall;
 
-// Where calls that have ended are collected for one thread, which sleeps on a descriptor.
+// Collects ended calls for one thread, which sleeps on a descriptor.
 class CallInbox {
  public:
   static Result<std::shared_ptr<CallInbox>> create();
@@ -31,7 +31,7 @@ class CallInbox {
   CallInbox(const CallInbox&) = delete;
   CallInbox& operator=(const CallInbox&) = delete;
 
-  // Readable while something is in it.
+  // Descriptor that is readable while the inbox has ended calls.
   int fd() const { return fd_; }
   void put(uint64_t tag);
   std::vector<uint64_t> take();
@@ -43,16 +43,16 @@ class CallInbox {
   std::vector<uint64_t> ended_ GUARDED_BY(mutex_);
 };
 
-// One call; ends once.
+// One call. It ends once.
 class PendingCall {
  public:
   PendingCall() = default;
   PendingCall(std::shared_ptr<CallInbox> inbox, uint64_t tag) : inbox_(std::move(inbox)), tag_(tag) {}
 
   bool is_done() const { return completion_.is_done(); }
-  // To wait for the end.
+  // For waiting for the call's end.
   Completion& completion() { return completion_; }
-  // REQUIRES: is_done(). The answer may be taken once: kConflict after that.
+  // REQUIRES: is_done(). The answer can be taken once; kConflict after that.
   Result<std::string> take_answer();
 
  private:
@@ -70,28 +70,30 @@ class CallClient {
  public:
   struct Begun {
     Status status;
-    // Where it went and must be flushed; none: it waits for a connection.
+    // The connection that the call was queued on, to be flushed; null if the call waits for a
+    // connection.
     std::shared_ptr<Connection> connection;
     bool was_idle = false;  // No answer was owed before this one.
   };
 
-  // Errors: kCapacity (too many unanswered), and whatever the client was closed with.
+  // Begins a call. Errors: kCapacity (too many unanswered calls), or the reason of `close`.
   Begun begin(const std::shared_ptr<PendingCall>& call, std::string payload);
-  // The caller waits no longer: the call ends with `error` unless it has ended.
+  // Ends a call with `error`, unless it has ended, because its caller waits no longer.
   void abandon(const std::shared_ptr<PendingCall>& call, Error error);
 
-  // A connection is ready: what waits is sent, in order. The caller flushes.
+  // Sends the waiting calls over a new connection, in order. The caller flushes it.
   void attach(const std::shared_ptr<Connection>& connection);
-  // What was sent over it ends with kPeerLost; what was not waits for the next one.
+  // Ends the calls that were sent over a lost connection with kPeerLost. Unsent calls wait for the
+  // next connection.
   void detach(const Connection* connection, const Error& reason);
-  // All calls, now and later, end with `reason`.
+  // Ends all present and later calls with `reason`.
   void close(const Error& reason);
-  // Errors: kCorruption (an answer that is not owed, or comes twice).
+  // Takes an answer. Errors: kCorruption (an answer to no call, or a repeated one).
   Status on_reply(const Connection* connection, const Frame& frame, std::string payload);
 
   bool has_unsent() const;
-  // Since when a call, sent or not, has been without an answer, whatever came to others meanwhile;
-  // 0: none is.
+  // Time since which a call, sent or not, has been without an answer while others may have been
+  // answered; 0 without unanswered calls.
   int64_t owed_since_ns() const;
 
  private:
@@ -104,7 +106,7 @@ class CallClient {
     std::string payload;
   };
 
-  // REQUIRES: a connection.
+  // Sends a call. REQUIRES: a connection.
   void send(const std::shared_ptr<PendingCall>& call, std::string payload) REQUIRES(mutex_);
 
   mutable Mutex mutex_;

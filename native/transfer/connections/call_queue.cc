@@ -110,8 +110,8 @@ void CallQueue::wait() {
 }
 
 std::optional<std::vector<std::shared_ptr<IncomingCall>>> CallQueue::take(size_t max) {
-  // Those whose caller is gone are dropped, without the mutex: nobody must execute a call after
-  // the caller has been told that it failed and has sent another over a new connection.
+  // Drop calls whose callers are gone, without holding the mutex. Such a call must not be executed:
+  // its caller was told that it failed, and may have sent another one over a new connection.
   std::vector<std::shared_ptr<IncomingCall>> taken, dropped;
   const MutexLock lock(mutex_);
   if (is_closed_) return std::nullopt;

@@ -1,6 +1,6 @@
-// Calls, the answering side: what peers ask, in the order in which it came, until the one that
-// serves takes it: a thread that sleeps here, or an event loop that watches a descriptor. Bounded:
-// beyond, a call is refused at once.
+// The server side of calls: peers' calls in order of arrival, until the serving thread (which
+// sleeps here) or event loop (which watches a descriptor) takes them. Limited: calls beyond the
+// limit are refused at once.
 #pragma once
 
 #include <atomic>
@@ -20,8 +20,8 @@ namespace tandem::transfer {
 
 class CallQueue;
 
-// One call. Answered once; one that is destroyed without an answer is answered with kInternal, so
-// that no caller waits in vain.
+// One call of a peer. It is answered once. If it is destroyed without an answer, it is answered
+// with kInternal, so that its caller does not wait.
 class IncomingCall {
  public:
   IncomingCall(std::shared_ptr<CallQueue> queue, std::weak_ptr<Connection> connection, uint64_t id,
@@ -30,13 +30,13 @@ class IncomingCall {
   IncomingCall(const IncomingCall&) = delete;
   IncomingCall& operator=(const IncomingCall&) = delete;
 
-  // As the peer named itself; not proved beyond the knowledge of the secret.
+  // The name that the peer gave itself; proved only by knowledge of the secret.
   const std::string& peer() const { return peer_; }
   const std::string& payload() const { return payload_; }
-  // Whether the caller's connection is gone: nobody will see the answer.
+  // True if the caller's connection is gone, so that nobody will see the answer.
   bool is_void() const;
-  // Queues the answer; returns the connection, which must be flushed. None: answered before, or the
-  // caller is gone. REQUIRES: at most kMaxCallBytes.
+  // Queues the answer, and returns the connection to flush; null if the call was answered before or
+  // the caller is gone. REQUIRES: at most kMaxCallBytes.
   std::shared_ptr<Connection> answer(std::string reply);
   std::shared_ptr<Connection> refuse(const Error& error);
 
@@ -53,23 +53,24 @@ class IncomingCall {
 
 class CallQueue : public std::enable_shared_from_this<CallQueue> {
  public:
-  // Whoever takes calls sleeps in `wait`. Errors: kConflict (served already, closed).
+  // Begins to accept calls, for a thread that sleeps in `wait`. Errors: kConflict (served already,
+  // closed).
   Status begin_serving();
-  // Returns a descriptor that is readable while `take` has something to return. The queue owns it.
-  // Errors: as begin_serving; kCapacity (no descriptor).
+  // Begins to accept calls, and returns a descriptor that is readable while `take` has something to
+  // return. The queue owns it. Errors: as begin_serving; kCapacity (no descriptor).
   Result<int> begin_serving_on_fd();
-  // Later calls are refused, those in the queue are given up, `take` returns nothing.
+  // Refuses later calls and those in the queue. `take` returns nothing from now on.
   void close();
 
-  // Errors: kUnsupported (nobody serves), kCapacity. Called by connections.
+  // Adds a call; called by connections. Errors: kUnsupported (no server), kCapacity.
   Status push(std::weak_ptr<Connection> connection, uint64_t id, const std::string& peer,
               std::string payload);
   // Returns when there is a call, or the queue is closed.
   void wait();
-  // At most `max` calls of those that are here. nullopt: the queue is closed.
+  // Returns up to `max` queued calls; nullopt if the queue is closed.
   std::optional<std::vector<std::shared_ptr<IncomingCall>>> take(size_t max);
   bool is_closed();
-  // Whether `wait` would return at once.
+  // True if `wait` would return at once.
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
 
  private:

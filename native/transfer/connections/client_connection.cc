@@ -22,7 +22,8 @@ void ClientConnection::on_connected() {
   if (!peer) return;
   Hello hello;
   hello.role = role_;
-  // Who speaks less is told so before it meets a frame that it does not know.
+  // Raise the minimum version, so that an older peer is refused in the handshake instead of failing
+  // at a frame that it does not know.
   asks_for_tags_ = Connection::asks_for_tags(peer->options_.tags);
   if (role_ == Role::kCalls) hello.min_version = kCallsVersion;
   if (asks_for_tags_) hello.min_version = kTagsVersion;
@@ -41,7 +42,8 @@ Status ClientConnection::check_header(const Frame& frame) {
     return {Code::kCorruption, "transfer.connect", "a frame out of order", ""};
   if (!carries_slice(frame)) return {};
   const auto read = reads_.find(frame.id);
-  // A slice that was dropped is read and thrown away; one of another length is a broken peer.
+  // The bytes of a dropped slice are read and discarded. A slice of another length is a protocol
+  // error.
   if (frame.type == FrameType::kReadDone &&
       (read == reads_.end() || read->second.length == frame.payload_bytes))
     return {};
@@ -167,7 +169,7 @@ Status ClientConnection::on_frame(const Frame& frame, std::string payload) {
     peer->on_ready(self);
     return {};
   }
-  // Past the peer's mutex: a reply is awaited by the microsecond.
+  // Handle a reply without the peer's mutex, since its caller counts microseconds.
   if (frame.type == FrameType::kReply)
     return peer->calls_.on_reply(this, frame, std::move(payload));
   const bool is_intact = !carries_slice(frame) || last_is_intact_;

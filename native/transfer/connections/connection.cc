@@ -15,24 +15,25 @@
 namespace tandem::transfer {
 namespace {
 
-// Frames without data, and the first bytes of a slice, come through this; the rest of a slice is
-// received in place.
+// Frames without data, and the first bytes of a slice, pass through a buffer of this size. The rest
+// of a slice is received in place.
 constexpr size_t kInputBytes = 16 << 10;
-// One system call, and so one hold of the mutex, moves no more: about 100 us. What is left of a slice
-// when its beginning is on the way goes in longer turns, 400 us at most: 5 % less time at 16 MiB. A
-// mebibyte is faster in two parts, of which the first is received meanwhile.
+// Limit of one system call, and so of one hold of the mutex: about 100 us. The rest of a slice
+// whose beginning is sent may take 400 us, which saves 5 % of the time at 16 MiB. A mebibyte is
+// faster in two parts, since the peer receives the first while the second is sent.
 constexpr size_t kMaxIoBytes = 512 << 10;
 constexpr size_t kMaxRestBytes = 2 << 20;
-// What a peer claims to send is no reason to make room for it at once.
+// A payload buffer grows in steps of this, so that a peer cannot make this process allocate memory
+// by claiming a size.
 constexpr size_t kPayloadStepBytes = 128 << 10;
-// Steps for one connection before the loop looks at the others.
+// Limit of steps for one connection before the event loop serves the others.
 constexpr int kStepsPerEvent = 16;
 constexpr int kMaxIov = 64;
-// A peer that sends requests and reads no answers is broken or worse.
+// Limit of queued frames: a peer that sends requests and reads no answers is closed.
 constexpr size_t kMaxOutputs = 1 << 16;
 constexpr size_t kMaxOwnedBytes = 2 * kMaxCallBytesInFlight;
-// Of slices that a peer has asked for. One of ours asks for no more than 768 MiB at a time, see
-// RailSet.
+// Limit of the bytes of slices that a peer has asked for. A peer of this implementation asks for at
+// most 768 MiB at a time, see RailSet.
 constexpr size_t kMaxAskedBytes = 1 << 30;
 
 Error lost(std::string what) { return {Code::kPeerLost, "transfer.io", std::move(what), ""}; }
@@ -149,7 +150,7 @@ Status Connection::begin_records(TagKind kind, const Digest& key_out, const Dige
 void Connection::flush() {
   Error error;
   bool is_ok = true;
-  // Several turns of the mutex, so that a cancellation never waits for a whole queue.
+  // Release the mutex between system calls, so that a cancellation never waits for a whole queue.
   for (bool has_more = true; has_more && is_ok;) {
     const MutexLock lock(mutex_);
     if (fd_ < 0 || is_connecting_ || is_write_broken_) return;
@@ -158,7 +159,7 @@ void Connection::flush() {
     has_more = is_ok && has_unsent() && !wants_output_ && num_sent_ != sent_before;
   }
   if (is_ok) return;
-  // The end is found by the reading side, after what the peer had still sent before it left: a
+  // Leave the end of the connection to the reading side, after all that the peer had sent: a
   // confirmation or a good-bye must not be lost because an answer to it could not be sent.
   const MutexLock lock(mutex_);
   if (fd_ < 0) return;
@@ -175,7 +176,7 @@ int Connection::gather(iovec* iov, int max_iov) const {
   const size_t count = num_bare_ > 0 ? num_bare_ : outputs_.size();
   for (size_t i = 0; i < count; ++i) {
     const Output& output = outputs_[i];
-    // The longer turn is for what is left of the first, not for those behind it.
+    // Only the rest of the first slice may use the larger limit, not the slices behind it.
     const size_t most = is_rest && total == 0 ? kMaxRestBytes : kMaxIoBytes;
     if (num_iov + 2 > max_iov || total >= most) break;
     if (output.sent < kHeaderBytes)
@@ -205,7 +206,7 @@ void Connection::consume(uint64_t size) {
   }
 }
 
-// One call of the kernel. False on a broken connection.
+// Makes one system call. Returns false on a broken connection.
 bool Connection::flush_locked(Error* error) {
   const bool is_asked = kind_ == EventLoop::Kind::kRequests;
   if (outputs_.size() > kMaxOutputs || owned_bytes_ > kMaxOwnedBytes ||
@@ -277,8 +278,8 @@ void Connection::do_read() {
   const MutexLock reading(read_mutex_);
   bool has_answers = false;
   bool is_first = true, is_buffered = false;
-  // Frames that are buffered must be handled now: epoll knows nothing of them. What they are
-  // answered with goes out together: a system call for each costs more than a small slice.
+  // Handle all buffered frames now, since epoll does not know of them. Their answers are sent
+  // together: a system call for each costs more than a small slice.
   for (int step = 0; step < kStepsPerEvent || is_buffered; step += !is_buffered) {
     Frame frame;
     std::string payload;
@@ -288,7 +289,7 @@ void Connection::do_read() {
       const MutexLock lock(mutex_);
       if (fd_ < 0) return;
       may_receive_ = step < kStepsPerEvent;
-      // It may have hung up since the event. A single request never comes to a second step.
+      // Check for a hang-up since the event. A single request never reaches a second step.
       if ((reader_ ? !is_first : step > 0) && is_void_once_hung_up() && has_hung_up()) {
         error = lost("the peer hung up");
         result = ReadStep::kFailed;
@@ -318,7 +319,7 @@ void Connection::do_read() {
   if (has_answers) flush();
 }
 
-// Whether the next frame needs no more bytes from the socket.
+// True if the next frame needs no more bytes from the socket.
 bool Connection::has_whole_frame() const {
   const size_t size = input_end_ - input_begin_;
   return size >= kHeaderBytes && size - kHeaderBytes >= peek_payload_bytes(&input_[input_begin_]);
@@ -328,7 +329,7 @@ bool Connection::has_buffered() const {
   return has_whole_frame() || (reader_ && reader_->has_more());
 }
 
-// Receives into `to`, and what follows it, at most `size_behind`, into the empty input buffer.
+// Receives into `to`, and up to `size_behind` bytes behind it into the empty input buffer.
 ssize_t Connection::receive(uint8_t* to, size_t size, Error* error, size_t size_behind) {
   if (reader_) return receive_opened(to, size, error);
   ssize_t got;
@@ -355,8 +356,8 @@ ssize_t Connection::receive(uint8_t* to, size_t size, Error* error, size_t size_
   return -1;
 }
 
-// As `receive`, of bytes whose tags were checked. The copy from the reader costs less than it seems:
-// the record has just been read for its tag, and is in a cache.
+// Does the same for bytes whose tags were checked. The copy from the reader is cheap, because the
+// record has just been read for its tag and is in a cache.
 ssize_t Connection::receive_opened(uint8_t* to, size_t size, Error* error) {
   size_t done = 0;
   while (true) {
@@ -431,7 +432,7 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
       if (!is_slice) incoming_payload_.append(reinterpret_cast<const char*>(from), part);
       input_begin_ += part;
     } else {
-      // What nobody wants goes through scratch; other frames' payloads grow as they come.
+      // Unwanted slices are read into scratch memory; payloads of other frames grow as they arrive.
       part = to != nullptr ? std::min<uint64_t>(left, kMaxIoBytes)
              : is_slice    ? std::min<uint64_t>(left, sizeof scratch)
                            : std::min<uint64_t>(left, kPayloadStepBytes);
@@ -439,7 +440,7 @@ Connection::ReadStep Connection::read_payload(Frame* frame, std::string* payload
         incoming_payload_.resize(incoming_done_ + part);
         to = reinterpret_cast<uint8_t*>(incoming_payload_.data()) + incoming_done_;
       }
-      // With the end of a slice comes the header of the next, and of small ones more than that.
+      // With the end of a slice, also read the header of the next frame, and of small slices more.
       const size_t behind = to == nullptr || part < left ? 0
                             : size < kInputBytes         ? kInputBytes
                                                          : kHeaderBytes;

@@ -1,15 +1,16 @@
-// One TCP connection: frames out, frames in. What frames mean is the business of the two kinds,
+// One TCP connection: sends and receives frames. Their meaning is left to the two derived classes,
 // ServerConnection and ClientConnection.
 //
-// Bytes of slices go straight between the socket and the memory that the derived class names; the
-// class can take that memory back at any time (`drop_sink`, `drop_output`), after which not one byte
-// of it is touched. That is what cancellation, deadlines and unregister stand on. After the handshake
-// a connection that needs tags carries its frames in records (records/record.h); all of this file
-// above `flush_locked` and `receive` is the same with and without.
+// Bytes of slices go straight between the socket and the memory that the derived class names. The
+// class can withdraw that memory at any time (`drop_sink`, `drop_output`), after which no byte of
+// it is touched; cancellation, deadlines and unregister rely on this. After the handshake a
+// connection that needs tags carries its frames in records (records/record.h); code other than
+// `flush_locked` and `receive` is the same with and without tags.
 //
-// Threads: any. Lock order: (1) read_mutex_, held while frames are read and acted on, so that they
-// are acted on in order; (2) the owner's mutex; (3) mutex_, held for one bounded system call.
-// on_frame and on_closed are called under (1) or nothing, on_slice_begin and on_slice_end under (3).
+// Threads: any. Lock order: (1) read_mutex_, held while frames are read and handled, so that they
+// are handled in order; (2) the owner's mutex; (3) mutex_, held for one bounded system call.
+// on_frame and on_closed are called under (1) or nothing, on_slice_begin and on_slice_end under
+// (3).
 #pragma once
 
 #include <sys/uio.h>
@@ -33,44 +34,44 @@
 
 namespace tandem::transfer {
 
-// Of the records that were refused by all connections of an engine.
+// Number of records that all connections of an engine have refused.
 using RefusedRecords = std::shared_ptr<std::atomic<uint64_t>>;
 
 class Connection : public EventHandler, public std::enable_shared_from_this<Connection> {
  public:
   ~Connection() override;
 
-  // Puts the socket into the loop. A connecting one begins when it is writable.
+  // Adds the socket to the event loop. A connecting socket starts when it is writable.
   Status attach();
   void on_events(uint32_t events) override;
 
-  // Queues a frame; `flush` sends it. Nothing happens on a closed connection.
+  // Queues a frame; `flush` sends it. Does nothing on a closed connection.
   void send(Frame frame, std::string payload = {});
   void flush();
 
-  // Closes for good, once; true for the caller that did. After it returns no byte of borrowed
-  // memory is touched. Does not call on_closed.
+  // Closes the connection for good. Returns true to the one caller that did it. After the return no
+  // byte of borrowed memory is touched. Does not call on_closed.
   bool shut(Error reason);
   bool is_shut() const { return is_shut_.load(std::memory_order_acquire); }
   // REQUIRES: is_shut().
   const Error& reason() const { return reason_; }
-  // Nobody listens there, said the other host.
+  // True if the other host answered that nobody listens at that address.
   bool was_refused() const { return was_refused_.load(std::memory_order_relaxed); }
-  // Of our end; empty once it is shut.
+  // Address of this end; empty once the connection is shut.
   SocketAddress local_address() const;
-  // When a byte was last moved in either direction.
+  // Time at which a byte was last moved in either direction.
   int64_t progress_ns() const { return progress_ns_.load(std::memory_order_relaxed); }
-  // Owes nothing once it is shut.
+  // State of the other host's acknowledgements; it owes none once the connection is shut.
   HostLife host_life(int64_t now_ns) const;
-  // When a byte last came in: the peer lives.
+  // Time at which a byte last arrived, which shows that the peer is alive.
   int64_t heard_ns() const { return heard_ns_.load(std::memory_order_relaxed); }
-  // Whether our end asks for tags. REQUIRES: connected.
+  // True if this end asks for tags. REQUIRES: connected.
   bool asks_for_tags(const TagOptions& options) const;
-  // Of its records; kNone: it has none, or is in its handshake.
+  // Kind of the connection's tags; kNone without tags or during the handshake.
   TagKind tag_kind() const { return tag_kind_.load(std::memory_order_relaxed); }
 
  protected:
-  // Where the bytes of a slice go; nullptr: read and thrown away.
+  // The destination of a slice's bytes; nullptr to read and discard them.
   struct Sink {
     uint8_t* data = nullptr;
   };
@@ -87,35 +88,37 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
 
   static void set_payload(Output& output, Frame& frame, std::string payload);
 
-  // One of ours brings answers, one that connected to us requests.
+  // `kind` is kAnswers for a connection that this process opened, kRequests for one that a peer
+  // opened.
   Connection(EventLoop* loop, EventLoop::Kind kind, int fd, bool is_connecting);
 
-  // From here on everything is read, and what is sent after the frames queued so far, in records.
-  // Errors: kInternal (the library of the tags failed); kPermissionDenied (bytes came that were sent
-  // before the other side can have had the keys). REQUIRES: in on_frame.
+  // From now on, all input is in records, and so is all output after the frames queued so far.
+  // Errors: kInternal (the library of the tags failed); kPermissionDenied (bytes came that were
+  // sent before the other side can have had the keys). REQUIRES: in on_frame.
   Status begin_records(TagKind kind, const Digest& key_out, const Digest& key_in,
                        RefusedRecords refused);
 
   virtual void on_connected() {}
-  // Refuses a frame before its payload is read. Under mutex_.
+  // Refuses a frame before its payload is read. Called under mutex_.
   virtual Status check_header(const Frame& frame) REQUIRES(mutex_) = 0;
-  // Whether what was not read when the peer hung up is dropped instead of acted on.
+  // True if input that was not read when the peer hung up is dropped instead of handled.
   virtual bool is_void_once_hung_up() const { return false; }
-  // The connection is shut: give back what is pinned. Under mutex_.
+  // Called under mutex_ when the connection is shut, to release pinned buffers.
   virtual void on_shut() REQUIRES(mutex_) {}
-  // A slice begins to arrive.
+  // Called when a slice begins to arrive; returns its destination.
   virtual Sink on_slice_begin(const Frame& frame) REQUIRES(mutex_) = 0;
-  // All its bytes came; `is_intact` is the verdict of its check sum.
+  // Called when all bytes of a slice have arrived. `is_intact` is the result of its checksum.
   virtual void on_slice_end(const Frame& frame, bool is_intact) REQUIRES(mutex_) = 0;
-  // After on_slice_end for a slice, without mutex_; with the payload for any other frame. What it
-  // queues here is flushed after it, or after the frames behind it. An error closes the connection.
+  // Called after on_slice_end for a slice, without mutex_, and with the payload for any other
+  // frame. Frames queued here are flushed after it, or after the frames behind it. An error closes
+  // the connection.
   virtual Status on_frame(const Frame& frame, std::string payload) = 0;
   virtual void on_closed(const Error& reason) = 0;
 
   void enqueue(Output output, Frame frame) REQUIRES(mutex_);
-  // The output is erased, or given other bytes: they are counted no longer.
+  // Stops counting an output's bytes, before the output is erased or replaced.
   void uncount(const Output& output) REQUIRES(mutex_);
-  // Sends another frame instead. REQUIRES: not begun.
+  // Sends another frame in place of an output. REQUIRES: not begun.
   void replace(Output& output, Frame frame, std::string payload) REQUIRES(mutex_);
   bool is_begun(const Output& output) const { return output.sent > 0; }
 
@@ -127,7 +130,7 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   std::deque<Output> outputs_ GUARDED_BY(mutex_);
   size_t owned_bytes_ GUARDED_BY(mutex_) = 0;  // Of outputs_.
   size_t borrowed_bytes_ GUARDED_BY(mutex_) = 0;  // Of outputs_.
-  // The slice that is being read.
+  // The slice that is being received.
   std::optional<Frame> incoming_ GUARDED_BY(mutex_);
   Sink sink_ GUARDED_BY(mutex_);
 
@@ -139,7 +142,7 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   ReadStep read_payload(Frame* frame, std::string* payload, Error* error) REQUIRES(mutex_);
   ssize_t receive(uint8_t* to, size_t size, Error* error, size_t size_behind = 0) REQUIRES(mutex_);
   ssize_t receive_opened(uint8_t* to, size_t size, Error* error) REQUIRES(mutex_);
-  // There are bytes that epoll knows nothing of, enough to go on.
+  // True if buffered bytes, which epoll does not know of, are enough for another step.
   bool has_buffered() const REQUIRES(mutex_);
   bool has_whole_frame() const REQUIRES(mutex_);
   bool has_unsent() const REQUIRES(mutex_) {
@@ -147,11 +150,11 @@ class Connection : public EventHandler, public std::enable_shared_from_this<Conn
   }
   bool flush_locked(Error* error) REQUIRES(mutex_);
   int gather(iovec* iov, int max_iov) const REQUIRES(mutex_);
-  // The first so many bytes of the outputs are sent, or copied into records.
+  // Removes the first `size` bytes of the outputs, which were sent or copied into records.
   void consume(uint64_t size) REQUIRES(mutex_);
   void encode(Output& output, Frame frame) REQUIRES(mutex_);
   void want_output(bool is_wanted) REQUIRES(mutex_);
-  // What epoll is to tell of.
+  // The epoll events to wait for.
   uint32_t wanted_events() const REQUIRES(mutex_);
   bool has_hung_up() const REQUIRES(mutex_);
   void fail(Error error);

@@ -13,7 +13,7 @@ std::chrono::steady_clock::time_point at(int64_t ns) {
   return std::chrono::steady_clock::time_point{std::chrono::nanoseconds(ns)};
 }
 
-// A thread waits for an answer, and not by leading.
+// Registers a thread that waits for an answer without leading an event loop.
 class Following {
  public:
   explicit Following(const std::vector<EventLoop*>& loops) : loops_(loops) {
@@ -88,7 +88,7 @@ void Peer::close() {
       give_up(State::kClosed, error, work);
     }
   }
-  // First nothing of ours reaches the peer's memory any more, then we say so.
+  // Stop all of this process's writes to the peer's memory before the good-bye.
   finish(std::move(work));
   if (!control) return;
   if (control->is_ready()) {
@@ -170,7 +170,7 @@ Result<std::shared_ptr<PendingCall>> Peer::begin_call(std::string payload,
   if (!begun.status.is_ok()) return begun.status.error();
   if (begun.connection) {
     begun.connection->flush();
-    // From now on an answer is owed: the timer must look whether the peer is silent.
+    // An answer is owed from now on, so the timer must check whether the peer is silent.
     if (begun.was_idle) owner_.schedule(now_ns() + options_.lease_ns / 3);
     return call;
   }
@@ -212,7 +212,7 @@ void Peer::on_ready(const std::shared_ptr<ClientConnection>& connection) {
     } else if (connection == calls_connection_) {
       calls_health_.on_connect(now);
       calls_health_.on_success();
-      // A call that was given up must not be executed after those that follow.
+      // Send fences first: a call that was given up must not be executed after those that follow.
       send_fences(*calls_connection_);
       calls_.attach(calls_connection_);
       work.flush(calls_connection_);
@@ -297,11 +297,12 @@ Status Peer::on_frame(const std::shared_ptr<ClientConnection>& connection, const
     }
     work.due_ns = next_due();
   }
-  // This one is flushed when what it has read is handled: many requests in one system call.
+  // This connection is flushed after all that it has read is handled, so that many requests go out
+  // in one system call.
   std::erase(work.to_flush, connection);
   finish(std::move(work));
   if (frame.type == FrameType::kRevoke && status.is_ok()) {
-    // Only when no copy runs any more may the peer have its memory back.
+    // Confirm only when no copy runs any more, since the peer reuses the memory after that.
     for (const auto& mapping : revoked) mapping->revoke();
     revoked.clear();
     connection->send({.type = FrameType::kRevoked, .offset = frame.offset});
@@ -337,7 +338,8 @@ void Peer::on_granted(const ClientConnection& connection, const Frame& frame,
         refusals_[name] = mapping.error().message();
     }
     if (direct.mappings.empty() && control_) {
-      // We hold nothing, so the peer need not ask us when it takes the buffer back.
+      // This process keeps no mapping, so the peer need not wait for it when the buffer is
+      // unregistered.
       control_->send({.type = FrameType::kRevoked, .offset = base});
       work.flush(control_);
     }
@@ -360,19 +362,19 @@ void Peer::on_closed(const std::shared_ptr<ClientConnection>& connection, const 
   finish(std::move(work));
 }
 
-// The connection is taken by value: losing it resets the member that the caller may have named.
+// Takes the connection by value, since losing it resets the member that the caller may have passed.
 void Peer::take_back(std::shared_ptr<ClientConnection> connection, Error reason, Work& work) {
   if (connection->shut(reason)) lose_connection(connection, reason, work);
 }
 
-// REQUIRES: the connection is shut, so that nothing of a slice is touched over it any more.
+// REQUIRES: the connection is shut, so that no byte of a slice is touched over it any more.
 void Peer::lose_connection(const std::shared_ptr<ClientConnection>& connection,
                            const Error& reason, Work& work) {
   if (state_ == State::kLost || state_ == State::kClosed) return;
   const int64_t now = now_ns();
   heard_ns_ = std::max(heard_ns_, connection->heard_ns());
   if (connection == control_) {
-    // Its late frames must not take back what the next one says of grants.
+    // Frames that arrive late on this connection must not undo grants that the next one reports.
     if (connection->is_ready()) owe_fence(*connection, false);
     control_.reset();
     control_health_.on_disconnect(now);
@@ -395,12 +397,12 @@ void Peer::lose_connection(const std::shared_ptr<ClientConnection>& connection,
     }
   }
   if (connection->is_barred()) {
-    // What answers at the control address decides about the peer. A rail's address that leads to
-    // somebody else now costs that rail.
+    // The answer at the control address decides about the peer. A rail's address that now leads to
+    // another process costs only that rail.
     if (connection->role() != Role::kRail) return give_up(State::kLost, reason, work);
     rail_set_.terminate(connection->rail());
   }
-  // Nobody listens at that address any more, and no other path is left: the process has ended.
+  // Nobody listens at the control address and no other path is left: the process has ended.
   if (connection->was_refused() && connection->role() == Role::kControl && !has_ready_connection())
     return give_up(State::kLost,
                    {Code::kPeerLost, "transfer.connect", address_.text() + ": " + reason.what, ""},
@@ -424,7 +426,7 @@ void Peer::give_up(State state, const Error& error, Work& work) {
   calls_connection_.reset();
   calls_.close(error);
   for (uint32_t r = 0; r < rails_.size(); ++r) {
-    // Before a batch ends: what comes after its end must see the debt.
+    // Record the debt before a batch ends, so that operations after its end see it.
     if (rails_[r].connection && rails_[r].has_unconfirmed_writes())
       owe_fence(*rails_[r].connection, true);
     if (rails_[r].connection) rails_[r].connection->shut(error);

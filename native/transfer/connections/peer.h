@@ -1,15 +1,17 @@
-// The side that reads and writes: one opened segment. Keeps a control connection and one connection
-// per rail, sprays slices, moves them elsewhere when a rail fails, and knows when the peer is lost.
+// The client side of transfers: one opened segment. Keeps a control connection and one connection
+// for each rail, distributes slices, moves them elsewhere when a rail fails, and decides when the
+// peer is lost.
 //
-// Fences. A connection that is given up with WRITEs unconfirmed may have left slices in the kernel's
-// buffers, which the peer could apply later. So it becomes a debt in the ledger of the process, and
-// every connection to that peer that carries slices from then on sends a fence first: the peer closes
-// the old connection before it reads the next frame of the new one. Copies through memory wait for
-// the peer's answer. Hence no slice that was sent again, or that came after, over whatever segment,
-// engine or transport of this process, can be overwritten by a late one.
+// Fences. A connection that is given up with unconfirmed WRITEs may have left slices in the
+// kernel's buffers, which the peer could apply later. So it is recorded as a debt in the ledger of
+// the process, and every connection to that peer that carries slices from then on first sends a
+// fence: the peer closes the old connection before it reads the next frame of the new one. Copies
+// through memory wait for the peer's answer. Hence no slice that was sent again, or that came
+// after, by whatever segment, engine or transport of this process, can be overwritten by a late
+// one.
 //
-// Lock order: (1) Connection::read_mutex_, (2) Peer::mutex_, (3) Connection::mutex_.
-// The owner is called without mutex_.
+// Lock order: (1) Connection::read_mutex_, (2) Peer::mutex_, (3) Connection::mutex_. The owner is
+// called without mutex_.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +46,8 @@ struct PeerOptions {
   ProcessId process;
   std::vector<std::string> local_addresses;  // One rail per (local, remote); empty: any.
   std::vector<double> bandwidths_bytes_per_s;  // Of the local addresses, where known.
-  // P of the prediction: [location of memory][local address]; location 0 is unknown.
+  // Distance factor of the prediction by [location of memory][local address]; location 0 is
+  // unknown.
   std::vector<std::vector<double>> penalties;
   std::vector<std::shared_ptr<NicQuota>> quotas;  // Of the local addresses; empty: none.
   int lanes = 1;                             // Connections per pair of addresses.
@@ -75,7 +78,7 @@ struct RailStatus {
 
 class Peer : public std::enable_shared_from_this<Peer> {
  public:
-  // What the engine does for a peer. Called without the peer's mutex.
+  // Services that the engine provides to a peer. Called without the peer's mutex.
   struct Owner {
     std::function<void(int64_t due_ns)> schedule;
     std::function<void(const std::shared_ptr<Batch>&, Error)> abort;
@@ -85,37 +88,39 @@ class Peer : public std::enable_shared_from_this<Peer> {
   Peer(PeerOptions options, SocketAddress address, std::vector<EventLoop*> loops, Owner owner);
   ~Peer();
 
-  // Connects, proves the secret, learns the buffers. Errors: kPeerLost, kPermissionDenied,
-  // kUnsupported (versions), kDeadline.
+  // Connects, proves the secret, and reads the list of buffers. Errors: kPeerLost,
+  // kPermissionDenied, kUnsupported (versions), kDeadline.
   Status open(int64_t deadline_ns);
-  // Says good-bye; every batch that still runs fails.
+  // Says good-bye. Running batches fail.
   void close();
 
   Result<Description> describe(int64_t deadline_ns);
   Status notify(const std::string& name, const std::string& payload, int64_t deadline_ns);
-  // Sends a call; it ends by `abandon_call` at the latest. Errors: kConfig (size), kCapacity,
+  // Sends a call, which ends at the latest by `abandon_call`. Errors: kConfig (size), kCapacity,
   // kUnsupported (the peer speaks an older version), kPeerLost.
   Result<std::shared_ptr<PendingCall>> begin_call(std::string payload,
                                                   std::shared_ptr<CallInbox> inbox, uint64_t tag);
   void abandon_call(const std::shared_ptr<PendingCall>& call, Error error) {
     calls_.abandon(call, std::move(error));
   }
-  // Gives pieces to the best transport of those allowed.
+  // Gives pieces to the best of the allowed transports.
   void submit(std::vector<Piece> pieces);
-  // A transport failed: gives the piece to the next one.
+  // Gives a piece whose transport failed to the next one.
   void fall_back(Piece piece, TransportKind failed, Error error);
-  // After it returns, no byte of the batch's local buffers is touched. REQUIRES: it is not open.
+  // Takes back all work of a batch. After the return no byte of its local buffers is touched.
+  // REQUIRES: the batch is not open.
   void drop(const Batch& batch);
 
-  // Does what is due; returns when to call again. `late_ns`: how long ago this was to be called.
+  // Does the work that is due, and returns the time of the next call. `late_ns`: delay of this
+  // call.
   int64_t tick(int64_t now_ns, int64_t late_ns);
   std::vector<RailStatus> rails() const;
-  // Why a transport is not used, by its name; empty where it is or was not tried.
+  // Reasons why transports are not used, by name; empty for those that are used or were not tried.
   std::map<std::string, std::string> refusals() const;
   uint64_t epoch() const { return epoch_.load(); }
   TransferCounters& counters() { return counters_; }
   void use_round_robin();
-  // An interface of this host has gone down or has come back.
+  // Handles a network interface of this host that went down or returned.
   void on_link(const std::vector<SocketAddress>& addresses, bool is_up);
 
  private:
@@ -134,7 +139,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     uint64_t num_resent = 0;
     LatencyHistogram latencies;
     std::shared_ptr<NicQuota> quota;
-    // What went out over the connection, oldest first: answers come in this order.
+    // Slices that were sent over the connection, oldest first. Answers come in this order.
     struct Sent {
       uint64_t ticket;
       bool is_write;
@@ -145,7 +150,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
       return std::any_of(sent.begin(), sent.end(), [](const Sent& one) { return one.is_write; });
     }
   };
-  // A piece for a copy, which waits until the peer has fenced what is owed.
+  // A piece for a copy, which waits until the peer has confirmed the fences that it is owed.
   struct Held {
     Piece piece;
     std::optional<TransportKind> failed;
@@ -160,7 +165,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     bool is_answered = true;
     uint8_t outcome = 0;
   };
-  // What must be done after mutex_ is released.
+  // Work to be done after mutex_ is released.
   struct Work {
     void flush(const std::shared_ptr<ClientConnection>& connection) {
       if (std::find(to_flush.begin(), to_flush.end(), connection) == to_flush.end())
@@ -178,7 +183,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
     int64_t due_ns = std::numeric_limits<int64_t>::max();
   };
 
-  // From connections, without mutex_.
+  // Called by connections, without mutex_.
   void on_ready(const std::shared_ptr<ClientConnection>& connection);
   Status on_frame(const std::shared_ptr<ClientConnection>& connection, const Frame& frame,
                   std::string payload, bool is_intact);
@@ -194,7 +199,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   size_t rank(TransportKind kind) const;
   void leave_rails(Work& work);
   void take_back(std::shared_ptr<ClientConnection> connection, Error reason, Work& work);
-  // True while copies must wait for an answer to a fence.
+  // Returns true while copies must wait for the answer to a fence.
   bool send_fences(ClientConnection& connection);
   void owe_fence(const ClientConnection& connection, bool may_write);
   void settle_fences(std::vector<FenceDebt> debts, Work& work);
@@ -209,7 +214,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void give_up(State state, const Error& error, Work& work);
   void connect_control(int64_t now_ns, Work& work);
   void connect_rail(uint32_t rail, int64_t now_ns);
-  // When an attempt that is not ready yet is given up.
+  // Time at which an attempt to connect that is not ready yet is given up.
   int64_t connect_due(uint32_t rail) const;
   void connect_calls(int64_t now_ns);
   bool is_calls_connect_due(int64_t now_ns) const;
@@ -219,7 +224,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
                                                             const SocketAddress& local);
   void make_rails();
   void check_liveness(int64_t now_ns, Work& work);
-  // Without calls.
+  // True if slices or copies are running; calls do not count.
   bool has_work() const;
   bool has_ready_connection() const;
   int64_t next_due() const;
@@ -254,7 +259,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   std::shared_ptr<ClientConnection> control_;
   uint16_t version_ = 0;  // Of the last control connection.
   CallClient calls_;
-  // Made with the first call, and again when one needs it.
+  // Made with the first call, and anew when a later call needs it.
   std::shared_ptr<ClientConnection> calls_connection_;
   RailHealth calls_health_;
   int64_t calls_pinged_ns_ = 0;
@@ -269,7 +274,7 @@ class Peer : public std::enable_shared_from_this<Peer> {
   Notice notice_;
 };
 
-// Our connection to a peer.
+// A connection from this process to a peer.
 class ClientConnection : public Connection {
  public:
   ClientConnection(std::weak_ptr<Peer> peer, EventLoop* loop, int fd, Role role, uint32_t rail,
@@ -277,16 +282,16 @@ class ClientConnection : public Connection {
 
   Role role() const { return role_; }
   uint32_t rail() const { return rail_; }
-  // As which the ledger knows it.
+  // The connection's id in the fence ledger.
   uint64_t carrier() const { return carrier_; }
   uint32_t id() const { return id_; }
   int64_t begin_ns() const { return begin_ns_; }
-  // When the other host's kernel had answered; 0 before.
+  // Time at which the other host's kernel accepted the connection; 0 before.
   int64_t connected_ns() const { return connected_ns_.load(std::memory_order_acquire); }
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
-  // As agreed on; 0 before.
+  // The agreed protocol version; 0 before the handshake.
   uint16_t version() const { return version_.load(std::memory_order_acquire); }
-  // The peer, or we, refused in the handshake: trying again is in vain.
+  // True if either side refused in the handshake, so that trying again is useless.
   bool is_barred() const { return is_barred_.load(std::memory_order_acquire); }
   EventLoop* loop() const { return loop_; }
 
@@ -294,9 +299,9 @@ class ClientConnection : public Connection {
                   bool has_checksum);
   void send_read(uint64_t ticket, uint64_t offset, uint8_t* data, uint64_t length,
                  bool has_checksum);
-  // What still comes for this slice is thrown away.
+  // Discards the bytes of this slice that still arrive.
   void drop_read(uint64_t ticket);
-  // False if some of it was sent: then only closing the connection takes it back.
+  // Returns false if part of the slice was sent: then only closing the connection takes it back.
   bool drop_write(uint64_t ticket);
 
  protected:

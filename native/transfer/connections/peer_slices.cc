@@ -1,5 +1,5 @@
-// What a peer does with pieces: which transport takes them, how they become slices, and how a batch
-// gets everything back.
+// A peer's handling of pieces: the choice of a transport, the cutting into slices, and the return
+// of all work when a batch ends.
 #include <algorithm>
 
 #include "base/threads/idle_spin.h"
@@ -8,7 +8,7 @@
 namespace tandem::transfer {
 
 void Peer::begin_work() {
-  // Silence counts from the moment an answer is owed.
+  // Begin to measure silence when an answer is owed.
   if (!has_work()) heard_ns_ = std::max(heard_ns_, now_ns());
 }
 
@@ -27,7 +27,7 @@ void Peer::submit(std::vector<Piece> pieces) {
 void Peer::fall_back(Piece piece, TransportKind failed, Error error) {
   {
     const MutexLock lock(mutex_);
-    // A copy that was under way when the segment ended: that is why it failed.
+    // The copy failed because the segment ended during it, so report that reason.
     if (state_ != State::kOpen) error = lost_reason_;
   }
   const bool is_final = error.code == Code::kConfig || error.code == Code::kPermissionDenied ||
@@ -80,7 +80,7 @@ void Peer::route(Piece piece, Work& work, std::optional<TransportKind> failed) {
                          "no transport that is allowed reaches the buffer;" + reasons, ""});
 }
 
-// Place in the order of preference.
+// Rank of a transport in the order of preference.
 size_t Peer::rank(TransportKind kind) const {
   const auto& order = options_.transports;
   return static_cast<size_t>(std::find(order.begin(), order.end(), kind) - order.begin());
@@ -94,7 +94,7 @@ bool Peer::is_wanted(const Piece& piece, TransportKind kind, std::optional<Trans
          !refusals_.contains(std::string(transport_name(kind)));
 }
 
-// No rail is left: what waits for one goes to a transport that comes after tcp, if there is one.
+// If no rail is left, give the waiting pieces to a transport that comes after tcp, if there is one.
 void Peer::leave_rails(Work& work) {
   const bool has_rail = std::any_of(rails_.begin(), rails_.end(),
                                     [](const Rail& rail) { return rail.connection != nullptr; });
@@ -140,7 +140,7 @@ bool Peer::route_direct(const Piece& piece, Work& work, std::optional<TransportK
   const uint64_t key = grant_key(offset);
   std::vector<Piece>& waiting = awaiting_grant_[key];
   waiting.push_back(piece);
-  // Without a control connection it is asked for once there is one.
+  // Ask for the grant now if there is a control connection; else it is asked for when there is one.
   if (waiting.size() == 1 && control_ && control_->is_ready()) {
     control_->send({.type = FrameType::kGrant, .offset = key});
     work.flush(control_);
@@ -171,8 +171,9 @@ void Peer::drop(const Batch& batch) {
         rail_set_.forget(slice->first);
         std::erase_if(rail.sent, [&](const auto& one) { return one.ticket == slice->first; });
       } else {
-        // Part of it is under way; the peer must not apply it after we have said that it failed. Owed
-        // here, because another thread may have shut the connection and be about to tell us.
+        // Part of the slice is sent, and the peer must not apply it after the batch has failed.
+        // Record the debt here, because another thread may have shut the connection and not
+        // reported it yet.
         owe_fence(*connection, true);
         to_close.insert(connection);
       }
@@ -211,7 +212,8 @@ bool Peer::send_fences(ClientConnection& connection) {
   return due.may_write;
 }
 
-// A copy goes past all connections, so nothing can be sent ahead of it: it waits for the answer.
+// A copy uses no connection, so that no fence can be sent ahead of it: it waits for the peer's
+// answer.
 bool Peer::is_copy_held(const Piece& piece, Work& work, std::optional<TransportKind> failed) {
   if (options_.fences->is_empty() || !options_.fences->owes(epoch_)) return false;
   if (control_ && control_->is_ready()) {
@@ -268,15 +270,15 @@ void Peer::dispatch(Work& work) {
   }
 }
 
-// The peer answers slices of a connection in the order in which it got them. An answer that skips one
-// tells that a request or an answer was lost, one that comes twice that something was doubled: no
-// stream does that, so what lies between us is broken, and the connection with it.
+// The peer answers slices of a connection in the order of their arrival. An answer that skips one
+// means a lost request or answer, a repeated one a duplicate. No stream does that, so the path is
+// broken, and the connection is closed.
 Status Peer::check_order(const std::shared_ptr<ClientConnection>& connection, uint64_t ticket) {
   if (connection->role() != Role::kRail || rails_[connection->rail()].connection != connection)
     return {Code::kCorruption, "transfer.io", "an answer over a connection that asked nothing", ""};
   std::deque<Rail::Sent>& sent = rails_[connection->rail()].sent;
   while (!sent.empty() && sent.front().ticket < ticket) {
-    // A slice that was dropped may get none.
+    // A dropped slice may get no answer.
     if (slices_.contains(sent.front().ticket))
       return {Code::kCorruption, "transfer.io", "an answer is missing", ""};
     sent.pop_front();
@@ -299,7 +301,7 @@ void Peer::on_slice_done(const Frame& frame, const std::string& payload, bool is
     ++rails_[slice.rail].num_resent;
     pending_.push_front(slice.piece);
   } else if (frame.code != 0) {
-    // The peer's refusal says nothing against the rail.
+    // The peer's refusal of a slice does not count against the rail.
     rail_set_.forget(frame.id);
     work.to_abort.emplace_back(slice.piece.batch, decode_error(frame.code, payload));
   } else {

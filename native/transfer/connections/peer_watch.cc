@@ -1,4 +1,4 @@
-// How a peer connects, and what it does when time passes: reconnections, silent rails, the lease.
+// A peer's connecting, and its periodic work: reconnections, silent rails, the lease.
 #include <algorithm>
 
 #include "base/threads/idle_spin.h"
@@ -12,7 +12,7 @@ Result<std::shared_ptr<ClientConnection>> Peer::make_connection(Role role, uint3
   Result<int> fd = begin_connect(remote, local);
   if (!fd.is_ok()) return fd.error();
   tune_stream(fd.value(), remote, options_.socket_buffer_bytes);
-  // A rail that is closed has nothing left to say; a good-bye goes over the control connection.
+  // A rail has nothing to deliver when it is closed; a good-bye goes over the control connection.
   if (role == Role::kRail) abort_on_close(fd.value());
   const uint32_t id = next_connection_id_++;
   EventLoop* loop = loops_[id % loops_.size()];
@@ -46,7 +46,8 @@ void Peer::connect_rail(uint32_t index, int64_t now) {
 
 int64_t Peer::connect_due(uint32_t index) const {
   const ClientConnection& connection = *rails_[index].connection;
-  // A kernel answers at once, a process when it gets a core.
+  // A kernel answers at once, a process only when it gets a core, so the handshake has a longer
+  // limit.
   const int64_t limit_ns = connection.connected_ns() > 0
                                ? options_.handshake_timeout_ns
                                : std::min(options_.handshake_timeout_ns, rail_set_.patience_ns(index));
@@ -66,8 +67,8 @@ bool Peer::is_calls_connect_due(int64_t now) const {
   return !calls_connection_ && calls_.has_unsent() && calls_health_.is_connect_due(now);
 }
 
-// The peer may live and the connection of calls not: a silent one is given up after the lease, so
-// that its calls end and the next ones take another.
+// The peer may be alive while its connection for calls is dead. A silent one is given up after the
+// lease, so that its calls end and later ones use a new connection.
 void Peer::check_calls(int64_t now, Work& work) {
   const int64_t since_ns = calls_.owed_since_ns();
   if (since_ns == 0 || !calls_connection_ || !calls_connection_->is_ready()) return;
@@ -95,8 +96,9 @@ void Peer::make_rails() {
       locals.push_back(address.value());
   if (locals.empty()) locals.push_back({});
   const size_t num_pairs = std::max(remotes.size(), locals.size());
-  // As many here as there: the first with the first, as the user listed them. Else each of the longer
-  // list goes with the nearest of the shorter one, in turn where several are as near.
+  // With equal numbers, pair local and remote addresses in the order that the user listed them.
+  // Else pair each address of the longer list with the nearest of the shorter one, in turn among
+  // equally near ones.
   const auto partner = [&](const std::vector<SocketAddress>& from, size_t i,
                            const std::vector<SocketAddress>& to) {
     if (to.size() == num_pairs) return i;
@@ -117,7 +119,7 @@ void Peer::make_rails() {
       rail.remote = remote;
       if (nic < options_.quotas.size()) rail.quota = options_.quotas[nic];
       PredictorOptions predictor;
-      // One speed for each local address, or one for each rail.
+      // Speeds may be given for each local address or for each rail.
       const std::vector<double>& speeds = options_.bandwidths_bytes_per_s;
       const size_t speed = speeds.size() == locals.size() ? nic : i;
       if (speed < speeds.size())
@@ -200,7 +202,8 @@ int64_t Peer::tick(int64_t now, int64_t late_ns) {
   {
     const MutexLock lock(mutex_);
     if (state_ == State::kLost || state_ == State::kClosed) return kNever;
-    // The whole machine stood still, it may be, and the peer with us: it speaks in a moment.
+    // After a long delay of this timer the whole machine may have stood still, and the peer with
+    // it: give the peer time to speak.
     if (late_ns > options_.lease_ns / 2) heard_ns_ = awake_since_ns_ = now;
     const Error late{Code::kDeadline, "transfer.connect", "no handshake in time", ""};
     if (!control_ && control_health_.is_connect_due(now)) connect_control(now, work);
@@ -212,7 +215,7 @@ int64_t Peer::tick(int64_t now, int64_t late_ns) {
         now >= calls_connection_->begin_ns() + options_.handshake_timeout_ns)
       take_back(calls_connection_, late, work);
     for (uint32_t r = 0; r < rails_.size() && state_ == State::kOpen; ++r) {
-      // A copy: take_back resets the member.
+      // A copy of the pointer, since take_back resets the member.
       const std::shared_ptr<ClientConnection> connection = rails_[r].connection;
       if (!connection) {
         if (rail_set_.is_connect_due(r, now)) connect_rail(r, now);
@@ -278,7 +281,7 @@ void Peer::on_link(const std::vector<SocketAddress>& addresses, bool is_up) {
       const bool is_its = connection ? is_on_it(connection->local_address())
                                      : is_on_it(rails_[r].local);
       if (!is_its) continue;
-      // An attempt that began while the link was down may hang for long: it is begun anew.
+      // Restart an attempt that began while the link was down, since it may hang for long.
       if (connection && (!is_up || !connection->is_ready())) take_back(connection, down, work);
       if (is_up) rail_set_.retry_now(r, now);
     }

@@ -20,13 +20,13 @@ namespace {
 
 constexpr size_t kMaxSessions = 4096;
 constexpr size_t kCookieBytes = 16;
-// How often a waiting unregister looks whether a silent peer has died.
+// Interval at which a waiting unregister checks whether a silent peer has died.
 constexpr int64_t kAlivePollNs = 20'000'000;
-// For how long nobody is accepted when that failed: a listening socket stays ready until then.
+// Pause after a failed accept: the listening socket stays ready, and would be tried again at once.
 constexpr int64_t kAcceptPauseNs = 100'000'000;
 
-// Whether a descriptor is one of the last that the process may have: those are left to what it opens
-// for itself. As tandem.core.descriptors.
+// True if a descriptor is one of the last that the process may have, which are reserved for its own
+// use. The same rule as tandem.core.descriptors.
 bool is_scarce(int fd) {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return false;
@@ -45,7 +45,7 @@ class Server::Listener : public EventHandler, public std::enable_shared_from_thi
   void on_events(uint32_t) override {
     const std::shared_ptr<Server> server = server_.lock();
     if (!server) return;
-    // A bounded number, so that a flood of connections does not starve the loop.
+    // A limited number of accepts, so that a flood of connections does not starve the event loop.
     for (int i = 0; i < 16; ++i) {
       const int fd = accept4(fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
       if (fd >= 0) {
@@ -205,7 +205,7 @@ void Server::leave(ServerConnection& connection) {
   if (session.has_left && session.connections.empty()) sessions_.erase(found);
 }
 
-// Forgets peers that will not come back.
+// Forgets the sessions of peers that will not return.
 void Server::sweep_sessions() {
   std::erase_if(sessions_, [&](const auto& item) {
     const Session& session = item.second;
@@ -256,7 +256,7 @@ void Server::fence(const std::vector<FenceDebt>& debts) {
   {
     const MutexLock lock(mutex_);
     for (const FenceDebt& debt : debts) {
-      // A session is forgotten when the last of its connections is closed.
+      // A session is forgotten when its last connection is closed.
       const auto found = sessions_.find(debt.session);
       if (found == sessions_.end()) continue;
       const auto connection = found->second.connections.find(debt.connection);
@@ -363,7 +363,8 @@ uint8_t Server::accept_notification(const std::string& session_id, uint64_t sequ
   const auto found = sessions_.find(session_id);
   if (found == sessions_.end()) return wire_code(Code::kPeerLost);
   Session& session = found->second;
-  // The peer sends one at a time, so a number seen before is a repetition of the last.
+  // The peer sends one notification at a time, so a number seen before is a repetition of the last
+  // one.
   if (sequence <= session.last_sequence) return session.last_outcome;
   session.last_sequence = sequence;
   session.last_outcome = 0;
@@ -400,7 +401,8 @@ Description Server::describe(const ServerConnection& connection) const {
   description.addresses = options_.advertise;
   if (description.addresses.empty()) {
     description.addresses = addresses_;
-    // A wildcard means nothing to a peer: it gets the address by which it came.
+    // Replace a wildcard address by the address that the peer connected to, since a wildcard is
+    // useless to the peer.
     for (std::string& address : description.addresses) {
       Result<SocketAddress> parsed = parse_address(address);
       if (!parsed.is_ok() || !parsed.value().is_wildcard()) continue;
@@ -411,7 +413,8 @@ Description Server::describe(const ServerConnection& connection) const {
     }
   }
   description.buffers = registry_->describe();
-  // One frame must hold it; what is left out is still reached by its offset.
+  // The description must fit in one frame. Buffers that are left out can still be reached by
+  // offset.
   size_t size = 0;
   size_t num_described = 0;
   for (const BufferInfo& buffer : description.buffers) {

@@ -1,11 +1,13 @@
-// The side that is read and written: listens, checks who comes, serves slices from the registry,
-// keeps the sessions of peers, their grants and their notifications.
+// The server side of transfers: listens, authenticates peers, serves slices from the registry, and
+// keeps the peers' sessions, grants and notifications.
 //
 // A session is one opened segment of one peer: a control connection and rails. It outlives its
-// connections, so that a notification that is sent again after a reconnection is known, and so that
-// a grant (a peer that reaches our memory by itself) is not forgotten with a broken connection.
+// connections, so that a notification that is repeated after a reconnection is recognised, and a
+// grant (a peer's direct access to this process's memory) is not forgotten with a broken
+// connection.
 //
-// Lock order: (1) Connection::read_mutex_, (2) Server::mutex_, (3) Connection::mutex_, (4) Registry.
+// Lock order: (1) Connection::read_mutex_, (2) Server::mutex_, (3) Connection::mutex_, (4)
+// Registry.
 #pragma once
 
 #include <functional>
@@ -48,25 +50,25 @@ class ServerConnection;
 
 class Server : public std::enable_shared_from_this<Server> {
  public:
-  // Tells the timer that something is due then.
+  // Tells the timer the time at which `tick` is due.
   using Schedule = std::function<void(int64_t due_ns)>;
 
   static Result<std::shared_ptr<Server>> start(ServerOptions options, Registry* registry,
                                                std::vector<EventLoop*> loops, Schedule schedule);
-  // Closes all connections; no byte of a registered buffer is touched over them afterwards.
+  // Closes all connections. After the return no byte of a registered buffer is touched over them.
   void close();
 
   const std::vector<std::string>& addresses() const { return addresses_; }
-  // Takes the buffer from connections that serve it, and waits until each peer with a grant has
-  // confirmed that it let go, has left, or is dead. REQUIRES: the registry has closed the buffer.
-  // Errors: kDeadline (names the peer).
+  // Withdraws a buffer from the connections that serve it, and waits until each peer with a grant
+  // has confirmed that it has unmapped the buffer, has disconnected, or is dead. REQUIRES: the
+  // registry has closed the buffer. Errors: kDeadline (names the peer).
   Status revoke(uint64_t base, int64_t deadline_ns);
-  // What came since the last call; waits for something until the deadline.
+  // Returns the notifications since the last call; waits for one until the deadline.
   std::vector<Notification> take_notifications(int64_t deadline_ns);
-  // Ends connections that do not get through the handshake, and pauses of listeners; returns when to
-  // call again.
+  // Closes connections whose handshake takes too long, and ends pauses of listeners; returns the
+  // time of the next call.
   int64_t tick(int64_t now_ns);
-  // Closes connections that a peer has given up; nothing of theirs touches memory afterwards.
+  // Closes connections that a peer has given up, after which none of their bytes reach memory.
   void fence(const std::vector<FenceDebt>& debts);
   size_t num_connections() const;
   const std::shared_ptr<CallQueue>& calls() const { return calls_; }
@@ -89,9 +91,9 @@ class Server : public std::enable_shared_from_this<Server> {
          Schedule schedule);
   Status open_listener(const std::string& address);
   void admit(int fd);
-  // There is no descriptor for another connection: nobody is accepted for a while.
+  // Stops accepting for a while, because no descriptor is left for another connection.
   void pause(const std::shared_ptr<Listener>& listener);
-  // The proof was right: the connection joins its session. Errors: kCapacity.
+  // Adds a connection whose proof is right to its session. Errors: kCapacity.
   Status join(const std::shared_ptr<ServerConnection>& connection, const Hello& hello);
   void leave(ServerConnection& connection);
   void sweep_sessions() REQUIRES(mutex_);
@@ -125,7 +127,7 @@ class Server : public std::enable_shared_from_this<Server> {
   size_t next_loop_ GUARDED_BY(mutex_) = 0;
 };
 
-// A peer's connection to us.
+// A connection that a peer opened to this process.
 class ServerConnection : public Connection {
  public:
   ServerConnection(std::shared_ptr<Server> server, EventLoop* loop, int fd);
@@ -133,9 +135,9 @@ class ServerConnection : public Connection {
   bool is_ready() const { return is_ready_.load(std::memory_order_acquire); }
   int64_t begin_ns() const { return begin_ns_; }
   const Hello& hello() const { return hello_; }
-  // Lets go of a buffer: what is being written there is thrown away and refused, what is to be read
-  // from there is refused. False if an answer with its bytes has been begun: then only closing the
-  // connection takes it back, and the peer asks again over another.
+  // Withdraws a buffer: a WRITE that is arriving there is discarded and refused, a READ is refused.
+  // Returns false if the answer to a READ has been begun: then only closing the connection takes it
+  // back, and the peer repeats the READ over another.
   bool drop_buffer(uint64_t base);
 
  protected:
@@ -157,11 +159,11 @@ class ServerConnection : public Connection {
   const std::shared_ptr<Server> server_;
   const int64_t begin_ns_;
   std::atomic<bool> is_ready_{false};
-  // Written before is_ready_.
+  // Written before is_ready_ is set.
   Hello hello_;
   std::string hello_payload_;
   Challenge challenge_;
-  // The slice that is being written here.
+  // Pins the buffer that the arriving slice is written to.
   Registry::Pin write_pin_ GUARDED_BY(mutex_);
   Status write_status_ GUARDED_BY(mutex_);
   uint64_t last_slice_id_ = 0;

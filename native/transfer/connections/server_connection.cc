@@ -14,7 +14,8 @@ ServerConnection::ServerConnection(std::shared_ptr<Server> server, EventLoop* lo
 
 Status ServerConnection::check_header(const Frame& frame) {
   const bool is_slice = frame.type == FrameType::kWrite || frame.type == FrameType::kRead;
-  // Tickets rise. One that does not was doubled or came late, and may write over what came since.
+  // Tickets rise. A slice whose ticket does not was repeated or late, and could overwrite newer
+  // bytes.
   if (is_slice && is_ready()) {
     if (frame.id <= last_slice_id_)
       return {Code::kCorruption, "transfer.serve", "slices out of order", ""};
@@ -50,7 +51,8 @@ void ServerConnection::on_slice_end(const Frame&, bool is_intact) {
     write_status_ = {Code::kCorruption, "transfer.write", "a slice with a wrong check sum", ""};
 }
 
-// Who closes a rail has given its slices up. On the other roles a good-bye may come last.
+// A peer that closes a rail has given its slices up. On connections of other roles a good-bye may
+// come last, so their input is handled.
 bool ServerConnection::is_void_once_hung_up() const {
   return is_ready() && hello_.role == Role::kRail;
 }
@@ -107,7 +109,8 @@ Status ServerConnection::on_frame(const Frame& frame, std::string payload) {
       std::vector<FenceDebt> debts;
       for (size_t i = 0; i < payload.size() / 4; ++i)
         debts.push_back({hello_.session, in.get_u32()});
-      // Before any later frame of this connection is read: that is the whole point.
+      // Close the connections before any later frame of this connection is read, as the fence
+      // requires.
       server_->fence(debts);
       send({.type = FrameType::kFenced, .id = frame.id}, std::move(payload));
       break;
@@ -120,7 +123,7 @@ Status ServerConnection::on_frame(const Frame& frame, std::string payload) {
       break;
     }
     case FrameType::kCall: {
-      // What is waiting for more than its end is answered by who serves, not here.
+      // A call is answered by the serving thread or loop, not here.
       const Status status =
           server_->calls_->push(weak_from_this(), frame.id, hello_.name, std::move(payload));
       if (status.is_ok()) return {};
@@ -184,7 +187,7 @@ Status ServerConnection::on_proof(std::string_view payload) {
   const Digest wanted = prove_client(options.secret, hello_payload_, challenge_, proof.tags);
   if (hello_payload_.empty() || challenge_.version == 0 ||
       !equal_in_constant_time(proof.proof, as_view(wanted))) {
-    // The text is the same for all causes: who does not know the secret learns nothing.
+    // The text is the same for all causes, so that a peer without the secret learns nothing.
     const Error error{Code::kPermissionDenied, "transfer.accept",
                       "the proof of the cluster secret is wrong", ""};
     answer(FrameType::kReady, {}, error);

@@ -49,7 +49,7 @@ void Batch::add_done(std::span<const Piece> pieces, TransportKind kind) {
     for (uint64_t left = piece.length; left > 0; ++item, begin = 0) {
       TransferItem& part_of = items_[item];
       const uint64_t part = std::min(left, part_of.length - begin);
-      // Nobody else moves a byte of an item that one piece holds whole.
+      // If one piece has the whole item, no other thread adds to its count, and a store suffices.
       if (part == part_of.length)
         part_of.bytes_done.store(part, std::memory_order_relaxed);
       else

@@ -1,11 +1,11 @@
-// A batch: transfers submitted together, waited for together.
+// A batch: transfers that are submitted together and waited for together.
 //
-// Transfers that continue each other without a gap at either end form a run. A run is moved as pieces
-// (a range of it that one transport holds) and slices (what a rail takes of a piece). The batch
-// counts bytes; it ends once, by success when all have arrived, or by
-// an error. Ending by an error has two steps: `begin_end` bars new work, then the engine takes every
-// piece and slice back from the transports, and only then `finish` lets the waiters go. So whoever
-// sees the end knows that no byte of a local buffer is touched any more.
+// Transfers that continue each other without a gap at either end form a run. A run is moved as
+// pieces (a range of it that one transport has) and slices (the part of a piece that a rail takes).
+// The batch counts bytes. It ends once, by success when all have arrived, or by an error. An end by
+// an error has two steps: `begin_end` bars new work, the engine takes every piece and slice back
+// from the transports, and then `finish` wakes the waiters. So when a waiter sees the end, no byte
+// of a local buffer is touched any more.
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@ struct Piece;
 struct TransferItem {
   Op op = Op::kRead;
   uint8_t* local = nullptr;
-  // Held by the batch. Neither: the segment is our own.
+  // Kept alive by the batch. If both are null, the segment is the engine's own.
   Peer* peer = nullptr;
   File* file = nullptr;
   TransferCounters* counters = nullptr;  // Of the peer, file or engine that moves it.
@@ -46,9 +46,9 @@ struct TransferItem {
 
 class Batch {
  public:
-  // Told of the end, before the waiters are.
+  // Called with the end, before the waiters wake.
   using OnEnd = std::function<void(const Batch&, const Status&)>;
-  // `only`: no other transport may be used.
+  // `only`: the one transport that may be used.
   Batch(size_t num_items, int64_t deadline_ns, std::optional<TransportKind> only = std::nullopt,
         OnEnd on_end = {});
   ~Batch();
@@ -56,35 +56,36 @@ class Batch {
   Batch& operator=(const Batch&) = delete;
 
   std::vector<TransferItem>& items() { return items_; }
-  // Keeps a local buffer in place until the end. REQUIRES: not started.
+  // Keeps a local buffer registered until the end. REQUIRES: not started.
   void hold(Registry::Pin pin) { pins_.push_back(std::move(pin)); }
-  // Keeps what its items point to as long as it lives itself. REQUIRES: not started.
+  // Keeps peers and files of the items alive as long as the batch. REQUIRES: not started.
   void hold(const std::shared_ptr<Peer>& peer, const std::shared_ptr<File>& file);
-  // Each once.
+  // The peers of the items, each once.
   const std::vector<std::shared_ptr<Peer>>& peers() const { return peers_; }
   const std::vector<std::shared_ptr<File>>& files() const { return files_; }
   const std::optional<TransportKind>& only() const { return only_; }
   int64_t deadline_ns() const { return deadline_ns_; }
   int64_t begin_ns() const { return begin_ns_; }
 
-  // New work may be started for it.
+  // True if new work may be started for the batch.
   bool is_open() const { return !is_ending_.load(std::memory_order_acquire); }
   bool is_finished() const { return completion_.is_done(); }
   // REQUIRES: finished.
   const Status& status() const { return status_; }
 
-  // REQUIRES: all items are filled in. Counts the bytes that are to come; done at once if none.
+  // Counts the bytes of all items; the batch ends at once without any. REQUIRES: all items are
+  // filled in.
   void start();
-  // The bytes of pieces of this batch have arrived, at least one.
+  // Counts the bytes of arrived pieces of this batch, at least one.
   void add_done(std::span<const Piece> pieces, TransportKind kind);
   void add_done(const Piece& piece, TransportKind kind);
-  // True for the one caller that must take the work back and call finish.
+  // Returns true to the one caller that must take the work back and call `finish`.
   bool begin_end();
   void finish(Status status);
-  // To wait for `finish`.
+  // For waiting for `finish`.
   Completion& completion() { return completion_; }
 
-  // A descriptor that becomes readable when the batch is finished; owned by the batch.
+  // Returns a descriptor that becomes readable when the batch is finished; owned by the batch.
   Result<int> completion_fd();
 
  private:
@@ -111,7 +112,7 @@ struct Piece {
   uint64_t length = 0;
   uint64_t total = 0;  // Of the run.
 
-  // Has the run's direction and segment; its length is its own.
+  // The first transfer of the run: it has the run's direction and segment. Its length is its own.
   TransferItem& transfer() const { return batch->items()[item]; }
   uint8_t* local() const { return transfer().local + begin; }
   uint64_t offset() const { return transfer().offset + begin; }

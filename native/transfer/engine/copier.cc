@@ -8,9 +8,10 @@
 namespace tandem::transfer {
 namespace {
 
-// Small enough that a cancellation waits for some 50 us, large enough that the queue costs nothing.
+// Small enough that a cancellation waits for some 50 us, large enough that the queue costs little.
 constexpr uint64_t kChunkBytes = 512 << 10;
-// Copied by the submitting thread: less than what waking another would cost.
+// Pieces up to this size are copied by the submitting thread, which takes less time than waking
+// another.
 constexpr uint64_t kInlineBytes = 128 << 10;
 
 }  // namespace
@@ -40,7 +41,8 @@ void Copier::stop() {
 
 void Copier::submit(std::vector<Piece> pieces, const std::shared_ptr<Mapping>& mapping) {
   for (size_t i = 0; i < pieces.size();) {
-    // Short ones that follow each other are taken as one: the locks would cost more than 4 KiB.
+    // Short pieces of one batch are copied together, since taking the locks costs more than copying
+    // 4 KiB.
     const size_t first = i;
     const auto& batch = pieces[first].batch;
     for (uint64_t total = 0; i < pieces.size() && pieces[i].batch == batch; ++i) {
@@ -65,7 +67,7 @@ void Copier::submit(std::vector<Piece> pieces, const std::shared_ptr<Mapping>& m
   }
 }
 
-// Takes a chunk off the first task.
+// Copies one chunk of the first task.
 bool Copier::run_one() {
   if (tasks_.empty()) return false;
   Task task = tasks_.front();

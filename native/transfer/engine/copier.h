@@ -1,5 +1,5 @@
-// The threads that copy for the transports without a network, a chunk at a time. Whoever waits for
-// a batch helps, so that a lone transfer needs no wake-up.
+// Threads that copy for the transports without a network, one chunk at a time. A thread that waits
+// for a batch helps, so that a single transfer needs no wake-up.
 //
 // Threads: any. Lock order: mutex_ is never held while copying or while calling the owner.
 #pragma once
@@ -19,20 +19,22 @@ namespace tandem::transfer {
 
 class Copier {
  public:
-  // A path failed: the piece (what is left of it) must go elsewhere.
+  // Called when a path failed: the rest of the piece must use another transport.
   using OnFailure = std::function<void(Piece, TransportKind, Error)>;
 
   static Result<std::unique_ptr<Copier>> start(int num_threads, OnFailure on_failure);
   // REQUIRES: every batch has ended.
   ~Copier() { stop(); }
-  // Ends the threads; submitting and helping threads go on copying. Not from one of them.
+  // Ends the threads. Submitting and helping threads continue to copy. Must not be called by one of
+  // the threads.
   void stop();
 
-  // Copies short pieces at once, on this thread; queues long ones.
+  // Copies short pieces at once on this thread, and queues long ones.
   void submit(std::vector<Piece> pieces, const std::shared_ptr<Mapping>& mapping);
-  // Copies queued chunks until there are none or the batch is finished.
+  // Copies queued chunks until none is left or the batch is finished.
   void help(const Batch& batch);
-  // After it returns, no byte of the batch is copied any more. REQUIRES: the batch is not open.
+  // Takes back all copies of a batch. After the return no byte of it is copied any more. REQUIRES:
+  // the batch is not open.
   void drop(const Batch& batch);
   uint64_t bytes_moved(TransportKind kind) const {
     return bytes_moved_[static_cast<size_t>(kind)].load(std::memory_order_relaxed);
@@ -46,9 +48,9 @@ class Copier {
 
   explicit Copier(OnFailure on_failure) : on_failure_(std::move(on_failure)) {}
   void run();
-  // The mutex is let go of while it copies.
+  // Copies one chunk, and releases the mutex meanwhile.
   bool run_one() REQUIRES(mutex_);
-  // Pieces of one batch that is in running_.
+  // Copies pieces of one batch, which is in running_.
   void copy_now(std::span<const Piece> pieces, Mapping& mapping);
   void add_done(std::span<const Piece> pieces, TransportKind kind);
 

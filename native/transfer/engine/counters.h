@@ -1,4 +1,4 @@
-// What a path has moved, for metrics: per transport and direction. Counts only rise.
+// Counts of what each transport has moved in each direction, for metrics. Counts only rise.
 #pragma once
 
 #include <array>
@@ -10,14 +10,14 @@
 
 namespace tandem::transfer {
 
-// Threads: any; relaxed, a reader sees each count at some recent time.
+// Threads: any. Relaxed: a reader sees each count as of some recent time.
 struct TransferCounters {
   struct Way {
     std::atomic<uint64_t> bytes{0};
     std::atomic<uint64_t> parts{0};  // Slices, chunks: what was moved in one go.
   };
   std::array<std::array<Way, 2>, kTransportNames.size()> ways;  // [kind][op]
-  // Pieces that this transport failed to move and another took over.
+  // Number of pieces that a transport failed to move and another one moved.
   std::array<std::atomic<uint64_t>, kTransportNames.size()> failovers{};
 
   void add(TransportKind kind, int op, uint64_t bytes) {
@@ -30,8 +30,8 @@ struct TransferCounters {
   }
 };
 
-// Latencies in buckets whose bounds rise by a quarter of an octave from a microsecond, so that a
-// quantile is known to 19 %. Not thread-safe.
+// Latencies in buckets whose bounds rise by a quarter of an octave from one microsecond, so that
+// quantiles are known within 19 %. Not thread-safe.
 class LatencyHistogram {
  public:
   static constexpr int kPerOctave = 4;
@@ -44,7 +44,7 @@ class LatencyHistogram {
     ++counts_[bucket < kNumBuckets ? bucket : kNumBuckets - 1];
     sum_ns_ += static_cast<uint64_t>(latency_ns > 0 ? latency_ns : 0);
   }
-  // Upper bound of a bucket, seconds.
+  // Upper bound of a bucket in seconds.
   static double bound_s(size_t bucket) {
     return 1e-6 * std::exp2(static_cast<double>(bucket) / kPerOctave);
   }

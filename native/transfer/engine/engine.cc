@@ -17,8 +17,8 @@
 namespace tandem::transfer {
 namespace {
 
-// A batch holds its buffers once each, not once for each transfer; and 256 transfers to one segment
-// look it up once.
+// The last pinned buffer: a batch pins each buffer once, not once for each transfer, and looks a
+// segment up once for many transfers.
 struct LastPin {
   uint64_t base = 0;
   Op op = Op::kRead;
@@ -181,8 +181,8 @@ Result<uint64_t> Engine::register_buffer(BufferSpec spec) {
 Status Engine::unregister(uint64_t base, int64_t deadline_ns) {
   if (Status status = check_open(); !status.is_ok()) return status;
   if (Status status = registry_.close(base); !status.is_ok()) return status;
-  // Peers first: what they write is thrown away from now on, so that only our own transfers and
-  // copies in progress are left to wait for.
+  // Withdraw the buffer from peers first, whose writes are discarded from then on. Then only this
+  // process's own transfers and copies are left to wait for.
   if (Status status = server_->revoke(base, deadline_ns); !status.is_ok()) return status;
   if (!registry_.wait_unpinned(base, deadline_ns))
     return {Code::kDeadline, "transfer.unregister",
@@ -211,7 +211,7 @@ Result<uint64_t> Engine::open(const std::string& text, int64_t deadline_ns) {
   auto peer = std::make_shared<Peer>(options_.peer, address.value(), loop_pointers_, owner);
   uint64_t segment;
   {
-    // Known to the timer from the start: it watches the handshake.
+    // Add the peer to the timer before it connects, since the timer watches the handshake.
     const MutexLock lock(mutex_);
     if (is_closed_) return Error{Code::kConflict, "transfer.open", "the engine is closed", ""};
     segment = next_segment_++;
@@ -310,7 +310,7 @@ void Engine::copy(std::vector<Piece> pieces, std::shared_ptr<Mapping> mapping) {
   copier_->submit(std::move(pieces), mapping);
 }
 
-// What we owe to ourselves, as a peer that reached itself over tcp.
+// Settles the debts to this process itself, as a peer that reached itself over tcp.
 void Engine::fence_own() {
   FenceLedger& fences = *options_.peer.fences;
   if (fences.is_empty()) return;
@@ -388,7 +388,7 @@ Result<Engine::Target> Engine::find_target(uint64_t segment) {
 Status Engine::check_remote(const TransferRequest& request, const Target& target) {
   if (target.file) return target.file->check(request.op, request.offset, request.length);
   if (target.peer) {
-    // The peer is the one that knows its buffers; only what can be no range is refused here.
+    // Only the peer knows its buffers, so that here only impossible ranges are refused.
     if (request.offset + request.length >= request.offset) return {};
     return {Code::kConfig, "transfer.submit", "offset + length overflows", "offset"};
   }
@@ -410,7 +410,7 @@ Result<std::shared_ptr<Batch>> Engine::make_batch(const std::vector<TransferRequ
   for (size_t i = 0; i < requests.size(); ++i) {
     const TransferRequest& request = requests[i];
     TransferItem& item = batch->items()[i];
-    // A length of 0 must still name a place inside the buffer.
+    // A range of length 0 must still begin inside the buffer.
     const uint64_t needed = std::max<uint64_t>(request.length, 1);
     const bool is_held = last.data != nullptr && last.base == request.buffer &&
                          last.op == request.op && request.local_offset < last.length &&
@@ -457,7 +457,7 @@ Result<std::shared_ptr<Batch>> Engine::make_batch(const std::vector<TransferRequ
 
 namespace {
 
-// Transfers that continue the one before them, at both ends, become one piece.
+// Merges transfers that continue the previous one at both ends into one piece.
 std::vector<Piece> merge_runs(const std::shared_ptr<Batch>& batch) {
   std::vector<Piece> runs;
   const std::vector<TransferItem>& items = batch->items();
@@ -526,7 +526,7 @@ void Engine::cancel(const std::shared_ptr<Batch>& batch) {
   batch->completion().wait(kNever);  // Another may be ending it; that takes as long as a system call.
 }
 
-// One a thread: what it has learnt about polling on this machine outlasts the call.
+// One for each thread: what a thread has learnt about polling on this machine outlasts the call.
 AdaptiveSpin& Engine::spin_of_thread() const {
   thread_local AdaptiveSpin spin(0);
   if (spin.limit_ns() != options_.spin_ns) spin = AdaptiveSpin(options_.spin_ns);
@@ -552,7 +552,8 @@ bool Engine::await(Completion& completion, int64_t deadline_ns, AdaptiveSpin& sp
       return is_done();
     };
     if (options_.spin_ns > 0) spin.wait(poll);
-    // One cannot sleep in several loops: then their own threads do.
+    // A thread can sleep in one event loop only. With several, their own threads handle the
+    // answers.
     if (led.size() == loop_pointers_.size() && led.size() == 1) {
       completion.set_leader(led[0]);
       led[0]->sleep_until(is_done, deadline_ns);
@@ -688,7 +689,7 @@ bool Engine::watch(const std::shared_ptr<Batch>& batch) {
     if (is_closed_) return false;
     watched_.emplace(batch->deadline_ns(), batch);
     if (watched_.size() > sweep_size_) {
-      // Batches that nobody waits for leave here, not only at their deadline.
+      // Remove finished batches that nobody waits for before their deadlines.
       std::erase_if(watched_, [](const auto& item) { return item.second->is_finished(); });
       sweep_size_ = std::max<size_t>(1024, 2 * watched_.size());
     }
@@ -738,7 +739,7 @@ void Engine::run_timer() {
   while (!is_timer_stopping_) {
     const int64_t now = now_ns();
     if (timer_due_ns_ > now) {
-      // A far deadline is as good as none, and wait_until must not overflow.
+      // Limit the wait: a far deadline is as good as none, and wait_until must not overflow.
       constexpr int64_t kFarNs = 3'600'000'000'000;
       const int64_t until = std::min(timer_due_ns_, now + kFarNs);
       timer_changed_.wait_until(
@@ -746,7 +747,8 @@ void Engine::run_timer() {
           [&]() REQUIRES(timer_mutex_) { return is_timer_stopping_ || timer_due_ns_ < until; });
       continue;
     }
-    // Whatever is scheduled during the tick is earlier than never, so it is not missed.
+    // Events that are scheduled during the tick are earlier than kNever, so that they are not
+    // missed.
     const int64_t late_ns = now - std::exchange(timer_due_ns_, kNever);
     lock.unlock();
     const int64_t due = tick(now, late_ns);

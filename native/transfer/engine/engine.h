@@ -1,7 +1,7 @@
-// The transfer engine of a process: its buffers, its listener, the segments it has opened, and the
-// threads that move bytes. Everything public may be called from any thread.
+// The transfer engine of a process: its buffers, its listener, the opened segments, and the threads
+// that move bytes. All public methods may be called from any thread.
 //
-// In a forked child the threads do not exist: every call fails with kConflict there, and the engine
+// A forked child has none of the threads: every call fails with kConflict there, and the engine
 // must be leaked instead of destroyed (see `is_forked`).
 #pragma once
 
@@ -34,9 +34,9 @@ struct EngineOptions {
   int copy_threads = 1;
   int64_t spin_ns = 200'000;
   FileBackend file_backend = FileBackend::kAuto;
-  // P of the prediction by location of memory: of each local address.
+  // Distance factors of the prediction for each local address, by location of memory.
   std::map<std::string, std::vector<double>> penalties;
-  // Boards on which this process shares the NICs of its local addresses; empty: it does not.
+  // Boards on which this process shares the NICs of its local addresses; empty to share none.
   std::vector<std::string> quota_boards;
   double quota_weight = 1;
 };
@@ -64,10 +64,10 @@ class Engine {
   ~Engine();
 
   bool is_forked() const;
-  // Ends every batch, takes all buffers back, closes all connections; then, or with the last call that
-  // still runs in another thread, its threads end and its descriptors are closed. Later calls fail
-  // with kConflict; a second close does nothing. Errors: kDeadline (a peer on this host did not let go
-  // of a buffer: its memory must stay where it is until that process has ended).
+  // Ends every batch, unregisters all buffers and closes all connections. Then, or with the last
+  // call that still runs in another thread, its threads end and its descriptors are closed. Later
+  // calls fail with kConflict; a second close does nothing. Errors: kDeadline (a peer on this host
+  // did not unmap a buffer: its memory must stay in place until that process has ended).
   Status close(int64_t deadline_ns);
 
   Result<uint64_t> register_buffer(BufferSpec spec);
@@ -75,27 +75,28 @@ class Engine {
   Status unregister(uint64_t base, int64_t deadline_ns);
 
   Result<uint64_t> open(const std::string& address, int64_t deadline_ns);
-  // A file as a segment; its only buffer begins at 0. Errors: see File::open; kUnsupported (io_uring
-  // is demanded, and refused).
+  // Opens a file as a segment, whose only buffer begins at 0. Errors: see File::open; kUnsupported
+  // (io_uring is demanded, and refused).
   Result<uint64_t> open_file(const FileOptions& file);
-  // Batches of it that still run end with kCancelled.
+  // Closes a segment. Its running batches end with kCancelled.
   Status close_segment(uint64_t segment);
   Result<Description> describe(uint64_t segment, int64_t deadline_ns);
   Result<std::shared_ptr<Peer>> find_peer(uint64_t segment);
   Result<std::shared_ptr<File>> find_file(uint64_t segment);
-  // The segments that are open, own one and files excluded.
+  // The open segments, without the engine's own and files.
   std::map<uint64_t, std::shared_ptr<Peer>> peers() const;
-  // Bytes per second that the NICs of the local addresses give us now; infinity: not held.
+  // Bytes per second that this process may move by the NIC of each local address now; infinity
+  // without a limit.
   std::vector<double> quota_rates() const;
 
-  // Errors: those of the first request that is wrong (bounds, rights, segment); nothing is moved
-  // then. What goes wrong later is in the batch's status.
+  // Starts to move ranges. Errors: those of the first wrong request (bounds, rights, segment),
+  // without moving anything. Later errors are in the batch's status.
   Result<std::shared_ptr<Batch>> submit(const std::vector<TransferRequest>& requests,
                                         int64_t deadline_ns, std::optional<TransportKind> only);
-  // Until the batch has ended or the deadline has passed, which ends it with kDeadline. When it
-  // returns no byte of a local buffer is touched any more.
+  // Waits until the batch has ended, or the deadline has passed, which ends it with kDeadline.
+  // After the return no byte of a local buffer is touched.
   Status wait(const std::shared_ptr<Batch>& batch, int64_t deadline_ns);
-  // Readable when the batch has ended; the batch owns it.
+  // Returns a descriptor that is readable when the batch has ended; the batch owns it.
   Result<int> completion_fd(const std::shared_ptr<Batch>& batch);
   // Ends the batch with kCancelled, unless it has ended.
   void cancel(const std::shared_ptr<Batch>& batch);
@@ -103,25 +104,27 @@ class Engine {
   // Sends a small request to the peer's handler and waits for its answer. Errors: those of
   // Peer::begin_call and of the handler; kDeadline, kPeerLost (executed once or not at all).
   Result<std::string> call(uint64_t segment, std::string payload, int64_t deadline_ns);
-  // Begins a call without waiting; errors of Peer::begin_call.
+  // Begins a call without waiting. Errors: those of Peer::begin_call.
   struct BegunCall {
     std::shared_ptr<Peer> peer;
     std::shared_ptr<PendingCall> call;
   };
   Result<BegunCall> begin_call(uint64_t segment, std::string payload,
                                std::shared_ptr<CallInbox> inbox, uint64_t tag);
-  // Waits for a call that was begun without an inbox; errors as of `call`.
+  // Waits for a call that was begun without an inbox. Errors: those of `call`.
   Result<std::string> await_call(Peer& peer, const std::shared_ptr<PendingCall>& call,
                                  int64_t deadline_ns);
-  // Peers' calls are taken with `wait_calls` from now on. Errors: kConflict (they are already).
+  // Begins to serve peers' calls, which `wait_calls` returns. Errors: kConflict (they are served
+  // already).
   Status serve_calls();
-  // Calls of peers, at most `max`; polls, then sleeps, until there is one. nullopt: the engine is
-  // closed.
+  // Returns up to `max` calls of peers; polls, then sleeps, until there is one. nullopt if the
+  // engine is closed.
   std::optional<std::vector<std::shared_ptr<IncomingCall>>> wait_calls(size_t max);
-  // Where an event loop serves instead: see CallQueue.
+  // The queue of calls, for an event loop that serves them: see CallQueue.
   const std::shared_ptr<CallQueue>& call_queue() const { return server_->calls(); }
-  // Handles what peers of these engines ask until `fd` is readable, for as long as polling pays, and
-  // at most for `limit_ns`. For an event loop that is about to sleep. True: it is readable.
+  // Handles requests of these engines' peers until `fd` is readable, for as long as polling pays,
+  // and at most for `limit_ns`. For an event loop that is about to sleep. Returns true if `fd` is
+  // readable.
   static bool poll_requests(const std::vector<std::shared_ptr<Engine>>& engines, int fd,
                             int64_t limit_ns);
 
@@ -132,19 +135,20 @@ class Engine {
   const std::vector<std::string>& addresses() const;
   uint64_t epoch() const { return options_.server.epoch; }
   uint64_t bytes_copied(TransportKind kind) const { return copier_->bytes_moved(kind); }
-  // What moved inside this process and to files.
+  // Counts of bytes moved inside this process and to files.
   TransferCounters& counters() { return counters_; }
   BatchCounters batch_counters() const;
-  // Records of peers that were altered on the way; each ended its connection.
+  // Number of peers' records that were altered on the way; each closed its connection.
   uint64_t num_refused_records() const { return options_.server.refused->load(); }
-  // From now on what local, shm, cma or file move goes wrong as planned; none: no more. Returns the
-  // plan until now, or none.
+  // Makes local, shm, cma or file transfers fail as planned from now on; null ends this. Returns
+  // the former plan, or null.
   std::shared_ptr<FaultPlan> set_faults(TransportKind kind, std::shared_ptr<FaultPlan> plan);
-  // "io_uring" or "threads", and why not the former; empty before the first file.
+  // Returns "io_uring" or "threads", with the reason why io_uring is not used; empty before the
+  // first file.
   std::pair<std::string, std::string> file_backend() const;
 
  private:
-  // A call in progress that needs the threads: they stay until it is over.
+  // A running call that needs the engine's threads: they stay until it ends.
   class Use {
    public:
     explicit Use(Engine& engine) : engine_(engine.enter() ? &engine : nullptr) {}
@@ -153,7 +157,7 @@ class Engine {
     }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
-    // False: they are gone, and so is everything that could be waited for.
+    // False if the threads are gone, so that there is nothing to wait for.
     explicit operator bool() const { return engine_ != nullptr; }
 
    private:
@@ -161,15 +165,15 @@ class Engine {
   };
   bool enter();
   void leave();
-  // Ends all threads and closes the descriptors of the loops.
+  // Ends all threads and closes the descriptors of the event loops.
   void retire();
 
   explicit Engine(EngineOptions options) : options_(std::move(options)) {}
   Status start();
   Status check_open() const;
   AdaptiveSpin& spin_of_thread() const;
-  // False at the deadline. This thread does the work of the I/O threads meanwhile, so that nobody has
-  // to wake it.
+  // Waits for an end; returns false at the deadline. This thread does the work of the I/O threads
+  // meanwhile, so that nobody has to wake it.
   bool await(Completion& completion, int64_t deadline_ns);
   bool await(Completion& completion, int64_t deadline_ns, AdaptiveSpin& spin);
   Result<std::shared_ptr<Batch>> make_batch(const std::vector<TransferRequest>& requests,
@@ -180,7 +184,7 @@ class Engine {
   Status check_remote(const TransferRequest& request, const Target& target);
   void on_batch_end(const Batch& batch, const Status& status);
   void abort(const std::shared_ptr<Batch>& batch, Error error);
-  // False: the engine was closed.
+  // Adds a batch to those that the timer watches; returns false if the engine was closed.
   bool watch(const std::shared_ptr<Batch>& batch);
   void unwatch(const Batch& batch);
   void schedule(int64_t due_ns);

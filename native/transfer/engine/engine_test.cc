@@ -73,7 +73,8 @@ TEST(engine_survives_cancel_unregister_and_close_under_fire) {
     std::vector<std::thread> threads;
     for (int t = 0; t < 3; ++t) {
       threads.emplace_back([&, t, seed = seeds()] {
-        // Each thread has its own part of the buffer: what overlaps is the caller's race, not ours.
+        // Each thread has its own part of the buffer, since overlapping transfers would be a race
+        // of the caller.
         constexpr uint64_t kPart = 256 << 10, kRest = 1000;
         const uint64_t begin = static_cast<uint64_t>(t) * 300'000;
         std::mt19937 random(seed);
@@ -91,7 +92,7 @@ TEST(engine_survives_cancel_unregister_and_close_under_fire) {
             static_cast<void>(taker->wait(batch.value(), in_seconds(random() % 2 ? 20 : 0)));
           }
           CHECK(taker->unregister(local, in_seconds(20)).is_ok());
-          // The vector dies here: a late byte is a use after free.
+          // The vector is destroyed here, so that a late byte would be a use after free.
           num_ended.fetch_add(1);
         }
       });
@@ -113,7 +114,8 @@ TEST(engine_survives_cancel_unregister_and_close_under_fire) {
 }
 
 TEST(engine_close_ends_what_runs) {
-  // Longer than the giver, which may still be serving what a taker asked for before it closed.
+  // The buffers live longer than the serving engine, which may still serve requests that a client
+  // made before it closed.
   std::vector<uint8_t> remote(8 << 20), local(8 << 20);
   const auto giver = Engine::create(make_options({TransportKind::kTcp})).value();
   const uint64_t base = add(*giver, remote);
@@ -184,7 +186,8 @@ TEST(engine_answers_calls_of_many_threads_while_connections_close) {
         if (!calls) break;
         for (auto& call : *calls) {
           num_executed.fetch_add(1);
-          // Answered now, later, or never: by its end.
+          // Answer some calls now, keep some for later, and drop the others, which answers them by
+          // their destruction.
           if (call->payload().back() % 4 == 0) {
             kept.push_back(std::move(call));
           } else if (const auto connection = call->answer(call->payload() + "!")) {

@@ -7,7 +7,7 @@ namespace tandem::transfer {
 
 std::vector<double> split_capacity(double capacity, const std::vector<ShareClaim>& claims) {
   std::vector<double> shares(claims.size(), 0.0);
-  // Claims in the order in which rising water fills them: by demand per weight.
+  // Order the claims by demand per weight, in which progressive filling satisfies them.
   std::vector<size_t> order(claims.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {

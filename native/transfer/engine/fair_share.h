@@ -1,6 +1,5 @@
-// Fairness: how the capacity of a NIC is divided between those who want it. Weighted max-min: each
-// gets its weight's part of what is left, nobody more than it asks for, and what one leaves the
-// others take. Pure.
+// Division of a NIC's capacity among claims. Weighted max-min fairness: each claim gets its
+// weight's part of the rest, and no more than it asks for; the others divide what it leaves. Pure.
 #pragma once
 
 #include <vector>
@@ -12,7 +11,7 @@ struct ShareClaim {
   double demand = 0;  // >= 0, in the unit of the capacity.
 };
 
-// The share of each claim. The sum is min(capacity, sum of demands) up to rounding.
+// Returns the share of each claim. Their sum is min(capacity, sum of demands) up to rounding.
 std::vector<double> split_capacity(double capacity, const std::vector<ShareClaim>& claims);
 
 }  // namespace tandem::transfer

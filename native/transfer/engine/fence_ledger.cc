@@ -59,8 +59,8 @@ std::vector<FenceDebt> FenceLedger::debts(uint64_t epoch) const {
 }
 
 std::shared_ptr<FenceLedger> process_fences() {
-  // A lock could be held by another thread of the parent at the fork; and the parent's ledger is left
-  // alone in the child, for the same reason.
+  // A forked child makes a new ledger and leaves its parent's alone, since another thread of the
+  // parent may have held its lock at the fork.
   struct Owned {
     int pid;
     std::shared_ptr<FenceLedger> ledger;

@@ -1,11 +1,10 @@
-// The table of registered buffers of this process: who may reach what.
+// The table of this process's registered buffers, with the access rights of peers.
 //
 // Every buffer gets a range of the segment's address space, [base, base + length), that is never
-// given again: an offset kept from before an unregister, or a wild one, meets no other buffer.
+// reused: an offset kept from before an unregister, or a wrong one, meets no other buffer.
 //
-// A pin keeps a buffer's bytes from leaving: `close` refuses new pins and `wait_unpinned` returns
-// when the last is gone. Threads: all calls from any; the mutex is a leaf (no other is taken
-// under it).
+// A pin keeps a buffer's bytes in place: `close` refuses new pins and `wait_unpinned` returns when
+// the last is gone. Threads: any; the mutex is a leaf.
 #pragma once
 
 #include <cstdint>
@@ -40,12 +39,12 @@ class Registry {
   struct Entry {
     BufferSpec spec;
     uint64_t base = 0;
-    // Both under Registry::mutex_, which cannot be named here.
+    // Both are guarded by Registry::mutex_, which cannot be named here.
     bool is_closing = false;
     int num_pins = 0;
   };
 
-  // Keeps an entry's bytes in place while it exists.
+  // Keeps a buffer's bytes in place while the pin exists.
   class Pin {
    public:
     Pin() = default;
@@ -73,22 +72,21 @@ class Registry {
 
   enum class Access { kLocalRead, kLocalWrite, kRemoteRead, kRemoteWrite };
 
-  // Errors: kConfig (no bytes); kConflict (name taken); kCapacity (too many).
+  // Adds a buffer. Errors: kConfig (no bytes); kConflict (name taken); kCapacity (too many).
   Result<uint64_t> add(BufferSpec spec);
-  // The bytes [offset, offset + length) of the segment. Errors: kNotFound (no buffer there, or it
-  // is closing); kConfig (beyond its end, or what is reserved of it);
-  // kPermissionDenied.
+  // Pins the bytes [offset, offset + length) of the segment. Errors: kNotFound (no buffer there, or
+  // it is closing); kConfig (beyond the buffer's end or its reserved part); kPermissionDenied.
   Result<Pin> pin(uint64_t offset, uint64_t length, Access access);
-  // The buffer that holds the offset, if peers may reach it at all. Errors: kNotFound.
+  // Pins the buffer at an offset, if peers may reach it. Errors: kNotFound.
   Result<Pin> pin_remote(uint64_t offset);
-  // Refuses new pins from now on. Errors: kNotFound.
+  // Refuses new pins of a buffer from now on. Errors: kNotFound.
   Status close(uint64_t base);
-  // False if pins are left at the deadline (monotonic nanoseconds).
+  // Waits until a buffer has no pins; returns false at the deadline (monotonic nanoseconds).
   bool wait_unpinned(uint64_t base, int64_t deadline_ns);
   void remove(uint64_t base);
 
   std::vector<uint64_t> bases() const;
-  // What peers may know: the buffers that they may reach.
+  // Returns the buffers that peers may reach, as told to peers.
   std::vector<BufferInfo> describe() const;
 
  private:

@@ -14,7 +14,8 @@ namespace tandem::transfer {
 namespace {
 
 constexpr int kStopMs = 1000;
-// Threads that read where there is no ring: each has one part, so they are the depth.
+// Limit of reading threads without a ring: each handles one part, so that their number is the
+// depth.
 constexpr uint32_t kMaxReadThreads = 16;
 
 uint64_t align_down(uint64_t value) { return value / DirectReader::kAlignment * DirectReader::kAlignment; }
@@ -133,7 +134,7 @@ void DirectReader::stop(std::unique_ptr<DirectReader> reader) {
       reader->waiting_.clear();
     }
   }
-  // The kernel may still write to the memory: it is nobody's from now on.
+  // Leak the memory, since the kernel may still write to it.
   if (!is_over) static_cast<void>(reader.release());
 }
 
@@ -203,7 +204,7 @@ void DirectReader::hand_over(uint64_t key, Part& part) {
 Status DirectReader::pump() {
   while (!waiting_.empty() && in_flight_.size() < options_.depth) {
     const uint64_t key = next_key_++;
-    // A node of a map stays where it is, and with it the vector that the kernel reads.
+    // A map's node has a stable address, and so has the vector that the kernel reads.
     Part& part = in_flight_.emplace(key, std::move(waiting_.front())).first->second;
     waiting_.pop_front();
     hand_over(key, part);

@@ -1,10 +1,10 @@
 // Reads ranges of files past the page cache, many at a time, into memory of its own.
 //
-// The memory is the reader's, so that a read that the disk holds up still has a place to end in after
-// its caller gave up; the caller must not reuse that place before the read is over. With io_uring the
-// calling thread submits and reaps, so that nothing wakes another thread; where the kernel has none,
-// threads read. Files are opened as `File` does it: where a file system refuses O_DIRECT, reads go
-// through the page cache.
+// The reader owns the memory, so that a read that the disk delays still has a destination after its
+// caller gave up; the caller must not reuse that part of the memory before the read ends. With
+// io_uring the calling thread submits and reaps, so that no thread is woken; without io_uring,
+// threads read. Files are opened as `File` does: where a file system refuses O_DIRECT, reads use
+// the page cache.
 //
 // Threads: any, one call at a time is served; the lock is a leaf and is held while a call waits.
 #pragma once
@@ -29,7 +29,7 @@ namespace tandem::transfer {
 
 class DirectReader {
  public:
-  // Ranges are read from and to whole multiples of this.
+  // Alignment of reads in file and memory, bytes.
   static constexpr uint64_t kAlignment = File::kAlignment;
 
   struct Options {
@@ -42,31 +42,33 @@ class DirectReader {
   // Errors: kConfig (a part or depth of 0, or not aligned), kCapacity (memory, threads), kUnsupported
   // (kIoUring, and the kernel refuses).
   static Result<std::unique_ptr<DirectReader>> create(const Options& options);
-  // Waits a second for reads that are under way; what a disk still holds up then stays allocated.
+  // Waits up to a second for running reads, then destroys the reader; memory of reads that the disk
+  // still delays is leaked.
   static void stop(std::unique_ptr<DirectReader> reader);
   ~DirectReader();
 
-  // Returns the number of a file. Errors: as File::open.
+  // Opens a file, and returns its number. Errors: as File::open.
   Result<size_t> add_file(const std::string& path);
-  // Bytes that a read of a range writes, at most; those of the range begin at offset % kAlignment.
+  // Returns the number of bytes that a read of a range writes at most; the range's own bytes begin
+  // at offset % kAlignment.
   static uint64_t span_bytes(uint64_t offset, uint64_t length);
-  // Begins to read a range to memory() + at; returns the number of the read. Errors: kNotFound (no such
-  // file), kConfig (beyond the file's end or the memory, not aligned).
+  // Begins to read a range to memory() + at, and returns the read's number. Errors: kNotFound (no
+  // such file), kConfig (beyond the file's end or the memory, not aligned).
   Result<uint64_t> begin(size_t file, uint64_t offset, uint64_t length, uint64_t at);
-  // Hands over what was begun, and takes in what is done. Errors: kInternal.
+  // Submits the begun reads, and reaps the ended ones. Errors: kInternal.
   Status poll();
   // Returns true if `finish` would not wait.
   bool is_done(uint64_t read);
-  // Waits for a read, and forgets it. Errors: kCorruption (the file ends too soon, or was written since
-  // it was added), kInternal (the disk fails), kNotFound (no such read), kDeadline (the read goes on,
-  // and can be waited for again).
+  // Waits for a read, and forgets it. Errors: kCorruption (the file ends too soon, or was written
+  // since it was added), kInternal (the disk fails), kNotFound (no such read), kDeadline (the read
+  // continues, and can be waited for again).
   Status finish(uint64_t read, int timeout_ms);
 
   uint8_t* memory() const { return memory_.data(); }
   uint64_t memory_bytes() const { return memory_.size_bytes(); }
   bool has_ring() const { return ring_ != nullptr; }
   const std::string& ring_refusal() const { return ring_refusal_; }
-  // Returns why a file is not read past the page cache; empty if it is.
+  // Returns the reason why a file is not read past the page cache; empty if it is.
   Result<std::string> direct_refusal(size_t file);
   uint64_t bytes_read() const;
 
@@ -75,7 +77,8 @@ class DirectReader {
     std::shared_ptr<File> file;
     struct timespec modified;
   };
-  // A part of a read, from handing it over to its end; a short transfer continues it.
+  // A part of a read, from its submission to its end. After a short transfer it continues behind
+  // it.
   struct Part {
     uint64_t read = 0;
     size_t file = 0;
@@ -91,7 +94,7 @@ class DirectReader {
     size_t parts_left = 0;
     Status status;
   };
-  // Between the caller and the threads that read where there is no ring.
+  // The queue between the caller and the threads that read without a ring.
   struct Queue;
 
   DirectReader(const Options& options, AlignedBuffer memory);
@@ -99,7 +102,7 @@ class DirectReader {
   Status pump() REQUIRES(mutex_);
   void hand_over(uint64_t key, Part& part) REQUIRES(mutex_);
   void collect() REQUIRES(mutex_);
-  // A part's operation has ended; true if the part has.
+  // Handles the result of a part's operation; returns true if the part has ended.
   bool advance(Part& part, int64_t result) REQUIRES(mutex_);
   void end_part(const Part& part, Status status) REQUIRES(mutex_);
   Status wait_some(int timeout_ms) REQUIRES(mutex_);

@@ -39,7 +39,7 @@ Error explain(const std::string& path, const char* call, int error_number) {
   return {code, "transfer.open_file", what, "path"};
 }
 
-// Gives a new file its length, on the disk, so that no write fails later for want of space.
+// Reserves a new file's length on the disk, so that no write fails later for lack of space.
 int reserve(int fd, uint64_t length) {
   const int error_number = posix_fallocate(fd, 0, static_cast<off_t>(length));
   if (error_number != EOPNOTSUPP && error_number != EINVAL) return error_number;
@@ -78,7 +78,7 @@ Result<std::shared_ptr<File>> File::open(const FileOptions& options) {
   }
   std::shared_ptr<File> file(new File(options.path, fd, length, options.is_writable));
   if (options.wants_direct) {
-    // Through our own descriptor: the name may mean another file by now.
+    // Open by this process's own descriptor, since the name may refer to another file by now.
     const std::string own = "/proc/self/fd/" + std::to_string(fd);
     file->direct_fd_ = ::open(own.c_str(), access | O_DIRECT);
     file->direct_errno_ = file->direct_fd_ < 0 ? errno : 0;

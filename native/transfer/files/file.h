@@ -1,8 +1,9 @@
-// A file as a segment: its bytes are the address space, from 0 to the length it had when opened.
+// A file as a segment whose addresses are the file's offsets, up to the length that it had when
+// opened.
 //
-// Opened with `wants_direct` it has a second descriptor with O_DIRECT, which takes the parts of a
-// transfer whose offset and length are aligned; the page cache takes heads and tails. The two
-// never touch one page in one transfer, and the kernel keeps them coherent between transfers.
+// A file that was opened with `wants_direct` has a second descriptor with O_DIRECT for the parts of
+// a transfer whose offset and length are aligned; heads and tails use the page cache. The two never
+// touch the same page in one transfer, and the kernel keeps them coherent between transfers.
 #pragma once
 
 #include <atomic>
@@ -18,16 +19,16 @@ namespace tandem::transfer {
 struct FileOptions {
   std::string path;
   bool is_writable = false;
-  // Makes the file of this many bytes, reserved on the disk, if it is not there; > 0. A file that is
-  // there must have this length. 0: it must be there and has the length it has.
+  // Length of a file to create, reserved on the disk, if it does not exist; an existing one must
+  // have this length. 0: the file must exist.
   uint64_t create_bytes = 0;
   bool wants_direct = false;
 };
 
 class File {
  public:
-  // Offset, length and address (of a block of FileIo) of what O_DIRECT takes; covers every block size
-  // in use.
+  // Alignment of offset, length and address (of a block of FileIo) for O_DIRECT; a multiple of
+  // every block size in use.
   static constexpr uint64_t kAlignment = 4096;
 
   // Errors: kNotFound, kPermissionDenied, kConflict (another length), kCapacity (disk full, too
@@ -40,25 +41,26 @@ class File {
   const std::string& path() const { return path_; }
   uint64_t length() const { return length_; }
   bool is_writable() const { return is_writable_; }
-  // Whether aligned parts bypass the page cache, and else why not.
+  // True if aligned parts bypass the page cache; else `direct_refusal` has the reason.
   bool is_direct() const { return direct_fd_ >= 0 && !is_direct_off_.load(); }
   std::string direct_refusal() const;
-  // Errors: kConfig (beyond the end), kPermissionDenied (WRITE, opened for reading).
+  // Checks a range. Errors: kConfig (beyond the end), kPermissionDenied (WRITE, opened for
+  // reading).
   Status check(Op op, uint64_t offset, uint64_t length) const;
-  // Returns when all that was written is on the disk.
+  // Returns when all written bytes are on the disk.
   Status sync() const;
 
-  // What one system call should move of a range, and through which descriptor.
+  // The part of a range for one system call, and the descriptor to use.
   struct Part {
     int fd;
     uint64_t length;
   };
   Part cut(uint64_t offset, uint64_t length, uint64_t most) const;
-  // The descriptor that takes exactly this range.
+  // Returns the descriptor for exactly this range.
   int descriptor(uint64_t offset, uint64_t length) const;
-  // The one that goes through the page cache.
+  // The descriptor that uses the page cache.
   int cached_descriptor() const { return fd_; }
-  // The device refused an aligned part (a larger block size): from now on without O_DIRECT.
+  // Stops using O_DIRECT, after the device refused an aligned part (it has a larger block size).
   void stop_direct() { is_direct_off_.store(true); }
 
  private:

@@ -13,17 +13,17 @@
 namespace tandem::transfer {
 namespace {
 
-// Large enough for the bandwidth of any disk at this depth. Of what the page cache has, small enough
-// that all blocks stay in a CPU cache: twice as fast here.
+// Large enough for any disk's bandwidth at this depth. Parts from the page cache are small enough
+// that all blocks stay in a CPU cache, which is twice as fast.
 constexpr uint64_t kPartBytes = 1 << 20;
 constexpr uint64_t kCachedPartBytes = 256 << 10;
 constexpr uint32_t kRingDepth = 32;
 constexpr int kNumThreads = 4;
 constexpr std::chrono::seconds kStopTimeout{1};
 
-// Whether all of a range is in the page cache; false where the kernel does not say (before 6.5). A call
-// with RWF_NOWAIT must not find this out: where something is missing it begins to read ahead, which
-// may wait for a disk that hangs.
+// True if a range is in the page cache; false if the kernel does not report that (before 6.5).
+// RWF_NOWAIT must not be used for this: on a missing page it begins to read ahead, which may wait
+// for a disk that hangs.
 bool is_cached(int fd, uint64_t offset, uint64_t length) {
   struct {
     uint64_t offset, length;
@@ -101,7 +101,7 @@ void FileIo::stop(std::unique_ptr<FileIo> io) {
     else
       thread.detach();
   }
-  // The kernel may still write into the blocks: they are nobody's from now on.
+  // Leak the blocks, since the kernel may still write to them.
   if (!is_over) static_cast<void>(io.release());
 }
 
@@ -128,7 +128,8 @@ void FileIo::drop(const Batch& batch) {
 
 bool FileIo::begin_touch(const Batch& batch) {
   const MutexLock lock(mutex_);
-  // The end of a batch closes it first and then comes to `drop`: one of the two sees the other.
+  // The end of a batch closes it before it calls `drop`, so that either this check or `drop` sees
+  // the other.
   if (!batch.is_open()) return false;
   touched_.push_back(&batch);
   return true;
@@ -191,7 +192,7 @@ bool FileIo::load(Part& part) {
 bool FileIo::read_cached(Part& part) {
   const Piece& piece = part.piece;
   const TransferItem& item = piece.transfer();
-  // Aligned parts of a direct file pass the page cache by.
+  // Aligned parts of a direct file do not use the page cache.
   if (item.op != Op::kRead || part.fd != item.file->cached_descriptor() ||
       !is_cached(part.fd, piece.offset(), piece.length))
     return false;
@@ -199,7 +200,7 @@ bool FileIo::read_cached(Part& part) {
     end(part);
     return true;
   }
-  // A plan of faults is for the disk.
+  // A fault plan applies to disk operations only.
   if (faults_()) {
     end_touch(*piece.batch);
     return false;
@@ -207,7 +208,7 @@ bool FileIo::read_cached(Part& part) {
   const iovec to{piece.local(), piece.length};
   const ssize_t got = preadv2(part.fd, &to, 1, static_cast<off_t>(piece.offset()), RWF_NOWAIT);
   end_touch(*piece.batch);
-  // What is not there, and whatever is wrong, is left to a call that may wait.
+  // Leave missing pages and all errors to a call that may wait.
   return got > 0 && settle(part, static_cast<uint64_t>(got));
 }
 
@@ -234,10 +235,10 @@ Error FileIo::explain(const Part& part, int64_t result) const {
 }
 
 Fault FileIo::next_fault(const Part& part) {
-  // A batch that has ended may have outlived the one who knows of faults.
+  // A batch that has ended may outlive the owner of the fault plan.
   const std::shared_ptr<FaultPlan> plan = part.piece.batch->is_open() ? faults_() : nullptr;
   const Fault fault = plan ? plan->next() : Fault::kNone;
-  // A disk that hangs.
+  // Simulates a disk that hangs.
   if (fault == Fault::kDelay)
     std::this_thread::sleep_for(std::chrono::nanoseconds(plan->delay_ns()));
   return fault;
@@ -284,7 +285,8 @@ bool FileIo::settle(Part& part, uint64_t num_bytes) {
   if (is_done) {
     end(part);
   } else {
-    // A short transfer may have ended inside a block of the disk.
+    // A short transfer may have ended inside a disk block, so that the rest may need the other
+    // descriptor.
     part.fd = piece.transfer().file->descriptor(piece.offset(), piece.length);
     part.iov = {static_cast<uint8_t*>(part.iov.iov_base) + num_bytes, piece.length};
   }
@@ -324,7 +326,7 @@ void FileIo::run_ring() {
                    part.piece.offset(), part.key);
   };
   while (true) {
-    // Parts that need no ring give their blocks back at once: they must not keep those that do.
+    // Parts that need no ring free their blocks at once, so that they do not delay those that do.
     bool has_more = true;
     for (uint32_t i = 0; i < kRingDepth && has_more; ++i) {
       Part part;
@@ -334,12 +336,12 @@ void FileIo::run_ring() {
         has_more = take(&part);
       }
       const uint64_t key = part.key;
-      // A node of a map stays where it is, and with it the vector that the kernel reads.
+      // A map's node has a stable address, and so has the vector that the kernel reads.
       if (has_more && load(part) && !read_cached(part))
         prepare(in_flight.emplace(key, std::move(part)).first->second);
     }
     if (!ring_->submit(has_more ? 0 : 1).is_ok()) {
-      // The kernel is short of something. It may hold blocks already: try again, bounded in rate.
+      // The kernel lacks resources, and may have taken blocks already: try again at a limited rate.
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     IoRing::Completion completion;

@@ -1,11 +1,12 @@
-// Moves bytes between memory and files: through io_uring where the kernel allows it, else with
-// threads that read and write. One queue, cut into parts of at most a mebibyte.
+// Moves bytes between memory and files: by io_uring where the kernel allows it, else by threads
+// that read and write. One queue, cut into parts of at most a mebibyte.
 //
-// What the kernel has taken cannot be called back, and a disk may hang for as long as it likes. So the
-// kernel never sees the memory of a batch: parts go through blocks of ours, and a batch that ends early
-// waits for a copy at most. A WRITE that is left behind so may still reach the file; until it has
-// ended, nothing else is begun on its range. A READ of what the page cache has waits for no disk: it is
-// a copy like any other, and goes straight to its place, unless that is evicted in the same moment.
+// Operations that the kernel has taken cannot be cancelled, and a disk may hang for any time. So
+// the kernel never accesses the memory of a batch: parts go through the engine's own blocks, and a
+// batch that ends early waits for a copy at most. A WRITE that is abandoned this way may still
+// reach the file; until it has ended, no other operation is begun on its range. A READ from the
+// page cache waits for no disk: it is copied straight to its destination, unless the page is
+// evicted in the same moment.
 //
 // Threads: any. Lock order: mutex_ is a leaf and never held over a system call or a copy.
 #pragma once
@@ -31,23 +32,24 @@ enum class FileBackend { kAuto, kIoUring, kThreads };
 
 class FileIo {
  public:
-  // A part failed: the batch must end with this.
+  // Called when a part failed: the batch must end with this error.
   using OnFailure = std::function<void(const std::shared_ptr<Batch>&, Error)>;
   using Faults = std::function<std::shared_ptr<FaultPlan>()>;
 
-  // Errors: kUnsupported (kIoUring, and the kernel refuses), kCapacity (threads).
-  // `faults`: what is to go wrong, for tests; may return nothing.
+  // Errors: kUnsupported (kIoUring, and the kernel refuses), kCapacity (threads). `faults`: returns
+  // the plan of faults for tests, or null.
   static Result<std::unique_ptr<FileIo>> start(FileBackend backend, OnFailure on_failure,
                                                Faults faults);
-  // Ends the threads; those that a disk holds up for more than a second are left alone, with all that
-  // they use. REQUIRES: every batch has ended.
+  // Ends the threads. Those that a disk delays for more than a second are abandoned, and their
+  // memory is leaked. REQUIRES: every batch has ended.
   static void stop(std::unique_ptr<FileIo> io);
 
   void submit(Piece piece);
-  // After it returns, no byte of the batch is moved any more. REQUIRES: the batch is not open.
+  // Takes back all work of a batch. After the return no byte of it is moved any more. REQUIRES: the
+  // batch is not open.
   void drop(const Batch& batch);
   bool has_ring() const { return ring_ != nullptr; }
-  // Why io_uring is not used; empty where it is, or was not wanted.
+  // The reason why io_uring is not used; empty if it is used or was not wanted.
   const std::string& ring_refusal() const { return ring_refusal_; }
 
  private:
@@ -58,7 +60,7 @@ class FileIo {
     int fd = -1;
     iovec iov{};  // What is left of it, in the block.
   };
-  // A part that the kernel may have.
+  // A part that the kernel may still access.
   struct Taken {
     const Batch* batch;
     const File* file;
@@ -71,17 +73,18 @@ class FileIo {
   FileIo(OnFailure on_failure, Faults faults, AlignedBuffer memory, int num_blocks);
   bool take(Part* part) REQUIRES(mutex_);
   bool is_blocked(const Piece& piece) const REQUIRES(mutex_);
-  // A WRITE's bytes into its block. False: the batch has ended, and the part with it.
+  // Copies a WRITE's bytes into its block. Returns false if the batch has ended, which ends the
+  // part.
   bool load(Part& part);
-  // A READ, as far as the page cache has it; true if the part has ended.
+  // Serves a READ as far as the page cache has its bytes; returns true if the part has ended.
   bool read_cached(Part& part);
-  // Some bytes moved, or an error; true if the part has ended and is not to be continued.
+  // Handles the bytes moved by an operation, or its error; returns true if the part has ended.
   bool advance(Part& part, int64_t result);
-  // So many bytes are in their place; true if those were the last of the part.
+  // Counts bytes that are in their place; returns true if they were the last of the part.
   bool settle(Part& part, uint64_t num_bytes);
   void end(const Part& part);
   Error explain(const Part& part, int64_t result) const;
-  // Whether the batch is open; if so it stays untouched by its end until end_touch.
+  // Returns true if the batch is open. Its end then waits for end_touch.
   bool begin_touch(const Batch& batch);
   void end_touch(const Batch& batch);
   Fault next_fault(const Part& part);

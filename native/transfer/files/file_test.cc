@@ -1,6 +1,6 @@
-// Goal: what touches files touches memory only while it may, whoever cancels or closes meanwhile; and
-// a share of a NIC follows the weights. Run under ASan, UBSan and TSan. Method: several threads with
-// real files, io_uring and threads; the board of shares with a clock of the test's own.
+// Goal: file transfers touch memory only while they may, whoever cancels or closes meanwhile; and
+// shares of a NIC follow the weights. Run under ASan, UBSan and TSan. Method: several threads with
+// real files, io_uring and threads; the board of shares with the test's own clock.
 #include <unistd.h>
 
 #include <atomic>
@@ -22,7 +22,7 @@ namespace {
 
 int64_t deadline_in(int64_t seconds) { return now_ns() + seconds * 1'000'000'000; }
 
-// A folder that goes away with what is in it.
+// A folder that is removed with its files.
 class Folder {
  public:
   Folder() {
@@ -54,7 +54,7 @@ void hammer(FileBackend backend) {
   constexpr uint64_t kBytes = 3 << 20;
   Result<uint64_t> file = engine->open_file({folder.name("f"), true, kBytes, true});
   if (!file.is_ok()) {
-    // A kernel or sandbox without io_uring: the other backend is tested.
+    // This kernel or sandbox has no io_uring; the other backend is tested.
     CHECK(backend == FileBackend::kIoUring && file.error().code == Code::kUnsupported);
     return;
   }
@@ -89,7 +89,7 @@ void hammer(FileBackend backend) {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK_EQ(num_wrong.load(), 0);
-  // Half-way through: what still runs ends, and the engine closes.
+  // Close the engine half-way through: running batches end.
   std::vector<uint8_t> bytes(kBytes);
   const uint64_t buffer = engine->register_buffer({bytes.data(), bytes.size(), ""}).value();
   std::vector<std::shared_ptr<Batch>> batches;
@@ -131,20 +131,20 @@ TEST(a_failing_file_ends_its_batches_once) {
   }
 }
 
-// Two processes on a NIC of a hundred megabytes a second, on a clock that the test moves.
+// Two processes on a NIC of a hundred megabytes a second, with a clock that the test moves.
 class ToyNic {
  public:
-  // `late_ns`: how much later than it wants a process runs that was held, on a busy machine.
+  // `late_ns`: delay with which a limited process wakes on a busy machine.
   explicit ToyNic(double rate, int64_t late_ns = 0) : rate_(rate), late_ns_(late_ns) {}
 
-  // Both send whenever they may, for so long; returns what each moved in the second half.
+  // Both processes send whenever they may; returns what each moved in the second half.
   std::pair<double, double> run(NicQuota* a, NicQuota* b, int64_t duration_ns) {
     double moved[2] = {0, 0};
     const int64_t begin = now_ns_;
     constexpr uint64_t kSlice = 64 << 10;
     while (now_ns_ < begin + duration_ns) {
       NicQuota* quotas[2] = {a, b};
-      // The NIC serves in turn whoever may send; nobody may: it idles for a moment.
+      // The NIC serves the processes that may send in turn; if none may, it idles for a moment.
       bool is_idle = true;
       for (int i = 0; i < 2; ++i) {
         if (quotas[i] == nullptr || now_ns_ < free_ns_[i]) continue;
@@ -181,7 +181,7 @@ TEST(shares_of_a_nic_follow_weights) {
     const double part = of_a / (of_a + of_b);
     CHECK(part > weight / (weight + 1) - 0.03 && part < weight / (weight + 1) + 0.03);
     CHECK(of_a + of_b > 0.95 * 2e8);  // Two seconds of the NIC.
-    // One leaves: the other is not held any more, within 100 ms.
+    // When one process leaves, the other is no longer limited, within 100 ms.
     a.reset();
     const auto [none, all] = nic.run(nullptr, b.get(), 100'000'000);
     CHECK_EQ(none, 0.0);

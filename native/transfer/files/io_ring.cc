@@ -65,7 +65,7 @@ struct IoRing::Rings {
 Result<std::unique_ptr<IoRing>> IoRing::create(uint32_t depth) {
   auto rings = std::make_unique<Rings>();
   io_uring_params& params = rings->params;
-  // One entry more for the wake-up.
+  // One more entry for the wake-up.
   rings->fd = static_cast<int>(syscall(kSetup, depth + 1, &params));
   if (rings->fd < 0)
     return Error{errno == ENOMEM || errno == EMFILE ? Code::kCapacity : Code::kUnsupported,
@@ -124,13 +124,13 @@ Status IoRing::submit(uint32_t num_awaited) {
     num_queued_ -= static_cast<uint32_t>(done);
     return {};
   }
-  // EAGAIN and EBUSY: the kernel wants completions to be taken first; they are, by the caller.
+  // After EAGAIN and EBUSY the kernel wants completions to be reaped first, which the caller does.
   if (errno == EINTR || errno == EAGAIN || errno == EBUSY) return {};
   return {Code::kInternal, "transfer.file", describe_errno("io_uring_enter", errno), ""};
 }
 
 Status IoRing::wait(int timeout_ms) {
-  // The descriptor of a ring is readable while completions wait.
+  // A ring's descriptor is readable while completions wait.
   pollfd ready{rings_->fd, POLLIN, 0};
   if (poll(&ready, 1, timeout_ms) >= 0 || errno == EINTR) return {};
   return {Code::kInternal, "transfer.file", describe_errno("poll of io_uring", errno), ""};

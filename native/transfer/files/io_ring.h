@@ -1,5 +1,5 @@
-// The least of io_uring that reads and writes of files need, by raw system calls: one submitter, no
-// registered buffers, vectored operations (which every kernel with io_uring knows).
+// The part of io_uring that reads and writes of files need, by raw system calls: one submitter, no
+// registered buffers, vectored operations (which every kernel with io_uring has).
 //
 // Threads: one, the owner's; `wake` from any.
 #pragma once
@@ -20,21 +20,22 @@ class IoRing {
     int result;  // Bytes, or -errno.
   };
 
-  // `depth`: operations in flight at most. Errors: kUnsupported (why: no kernel support, a seccomp
-  // filter, built without its header); kCapacity.
+  // `depth`: limit of operations in flight. Errors: kUnsupported (with the reason: no kernel
+  // support, a seccomp filter, built without its header); kCapacity.
   static Result<std::unique_ptr<IoRing>> create(uint32_t depth);
   ~IoRing();
   IoRing(const IoRing&) = delete;
   IoRing& operator=(const IoRing&) = delete;
 
-  // Queues one operation; `submit` hands it over. `iov` must live until its completion.
-  // REQUIRES: fewer than `depth` in flight.
+  // Queues one operation, which `submit` passes to the kernel. `iov` must live until its
+  // completion. REQUIRES: fewer than `depth` in flight.
   void prepare(bool is_write, int fd, const iovec* iov, uint64_t offset, uint64_t tag);
-  // Hands over what is queued and waits for so many completions, or a wake. Errors: kInternal.
+  // Passes the queued operations to the kernel and waits for `num_awaited` completions, or a wake.
+  // Errors: kInternal.
   Status submit(uint32_t num_awaited);
-  // Returns when there is a completion to reap, or the time is over. Errors: kInternal.
+  // Returns when there is a completion to reap, or after the timeout. Errors: kInternal.
   Status wait(int timeout_ms);
-  // The next completion, if there is one.
+  // Returns the next completion; false without one.
   bool reap(Completion* completion);
   void wake();
 

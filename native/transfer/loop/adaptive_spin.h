@@ -1,8 +1,9 @@
-// Polling that gives up where it does harm, and goes on where that would have paid. On a machine with
-// more work than cores, whoever polls and yields is put behind the others for milliseconds, while a
-// sleeper is woken at once: there a thread must sleep. So an interrupted poll bars polling, for longer
-// each time, until one succeeds. And what comes just after a poll was given up finds a longer one the
-// next time: processes that work in turn have steps of about the same length.
+// Polling that stops where it does harm, and lasts longer where that would have paid. On a machine
+// with more work than cores, a thread that polls and yields is scheduled behind the others for
+// milliseconds, while a sleeping thread is woken at once: there a thread must sleep. So an
+// interrupted poll bars polling, for longer each time, until one succeeds. And if an event comes
+// just after a poll gave up, the next poll is longer: processes that work in turn have steps of
+// about the same length.
 #pragma once
 
 #include <algorithm>
@@ -18,10 +19,10 @@ class BasicAdaptiveSpin {
   explicit BasicAdaptiveSpin(int64_t limit_ns) : limit_ns_(limit_ns), spin_(limit_ns, kInterruptedNs) {}
 
   int64_t limit_ns() const { return limit_ns_; }
-  // The longest that the next poll takes.
+  // Duration limit of the next poll.
   int64_t reach_ns() const { return is_stretched_ ? kStretch * limit_ns_ : limit_ns_; }
 
-  // Polls `is_done` for at most `reach_ns`. True if it came true.
+  // Polls `is_done` for at most `reach_ns`. Returns true if it became true.
   template <class Predicate>
   bool wait(Predicate is_done) {
     const int64_t begin = Time::now();
@@ -40,7 +41,7 @@ class BasicAdaptiveSpin {
     return is_success;
   }
 
-  // What was polled for has come now, to whoever slept for it instead.
+  // Notes that the event came now, after its waiter had stopped polling and slept.
   void came() {
     if (given_up_since_ns_ == 0) return;
     is_stretched_ = Time::now() - given_up_since_ns_ < kStretch * limit_ns_;
@@ -48,8 +49,8 @@ class BasicAdaptiveSpin {
   }
 
  private:
-  // Who is let in for less is likely to be the process that works on the answer: where there are fewer
-  // cores than processes, it has only this one.
+  // A shorter interruption is probably the process that works on the answer: with fewer cores than
+  // processes it has only this core.
   static constexpr int64_t kInterruptedNs = 500'000;
   static constexpr int64_t kMinBarNs = 5'000'000;
   static constexpr int64_t kMaxBarNs = 320'000'000;

@@ -1,5 +1,5 @@
-// Goal: polls are as long as pays, and no longer, and give up where they harm. Method: a time of our
-// own, which passes as polls yield.
+// Goal: polls last as long as they pay, and stop where they do harm. Method: a fake clock, which
+// advances as polls yield.
 #include "transfer/loop/adaptive_spin.h"
 
 #include "base/test.h"
@@ -21,7 +21,7 @@ using Spin = BasicAdaptiveSpin<FakeTime>;
 
 bool never() { return false; }
 
-// Polls in vain; then what was polled for comes, `after_ns` later. The reach of the next poll.
+// Polls without success; the event comes `after_ns` later. Returns the limit of the next poll.
 int64_t give_up(Spin& spin, int64_t after_ns) {
   CHECK(!spin.wait(never));
   FakeTime::now_ns += after_ns;
@@ -29,7 +29,7 @@ int64_t give_up(Spin& spin, int64_t after_ns) {
   return spin.reach_ns();
 }
 
-// How long a poll in vain takes.
+// Returns the duration of a poll without success.
 int64_t poll(Spin& spin) {
   const int64_t begin = FakeTime::now();
   CHECK(!spin.wait(never));

@@ -14,7 +14,7 @@
 namespace tandem::transfer {
 namespace {
 
-// Keys of handlers lie above; the lowest bit tells of what kind they are.
+// Keys of handlers are above these; their lowest bit is the kind of the handler.
 constexpr uint64_t kBellKey = 0;
 constexpr uint64_t kLeaderBellKey = 1;
 constexpr uint64_t kAnswersKey = 2;
@@ -116,12 +116,12 @@ bool EventLoop::dispatch(uint64_t key, uint32_t events, Role role) {
     return true;
   }
   if (key == kLeaderBellKey) {
-    // It must go, or it would ring for ever where nobody leads.
+    // Reset the bell, or it would stay readable when no thread leads.
     eventfd_read(leader_bell_fd_, &num_rings);
     if (role != Role::kLeader && is_leader_asleep_.load()) eventfd_write(leader_bell_fd_, 1);
     return true;
   }
-  // While somebody leads, what is there is left to it.
+  // While a thread leads, it handles the answers.
   if (key == kAnswersKey) return !is_led_.load() && run_once(answers_fd_, 0, role);
   std::shared_ptr<EventHandler> handler;
   {
@@ -154,7 +154,8 @@ void EventLoop::end_lead() {
   const bool is_frequent = led_since_ns_ - led_until_ns_ < kHoldNs;
   led_until_ns_ = now;
   is_led_.store(false);
-  // Beside a long wait the thread costs nothing, and where waits are rare the clock would.
+  // During a long wait the woken thread costs nothing, and if waits are rare the clock checks would
+  // cost more.
   if (!was_short || !is_frequent || num_followers_.load() > 0) return open_gate();
   if (is_gate_watched_) return;
   is_gate_watched_ = true;
@@ -172,7 +173,7 @@ void EventLoop::open_gate() {
 void EventLoop::begin_follow() {
   num_followers_.fetch_add(1);
   const MutexLock lock(gate_mutex_);
-  // Who leads sees at its end that there is a follower.
+  // A leader checks at its end whether there is a follower.
   if (!is_led_.load()) open_gate();
 }
 
@@ -180,7 +181,7 @@ int EventLoop::watch_gate() {
   const MutexLock lock(gate_mutex_);
   if (!is_gate_watched_) return -1;
   const int64_t now = now_ns();
-  // A leader that stays opens it itself.
+  // A leader that stays opens the gate itself.
   if (is_led_.load()) return to_timeout_ms(std::max(kHoldNs, now - led_since_ns_));
   const int64_t left_ns = led_until_ns_ + kHoldNs - now;
   if (left_ns > 0) return to_timeout_ms(left_ns);
@@ -193,7 +194,7 @@ void EventLoop::wake_leader() {
 }
 
 int EventLoop::to_timeout_ms(int64_t ns) {
-  // Rounded up; a far deadline is looked at again every second.
+  // Round up; a far deadline is checked again every second.
   constexpr int64_t kNsPerMs = 1'000'000, kMaxMs = 1000;
   return static_cast<int>(std::min(ns / kNsPerMs + 1, kMaxMs));
 }

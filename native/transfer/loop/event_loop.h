@@ -1,16 +1,17 @@
-// An epoll thread. Handlers are called without any lock of the loop, from the thread or from a
-// waiter in its stead; a handler serialises itself.
+// An epoll thread. Handlers are called without any lock of the loop, by the thread or by a waiter
+// in its place; a handler serialises its own work.
 //
-// After an event the thread polls for at most `spin_ns`, since the next one often comes before a wake-up
-// would, then it sleeps in the kernel. A loop without events uses no CPU.
+// After an event the thread polls for at most `spin_ns`, since the next event often comes before a
+// wake-up would, then it sleeps in the kernel. A loop without events uses no CPU.
 //
-// Leading. Descriptors that bring answers to what this process asked lie in an epoll set of their
-// own, inside that of the thread. A thread that waits for an answer leads: it takes the set over,
-// polls and then sleeps at it, so nobody has to wake it. Meanwhile the way to the set is shut for the
-// loop's thread, since two at one socket wake and hinder each other, which costs as much as a small
-// transfer. Where waits follow each other it stays shut between them too, or an answer that is there
-// before its waiter would wake the thread; then the thread looks at the clock, and opens the way
-// kHoldNs after the last wait. What others wait for (followers) keeps it open.
+// Leading. Descriptors that bring answers to this process's requests are in an epoll set of their
+// own, inside that of the thread. A thread that waits for an answer leads: it takes over the set,
+// polls and then sleeps on it, so that nobody has to wake it. Meanwhile the set is removed from the
+// loop thread's (the gate is shut), since two threads on one socket wake and hinder each other,
+// which costs as much as a small transfer. If waits follow each other the gate stays shut between
+// them, or an answer that arrives before its waiter would wake the thread; the thread then checks
+// the clock, and opens the gate kHoldNs after the last wait. Waiters that do not lead (followers)
+// keep it open.
 #pragma once
 
 #include <atomic>
@@ -33,7 +34,7 @@ class EventHandler {
 
 class EventLoop {
  public:
-  // What a descriptor brings: requests of others, or answers to ours.
+  // The events of a descriptor: requests of peers, or answers to this process.
   enum class Kind { kRequests, kAnswers };
   static constexpr int64_t kHoldNs = 500'000;
 
@@ -43,40 +44,42 @@ class EventLoop {
   EventLoop(const EventLoop&) = delete;
   EventLoop& operator=(const EventLoop&) = delete;
 
-  // Calls the handler while it lives; holds no reference. Returns the key for the other calls.
+  // Calls the handler on events while it lives; holds no reference. Returns the key for the other
+  // calls.
   Result<uint64_t> add(int fd, uint32_t events, std::weak_ptr<EventHandler> handler, Kind kind);
   void modify(uint64_t key, int fd, uint32_t events);
   void remove(uint64_t key, int fd);
 
-  // Handles the requests that are here now. For a waiter that would sleep until this thread woke.
+  // Handles the requests that have arrived, for a waiter that would otherwise sleep until this
+  // thread woke.
   bool poll_requests() { return run_once(requests_fd_, 0, Role::kHelper); }
 
-  // False: another thread leads.
+  // Makes this thread the leader; returns false if another thread leads.
   bool begin_lead();
   void end_lead();
-  // Handles the answers that are here now. REQUIRES: this thread leads, also for the next.
+  // Handles the answers that have arrived. REQUIRES: this thread leads, also for the next method.
   bool poll_answers() { return run_once(answers_fd_, 0, Role::kLeader); }
-  // Handles answers until `is_done` or the deadline (monotonic nanoseconds). REQUIRES: whoever makes
-  // it true calls wake_leader after it.
+  // Handles answers until `is_done` or the deadline (monotonic nanoseconds). REQUIRES: the thread
+  // that makes `is_done` true calls wake_leader after it.
   template <class Predicate>
   void sleep_until(Predicate is_done, int64_t deadline_ns);
   void wake_leader();
-  // Around the time in which an answer is waited for by who does not lead.
+  // Called before and after a thread waits for an answer without leading.
   void begin_follow();
   void end_follow() { num_followers_.fetch_sub(1); }
 
  private:
   explicit EventLoop(int64_t spin_ns);
   void run();
-  // Who handles events: the loop's own thread, who leads, or who polls in the thread's stead. A bell is
-  // for one of them: whoever else took it out would leave that one asleep.
+  // The thread that handles events: the loop's own, the leader, or a helper that polls in the loop
+  // thread's place. A bell is for one of them: if another took it, that thread would sleep on.
   enum class Role { kThread, kLeader, kHelper };
   bool run_once(int epoll_fd, int timeout_ms, Role role);
-  // False: there was nothing for this role.
+  // Handles one event; returns false if it was not for this role.
   bool dispatch(uint64_t key, uint32_t events, Role role);
   int epoll_fd_of(uint64_t key) const;
   void open_gate() REQUIRES(gate_mutex_);
-  // Opens the gate if it is time; returns how long the thread may sleep, milliseconds, -1: for ever.
+  // Opens the gate if it is time. Returns how long the thread may sleep, milliseconds; -1 for ever.
   int watch_gate();
   static int to_timeout_ms(int64_t ns);
 
@@ -104,7 +107,7 @@ template <class Predicate>
 void EventLoop::sleep_until(Predicate is_done, int64_t deadline_ns) {
   for (int64_t now; !is_done() && (now = now_ns()) < deadline_ns;) {
     is_leader_asleep_.store(true);
-    // Either this sees that it is done, or who made it so sees that somebody is asleep.
+    // Either this check sees the end, or the thread that ends the wait sees that a leader sleeps.
     if (is_done()) break;
     run_once(answers_fd_, to_timeout_ms(deadline_ns - now), Role::kLeader);
   }

@@ -1,5 +1,5 @@
-// Goal: an answer is handled by the thread that waits for it, and by the loop's own where nobody does;
-// requests are never kept waiting by either. Method: pipes in the place of sockets, bounded waits.
+// Goal: an answer is handled by the thread that waits for it, or by the loop's own thread without a
+// waiter; requests are never delayed by either. Method: pipes in place of sockets, bounded waits.
 #include "transfer/loop/event_loop.h"
 
 #include <fcntl.h>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kBoundNs = 20'000'000'000;
 
-// A pipe that counts what comes and remembers who read it last.
+// A pipe that counts its messages and remembers the thread that read last.
 class Mailbox : public EventHandler {
  public:
   Mailbox() { CHECK(pipe2(fds_.data(), O_NONBLOCK | O_CLOEXEC) == 0); }
@@ -84,7 +84,7 @@ TEST(event_loop_thread_handles_what_nobody_waits_for) {
   world.answers->put();
   CHECK(world.answers->wait(1));
   CHECK(world.answers->reader.load() != std::this_thread::get_id());
-  // After waits that follow each other the way is shut for a while, not for good.
+  // After waits that follow each other the gate is shut for a while, and opens again.
   for (int round = 0; round < 20; ++round) {
     for (int i = 0; i < 5; ++i) world.lead_one();
     const int before = world.answers->num_read.load();
@@ -95,8 +95,8 @@ TEST(event_loop_thread_handles_what_nobody_waits_for) {
 }
 
 TEST(event_loop_helper_leaves_the_bell_to_the_thread) {
-  // Two short waits shut the way and ring for the thread, which opens it by the clock. Who polls for
-  // requests meanwhile must not take the bell: nobody would open the way.
+  // Two short waits shut the gate and ring for the thread, which opens it by the clock. A thread
+  // that polls for requests meanwhile must not take the bell, or nobody would open the gate.
   World world(0);
   std::atomic<bool> is_over{false};
   std::thread helper([&] {
@@ -123,13 +123,13 @@ TEST(event_loop_helper_leaves_the_bell_to_the_thread) {
 TEST(event_loop_followers_need_no_leader) {
   World world(0);
   for (int i = 0; i < 5; ++i) world.lead_one();
-  // Now it is shut, and nobody leads: a follower must not wait for the clock.
+  // Now the gate is shut and nobody leads: a follower must not wait for the clock.
   Completion done;
   done.follow({world.loop.get()});
   const int before = world.answers->num_read.load();
   world.answers->put();
   CHECK(world.answers->wait(before + 1));
-  // One that follows while another leads is seen at the end of that.
+  // A follower that comes while another thread leads is noticed when that ends.
   for (int i = 0; i < 5; ++i) world.lead_one();
   world.answers->put();
   CHECK(world.answers->wait(before + 7));
@@ -151,13 +151,13 @@ TEST(event_loop_requests_do_not_wait_for_a_leader) {
 
 TEST(event_loop_leader_is_woken_by_another_end) {
   World world(0);
-  // Unwoken it would look again after a second.
+  // A thread that is not woken checks again after a second.
   constexpr int kRounds = 20, kMaxLate = 5;
   int num_late = 0;
   for (int i = 0; i < kRounds; ++i) {
     Completion done;
     std::thread other([&] {
-      // Now and then before the leader sleeps.
+      // In some rounds the end comes before the leader sleeps.
       if (i % 4 != 0) usleep(2000);
       done.complete([] {});
     });

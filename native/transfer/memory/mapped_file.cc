@@ -19,8 +19,8 @@
 namespace tandem::transfer {
 namespace {
 
-// What is made present at once around a first touch: a small value's neighbours cost less now than a
-// call each later, and no more than this is touched that nobody asked for.
+// Bytes that are populated at once around a first touch: neighbours of a small value cost less now
+// than by a call each later, and no more memory than this is populated without need.
 constexpr uint64_t kStepBytes = 64 << 10;
 
 Error fail_range(Code code, std::string what) {
@@ -41,7 +41,7 @@ std::string read_path(int fd) {
   return size > 0 ? std::string(path, static_cast<size_t>(size)) : std::string();
 }
 
-// From /proc/self/maps: all of the range is mapped, shared, from that file at these offsets.
+// Checks in /proc/self/maps that the whole range is a shared mapping of that file at these offsets.
 bool is_mapped(int fd, uint64_t inode, uint64_t offset, uint64_t begin, uint64_t end) {
   const std::string path = read_path(fd);
   std::ifstream maps("/proc/self/maps");
@@ -55,7 +55,7 @@ bool is_mapped(int fd, uint64_t inode, uint64_t offset, uint64_t begin, uint64_t
                     &first, &last, rights, &file_offset, &file_inode, &path_at) != 5)
       return false;
     if (last <= at) continue;
-    // overlayfs lists the inode of the layer below.
+    // overlayfs lists the inode of the lower layer.
     const bool is_it = file_inode == inode ||
                        (!path.empty() && line.compare(static_cast<size_t>(path_at),
                                                       std::string::npos, path) == 0);
@@ -123,15 +123,16 @@ Result<std::shared_ptr<MappedFile>> MappedFile::map_peer(const Grant& grant) {
   if (grant.can_write) {
     if (Status locked = lock_shared(fd.get()); !locked.is_ok()) return locked.error();
   }
-  // Behind the lock: a process that still has the file open has not been followed by another owner,
-  // and one that comes later will see the lock.
+  // Checked after the lock: the owner that still has the file open has no successor yet, and a
+  // later one will see the lock.
   struct stat again {};
   if (stat(path.c_str(), &again) != 0 || !is_named(again) || !is_alive(grant.process))
     return fail_map(Code::kPeerLost, "the process that granted " + path + " has ended");
   const int protection = PROT_READ | (grant.can_write ? PROT_WRITE : 0);
   void* data = mmap(nullptr, size, protection, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) return fail_map(Code::kCapacity, describe_errno("mmap", errno));
-  // A forked child has no engine that could use it. A kernel that refuses leaves it a mapping.
+  // A forked child has no engine that could use the mapping. If the kernel refuses this, the child
+  // keeps it.
   madvise(data, size, MADV_DONTFORK);
   return std::shared_ptr<MappedFile>(new MappedFile(grant.can_write ? fd.take() : -1,
                                                     static_cast<uint8_t*>(data), size,
@@ -155,7 +156,7 @@ bool MappedFile::is_present(uint64_t step) const {
   return present_[step / 64].load(std::memory_order_relaxed) >> (step % 64) & 1;
 }
 
-// Zero, or errno.
+// Returns zero, or an errno.
 int MappedFile::populate(uint64_t begin, uint64_t end) const {
   return populate_pages(data_ + begin, end - begin, is_writable_);
 }
@@ -168,13 +169,13 @@ Status MappedFile::reach(uint64_t begin, uint64_t length) {
     while (next < end_step && !is_present(next)) ++next;
     const uint64_t first = step * kStepBytes, last = std::min(next * kStepBytes, size_);
     int refused = populate(first, last);
-    // A kernel before 5.14 does not know how: there a touch is a touch.
+    // Kernels before 5.14 lack this call; there a page is populated by its first touch.
     if (refused == 0 || refused == EINVAL) {
       for (; step < next; ++step)
         present_[step / 64].fetch_or(uint64_t{1} << (step % 64), std::memory_order_relaxed);
       continue;
     }
-    // What is asked for may be there, and a hole in the rest of the step.
+    // The wanted range may be available while the rest of the step has a hole.
     refused = populate(std::max(first, begin / page_bytes_ * page_bytes_),
                        std::min(last, begin + length));
     if (refused != 0)

@@ -1,15 +1,14 @@
-// A file that two processes of one user map: the buffer of a peer on this host is a piece of it, and
-// is reached through a mapping of our own.
+// A file that two processes of one user map: the buffer of a peer on this host is a range of it,
+// and is reached by a mapping in this process.
 //
-// Unlike the memory of allocate() it cannot be sealed, and it outlives its owner. So
-// - a copy first makes its pages present (`reach`): a hole that cannot be filled, or an end that has
-//   come nearer, is an error there and never SIGBUS. Only who truncates the file between that and
-//   the copy, or pages that were present, can kill us: a process of the same user, which could do so
-//   anyway;
-// - who maps it to write holds a shared lock of the whole file (F_OFD_SETLK), from before its last
-//   look at whether the owner lives until no byte can be written any more. The kernel drops it with
-//   the process. An owner that comes after another, and alone has the file (by a lock of its own, which
-//   ends with it), takes an exclusive lock as the proof that nobody writes by an old grant.
+// Unlike the memory of allocate() the file cannot be sealed, and it outlives its owner. So
+// - a copy first populates its pages (`reach`): a hole that cannot be filled, or a shortened file, is
+//   an error there and never SIGBUS. Only a truncation of the file between that and the copy can kill
+//   this process, and only a process of the same user can do that, which could kill it anyway;
+// - a process that maps the file to write holds a shared lock of the whole file (F_OFD_SETLK), from
+//   before its last check that the owner lives until no byte can be written any more. The kernel
+//   drops the lock with the process. A new owner, which has the file alone by another lock, takes an
+//   exclusive lock as the proof that nobody writes by an old grant.
 #pragma once
 
 #include <atomic>
@@ -26,7 +25,7 @@
 
 namespace tandem::transfer {
 
-// Where a registered buffer lies in an open file. The descriptor is the caller's.
+// Place of a registered buffer in an open file. The caller owns the descriptor.
 struct FileRange {
   int fd = -1;
   uint64_t device = 0;
@@ -34,24 +33,26 @@ struct FileRange {
   uint64_t offset = 0;
 };
 
-// Looks whether [data, data + length) is a shared mapping of the file from `offset` on. Errors:
-// kConfig (it is not, or ends beyond the file); kPermissionDenied (not a file of our user alone).
+// Checks that [data, data + length) is a shared mapping of the file from `offset` on. Errors:
+// kConfig (it is not, or ends beyond the file); kPermissionDenied (the file is accessible to other
+// users).
 Result<FileRange> check_file_range(int fd, uint64_t offset, const uint8_t* data, uint64_t length);
 
 class MappedFile {
  public:
-  // Maps all of the file that the grant names. Errors: kPermissionDenied (another user, a hardened
-  // kernel); kPeerLost (the owner has ended); kCorruption (not the file that was named, too short,
-  // others may write it); kConflict (somebody looks whether anybody writes to it); kCapacity.
+  // Maps the whole file that the grant names. Errors: kPermissionDenied (another user, a hardened
+  // kernel); kPeerLost (the owner has ended); kCorruption (another file than named, too short,
+  // writable by others); kConflict (an owner is checking for writers); kCapacity.
   static Result<std::shared_ptr<MappedFile>> map_peer(const Grant& grant);
   ~MappedFile();
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
 
-  // Where the file begins. Touch nothing that `reach` has not been called for.
+  // Beginning of the file. Touch only ranges that `reach` was called for.
   uint8_t* data() const { return data_; }
   uint64_t size() const { return size_; }
-  // REQUIRES: begin + length <= size(). Errors: kCapacity (the pages cannot be had). Any thread.
+  // Populates the pages of a range. REQUIRES: begin + length <= size(). Errors: kCapacity (the
+  // machine lacks pages). Any thread.
   Status reach(uint64_t begin, uint64_t length);
 
  private:
@@ -67,15 +68,15 @@ class MappedFile {
   std::vector<std::atomic<uint64_t>> present_;  // A bit for each step of the file.
 };
 
-// The files of peers that are mapped here: each once, however many buffers of it are granted.
-// Threads: any; the mutex is a leaf.
+// The peers' files that this process has mapped, each once, however many of its buffers are
+// granted. Threads: any; the mutex is a leaf.
 class MappedFiles {
  public:
-  // Errors: see MappedFile::map_peer.
+  // Returns the mapping of a granted file. Errors: see MappedFile::map_peer.
   Result<std::shared_ptr<MappedFile>> get(const Grant& grant);
 
  private:
-  // Owner's pid and start time, device, inode, writable.
+  // The owner's pid and start time, device, inode, writable.
   using Key = std::tuple<uint32_t, uint64_t, uint64_t, uint64_t, bool>;
 
   std::shared_ptr<MappedFile> find(const Key& key, uint64_t size) const REQUIRES(mutex_);

@@ -22,7 +22,8 @@ Status check_range(const Grant& grant, Op op, uint64_t offset, uint64_t length) 
   return {};
 }
 
-// The two may overlap: in one process always, between two where both map the same file.
+// The ranges may overlap: always possible within one process, and between two that map the same
+// file.
 Status move(Op op, uint8_t* local, uint8_t* far, uint64_t length) {
   if (op == Op::kRead)
     std::memmove(local, far, length);
@@ -96,8 +97,9 @@ class CmaMapping : public Mapping {
   explicit CmaMapping(const Grant& grant) : grant_(grant) {}
   TransportKind kind() const override { return TransportKind::kCma; }
 
-  // A few hundred nanoseconds: done before each copy, since the process may have ended and its pid
-  // may belong to another now. What is left is a window shorter than any reuse of a pid.
+  // Checks that the process is still the one meant, since its pid may belong to another now. Takes
+  // a few hundred nanoseconds, so it is done before each copy. The remaining window is shorter than
+  // any reuse of a pid.
   Status probe() const {
     char cookie[64];
     if (grant_.cookie.empty() || grant_.cookie.size() > sizeof cookie)
@@ -143,7 +145,7 @@ class CmaMapping : public Mapping {
 
 Status Mapping::copy(Op op, uint8_t* local, uint64_t offset, uint64_t length) {
   const Status revoked(Code::kNotFound, "transfer.access", "the peer took the buffer back", "");
-  // Looked at first, so that a stream of readers cannot keep `revoke` waiting.
+  // Check before locking, so that a stream of readers cannot keep `revoke` waiting.
   if (is_revoked_.load(std::memory_order_acquire)) return revoked;
   const std::shared_lock lock(mutex_);
   if (is_revoked_.load(std::memory_order_acquire)) return revoked;

@@ -1,5 +1,5 @@
-// Ways to reach a buffer without the network: in this process, through shared memory, or through
-// the kernel (process_vm_readv / writev). One class a way, one call each.
+// Access to a buffer without the network: in this process, by shared memory, or by the kernel
+// (process_vm_readv / writev). One class for each way.
 #pragma once
 
 #include <array>
@@ -18,13 +18,14 @@
 
 namespace tandem::transfer {
 
-// Threads: any. `revoke` waits for copies that are running and bars all later ones.
+// Threads: any. `revoke` waits for running copies and bars all later ones.
 class Mapping {
  public:
   virtual ~Mapping() = default;
   virtual TransportKind kind() const = 0;
-  // Copies between `local` and the segment's [offset, offset + length), both ways complete when it
-  // returns. After a failure the caller may take another path: what was copied is copied again.
+  // Copies between `local` and the segment's [offset, offset + length), in either direction;
+  // complete on return. After a failure the caller may use another transport, which copies all
+  // again.
   Status copy(Op op, uint8_t* local, uint64_t offset, uint64_t length);
   void revoke();
 
@@ -36,12 +37,12 @@ class Mapping {
   std::atomic<bool> is_revoked_{false};
 };
 
-// Buffers of this engine itself.
+// Access to buffers of this engine itself.
 std::shared_ptr<Mapping> make_local_mapping(Registry* registry);
 // Errors: see SharedMemory::map_peer and MappedFile::map_peer; kUnsupported (neither can be mapped).
 Result<std::shared_ptr<Mapping>> make_shm_mapping(const Grant& grant, MappedFiles& files);
-// Reads the peer's cookie to find out whether the kernel allows it and whether that process is the
-// one meant. Errors: kPermissionDenied (another user, ptrace hardening), kPeerLost.
+// Reads the peer's cookie, to check that the kernel allows access and that the process is the one
+// meant. Errors: kPermissionDenied (another user, ptrace hardening), kPeerLost.
 Result<std::shared_ptr<Mapping>> make_cma_mapping(const Grant& grant);
 
 }  // namespace tandem::transfer

@@ -1,4 +1,5 @@
-// Goal: memory is reached within its bounds and rights only, and stays while it is in use.
+// Goal: memory is accessed only within its bounds and rights, and stays in place while it is in
+// use.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -104,7 +105,7 @@ TEST(what_is_not_reserved_is_refused_by_every_way) {
     CHECK(mapping->copy(Op::kRead, target.data(), base + kPart, kPart).is_ok());
 }
 
-// A file of 1 MiB that is mapped, and what its owner would grant of it.
+// A mapped file of 1 MiB, with the grant that its owner would give.
 struct OwnFile {
   OwnFile() : fd(memfd_create("test", MFD_CLOEXEC)) {
     CHECK_EQ(ftruncate(fd, kSize), 0);

@@ -18,8 +18,8 @@ std::optional<std::string> read_stat(uint32_t pid) {
   return Root().read_text("/proc/" + std::to_string(pid) + "/stat");
 }
 
-// Field 22 of /proc/PID/stat, of a process that lives. The second field is the command's name, which
-// may hold anything.
+// Field 22 of /proc/PID/stat of a live process. The second field is the command's name, which may
+// contain anything.
 std::optional<uint64_t> parse_start_time(std::string_view text) {
   const size_t close = text.rfind(')');
   if (close == std::string::npos || close + 2 > text.size()) return std::nullopt;
@@ -51,7 +51,8 @@ bool is_same_host(const ProcessId& a, const ProcessId& b) {
 bool is_alive(const ProcessId& process) {
   const auto stat = read_stat(process.pid);
   if (stat) return parse_start_time(*stat) == process.start_time;
-  // Not readable is no proof of death: we may have no descriptor left. This takes none.
+  // Use kill: an unreadable /proc is no proof of death, since no descriptor may be left, and kill
+  // needs none.
   if (process.pid == 0 || process.pid > INT_MAX) return false;
   return kill(static_cast<pid_t>(process.pid), 0) == 0 || errno != ESRCH;
 }
@@ -61,7 +62,7 @@ std::string random_bytes(size_t size) {
   size_t done = 0;
   while (done < size) {
     const ssize_t got = getrandom(bytes.data() + done, size - done, 0);
-    // Without randomness there is no proof and no session; going on with zeros would be a hole.
+    // Abort: without randomness there is no proof and no session, and zeros would be insecure.
     if (got <= 0) abort();
     done += static_cast<size_t>(got);
   }

@@ -1,4 +1,4 @@
-// Who this process is to the others on its host, and whether another still lives.
+// Identity of this process for others on its host, and the check whether another process is alive.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,11 @@
 
 namespace tandem::transfer {
 
-// Reads /proc; an empty host_id if it cannot be known (then nobody counts as on the same host).
+// Reads /proc; host_id is empty if it cannot be determined (then nobody counts as on the same
+// host).
 ProcessId read_own_process();
 bool is_same_host(const ProcessId& a, const ProcessId& b);
-// REQUIRES: on this host. False once it has ended, also if its pid was given to another.
+// Returns false if the process has ended, even if another has its pid. REQUIRES: on this host.
 bool is_alive(const ProcessId& process);
 std::string random_bytes(size_t size);
 

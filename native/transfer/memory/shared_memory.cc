@@ -24,7 +24,7 @@ Error fail_attach(Code code, std::string what) {
   return {code, "transfer.map", std::move(what), ""};
 }
 
-// Zero, or errno. The file grows to `end` only if all of it can be had.
+// Returns zero, or an errno. The file grows to `end` only if all pages can be reserved.
 int grow(int fd, size_t begin, size_t end) {
   int refused = 0;
   do {
@@ -51,8 +51,8 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::allocate(size_t size, size_t
   if (fd.get() < 0) return fail_allocate(Code::kCapacity, describe_errno("memfd_create", errno));
   if (fchmod(fd.get(), 0600) != 0)
     return fail_allocate(Code::kCapacity, describe_errno("fchmod", errno));
-  // More than its owner reserves is nobody's business, but it harms nobody either: only a file that is
-  // whole is sealed against growing.
+  // Seal only a fully reserved file against growing: others must stay growable for their owner, and
+  // another process that grows one does no harm.
   const int seals = F_SEAL_SHRINK | F_SEAL_SEAL | (reserved < size ? 0 : F_SEAL_GROW);
   reserved = std::min(reserved, size);
   if (const int error = reserved == 0 ? 0 : grow(fd.get(), 0, reserved); error != 0)
@@ -77,13 +77,13 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::map_peer(const Grant& grant)
     return fail_attach(is_gone ? Code::kPeerLost : Code::kPermissionDenied,
                     describe_errno("opening " + path, errno));
   }
-  // The pid may have been given to another process between the grant and here.
+  // Check the file: the pid may have been given to another process since the grant.
   struct stat status {};
   const int seals = fcntl(fd.get(), F_GET_SEALS);
   if (fstat(fd.get(), &status) != 0 || status.st_dev != grant.device ||
       status.st_ino != grant.inode || seals < 0 || (seals & F_SEAL_SHRINK) == 0)
     return fail_attach(Code::kCorruption, path + " is not the memory that the peer named");
-  // One that may still grow is as long as what its owner has reserved.
+  // A file that may still grow has the length that its owner has reserved.
   const uint64_t length = static_cast<uint64_t>(status.st_size);
   if (length > grant.length || (length < grant.length && (seals & F_SEAL_GROW) != 0))
     return fail_attach(Code::kCorruption, path + " is not the memory that the peer named");
@@ -91,7 +91,8 @@ Result<std::shared_ptr<SharedMemory>> SharedMemory::map_peer(const Grant& grant)
   void* data = mmap(nullptr, grant.length, protection, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) return fail_attach(Code::kCapacity, describe_errno("mmap", errno));
   const size_t size = static_cast<size_t>(status.st_size);
-  // The mapping keeps the file; the descriptor tells how far it has grown, if it can.
+  // The mapping keeps the file open. The descriptor is kept only for a file that may grow, to read
+  // its length.
   const int kept = size < grant.length ? fd.take() : -1;
   return std::shared_ptr<SharedMemory>(
       new SharedMemory(kept, static_cast<uint8_t*>(data), grant.length, size, status));

@@ -1,8 +1,8 @@
-// Memory that other processes of the same user can map: an anonymous memory file, as long as what is
-// reserved of it (so that no touch fails) and sealed against shrinking (so that a peer that maps it
-// cannot be killed by a truncation). Its owner may reserve it piece by piece: the file grows, the
-// mappings have their full length from the start, and an access beyond the end of the file is refused,
-// here and by peers. It has no name, so nothing is left behind by a crash.
+// Memory that other processes of the same user can map: an anonymous memory file, as long as its
+// reserved part (so that no touch fails) and sealed against shrinking (so that a truncation cannot
+// kill a peer that maps it). Its owner may reserve it piece by piece: the file grows, the mappings
+// have their full length from the start, and an access beyond the end of the file is refused, here
+// and by peers. It has no name, so that a crash leaves nothing behind.
 #pragma once
 
 #include <atomic>
@@ -20,11 +20,12 @@ namespace tandem::transfer {
 
 class SharedMemory {
  public:
-  // Zeroed, all of it reserved. Errors: kConfig (0 bytes); kCapacity (the machine has not that much).
+  // Allocates zeroed, fully reserved memory. Errors: kConfig (0 bytes); kCapacity (the machine has
+  // too little).
   static Result<std::shared_ptr<SharedMemory>> allocate(size_t size) {
     return allocate(size, size);
   }
-  // The same, with the first `reserved` bytes reserved.
+  // Allocates memory of which only the first `reserved` bytes are reserved.
   static Result<std::shared_ptr<SharedMemory>> allocate(size_t size, size_t reserved);
   // Maps memory of a peer on this host. Errors: kPermissionDenied (another user, a hardened
   // kernel), kPeerLost (that process has ended), kCorruption (the file is not the one named).
@@ -35,13 +36,13 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   uint8_t* data() const { return data_; }
-  // Of the mapping; touch nothing that `is_reserved` does not confirm.
+  // Size of the mapping. Touch only bytes that `is_reserved` confirms.
   size_t size() const { return size_; }
-  // Reserves the first `end` bytes; what is reserved stays so. Errors: kConfig (beyond the size);
-  // kCapacity (the machine has not that much; nothing has changed). REQUIRES: not a peer's. Any thread.
+  // Reserves the first `end` bytes, permanently. Errors: kConfig (beyond the size); kCapacity (the
+  // machine has too little; nothing has changed). REQUIRES: not a peer's memory. Any thread.
   Status reserve(size_t end);
   size_t reserved() const { return reserved_.load(std::memory_order_acquire); }
-  // Whether the first `end` bytes can be touched; asks the kernel if a peer's file has grown.
+  // True if the first `end` bytes can be touched; asks the kernel whether a peer's file has grown.
   bool is_reserved(size_t end);
   int fd() const { return fd_; }
   uint64_t device() const { return device_; }

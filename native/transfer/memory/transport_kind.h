@@ -1,4 +1,4 @@
-// The transports by name, in the order in which they are preferred.
+// The transports by name, in the order of preference.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace tandem::transfer {
 
-// A file is reached by its own transport alone, so its place in the order means nothing.
+// A file has only its own transport, so that its place in the order means nothing.
 enum class TransportKind : uint8_t { kLocal, kShm, kCma, kTcp, kFile };
 inline constexpr std::array<std::string_view, 5> kTransportNames = {"local", "shm", "cma", "tcp",
                                                                     "file"};

@@ -46,7 +46,8 @@ std::shared_ptr<LinkWatch> LinkWatch::start(EventLoop* loop, OnChange on_change)
     return nullptr;
   }
   std::shared_ptr<LinkWatch> watch(new LinkWatch(loop, fd, std::move(on_change)));
-  // Before the first event: an interface that vanishes takes its addresses with it.
+  // Read the addresses before the first event, because an interface that vanishes takes its
+  // addresses with it.
   if (struct if_nameindex* all = if_nameindex()) {
     const MutexLock lock(watch->mutex_);
     for (const struct if_nameindex* one = all; one->if_index != 0; ++one)
@@ -69,7 +70,7 @@ void LinkWatch::stop() { loop_->remove(key_, fd_); }
 
 void LinkWatch::on_events(uint32_t) {
   alignas(nlmsghdr) char buffer[16 << 10];
-  // A waiter may poll the loop at the same time; what one of them reads, it handles alone.
+  // A waiter may poll the loop at the same time; each handles the messages that it has read.
   for (ssize_t got; (got = recv(fd_, buffer, sizeof buffer, MSG_DONTWAIT)) > 0;) {
     size_t left = static_cast<size_t>(got);
     for (const nlmsghdr* head = reinterpret_cast<nlmsghdr*>(buffer); NLMSG_OK(head, left);

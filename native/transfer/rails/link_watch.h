@@ -1,5 +1,5 @@
-// Hears from the kernel when a network interface goes down or comes back: TCP itself learns of it
-// only by silence.
+// Notices by kernel messages when a network interface goes down or returns; TCP notices it only by
+// silence.
 #pragma once
 
 #include <functional>
@@ -16,16 +16,17 @@ namespace tandem::transfer {
 
 class LinkWatch : public EventHandler {
  public:
-  // Called from the loop, with the addresses of the interface.
+  // Called by the event loop with the addresses of the interface.
   using OnChange = std::function<void(const std::vector<SocketAddress>&, bool is_up)>;
 
-  // None where the kernel refuses (a sandbox without netlink): silence must do then.
+  // Returns null if the kernel refuses (a sandbox without netlink); a lost link is then noticed by
+  // silence.
   static std::shared_ptr<LinkWatch> start(EventLoop* loop, OnChange on_change);
   ~LinkWatch() override;
   LinkWatch(const LinkWatch&) = delete;
   LinkWatch& operator=(const LinkWatch&) = delete;
 
-  // Nothing is called afterwards, except what runs already.
+  // Ends the watch. Nothing is called afterwards, except a call that is running.
   void stop();
   void on_events(uint32_t events) override;
 

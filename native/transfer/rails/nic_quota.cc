@@ -21,15 +21,16 @@ namespace {
 
 constexpr uint64_t kBoardMagic = 0x31'41'54'4F'55'51'44'54;  // "TDQUOTA1"
 constexpr size_t kNumSlots = 64;
-// An owner that has not written for so long (stopped, suspended) has no claim.
+// Age after which a slot that its owner has not written (stopped, suspended) has no claim.
 constexpr int64_t kStaleNs = 500'000'000;
-// The part of the last sample in the smoothed rate: a time constant of 60 ms.
+// Weight of the last sample in the smoothed rate: a time constant of 60 ms.
 constexpr double kSmooth = 0.35;
-// How much more than lately moved is handed out, so that unused capacity is found: 1.04 every 60 ms
-// is a factor of two in a second. A share is off by as much.
+// Factor above the recent rate that is handed out, so that unused capacity is found: 1.04 every 60
+// ms doubles the rate in a second. Shares are inaccurate by as much.
 constexpr double kGrowth = 1.04;
-// No more than this is caught up: what a sleeper is late on a busy machine. With 5 ms, two processes
-// that woke 15 ms late held each other down to 0.07 of the NIC: what moved is taken for all there is.
+// Longest backlog that is caught up: the delay of a sleeper on a busy machine. With 5 ms, two
+// processes that woke 15 ms late limited each other to 0.07 of the NIC, since the capacity is
+// estimated from what moved.
 constexpr int64_t kBurstNs = 40'000'000;
 constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 
@@ -42,10 +43,10 @@ bool is_name(const std::string& name) {
 
 }  // namespace
 
-// Layout of the file; version in the magic. All zero is an empty board.
+// Layout of the file, with the version in its magic. A file of zeros is an empty board.
 struct NicQuota::Board {
   struct Slot {
-    // pid in the low half, low bits of the start time in the high half; 0: free.
+    // The pid in the low half, low bits of the start time in the high half; 0 for a free slot.
     std::atomic<uint64_t> owner;
     std::atomic<uint64_t> start_time;
     std::atomic<uint64_t> weight;    // Bits of a double, as the next two.
@@ -62,7 +63,7 @@ struct NicQuota::Board {
     ProcessId process;
     process.pid = static_cast<uint32_t>(owner);
     process.start_time = slot.start_time.load();
-    // A claim in progress has no start time yet; it is young and is left alone.
+    // A slot that is being claimed has no start time yet; leave it alone.
     return process.start_time != 0 && !is_alive(process);
   }
 };
@@ -88,7 +89,7 @@ Result<std::shared_ptr<NicQuota>> NicQuota::join(const std::string& name, double
                  path + " is not ours alone: remove it", ""};
   }
   void* mapped = MAP_FAILED;
-  // All who come first make it the same length, so the order does not matter.
+  // All first users give the file the same length, so that their order does not matter.
   if (static_cast<size_t>(info.st_size) >= sizeof(Board) || ftruncate(fd, sizeof(Board)) == 0)
     mapped = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (mapped == MAP_FAILED) {
@@ -131,7 +132,7 @@ NicQuota::NicQuota(Board* board, int fd, size_t slot, double weight, const Proce
       rate_(kUnlimited) {}
 
 NicQuota::~NicQuota() {
-  // In a forked child the slot is the parent's.
+  // A forked child leaves its parent's slot alone.
   if (process_.pid == static_cast<uint32_t>(getpid())) {
     board_->slots[slot_].start_time.store(0);
     board_->slots[slot_].owner.store(0);
@@ -173,7 +174,7 @@ void NicQuota::refresh(int64_t now_ns) {
   const int64_t elapsed_ns = now_ns - refreshed_ns_;
   if (elapsed_ns < kRefreshNs) return;
   const double sample = static_cast<double>(moved_bytes_) / static_cast<double>(elapsed_ns) * 1e9;
-  // After a pause there is no rate to speak of: one period without a limit tells it.
+  // After a pause the rate is unknown; one period without a limit measures it.
   const bool is_resumed = elapsed_ns > 10 * kRefreshNs;
   moved_per_s_ = is_fresh_ ? sample : moved_per_s_ + kSmooth * (sample - moved_per_s_);
   if (is_resumed) moved_per_s_ = 0;
@@ -196,7 +197,7 @@ void NicQuota::refresh(int64_t now_ns) {
     const double weight = std::bit_cast<double>(slot.weight.load());
     const double demand = std::bit_cast<double>(slot.demand.load());
     const double moved = std::bit_cast<double>(slot.moved.load());
-    // What another process wrote is input: nothing of it may make a share of nonsense.
+    // Values of other processes are untrusted input, and must not make a share invalid.
     if (!(weight > 0) || !std::isfinite(weight) || !(demand > 0) || !(moved >= 0) ||
         !std::isfinite(moved) || Board::is_dead(slot, owner))
       continue;
@@ -208,7 +209,7 @@ void NicQuota::refresh(int64_t now_ns) {
     return;
   }
   const double capacity = kGrowth * total;
-  // "As much as it can get" is more than there is, and no infinity in the arithmetic.
+  // Replace infinite demands by twice the capacity, to keep infinity out of the arithmetic.
   for (ShareClaim& claim : claims) claim.demand = std::min(claim.demand, 2 * capacity);
   claims[0].demand = 2 * capacity;
   rate_ = capacity > 0 ? split_capacity(capacity, claims)[0] : kUnlimited;

@@ -1,13 +1,13 @@
-// Fairness between the processes of a user that share a NIC: each holds itself to its weight's part
-// of what the NIC moves, by a look at a board in shared memory every 20 ms.
+// Fairness between the processes of a user that share a NIC: each limits itself to its weight's
+// part of what the NIC moves, after reading a board in shared memory every 20 ms.
 //
-// The board is a file in /dev/shm, of this user alone (0600). Each process writes one slot, its own,
-// and only reads the others: there is no lock that a killed process could keep. A slot whose owner is
-// dead counts for nothing and is taken by the next comer.
+// The board is a file in /dev/shm that only this user can access (0600). Each process writes only
+// its own slot and reads the others: there is no lock that a killed process could keep. A slot of a
+// dead process does not count, and is taken by the next process.
 //
-// A process that is alone on the NIC, or whose others want less than their part, is not held at all.
-// What the NIC can do is not configured: it is what all together moved lately, and a little more, so
-// that a share grows where there is room.
+// A process that is alone on the NIC, or whose competitors want less than their part, is not
+// limited. The NIC's capacity is not configured: it is estimated as what all processes together
+// moved recently, and a little more, so that shares grow while capacity is left.
 //
 // Threads: any; the mutex is a leaf.
 #pragma once
@@ -27,8 +27,9 @@ class NicQuota {
  public:
   static constexpr int64_t kRefreshNs = 20'000'000;
 
-  // `name`: of the board; letters, digits, '-', '_' and '.'. Errors: kPermissionDenied (the file is
-  // another user's, or open to others), kCapacity (no free slot, no memory), kConfig (name, weight).
+  // `name`: name of the board; letters, digits, '-', '_' and '.'. Errors: kPermissionDenied (the
+  // file is another user's, or open to others), kCapacity (no free slot, no memory), kConfig (name,
+  // weight).
   static Result<std::shared_ptr<NicQuota>> join(const std::string& name, double weight,
                                                 const ProcessId& process,
                                                 const std::string& folder = "/dev/shm");
@@ -36,13 +37,14 @@ class NicQuota {
   NicQuota(const NicQuota&) = delete;
   NicQuota& operator=(const NicQuota&) = delete;
 
-  // A slice of so many bytes goes out. Returns when the next one may; now_ns or earlier: at once.
+  // Counts a slice that is sent. Returns the time at which the next one may be sent; now_ns or
+  // earlier for at once.
   int64_t spend(uint64_t bytes, int64_t now_ns);
-  // A slice ended. Bytes that moved are what shares are made of.
+  // Counts the bytes of a slice that ended. Shares are computed from these.
   void add_moved(uint64_t bytes, int64_t now_ns);
-  // There is more to send than was sent.
+  // Notes that more is waiting to be sent.
   void note_backlog(int64_t now_ns);
-  // Bytes per second that this process may move now; infinity: not held.
+  // Bytes per second that this process may move now; infinity without a limit.
   double rate() const;
 
  private:

@@ -28,7 +28,7 @@ void RailHealth::pause(int64_t now_ns) {
 void RailHealth::on_success() {
   num_errors_ = num_slow_ = 0;
   if (state_ != RailState::kHealthy && state_ != RailState::kPaused) return;
-  // A slice given before the pause ended well: that is as good as a probe.
+  // A slice that was given before the pause ended well, which counts like a probe.
   state_ = RailState::kHealthy;
   is_probing_ = false;
   num_pauses_ = num_disconnects_ = 0;
@@ -48,7 +48,7 @@ void RailHealth::on_disconnect(int64_t now_ns) {
   if (state_ == RailState::kTerminated) return;
   state_ = RailState::kClosed;
   is_probing_ = is_connecting_ = false;
-  // The first attempt is at once: a reset connection to a live peer should cost microseconds.
+  // The first attempt is immediate: a reset connection to a live peer should cost microseconds.
   due_ns_ = now_ns;
   if (num_disconnects_ > 0)
     due_ns_ += back_off(options_.reconnect_ns, options_.max_reconnect_ns, num_disconnects_ - 1);
@@ -75,7 +75,7 @@ void RailHealth::on_connect(int64_t now_ns, int64_t answer_ns) {
     state_ = RailState::kHealthy;
     return;
   }
-  // It failed before: one slice must come through before it gets a share again.
+  // The rail failed before, so that one slice must succeed before it gets a share again.
   state_ = RailState::kPaused;
   due_ns_ = now_ns;
 }

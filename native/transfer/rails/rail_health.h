@@ -12,7 +12,7 @@
 
 namespace tandem::transfer {
 
-// A time that does not come.
+// A time that never comes.
 inline constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 enum class RailState { kHealthy, kPaused, kClosed, kTerminated };
@@ -24,9 +24,9 @@ struct HealthOptions {
   int64_t max_pause_ns = 1'000'000'000;
   int64_t reconnect_ns = 10'000'000;
   int64_t max_reconnect_ns = 200'000'000;
-  // An attempt to reconnect that the other host's kernel leaves unanswered is given up after
-  // travel_factor times what an answer took, and no less than this: the request may have been lost
-  // while the path was down, and TCP repeats it only after a second.
+  // An attempt to reconnect without an answer of the other host's kernel is given up after
+  // travel_factor times the duration of an earlier answer, and not before this: the request may
+  // have been lost while the path was down, and TCP repeats it only after a second.
   int64_t patience_ns = 50'000'000;
   int travel_factor = 4;
   int num_impatient = 4;  // In a row; then patience doubles, since the path may have become longer.
@@ -38,18 +38,18 @@ class RailHealth {
 
   RailState state() const { return state_; }
   bool may_carry() const { return state_ == RailState::kHealthy; }
-  // One slice may be sent to find out whether the rail works again.
+  // True if one slice may be sent to test whether the rail works again.
   bool is_probe_due(int64_t now_ns) const {
     return state_ == RailState::kPaused && !is_probing_ && now_ns >= due_ns_;
   }
   bool is_connect_due(int64_t now_ns) const {
     return state_ == RailState::kClosed && !is_connecting_ && now_ns >= due_ns_;
   }
-  // When to look again at a paused or closed rail; kNever if nothing is to come.
+  // Time to check a paused or closed rail again; kNever if nothing is due.
   int64_t due_ns() const;
 
   void begin_probe() { is_probing_ = true; }
-  // A probe that was cancelled says nothing.
+  // Ends a probe that was cancelled, without a conclusion.
   void drop_probe() { is_probing_ = false; }
   void begin_connect() { is_connecting_ = true; }
 
@@ -57,11 +57,11 @@ class RailHealth {
   void on_slow(int64_t now_ns);
   void on_error(int64_t now_ns);
   void on_disconnect(int64_t now_ns);
-  // `answer_ns`: how long the other host's kernel took to answer; 0: unknown.
+  // `answer_ns`: time that the other host's kernel took to answer; 0 if unknown.
   void on_connect(int64_t now_ns, int64_t answer_ns = 0);
-  // How long an attempt may stay without that answer; kNever: no limit of its own.
+  // Time that an attempt may wait for that answer; kNever without a limit of its own.
   int64_t patience_ns() const;
-  // The way is known to be there again: what was put off is due.
+  // Makes postponed attempts due now, since the path is known to work again.
   void retry_now(int64_t now_ns);
   void terminate() { state_ = RailState::kTerminated; }
 

@@ -6,13 +6,13 @@
 namespace tandem::transfer {
 namespace {
 
-// One absurd sample (a suspended machine) must not put a rail beyond recovery.
+// Bounds, so that one absurd sample (a suspended machine) cannot ruin a rail's estimate for good.
 constexpr double kMinBeta1 = 1.0 / 256;
 constexpr double kMaxBeta1 = 4096;
 constexpr double kMaxBeta0S = 1.0;
-// Relative variance of loads from which on a slope is looked for.
+// Least relative variance of loads for which a slope is estimated.
 constexpr double kLeastSpread = 1e-3;
-// Of the mean latency, the least that is laid to bandwidth.
+// Least part of the mean latency that is attributed to bandwidth.
 constexpr double kLeastPart = 0.1;
 
 }  // namespace
@@ -41,11 +41,11 @@ void RailPredictor::observe(double load_s, double latency_s) {
   const double mean_x = sum_x_ / weight_;
   const double mean_y = sum_y_ / weight_;
   const double variance = sum_xx_ / weight_ - mean_x * mean_x;
-  // Loads that are all alike say nothing about the slope; then only beta0 follows.
+  // Loads that are all alike do not determine the slope; then only beta0 is updated.
   if (mean_x > 0 && variance > kLeastSpread * mean_x * mean_x) {
     const double covariance = sum_xy_ / weight_ - mean_x * mean_y;
-    // Neither term may be negative; and noise must not explain nearly all of the latency away,
-    // or the rail would look as if it had no limit.
+    // Neither term may be negative; and noise must not attribute nearly all latency to beta0, or
+    // the rail would look as if its bandwidth had no limit.
     const double most = mean_y / mean_x;
     const double least = std::min(kLeastPart * most, beta1_);
     beta1_ = std::clamp(std::clamp(covariance / variance, least, std::max(least, most)),

@@ -9,10 +9,11 @@ namespace {
 
 constexpr double kNsPerS = 1e9;
 constexpr double kMaxTravelNs = 50e6;
-// Of one rail. A server closes a connection that leaves much more of its answers unread.
+// Limits of one rail. A server closes a connection that leaves much more of its answers unread.
 constexpr uint64_t kMaxInFlightBytes = 512 << 20;
 constexpr uint32_t kMaxInFlightSlices = 16384;
-// By fewer a rail is not known: the first slices of a connection tell of its start.
+// Number of slices below which a rail's speed counts as unknown, since the first slices measure the
+// connection's slow start.
 constexpr uint64_t kFewSlices = 8;
 
 }  // namespace
@@ -35,15 +36,15 @@ uint64_t RailSet::cut(const Rail& rail, uint64_t remaining, uint64_t total,
                       double all_bandwidth) const {
   const double bandwidth = rail.predictor.effective_bandwidth();
   const double steady = bandwidth * static_cast<double>(options_.slice_ns) / kNsPerS;
-  // A transfer too short for a full slice on every rail is split by their speeds instead.
+  // Split a transfer that is too short for a full slice on every rail by the rails' speeds.
   const double share = static_cast<double>(total) * bandwidth / all_bandwidth;
   const double wish = std::clamp(std::min(steady, share),
                                  static_cast<double>(options_.min_slice_bytes),
                                  static_cast<double>(options_.max_slice_bytes));
-  // Whole pages, so that the copies at both ends stay aligned.
+  // Round to whole pages, so that the copies at both ends stay aligned.
   constexpr uint64_t kPage = 4096;
   const uint64_t bytes = (static_cast<uint64_t>(wish) + kPage - 1) / kPage * kPage;
-  // A crumb costs as much as a slice: it goes with the last one.
+  // Add a small remainder to the last slice, since it would cost as much as a slice.
   return remaining < bytes + options_.min_slice_bytes / 2 ? remaining : bytes;
 }
 
@@ -60,7 +61,7 @@ std::optional<uint32_t> RailSet::find_idlest(int64_t now_ns, bool is_little_know
   return idlest;
 }
 
-// REQUIRES: a rail is healthy.
+// Returns the next healthy rail in turn. REQUIRES: a rail is healthy.
 uint32_t RailSet::find_next_in_turn() {
   do {
     next_in_turn_ = (next_in_turn_ + 1) % static_cast<uint32_t>(rails_.size());
@@ -82,7 +83,7 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
   double all_bandwidth = 0;
   for (const Rail& rail : rails_)
     if (rail.health.may_carry()) all_bandwidth += rail.predictor.effective_bandwidth();
-  // A probe that ends after everything else would be the tail of the transfer.
+  // A probe that ends after everything else would delay the end of the transfer.
   const double rest_s = all_bandwidth == 0 ? std::numeric_limits<double>::infinity()
                                            : static_cast<double>(remaining) / all_bandwidth;
   const auto is_cheap = [&](const Rail& rail) {
@@ -99,7 +100,8 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
   ++num_choices_;
   if (num_choices_ % options_.choices_per_probe == 0) {
     const std::optional<uint32_t> idlest = find_idlest(now_ns, false);
-    // Where all transfers are short, a rail that once looked slow would never be cheap again.
+    // Probe a long unused rail anyway: if all transfers are short, a rail that once looked slow
+    // would never be cheap enough.
     const auto is_long_idle = [&](const Rail& rail) {
       return now_ns - rail.used_ns >= options_.probe_anyway_ns;
     };
@@ -129,8 +131,8 @@ std::optional<SliceChoice> RailSet::choose(int64_t now_ns, uint64_t remaining, u
     if (offer.predicted_s < best_free.predicted_s && !is_full(rail, offer.predicted_s))
       best_free = offer;
   }
-  // The best rail is full. Another would end this slice later than it, which is only of no harm
-  // before the rest of the transfer has ended on all rails: then it would be the tail.
+  // The best rail is full. Another one would end this slice later, which is harmless only if the
+  // rest of the transfer takes even longer on all rails.
   if (best_free.predicted_s > best.predicted_s && best_free.predicted_s > rest_s)
     return std::nullopt;
   if (best_free.bytes == 0) return std::nullopt;
@@ -142,7 +144,7 @@ bool RailSet::is_full(const Rail& rail, double predicted_s) const {
   if (rail.num_in_flight < kAlwaysInFlight) return false;
   const RailPredictor& predictor = rail.predictor;
   const double queue_ns = (predicted_s - predictor.beta0_s()) * kNsPerS;
-  // The fixed latency is covered twice over, or the rail would run dry while an answer travels.
+  // Allow for twice the fixed latency, or the rail would run out of work while an answer travels.
   const double travel_ns = std::min(2 * predictor.beta0_s() * kNsPerS, kMaxTravelNs);
   return queue_ns > static_cast<double>(options_.window_ns) + travel_ns ||
          predictor.in_flight_bytes() >= kMaxInFlightBytes ||
@@ -152,12 +154,12 @@ bool RailSet::is_full(const Rail& rail, double predicted_s) const {
 SliceChoice RailSet::take(uint32_t index, uint64_t bytes, int64_t now_ns) {
   Rail& rail = rails_[index];
   const uint64_t ticket = next_ticket_++;
-  // What is learnt is how long it takes. The penalty is a preference on top: in the load it would be
-  // learnt away, as a rail that is so much faster.
+  // Estimate from the load without the penalty, which is only a preference: in the load it would
+  // make the rail look faster by the same factor.
   tickets_[ticket] = {index, bytes, rail.predictor.load_s(bytes, 1.0),
                       rail.predictor.predict_s(bytes, 1.0), now_ns};
   rail.predictor.reserve(bytes);
-  // Silence counts from the moment there is something to say.
+  // Silence is measured from the moment an answer is owed.
   if (rail.num_in_flight++ == 0) {
     rail.progress_ns = rail.heard_ns = now_ns;
     rail.is_owing = false;
@@ -188,7 +190,7 @@ void RailSet::complete(uint64_t id, int64_t now_ns) {
   rail.predictor.observe(ticket.load_s, latency_s);
   const double slow_s = std::max(options_.slow_factor * ticket.predicted_s,
                                  static_cast<double>(options_.slow_floor_ns) / kNsPerS);
-  // Being slow bars a rail only where another can take its share.
+  // Slowness bars a rail only if another one can take its share.
   bool has_other = false;
   for (uint32_t r = 0; r < rails_.size(); ++r)
     has_other |= r != ticket.rail && rails_[r].health.may_carry();
@@ -200,7 +202,7 @@ void RailSet::complete(uint64_t id, int64_t now_ns) {
 
 void RailSet::on_progress(uint32_t index, int64_t now_ns) {
   Rail& rail = rails_[index];
-  // Without work there is nothing to be silent about.
+  // Without work a rail's silence means nothing.
   if (rail.num_in_flight == 0 || now_ns <= rail.progress_ns) return;
   const int64_t gap_ns = now_ns - rail.progress_ns;
   constexpr int64_t kForget = 64;
@@ -220,7 +222,7 @@ void RailSet::forget(uint64_t id) {
 
 void RailSet::on_connect(uint32_t index, int64_t now_ns, int64_t answer_ns) {
   Rail& rail = rails_[index];
-  // Who is back at once was not cut off.
+  // A rail that reconnects at once was not cut off, so that its silence counts as usual.
   if (now_ns - rail.left_ns < options_.stall_floor_ns)
     rail.usual_quiet_ns = std::max(rail.usual_quiet_ns, rail.left_quiet_ns);
   rail.health.on_connect(now_ns, answer_ns);
@@ -253,14 +255,14 @@ int64_t RailSet::stall_due_ns(uint32_t index) const {
   const auto due_ns = [&](int64_t least_ns) {
     return rail.progress_ns + std::max(least_ns, static_cast<int64_t>(predicted_ns));
   };
-  // Its host lives: it is the process there that gets no core.
+  // The other host is alive: only its process gets no core, so that the longer limit applies.
   if (rail.is_owing)
     return std::clamp(rail.heard_ns + quiet_limit_ns(index), due_ns(floor_ns),
                       due_ns(std::max(floor_ns, options_.stall_floor_ns)));
   return due_ns(floor_ns);
 }
 
-// Of the oldest slice: what was queued behind it, perhaps in the silence, does not delay it.
+// Use the oldest slice's prediction, since slices queued behind it do not delay it.
 int64_t RailSet::quiet_limit_ns(uint32_t index) const {
   const auto oldest = std::find_if(tickets_.begin(), tickets_.end(),
                                    [&](const auto& one) { return one.second.rail == index; });
@@ -270,7 +272,7 @@ int64_t RailSet::quiet_limit_ns(uint32_t index) const {
                    2 * rails_[index].usual_quiet_ns});
 }
 
-// Half the limit after a sign of life, then every quarter.
+// Check at half the limit after a sign of life, then at every quarter.
 int64_t RailSet::look_due_ns(uint32_t index) const {
   const Rail& rail = rails_[index];
   if (rail.num_in_flight == 0 || rail.num_completed < kFewSlices) return kNever;
@@ -289,14 +291,14 @@ void RailSet::on_look(uint32_t index, int64_t now_ns, bool owes, int64_t heard_n
   const int64_t quiet_ns = rail.is_owing && owes ? heard_ns - rail.heard_ns : 0;
   rail.usual_quiet_ns =
       std::max(quiet_ns, rail.usual_quiet_ns - (rail.usual_quiet_ns - quiet_ns) / kForget);
-  // A debt counts from when it is seen.
+  // A debt counts from when it is noticed.
   rail.heard_ns = rail.is_owing && owes ? heard_ns : now_ns;
   rail.is_owing = owes;
   rail.num_quiet_looks = 0;
 }
 
-// One look is not enough: if it is this thread that was kept from running, the other host's word may
-// be here and wait to be read.
+// Several looks are needed: if this thread was not scheduled, the other host's acknowledgement may
+// have arrived unread.
 bool RailSet::is_quiet(uint32_t index, int64_t now_ns) const {
   constexpr int kLooks = 3;
   const Rail& rail = rails_[index];
@@ -310,7 +312,7 @@ int64_t RailSet::next_event_ns(bool has_waiting) const {
     const RailHealth& health = rails_[r].health;
     if (has_waiting || health.state() == RailState::kClosed) {
       int64_t due = health.due_ns();
-      // A probe that was put off, for being dear, is looked at again when it is taken anyway.
+      // A probe that was postponed as too expensive is considered again when it is due anyway.
       if (health.state() == RailState::kPaused && due <= chosen_ns_)
         due += options_.probe_anyway_ns;
       next = std::min(next, due);

@@ -1,13 +1,14 @@
-// Slice spraying: which rail takes the next slice of a transfer, and how long that slice is.
+// Distribution of slices: which rail takes the next slice of a transfer, and how long that slice
+// is.
 //
-// A slice is cut when a rail is chosen for it, never before: its length is what that rail moves in
-// `slice_ns`, so fast rails get long slices, slow rails short ones, and all slices take about the
-// same time, which bounds the tail of a transfer. A rail holds at most `window_ns` of predicted work
-// (and always may hold two slices); beyond that slices wait, so that a late discovery about a rail
-// concerns few of them.
+// A slice is cut when a rail is chosen for it: its length is what that rail moves in `slice_ns`, so
+// that fast rails get long slices and slow rails short ones, and all slices take about the same
+// time, which limits the tail of a transfer. A rail has at most `window_ns` of predicted work (and
+// may always have two slices); further slices wait, so that a late discovery about a rail affects
+// few of them.
 //
-// Every choice is a ticket that ends in exactly one of complete, fail, forget or disconnect.
-// Pure: time is an argument (monotonic nanoseconds); the owner serialises calls.
+// Every choice is a ticket that ends in exactly one of complete, fail, forget or disconnect. Pure:
+// time is an argument (monotonic nanoseconds); the owner serialises calls.
 #pragma once
 
 #include <algorithm>
@@ -26,27 +27,30 @@ struct SprayOptions {
   uint64_t max_slice_bytes = 4 << 20;
   int64_t slice_ns = 1'000'000;
   int64_t window_ns = 10'000'000;
-  // A slice is slow if it took this many times its prediction, and longer than the floor. Below
-  // the floor, the noise of a shared machine looks the same.
+  // A slice is slow if it took this many times its prediction, and longer than the floor. Below the
+  // floor, the noise of a shared machine looks the same.
   double slow_factor = 3.0;
   int64_t slow_floor_ns = 20'000'000;
-  // A rail with work and without progress for slow_factor times the prediction is silent: its
-  // connection is to be closed. Not before the first of these while few slices have told how fast
-  // it is, never before the second: below it, silence and a busy machine look the same.
+  // A rail with work that makes no progress for slow_factor times the prediction is silent, and its
+  // connection is closed. Not before the first limit while few slices have measured its speed, and
+  // never before the second: below it, silence and a busy machine look the same.
   int64_t stall_floor_ns = 200'000'000;
   int64_t known_stall_floor_ns = 20'000'000;
-  // And it is silent if the other host's kernel, which owes acknowledgements, has given none for
-  // quiet_factor times what was predicted for the oldest slice, and no less than the floor. A kernel
-  // answers where processes wait for a core, so this may be tight, and a rail that it answers on is
-  // not given up before stall_floor_ns. What is left up to slow_factor is for clocks and wake-ups.
+  // A rail is also silent if the other host's kernel, which owes acknowledgements, has sent none
+  // for quiet_factor times the prediction of the oldest slice, and not below the floor. A kernel
+  // answers while processes wait for a core, so that this limit may be tight, and a rail on which
+  // the kernel answers is not given up before stall_floor_ns. The difference to slow_factor allows
+  // for clocks and wake-ups.
   double quiet_factor = 1.75;
   int64_t quiet_floor_ns = 12'000'000;
-  // One choice in so many goes to the healthy rail that was idle longest, so that it stays known.
+  // One choice in this many goes to the healthy rail that was idle longest, so that its speed stays
+  // known.
   uint64_t choices_per_probe = 128;
-  // And one in so many to a rail that few slices have told of: a first slice that was unlucky would
+  // One choice in this many goes to a rail with few measured slices: an unlucky first slice would
   // otherwise be believed for long.
   uint64_t choices_per_trial = 8;
-  // A probe that would end after the rest of the transfer waits for a longer one, at most so long.
+  // A probe that would end after the rest of the transfer is postponed to a longer transfer, for
+  // this time at most.
   int64_t probe_anyway_ns = 1'000'000'000;
   HealthOptions health;
 };
@@ -61,7 +65,7 @@ class RailSet {
  public:
   explicit RailSet(const SprayOptions& options) : options_(options) {}
 
-  // A new rail is closed; see on_connect. Returns its index.
+  // Adds a rail, closed until on_connect. Returns its index.
   uint32_t add_rail(const PredictorOptions& options);
   size_t num_rails() const { return rails_.size(); }
   const RailHealth& health(uint32_t rail) const { return rails_[rail].health; }
@@ -69,25 +73,26 @@ class RailSet {
   bool has_healthy() const;
   bool is_terminated() const;
 
-  // A rail and a length in [1, remaining] for the next slice of a transfer of `total` bytes, or
-  // nothing: wait for a completion or for next_event_ns. REQUIRES: 1 <= remaining <= total.
-  // `location`: of the memory, see set_penalty.
+  // Chooses a rail, and a length in [1, remaining], for the next slice of a transfer of `total`
+  // bytes. Returns nothing if the caller must wait for a completion or for next_event_ns. REQUIRES:
+  // 1 <= remaining <= total. `location`: of the memory, see set_penalty.
   std::optional<SliceChoice> choose(int64_t now_ns, uint64_t remaining, uint64_t total,
                                     size_t location = 0);
-  // P of the formula for slices in the memory of this location (0: unknown, always the rail's own).
+  // Sets the penalty of the prediction for slices in memory of this location (0: unknown, always
+  // the rail's own).
   void set_penalty(uint32_t rail, size_t location, double penalty);
-  // No slice for this rail before that time: it has used its share of the NIC.
+  // Bars a rail until a time, since it has used its share of the NIC.
   void hold(uint32_t rail, int64_t until_ns) { rails_[rail].held_until_ns = until_ns; }
 
-  // From now on rails take slices in turn, whatever they carry and however slow they are: what the
-  // classic engines do, to be compared with. Lengths stay, and errors still bar a rail.
+  // From now on rails take slices in turn, whatever their load and speed, as a baseline for
+  // comparisons. Lengths stay, and errors still bar a rail.
   void use_round_robin() { is_round_robin_ = true; }
 
   bool has_ticket(uint64_t ticket) const { return tickets_.contains(ticket); }
-  // Bytes of this rail moved: it is not silent.
+  // Notes that bytes of this rail moved, so that it is not silent.
   void on_progress(uint32_t rail, int64_t now_ns);
-  // Whether the owner should look at the other host's life, and what it saw: whether that owes
-  // acknowledgements, and when it was last heard of.
+  // True if the owner should check the other host's acknowledgements. `on_look` notes the result:
+  // whether the host owes some, and when it was last heard.
   bool is_look_due(uint32_t rail, int64_t now_ns) const { return now_ns >= look_due_ns(rail); }
   void on_look(uint32_t rail, int64_t now_ns, bool owes, int64_t heard_ns);
   void complete(uint64_t ticket, int64_t now_ns);
@@ -99,19 +104,19 @@ class RailSet {
   }
   void begin_connect(uint32_t rail) { rails_[rail].health.begin_connect(); }
   void on_connect(uint32_t rail, int64_t now_ns, int64_t answer_ns = 0);
-  // See RailHealth.
+  // Limit for an answer to a reconnection, see RailHealth.
   int64_t patience_ns(uint32_t rail) const { return rails_[rail].health.patience_ns(); }
-  // The tickets that the rail held; they are gone and their slices must be given anew.
+  // Removes and returns the tickets of a disconnected rail, whose slices must be given anew.
   std::vector<uint64_t> on_disconnect(uint32_t rail, int64_t now_ns);
   void terminate(uint32_t rail) { rails_[rail].health.terminate(); }
   void retry_now(uint32_t rail, int64_t now_ns) { rails_[rail].health.retry_now(now_ns); }
 
-  // Whether the rail holds work and has been silent for too long.
+  // True if the rail has work and has been silent for too long.
   bool is_stalled(uint32_t rail, int64_t now_ns) const {
     return now_ns >= stall_due_ns(rail) || is_quiet(rail, now_ns);
   }
-  // The next time at which a reconnection, a stall, a look or (if slices wait for a rail) a probe is due;
-  // kNever if none.
+  // Returns the next time at which a reconnection, a stall, a look or (if slices wait for a rail) a
+  // probe is due; kNever if none is.
   int64_t next_event_ns(bool has_waiting = true) const;
 
  private:
@@ -125,16 +130,18 @@ class RailSet {
     int64_t progress_ns = 0;
     int64_t held_until_ns = 0;
     uint64_t num_completed = 0;
-    // Between two signs of progress, lately and at most: what is usual is no silence.
+    // Longest recent time between two signs of progress: as much silence is usual.
     int64_t usual_gap_ns = 0;
-    // When the other host was last heard of, whether it owes us something, and the looks since then.
+    // Time when the other host was last heard, whether it owes acknowledgements, and the number of
+    // looks since.
     int64_t heard_ns = 0;
     int64_t looked_ns = 0;
     bool is_owing = false;
     int num_quiet_looks = 0;
-    // How long it was quiet and lived, lately and at most.
+    // Longest recent silence of the host after which it was still alive.
     int64_t usual_quiet_ns = 0;
-    // It was left for being quiet that long; not to be repeated if it is back at once.
+    // Time and length of the silence for which the rail was given up; if it reconnects at once, as
+    // much silence counts as usual.
     int64_t left_ns = 0;
     int64_t left_quiet_ns = 0;
     std::vector<double> penalties;  // By location.
@@ -155,7 +162,8 @@ class RailSet {
   int64_t quiet_limit_ns(uint32_t rail) const;
   int64_t look_due_ns(uint32_t rail) const;
   bool is_quiet(uint32_t rail, int64_t now_ns) const;
-  // It has as much as it may have, with a slice that is predicted to end then.
+  // True if the rail has as much work as it may have, including a slice that is predicted to end
+  // then.
   bool is_full(const Rail& rail, double predicted_s) const;
   uint64_t cut(const Rail& rail, uint64_t remaining, uint64_t total, double all_bandwidth) const;
   uint32_t find_next_in_turn();

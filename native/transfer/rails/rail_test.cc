@@ -1,4 +1,5 @@
-// The deciders by example; tests/transfer/rails/test_rails_props.py drives them over seeded schedules.
+// Examples of the rails' decisions; tests/transfer/rails/test_rails_props.py runs them over seeded
+// schedules.
 #include <cmath>
 #include <numeric>
 
@@ -76,7 +77,7 @@ TEST(rail_set_cuts_by_the_speed_of_the_rail) {
   const SliceChoice b = *slow.choose(0, total, total);
   CHECK(a.bytes > 900'000 && a.bytes < 1'100'000);
   CHECK(b.bytes > 90'000 && b.bytes < 110'000);
-  // A short transfer is split by speed, never below the least slice.
+  // A short transfer is split by speed, and never below the least slice.
   RailSet pair = make_set({1e9, 1e9});
   CHECK_EQ(pair.choose(0, 512 << 10, 512 << 10)->bytes, uint64_t{256 << 10});
   CHECK_EQ(pair.choose(0, 4096, 4096)->bytes, uint64_t{4096});

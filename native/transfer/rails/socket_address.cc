@@ -138,7 +138,7 @@ Result<SocketAddress> parse_address(const std::string& text) {
 Result<PortRange> parse_port_range(const std::string& text) {
   const size_t colon = text.rfind(':');
   const size_t dash = text.rfind('-');
-  // A dash of the host name is no range.
+  // A dash in the host name is not a port range.
   const bool is_range = colon != std::string::npos && dash != std::string::npos && dash > colon;
   Result<SocketAddress> address = parse_address(is_range ? text.substr(0, dash) : text);
   if (!address.is_ok()) return address.error();
@@ -188,14 +188,15 @@ bool stays_on_host(const SocketAddress& remote, const SocketAddress& local) {
 void tune_stream(int fd, const SocketAddress& remote, int buffer_bytes) {
   const int on = 1;
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-  // Inside a host nothing is congested. A control that paces (BBR) halves the rate there: it guesses
-  // a bandwidth from memory copies, sends in small parts and stops for its own probes. Every kernel
-  // has Reno, and whatever the administrator chose stays in force between hosts.
+  // Use Reno within a host, where nothing is congested. A congestion control that paces (BBR)
+  // halves the rate there: it estimates a bandwidth from memory copies, sends small parts and
+  // pauses for its own probes. Every kernel has Reno. Between hosts the administrator's choice
+  // stays.
   if (stays_on_host(remote, local_address_of(fd))) {
     constexpr std::string_view kUnpaced = "reno";
     setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kUnpaced.data(), kUnpaced.size());
   }
-  // 0 leaves the kernel's own tuning, which a fixed size would turn off.
+  // 0 keeps the kernel's own tuning, which a fixed size would turn off.
   if (buffer_bytes > 0) {
     setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &buffer_bytes, sizeof buffer_bytes);
     setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &buffer_bytes, sizeof buffer_bytes);
@@ -215,7 +216,7 @@ SocketAddress local_address_of(int fd) {
 }
 
 HostLife host_life_of(int fd, int64_t now_ns) {
-  // A kernel may keep the acknowledgement of two segments back, for 40 ms and more.
+  // A kernel may delay the acknowledgement of two segments, for 40 ms and more.
   constexpr uint32_t kMaxDelayed = 2;
   constexpr int64_t kNsPerMs = 1'000'000;
   tcp_info info{};
@@ -245,7 +246,7 @@ std::vector<std::pair<std::string, std::string>> list_interfaces() {
     if (getnameinfo(one->ifa_addr, size, host, sizeof host, nullptr, 0, NI_NUMERICHOST) != 0)
       continue;
     const std::string text(host);
-    // A link-local address carries its interface: fe80::1%eth0.
+    // A link-local address contains its interface: fe80::1%eth0.
     found.emplace_back(one->ifa_name, text.substr(0, text.find('%')));
   }
   freeifaddrs(all);

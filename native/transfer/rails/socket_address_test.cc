@@ -1,5 +1,5 @@
-// Goal: a stream inside the host is not paced, one to another host is as the administrator chose.
-// Method: real sockets of the loopback interface; what the kernel says of them.
+// Goal: a stream within the host is not paced, one to another host follows the administrator's
+// choice. Method: real loopback sockets, and their options as the kernel reports them.
 #include "transfer/rails/socket_address.h"
 
 #include <netinet/in.h>
@@ -50,7 +50,7 @@ TEST(host_owes_what_it_has_not_acknowledged) {
   const HostLife life = host_life_of(fd, kNow);
   CHECK(!life.owes);
   CHECK(life.heard_ns > kNow - 60'000'000'000 && life.heard_ns <= kNow);
-  // Nothing is known of what is no stream.
+  // A descriptor that is no stream has no known state.
   CHECK(!host_life_of(-1, kNow).owes);
   close(fd);
   close(listener);
@@ -59,7 +59,7 @@ TEST(host_owes_what_it_has_not_acknowledged) {
 TEST(stream_to_another_host_keeps_the_control_of_the_system) {
   const int fd = listen_on(parse_address("127.0.0.1:0").value()).value();
   const std::string usual = congestion_control_of(fd);
-  // Where the system's own is the same, another that the kernel offers tells the two apart.
+  // If the system's default is Reno too, set another control first, to tell the two apart.
   const std::string other = "cubic";
   const bool is_set =
       setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, other.data(), other.size()) == 0;

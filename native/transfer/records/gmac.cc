@@ -7,7 +7,8 @@
 namespace tandem::transfer {
 namespace {
 
-// The functions of libcrypto that we call; their types as openssl/evp.h declares them since 1.1.0.
+// The functions of libcrypto that are called, with their types as openssl/evp.h declares them since
+// 1.1.0.
 struct Libcrypto {
   void* (*new_context)() = nullptr;                                              // EVP_CIPHER_CTX_new
   void (*free_context)(void*) = nullptr;                                         // EVP_CIPHER_CTX_free
@@ -37,15 +38,15 @@ class GmacTagger : public Tagger {
 
   bool make(uint64_t sequence, const uint8_t* data, size_t size,
             uint8_t out[kTagBytes]) override {
-    // 96 bits: the fixed field of SP 800-38D, section 8.2.1, is zero, since each direction of each
-    // connection has a key of its own.
+    // A nonce of 96 bits: the fixed field of SP 800-38D, section 8.2.1, is zero, since each
+    // direction of each connection has its own key.
     uint8_t nonce[12] = {};
     for (int i = 0; i < 8; ++i) nonce[4 + i] = static_cast<uint8_t>(sequence >> (8 * i));
     int count = 0;
     uint8_t none[16];
     if (size > kMaxUpdate || library_.init(context_, nullptr, nullptr, nullptr, nonce) != 1)
       return false;
-    // Without a place for its output `update` takes bytes that are authenticated and not encrypted.
+    // Without an output buffer `update` takes bytes that are authenticated and not encrypted.
     if (size > 0 && library_.update(context_, nullptr, &count, data, static_cast<int>(size)) != 1)
       return false;
     return library_.final(context_, none, &count) == 1 &&
@@ -64,7 +65,7 @@ bool find(void* handle, const char* name, Function* function) {
 }
 
 bool passes_vector(const Libcrypto& library) {
-  // Test case 13 of the GCM specification: a key and a nonce of zeros, no text.
+  // Test case 13 of the GCM specification: key and nonce of zeros, no text.
   constexpr uint8_t kExpected[kTagBytes] = {0x53, 0x0f, 0x8a, 0xfb, 0xc7, 0x45, 0x36, 0xb9,
                                             0xa9, 0x63, 0xb4, 0xf1, 0xc4, 0xcb, 0x73, 0x8b};
   uint8_t tag[kTagBytes] = {};

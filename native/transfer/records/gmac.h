@@ -1,5 +1,5 @@
-// GMAC (NIST SP 800-38D) with AES-256, by the system's libcrypto. It is looked for at run time: the
-// build needs no header of it, and a machine without it does without GMAC.
+// GMAC (NIST SP 800-38D) with AES-256, by the system's libcrypto. It is loaded at run time: the
+// build needs no header of it, and a machine without it uses no GMAC.
 #pragma once
 
 #include <memory>
@@ -8,9 +8,9 @@
 
 namespace tandem::transfer {
 
-// A libcrypto was found, and gives the tag that the standard's test vector has.
+// True if a libcrypto was found that computes the standard's test vector.
 bool has_gmac();
-// nullptr where has_gmac() is false, or on a failure of the library.
+// Returns nullptr if has_gmac() is false, or if the library fails.
 std::unique_ptr<Tagger> make_gmac(const Digest& key);
 
 }  // namespace tandem::transfer

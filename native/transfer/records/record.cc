@@ -8,7 +8,7 @@ namespace tandem::transfer {
 namespace {
 
 constexpr size_t kMaxWholeBytes = kRecordHeaderBytes + kMaxRecordBytes + kTagBytes;
-// Of one turn. Both ends' buffers stay in a second-level cache.
+// Limit of the records in one system call, so that both ends' buffers stay in a second-level cache.
 constexpr size_t kMaxTurnRecords = 4;
 constexpr size_t kFirstBufferBytes = 4 << 10;
 
@@ -69,12 +69,12 @@ RecordReader::RecordReader(std::unique_ptr<Tagger> tagger)
     : tagger_(std::move(tagger)), buffer_(kFirstBufferBytes) {}
 
 std::pair<uint8_t*, size_t> RecordReader::space() {
-  // What is left is less than a record.
+  // Move the rest, which is less than a record, to the front.
   std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
   const bool is_busy = end_ == buffer_.size();
   end_ -= begin_;
   begin_ = opened_ = opened_end_ = 0;
-  // Quiet connections keep a small buffer, those that fill theirs get a larger one.
+  // Idle connections keep a small buffer; one that was filled grows.
   if (is_busy)
     buffer_.resize(std::min(4 * buffer_.size(), kMaxTurnRecords * kMaxWholeBytes));
   return {buffer_.data() + end_, buffer_.size() - end_};
@@ -83,7 +83,8 @@ std::pair<uint8_t*, size_t> RecordReader::space() {
 bool RecordReader::has_record() const {
   if (end_ - begin_ < kRecordHeaderBytes) return false;
   const size_t size = get_u32(buffer_.data() + begin_);
-  // A size that cannot be is found when the record is opened, not waited for.
+  // Report an impossible size as a whole record, so that opening it fails instead of waiting for
+  // more bytes.
   return size > kMaxRecordBytes || end_ - begin_ >= kRecordHeaderBytes + size + kTagBytes;
 }
 

@@ -1,6 +1,6 @@
-// Goal: what a reader opens is the beginning of what the writer sealed, whatever lies between them.
-// Method: vectors of the standards for tags and keys; streams that are cut, flipped, doubled, swapped,
-// mixed with another connection's and sent back, with everything right that needs no key.
+// Goal: a reader opens only a beginning of what the writer sealed, whatever happens to the stream.
+// Method: the standards' vectors for tags and keys; streams that are cut, flipped, duplicated,
+// swapped, mixed with another connection's and sent back, with all fields right that need no key.
 #include <algorithm>
 #include <cstring>
 #include <random>
@@ -36,7 +36,7 @@ std::string hex(const uint8_t* bytes, size_t size) {
   return text;
 }
 
-// Whole records, as one end sends them.
+// Returns whole records, as one end sends them.
 std::vector<std::string> seal(TagKind kind, uint8_t key, const std::vector<std::string>& texts) {
   RecordWriter writer(Tagger::create(kind, key_of(key)));
   std::vector<std::string> records;
@@ -96,7 +96,7 @@ TEST(hkdf_vector_of_rfc_5869) {
            "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf");
 }
 
-// GMAC of "record" under nonce 00000000 || 7, worked out from SP 800-38D without libcrypto's GCM.
+// GMAC of "record" under nonce 00000000 || 7, computed from SP 800-38D without libcrypto's GCM.
 TEST(tags_are_those_of_the_standards) {
   uint8_t tag[kTagBytes];
   const auto* text = reinterpret_cast<const uint8_t*>("record");
@@ -144,7 +144,7 @@ TEST(nothing_opens_but_the_genuine_stream_in_its_order) {
   for (const TagKind kind : kinds()) {
     const std::vector<std::string> own = seal(kind, 1, texts);
     const std::vector<std::string> other = seal(kind, 2, texts);
-    // Each with how many of the genuine bytes may be opened before it is noticed.
+    // Each attack with the number of genuine bytes that may be opened before it is noticed.
     const std::vector<std::pair<std::vector<std::string>, size_t>> attacks = {
         {{own[0], own[0], own[1]}, 5},                  // Doubled.
         {{own[1], own[0], own[2]}, 0},                  // Swapped.
@@ -158,16 +158,16 @@ TEST(nothing_opens_but_the_genuine_stream_in_its_order) {
       CHECK(opened.bytes == plain.substr(0, limit));
       CHECK(opened.is_refused || stream[1].size() == 100);
     }
-    // The number in the clear made right, as who has no key can.
+    // Correct the plain sequence number, as an attacker without the key can.
     std::vector<std::string> moved = {own[0], own[2]};
     moved[1][4] = 1;
     CHECK(open_all(kind, 1, join(moved), 1 << 20).is_refused);
-    // A record cut short, with its size made right.
+    // A record that is cut short, with its size corrected.
     std::string shorter = own[0];
     shorter.erase(8 + 4, 1);
     shorter[0] = 4;
     CHECK(open_all(kind, 1, shorter, 1 << 20).is_refused);
-    // Every bit of a record.
+    // Flip every bit of a record.
     for (size_t i = 0; i < own[0].size() * 8; ++i) {
       std::string flipped = own[0];
       flipped[i / 8] = static_cast<char>(flipped[i / 8] ^ (1 << (i % 8)));

@@ -25,7 +25,7 @@ constexpr std::array<uint32_t, 256> make_table() {
 constexpr std::array<uint32_t, 256> kTable = make_table();
 
 #if defined(__x86_64__)
-// Of bytes that follow on what `state` stands for; neither end is inverted.
+// Continues a CRC from `state` over more bytes, without the inversions at its beginning and end.
 __attribute__((target("sse4.2"))) uint32_t advance(uint32_t state, const uint8_t* at, size_t size) {
   uint64_t wide = state;
   for (; size >= 8; size -= 8, at += 8) {
@@ -38,7 +38,7 @@ __attribute__((target("sse4.2"))) uint32_t advance(uint32_t state, const uint8_t
   return state;
 }
 
-// x^power modulo the polynomial, reflected.
+// Returns x^power modulo the polynomial, bit-reflected.
 constexpr uint64_t power_of_x(int power) {
   uint32_t value = 0x80000000;
   for (; power > 0; --power) value = value >> 1 ^ (value & 1 ? kPolynomial : 0);
@@ -47,14 +47,15 @@ constexpr uint64_t power_of_x(int power) {
 
 constexpr size_t kFoldBytes = 256;
 
-// Each 128 bits of a running remainder are multiplied by x^2048 (carry-less, in two halves) and added
-// to what stands 2048 bits on; four registers, so that none waits for its multiplication. What is left
-// is 256 bytes with the checksum of all. REQUIRES: size >= kFoldBytes.
+// Each 128 bits of the running remainder are multiplied by x^2048 (carry-less, in two halves) and
+// added to the bits 2048 further; four registers, so that none waits for its multiplication. The
+// result is 256 bytes with the checksum of all. REQUIRES: size >= kFoldBytes.
 __attribute__((target("avx512f,vpclmulqdq,sse4.2"))) uint32_t crc32c_folded(uint32_t crc,
                                                                             const uint8_t* at,
                                                                             size_t size) {
   constexpr int kBits = 8 * kFoldBytes;
-  // A product of reflected numbers is one place short: the exponents are one less than the distance.
+  // A product of reflected numbers is one bit short, so that the exponents are one less than the
+  // distance.
   constexpr long long kLow = static_cast<long long>(power_of_x(kBits + 63) << 32);
   constexpr long long kHigh = static_cast<long long>(power_of_x(kBits - 1) << 32);
   const __m512i powers = _mm512_set4_epi64(kHigh, kLow, kHigh, kLow);

@@ -1,5 +1,6 @@
-// Faults on purpose, for tests: a plan says for each chunk of a transport what goes wrong with it. The
-// network has its own proxy (tandem.transfer.faults); this is for transports inside the host.
+// Injected faults for tests: a plan decides for each chunk of a transport what goes wrong. The
+// network has its own proxy (tests/transfer/transfer_faults.py); this is for transports within the
+// host.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 namespace tandem::transfer {
 
-// Probabilities per chunk; what is left is no fault.
+// Probabilities for each chunk; the remaining probability is that of no fault.
 struct FaultRates {
   double drop = 0;       // Not moved, reported as failed.
   double corrupt = 0;    // Wrong bytes moved, reported as failed: torn.
@@ -31,7 +32,7 @@ class FaultPlan {
 
   Fault next();
   int64_t delay_ns() const { return rates_.delay_ns; }
-  // So far, of the chunks that asked.
+  // Number of faults so far.
   uint64_t num_faults() const;
 
  private:
@@ -41,7 +42,7 @@ class FaultPlan {
   uint64_t num_faults_ GUARDED_BY(mutex_) = 0;
 };
 
-// A mapping that does what the plan says to copies through another one.
+// Returns a mapping that applies the plan's faults to copies through another mapping.
 std::shared_ptr<Mapping> make_faulty_mapping(std::shared_ptr<Mapping> mapping,
                                              std::shared_ptr<FaultPlan> plan);
 

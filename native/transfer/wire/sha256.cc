@@ -53,14 +53,14 @@ void compress_portable(uint32_t state[8], const uint8_t* block) {
 
 #if defined(__x86_64__)
 bool has_sha_instructions() {
-  // The compiler's own question for this feature is too new to rely on.
+  // Query CPUID directly, since the compiler's own test for this feature is too new to rely on.
   unsigned a = 0, b = 0, c = 0, d = 0;
   constexpr unsigned kSha = 1u << 29;
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b & kSha) != 0 &&
          __builtin_cpu_supports("sse4.1") && __builtin_cpu_supports("ssse3");
 }
 
-// The instructions keep the state as ABEF and CDGH, and make two rounds each.
+// The instructions keep the state as ABEF and CDGH, and compute two rounds each.
 __attribute__((target("sha,sse4.1,ssse3"))) void compress_by_instructions(uint32_t state[8],
                                                                           const uint8_t* at,
                                                                           size_t num_blocks) {

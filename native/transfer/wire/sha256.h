@@ -1,6 +1,6 @@
-// SHA-256 (FIPS 180-4), HMAC (RFC 2104) and HKDF (RFC 5869), for the proof of the cluster secret, the
-// keys of a connection, and its tags where libcrypto is missing. The build has no cryptographic
-// library to lean on; the test vectors are those of the standards.
+// SHA-256 (FIPS 180-4), HMAC (RFC 2104) and HKDF (RFC 5869), for the proof of the cluster secret,
+// the keys of a connection, and its tags without libcrypto. Implemented here because the build has
+// no cryptographic library; tested with the standards' vectors.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@ namespace tandem::transfer {
 
 using Digest = std::array<uint8_t, 32>;
 
-// A digest of bytes that come in parts.
+// A SHA-256 digest of bytes that are added in parts.
 class Sha256 {
  public:
   void update(std::string_view data);
@@ -39,13 +39,13 @@ class HmacSha256 {
 };
 
 Digest sha256(std::string_view data);
-// One block of 64 bytes as a processor without instructions for it does it; for tests.
+// Processes one block of 64 bytes without the SHA instructions; for tests.
 void sha256_compress_portable(uint32_t state[8], const uint8_t* block);
 Digest hmac_sha256(std::string_view key, std::string_view data);
-// One block of HKDF-SHA256: 32 bytes of key for the purpose that `info` names.
+// Returns one block of HKDF-SHA256: 32 bytes of key for the purpose that `info` names.
 Digest hkdf_sha256(std::string_view salt, std::string_view secret, std::string_view info);
 
-// In a time that does not depend on where the first difference is.
+// Compares in a time that does not depend on the place of the first difference.
 bool equal_in_constant_time(std::string_view a, std::string_view b);
 
 inline std::string_view as_view(const Digest& digest) {

@@ -45,7 +45,7 @@ std::string prove_input(std::string_view label, std::string_view hello,
   return input;
 }
 
-// The choice is part of what is proved where there is one.
+// Adds the choice of tags to the input of the proof, in versions that have tags.
 std::string with_choice(std::string input, const Challenge& challenge, TagKind tags) {
   if (challenge.version >= kTagsVersion) input.push_back(static_cast<char>(tags));
   return input;
@@ -293,7 +293,8 @@ Result<Description> decode_description(std::string_view payload) {
   for (uint16_t i = 0; i < num_addresses && in.is_ok(); ++i)
     description.addresses.push_back(in.get_text());
   const uint32_t num_buffers = in.get_u32();
-  // No reserve: the count is the peer's word, the payload's length is a fact.
+  // Do not reserve memory by the count, which is the peer's claim; the payload's length limits the
+  // loop.
   for (uint32_t i = 0; i < num_buffers && in.is_ok(); ++i) {
     BufferInfo buffer;
     buffer.offset = in.get_u64();

@@ -1,6 +1,7 @@
-// Frames of the data connection: a header of 48 bytes, then a payload. docs/design/transfer/transfer_wire.md
-// has the grammar. Numbers are little-endian; values of enums are part of the wire format, do not
-// change them. Nothing here touches a socket: the fuzz target calls decode_* on any bytes.
+// Frames of the data connection: a header of 48 bytes, then a payload;
+// docs/design/transfer/transfer_wire.md has the grammar. Numbers are little-endian. Values of enums
+// are part of the wire format and must not change. Nothing here uses a socket: the fuzz target
+// calls decode_* on any bytes.
 #pragma once
 
 #include <cstdint>
@@ -18,25 +19,25 @@ namespace tandem::transfer {
 
 inline constexpr uint16_t kMinVersion = 1;
 inline constexpr uint16_t kMaxVersion = 5;
-// The first with calls.
+// The first version with calls.
 inline constexpr uint16_t kCallsVersion = 2;
-// The first whose grants may name a file that is not sealed.
+// The first version whose grants may name a file that is not sealed.
 inline constexpr uint16_t kFilesVersion = 3;
-// The first that closes connections of other sessions when it is asked to.
+// The first version that closes connections of other sessions on request.
 inline constexpr uint16_t kDebtsVersion = 4;
-// The first whose frames may go in records with tags.
+// The first version whose frames may be in records with tags.
 inline constexpr uint16_t kTagsVersion = 5;
 inline constexpr size_t kHeaderBytes = 48;
 inline constexpr size_t kNonceBytes = 32;
 inline constexpr size_t kSessionBytes = 16;
-// Largest payload of a frame that is not slice data.
+// Largest payload of a frame without slice data.
 inline constexpr uint32_t kMaxControlBytes = 4 << 20;
-// Before the peer has proved the secret it may make us hold no more than this.
+// Largest payload before the peer has proved the secret, so that strangers cannot use up memory.
 inline constexpr uint32_t kMaxHandshakeBytes = 512;
 inline constexpr uint32_t kMaxSliceBytes = 256 << 20;
-// Of a call, and of its answer; what is larger is a transfer.
+// Largest request of a call, and largest answer; larger data is moved by transfers.
 inline constexpr uint32_t kMaxCallBytes = 1 << 20;
-// Unanswered: of one opened segment, and of one engine that serves.
+// Limits of unanswered calls, for one opened segment and for one serving engine.
 inline constexpr size_t kMaxCallsInFlight = 4096;
 inline constexpr size_t kMaxCallBytesInFlight = 64 << 20;
 
@@ -82,21 +83,22 @@ struct Frame {
 };
 
 void encode_header(const Frame& frame, uint8_t out[kHeaderBytes]);
-// Errors: kCorruption (magic, check sum, unknown type, a payload too long for the type).
+// Parses a header. Errors: kCorruption (magic, checksum, unknown type, a payload too long for the
+// type).
 Result<Frame> decode_header(const uint8_t in[kHeaderBytes]);
-// As the header claims; unchecked.
+// Returns the payload length that an unchecked header claims.
 uint32_t peek_payload_bytes(const uint8_t in[kHeaderBytes]);
 
 constexpr bool is_handshake(FrameType type) { return type <= FrameType::kReady; }
 constexpr bool is_call(FrameType type) {
   return type == FrameType::kCall || type == FrameType::kReply;
 }
-// Whether the payload is the bytes of a slice.
+// True if the payload is the bytes of a slice.
 constexpr bool carries_slice(const Frame& frame) {
   return frame.type == FrameType::kWrite || (frame.type == FrameType::kReadDone && frame.code == 0);
 }
 
-// Payloads of several fields.
+// Writes payloads of several fields.
 class PayloadWriter {
  public:
   void put_u8(uint8_t value) { put_number(value, 1); }
@@ -104,9 +106,9 @@ class PayloadWriter {
   void put_u32(uint32_t value) { put_number(value, 4); }
   void put_u64(uint64_t value) { put_number(value, 8); }
   void put_raw(std::string_view bytes) { bytes_.append(bytes); }
-  // With its length before it; at most 65,535 bytes.
+  // Writes text after its 16-bit length; at most 65,535 bytes.
   void put_text(std::string_view text);
-  // With its length before it as 32 bits.
+  // Writes bytes after their 32-bit length.
   void put_bytes(std::string_view bytes);
   std::string take() { return std::move(bytes_); }
 
@@ -115,7 +117,8 @@ class PayloadWriter {
   std::string bytes_;
 };
 
-// Reading past the end gives zeros and makes is_ok() false; check once, after the last field.
+// Reads payloads of several fields. Reading past the end returns zeros and makes is_ok() false;
+// check once, after the last field.
 class PayloadReader {
  public:
   explicit PayloadReader(std::string_view bytes) : bytes_(bytes) {}
@@ -127,7 +130,7 @@ class PayloadReader {
   std::string get_text() { return get_raw(get_u16()); }
   std::string get_bytes() { return get_raw(get_u32()); }
   bool is_ok() const { return is_ok_; }
-  // Every byte was read, and none more.
+  // True if exactly all bytes were read.
   bool is_done() const { return is_ok_ && bytes_.empty(); }
 
  private:
@@ -136,7 +139,7 @@ class PayloadReader {
   bool is_ok_ = true;
 };
 
-// Who a process is to the others on its host; empty host_id where that cannot be known.
+// Identity of a process for others on its host; host_id is empty if unknown.
 struct ProcessId {
   std::string host_id;  // Boot and pid namespace.
   uint32_t pid = 0;
@@ -169,7 +172,7 @@ struct Challenge {
   std::string proof;  // Of the secret, over hello and this; 32 bytes.
 };
 
-// What the client answers to a challenge.
+// The client's answer to a challenge.
 struct Proof {
   TagKind tags = TagKind::kNone;  // As the client chose among those of the challenge.
   std::string proof;              // Of the secret, over hello, challenge and choice; 32 bytes.
@@ -184,14 +187,14 @@ Result<Challenge> decode_challenge(std::string_view payload);
 std::string encode_proof(const Proof& proof, uint16_t version);
 Result<Proof> decode_proof(std::string_view payload, uint16_t version);
 
-// What each side must show. Both cover both nonces, so neither can be replayed; the labels differ,
-// so neither can be reflected.
+// The proofs of both sides. Each covers both nonces, so that it cannot be replayed; their labels
+// differ, so that it cannot be reflected.
 Digest prove_server(std::string_view secret, std::string_view hello, const Challenge& challenge);
 Digest prove_client(std::string_view secret, std::string_view hello, const Challenge& challenge,
                     TagKind tags);
 
-// The keys of the records of one connection, one for each direction: of the secret, and of all that
-// both sides have said, which has a fresh nonce of each.
+// The record keys of one connection, one for each direction. They depend on the secret and on all
+// that both sides have sent, with a fresh nonce of each.
 struct RecordKeys {
   Digest of_client;
   Digest of_server;
@@ -218,7 +221,7 @@ struct Description {
 std::string encode_description(const Description& description);
 Result<Description> decode_description(std::string_view payload);
 
-// What a peer on the same host needs to reach a buffer by itself.
+// The information that a peer on the same host needs for direct access to a buffer.
 struct Grant {
   ProcessId process;
   uint64_t base = 0;  // Segment offset of the buffer.
@@ -228,7 +231,7 @@ struct Grant {
   uint64_t address = 0;
   uint64_t cookie_address = 0;
   std::string cookie;  // 16 bytes that stand at cookie_address.
-  // Of memory that can be mapped; fd < 0 where it cannot.
+  // Of memory that can be mapped; fd < 0 if it cannot.
   int32_t fd = -1;
   uint64_t device = 0;
   uint64_t inode = 0;
@@ -236,11 +239,11 @@ struct Grant {
   bool is_sealed = false;    // Nobody can shorten the file, and the buffer is all of it.
 };
 
-// Peers of an older version are told nothing of files that are not sealed.
+// Encodes a grant. Peers of an older version are told nothing of files that are not sealed.
 std::string encode_grant(const Grant& grant, uint16_t version);
 Result<Grant> decode_grant(std::string_view payload, uint16_t version);
 
-// An error that crosses the wire: where and what.
+// Encodes the parts of an error that cross the wire: where and what.
 std::string encode_error(const Error& error);
 Error decode_error(uint8_t code, std::string_view payload);
 constexpr uint8_t wire_code(Code code) { return static_cast<uint8_t>(1 + static_cast<int>(code)); }

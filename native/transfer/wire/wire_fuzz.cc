@@ -1,5 +1,6 @@
-// libFuzzer target: any bytes as a header, a payload or a stream of records. Nothing may crash, and what is accepted must
-// mean the same when it is written and read again. The first byte chooses the decoder.
+// libFuzzer target: any bytes as a header, a payload or a stream of records. Nothing may crash, and
+// accepted input must mean the same after it is encoded and decoded again. The first byte chooses
+// the decoder.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -13,7 +14,7 @@
 namespace tandem::transfer {
 namespace {
 
-// A payload that was accepted is written as it was read: one meaning, one form.
+// An accepted payload must be encoded exactly as it was decoded, so that each meaning has one form.
 template <class Encode, class Decode>
 void check_round_trip(std::string_view payload, Encode encode, Decode decode) {
   auto decoded = decode(payload);
@@ -36,8 +37,9 @@ void check_header(const uint8_t* data, size_t size) {
     abort();
 }
 
-// A stream whose beginning is genuine, with any bytes put over it: what is opened is the beginning of
-// what was sealed. The input's first bytes say how much is sealed and where the others go.
+// A stream with a genuine beginning that is overwritten with any bytes: the opened bytes must be a
+// beginning of the sealed ones. The input's first bytes choose how much is sealed, and the place of
+// the others.
 void check_records(std::string_view input) {
   if (input.size() < 4) return;
   const auto byte = [&](size_t i) { return static_cast<uint8_t>(input[i]); };

@@ -1,5 +1,5 @@
-// Goal: what goes over the wire means the same at both ends, and anything else is refused without
-// harm. Method: vectors of the standards, round trips, and seeded mutation of valid bytes.
+// Goal: frames mean the same at both ends, and other input is refused without harm. Method: the
+// standards' vectors, round trips, and seeded mutation of valid bytes.
 #include <cstring>
 #include <random>
 #include <string>
@@ -36,7 +36,7 @@ TEST(sha256_vectors) {
            "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
 }
 
-// The vectors above run by the processor's instructions where it has them.
+// The vectors above are computed by the processor's SHA instructions if it has them.
 TEST(sha256_without_instructions_gives_the_same) {
   std::mt19937 random(3);
   for (int round = 0; round < 100; ++round) {
@@ -74,7 +74,7 @@ TEST(crc32c_vectors) {
   for (char& byte : data) byte = static_cast<char>(random());
   for (size_t size = 0; size < data.size(); size += 37)
     CHECK_EQ(crc32c(0, data.data(), size), crc32c_portable(0, data.data(), size));
-  // Of several kilobytes there is another way, with carry-less products.
+  // Inputs of several kilobytes use carry-less products.
   std::string longer(9000, '\0');
   for (char& byte : longer) byte = static_cast<char>(random());
   for (int round = 0; round < 300; ++round) {
@@ -141,7 +141,7 @@ TEST(payloads_round_trip) {
   grant.file_offset = 4096;
   const Grant file = decode_grant(encode_grant(grant, kFilesVersion), kFilesVersion).value();
   CHECK(file.fd == 3 && file.inode == 4 && file.file_offset == 4096 && !file.is_sealed);
-  // An older peer would take it for memory that is sealed: it is told of none.
+  // An older peer would take an unsealed file for sealed memory, so that it is told of none.
   const Grant old = decode_grant(encode_grant(grant, kCallsVersion), kCallsVersion).value();
   CHECK(old.fd == -1 && old.inode == 0 && old.file_offset == 0);
   grant.is_sealed = true;
