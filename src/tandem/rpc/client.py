@@ -247,7 +247,8 @@ class RpcClient(RpcSide):
         try:
             await self._open_session(None)
         except TandemError as error:
-            # The server has refused this client, and would refuse another attempt as well.
+            # The server has refused this client with an error, and would refuse another attempt as
+            # well.
             self._failure = error
             self._settled.set()
             logger.exception("event=reconnect_given_up endpoint=%s", self.endpoint)

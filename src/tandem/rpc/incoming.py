@@ -253,8 +253,8 @@ class IncomingCalls:
             elif work is None and asyncio.iscoroutine(response):
                 response = await response
         except asyncio.CancelledError:
-            # A cancellation by ``_stop`` was answered there. A CancelledError from the handler's
-            # own work still needs an answer.
+            # If ``_stop`` cancelled the task, the call is answered already. A CancelledError from
+            # the handler's own work still needs an answer.
             if self._close(call_id):
                 error = CancelledError("rpc.call", f"{method.name!r} was cancelled there")
                 self._refuse(call, request, error)
@@ -266,8 +266,8 @@ class IncomingCalls:
                 self._answer(call, request, response)
 
     def _expire(self, call_id: int) -> None:
-        # Answer here instead of in the task, since a handler may be slow to end after its
-        # cancellation.
+        # Answer the expired call here instead of in its task, since a handler may be slow to end
+        # after its cancellation.
         running = self._stop(call_id)
         if running is not None:
             self._counters.calls_expired += 1
@@ -279,7 +279,8 @@ class IncomingCalls:
         running = self._close(call_id)
         if running is not None:
             if call_id in self._unbegun:
-                # The task has not started, so that it ends without running.
+                # The call's task has not started, so that its cancellation ends it without running
+                # the handler.
                 self._unbegun.discard(call_id)
                 running.task.cancel()
                 if running.work is not None:
@@ -323,7 +324,8 @@ class IncomingCalls:
         try:
             self._send(make_fault(call.call_id, error), request)
         except TandemError as unsent:
-            # The peer is lost or about to be, and its own side ends the call.
+            # The fault cannot be sent because the peer is lost or about to be; its own side ends
+            # the call.
             logger.debug("event=fault_unsent peer=%s reason=%s", self._peer.name, unsent)
 
     def _send(self, frame: Reply | Fault, request: LaneRequest | None) -> None:

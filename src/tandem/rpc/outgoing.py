@@ -136,7 +136,8 @@ class OutgoingCalls:
             answer = self._open.pop(call_id, None)
             if answer is not None and not answer.done():
                 answer.set_exception(make())
-                # Mark it as retrieved: a caller that waits by the lane does not.
+                # Mark the exception as retrieved, because a caller that waits by the lane never
+                # reads it from this future.
                 answer.exception()
         if lane is not None:
             lane.close()
@@ -293,7 +294,8 @@ class OutgoingCalls:
         try:
             self._wire.send(Cancel(call_id))
         except TandemError as error:
-            # The peer is being lost, or reads nothing. Its own timer ends the call.
+            # The cancel cannot be sent because the peer is being lost, or reads nothing. The peer's
+            # own timer ends the call.
             logger.debug("event=cancel_unsent peer=%s reason=%s", self._wire.peer_name, error)
 
     def describe_late(self, method: str, timeout_s: float) -> DeadlineError:

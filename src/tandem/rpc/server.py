@@ -164,8 +164,8 @@ class RpcServer(RpcSide):
         url, host = self.address.url, self.address.host
         if not self.address.is_local_socket:
             if ":" in host:
-                # Set only for IPv6: with this option an IPv4 address would be bound and reported as
-                # an IPv4-mapped one.
+                # Set the option only for an IPv6 address: with it an IPv4 address would be bound
+                # and reported as an IPv4-mapped one.
                 self._socket.setsockopt(zmq.IPV6, 1)
                 host = f"[{host}]"
             url = f"tcp://{host}:{self.address.port or '*'}"
@@ -208,7 +208,8 @@ class RpcServer(RpcSide):
         try:
             greeting = decode_greeting(data)
             if isinstance(greeting, Bye):
-                # From a client that found this server incompatible, or from a dropped session.
+                # A bye without a session needs no answer: it comes from a client that found this
+                # server incompatible, or from a dropped session.
                 return
             if not isinstance(greeting, Hello):
                 self.counters.frames_without_session += 1

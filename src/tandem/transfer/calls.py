@@ -92,7 +92,7 @@ def start_serving(core: TransferCore, handler: CallHandler) -> threading.Thread:
     Raises: ConflictError (there is a handler already, or the engine is closed).
     """
     core.serve_calls()
-    # A daemon thread, since a handler that hangs must not keep the process from ending.
+    # Make it a daemon thread, since a handler that hangs must not keep the process from ending.
     thread = threading.Thread(target=_serve, args=(core, handler), name="tandem-calls", daemon=True)
     thread.start()
     return thread

@@ -96,8 +96,8 @@ async def start_bound(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=child_environment(environment),
-        # A session of its own, since Ctrl-C in a terminal is meant for this process, which ends its
-        # children in order.
+        # Start the child in a session of its own, since Ctrl-C in a terminal is meant for this
+        # process, which ends its children in order.
         start_new_session=True,
     )
 
@@ -246,7 +246,7 @@ class ProcessRunner:
         try:
             await asyncio.wait_for(process.wait(), self._drain_s + END_S)
         except TimeoutError:
-            # Killing it also ends its children, which hold its pipes.
+            # Killing the process also ends its children, which hold its pipes.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             await process.wait()

@@ -84,8 +84,8 @@ def _make_own_dir() -> Path:
         os.close(_locks.pop(owned))
     lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    # Rename it only now that it is locked: an unlocked folder with the final prefix counts as left
-    # behind.
+    # Rename the folder only now that it is locked: an unlocked folder with the final prefix counts
+    # as left behind.
     path = made.with_name(PREFIX + made.name.removeprefix(PREFIX_UNLOCKED))
     made.rename(path)
     _locks[path] = lock

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 MESSAGES_PER_PASS = 64
 """Number of messages after which other callbacks of the event loop run."""
 
-# Plain integers, because ``&`` on zmq's enum members costs more than the query of the socket.
+# zmq's flags as plain integers, because ``&`` on its enum members costs more than the query of the
+# socket.
 EVENTS = int(zmq.EVENTS)
 POLLIN = int(zmq.POLLIN)
 

@@ -15,7 +15,7 @@ from tandem.rpc.wire.pump import SocketPump
 
 __all__ = ["Connection", "SocketMonitor", "end_context", "open_socket", "receive_frame"]
 
-# Plain integers, because ``|`` on zmq's enum members builds a new object on every use.
+# zmq's flags as plain integers, because ``|`` on its enum members builds a new object on every use.
 MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 LAST = int(zmq.NOBLOCK)
 
@@ -48,13 +48,14 @@ def open_socket(
     socket.setsockopt(zmq.RCVHWM, high_water_mark)
     socket.setsockopt(zmq.MAXMSGSIZE, config.max_message_bytes + FRAME_SLACK_BYTES)
     socket.setsockopt(zmq.LINGER, config.linger_ms)
-    # Heartbeat frames of the channel prove that the peer's *event loop* runs. These of ZeroMQ prove
-    # the connection, so that the queue of a vanished host is freed as well.
+    # Heartbeat frames of the channel prove that the peer's *event loop* runs. ZeroMQ's own
+    # heartbeats, set here, prove the connection, so that the queue of a vanished host is freed as
+    # well.
     socket.setsockopt(zmq.HEARTBEAT_IVL, config.heartbeat_interval_ms)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, config.lease_ms)
     socket.setsockopt(zmq.HANDSHAKE_IVL, min(config.connect_timeout_ms, config.lease_ms))
     if kind == zmq.ROUTER:
-        # Without this option, ZeroMQ silently drops messages that it cannot deliver.
+        # Without ROUTER_MANDATORY, ZeroMQ silently drops messages that it cannot deliver.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     else:
         # One socket is one connection and one session: queued messages of a lost session must not

@@ -72,8 +72,8 @@ class _BlockingCalls(MasterCalls):
         self._loop = loop
 
     async def sleep(self, seconds: float) -> None:
-        # Skip a sleep of zero, which would take as long as the timer's slack; a begun call is sent
-        # already.
+        # Return at once for zero seconds: ``time.sleep(0)`` would take as long as the timer's
+        # slack, and a begun call is sent already.
         if seconds > 0:
             time.sleep(seconds)
 
@@ -119,7 +119,8 @@ class _BlockingCalls(MasterCalls):
                 try:
                     return begun.wait(self.left_s(deadline_s))
                 except LOST_ERRORS as error:
-                    # Repeat the call whatever became of it: requests may arrive twice.
+                    # The call's outcome is unknown after such an error. Repeat it by the event
+                    # loop: a request that arrives twice is harmless.
                     logger.debug("event=call_again method=%s reason=%s", method, error)
             again = self._loop_calls.call(method, request, response, deadline_s, extra_s=extra_s)
             return self._wait(again, deadline_s)
@@ -127,14 +128,16 @@ class _BlockingCalls(MasterCalls):
         return wait()
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
-        # Do not wait for the call, since the caller's deadline may be over.
+        # Have the event loop send the message, and do not wait for it, since the caller's deadline
+        # may be over.
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(
                 lambda: self._loop_calls.spawn(self._loop_calls.tell(method, request, response))
             )
 
     def spawn(self, work: Any) -> None:
-        # The coroutines passed here block, so that they end within this call.
+        # Run the coroutine on this thread: a blocking client's coroutines never suspend, so that it
+        # ends within this call.
         drive(work)
 
     async def aclose(self) -> None:
@@ -153,8 +156,8 @@ class _BlockingCalls(MasterCalls):
             raise DeadlineError("store.call", "the client's loop does not answer") from None
         finally:
             future.cancel()
-            # Delete the future: its error's traceback refers to this frame, a cycle that would keep
-            # the begun call alive.
+            # Delete the future: its error's traceback refers to this frame, and this reference
+            # cycle would keep the begun call alive.
             del future
 
 

@@ -80,8 +80,8 @@ class ScratchPool:
         try:
             yield buffer
         except BaseException:
-            # After a cancellation, unregister: this waits for transfers that may still write into
-            # the buffer.
+            # The transfer failed or was cancelled. Unregister the buffer, which waits for transfers
+            # that may still write into it.
             self._drop(buffer)
             raise
         else:
@@ -128,8 +128,8 @@ class ResultPool:
         """
         values = self._pool.take(sizes)
         results: list[Result] = []
-        # Unregister on exit, which waits for running transfers. One failure does not stop the
-        # others.
+        # The exit stack unregisters each buffer, which waits for running transfers. A failure of
+        # one does not stop the others.
         with contextlib.ExitStack() as registered:
             for value in values:
                 array = view_new_bytes(value)

@@ -79,7 +79,7 @@ class MasterCalls:
         """Return the deadline of a call that begins now, on the client's clock."""
         return self.clock.now_s() + self.config.deadline_ms / 1e3
 
-    # Ways to wait. A client that blocks its caller's thread overrides these methods.
+    # The methods below wait in asyncio. A client that blocks its caller's thread overrides them.
 
     async def sleep(self, seconds: float) -> None:
         """Wait for ``seconds``."""

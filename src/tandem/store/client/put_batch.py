@@ -282,7 +282,7 @@ class PutBatch:
         commit = CommitPut(
             first_put_id=self._first_id, grant=started.grant, failed_hosts=failed_hosts
         )
-        # If this message is lost, the put expires at the master.
+        # If this message to the master is lost, the unfinished put expires there by itself.
         self._calls.spawn(self._calls.tell("commit_put", commit, KeyBytes))
 
     # The second step of a put: the methods below write the values to all hosts.
@@ -298,13 +298,13 @@ class PutBatch:
                 *(self._write_to(p, endpoints[p.host], until_s) for p in started.places)
             )
         except BaseException:
-            # Cancelled: transfers of this process have ended, but bytes may still arrive at the
-            # hosts.
+            # The put was cancelled: this process's transfers have ended, but their bytes may still
+            # arrive at the hosts.
             self._give_up(started, list(endpoints))
             raise
         failed: list[int] = []
         for place, outcome in zip(started.places, outcomes, strict=True):
-            # Errors of the caller's memory are raised, since another host would not help.
+            # Raise errors of the caller's memory, since a write to another host would fail as well.
             if isinstance(outcome, TandemError) and not isinstance(outcome, CALLER_ERRORS):
                 name = endpoints[place.host].name
                 logger.info("event=write_failed host=%s reason=%s", name, outcome)
@@ -341,7 +341,8 @@ class PutBatch:
         pieces = self._list_pieces(place, endpoint.write_base)
         if not pieces:
             return
-        # Compute the timeout here: a blocking client writes to one host after the other.
+        # Compute the timeout in this method, and not before it, because a blocking client writes to
+        # one host after the other.
         begin_s = self._calls.clock.now_s()
         work = 1 + sum(length for *_, length in pieces) / WORK_BYTES
         usual = self._usual.setdefault(endpoint.address, UsualTime())

@@ -145,13 +145,14 @@ class ObjectReader:
                     numbers.sort(key=read.failed_endpoints.__contains__)
                 for number in numbers:
                     await self._read_from(read, number)
-            # Look up the objects whose cached places failed. Objects that the master has answered
-            # for are not looked up again here.
+            # Objects whose cached places failed are looked up at the master. Objects that the
+            # master's own answer failed for are handled by ``_wait`` below.
             unplaced = batch.list_unplaced() if num_known else []
             num_known, method = 0, "locate"
             if read.again or read.staged or read.unsure:
                 method = "stage" if read.staged else "locate"
-                # Sort, since ``_look_up`` and the batch need the order of the keys.
+                # Sort the indexes, since ``_look_up`` and the native batch need them in the order
+                # of the keys.
                 unplaced = sorted([*unplaced, *await self._wait(read)])
             if not unplaced:
                 return
@@ -301,7 +302,8 @@ class ObjectReader:
         for i in indexes:
             key = read.keys[i]
             if not is_leased:
-                # The space may have been reused for another object during the read.
+                # The lease has ended, so the object's space may have been reused for another object
+                # during the read.
                 read.causes[i] = DeadlineError("store.get", f"reading {key!r} outlasted its lease")
                 read.again.append(i)
                 continue

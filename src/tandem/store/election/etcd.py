@@ -94,7 +94,8 @@ class EtcdBackend(EtcdGateway):
             return Claim(ours, is_ours=True)
         held = [pair for response in answer.responses for pair in response.response_range.kvs]
         if held and held[0].lease == self._lease:
-            # An endpoint that did not answer has executed an earlier copy of the request.
+            # The leader's key has this process's lease: an endpoint that did not answer has
+            # executed an earlier copy of the claim.
             return Claim(_decode_leader(held[0]), is_ours=True)
         await self.release(deadline_s - self._clock.now_s())
         if held:

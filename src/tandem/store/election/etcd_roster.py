@@ -64,7 +64,8 @@ class EtcdRosterStore:
                 roster = msgspec.json.decode(decode_value(pair), type=Roster)
             except msgspec.MsgspecError as error:
                 self._corruption.note("roster", f"key {MEMBERS_KEY!r} in etcd: {error}")
-        # etcd also counts the terms: in the first term no roster can have been lost.
+        # etcd also has the count of terms. In the first term no roster can have been lost, so that
+        # the store is new.
         is_new = pair is None and self._epoch == 1
         return SavedRoster(roster, await self._load_tombstones(), is_new)
 

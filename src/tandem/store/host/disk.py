@@ -470,8 +470,9 @@ class DiskTier:
         bucket.used_bytes = max(bucket.used_bytes, writer.at)
         if dead:
             await self._bury(dead)
-        # Only after the tombstones: an order to forget a key waits for its record in flight, and so
-        # for the tombstones of older records of that key.
+        # Remove the records from the round in flight only after the tombstones are written: an
+        # order to forget a key waits for its record in flight, and so for the tombstones of older
+        # records of that key.
         for record, _ in writer.placed:
             self._flight.pop(record.header.key, None)
         writer.placed.clear()
@@ -487,7 +488,7 @@ class DiskTier:
         nbytes = max(min(self._bucket_bytes, most_bytes), least_bytes)
         is_stale = self._clock.now_s() - self._room_known_s > ROOM_LOOK_S
         if is_stale or not self.index.file_bytes:
-            # Forget the remembered limit: other programs may have freed space, and an empty tier
+            # Assume the full capacity again: other programs may have freed space, and an empty tier
             # loses nothing by trying.
             self._room_bytes = self.capacity_bytes
         while self.index.file_bytes + nbytes > self._room_bytes:
@@ -551,8 +552,8 @@ class DiskTier:
         lost = self.index.drop_bucket(number)
         self._leaving |= {record.header.key: record for record in lost}
         ended = self._going[number] = asyncio.Event()
-        # If the disk is not much larger than memory, rewriting would be all that the disk does, so
-        # it is skipped.
+        # Evicted objects that are in memory are written again only if the disk is much larger than
+        # memory: else the disk would do nothing but rewrite memory.
         forwards = self._room_bytes >= 2 * self._segment.capacity_bytes
         for record in lost:
             offset = self._offsets.pop(record.header.key, -1)
@@ -603,8 +604,8 @@ class DiskTier:
                 await asyncio.sleep(REMOVE_PAUSE_S)
 
     async def _remove_files(self, number: int) -> None:
-        # Index first: a later start may reuse the number, and would take the index of the removed
-        # bucket for that of the new one.
+        # Remove the index before the bucket: a later start may reuse the bucket's number, and would
+        # take a remaining index for that of the new bucket.
         await self._io.bounded(self._io.port.drop_note(index_name(number)))
         await self._io.bounded(self._io.port.drop_bucket(number))
         for key in [k for k, r in self._doubtful.items() if r.bucket == number]:

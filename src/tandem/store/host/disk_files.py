@@ -96,8 +96,8 @@ class DiskFolder:
             corruption = CorruptionLog()
             folder_id = lock_folder(path, descriptor, corruption)
             mark = marks / f"{folder_id.hex()}.ssd-condemned"
-            # ``condemn`` renames this file, because a rename needs neither a free descriptor nor
-            # space.
+            # ``condemn`` renames this file to the mark, because a rename needs neither a free
+            # descriptor nor space.
             with suppress(OSError):  # ``condemn`` tries again.
                 mark.with_suffix(BELIEVED).touch(mode=0o600)
             folder = cls(path, descriptor, folder_id, engine, mark)
@@ -260,8 +260,8 @@ class DiskFolder:
         with explained(path):
             descriptor = open_own_file(path, os.O_RDWR)
         try:
-            # Opened by descriptor, so that the engine opens the same file that ``open_own_file``
-            # checked.
+            # Open the bucket by its descriptor, so that the engine opens the same file that
+            # ``open_own_file`` checked.
             own = f"/proc/self/fd/{descriptor}"
             segment = self._engine.open_file(own, writable=True, direct=True)
         finally:

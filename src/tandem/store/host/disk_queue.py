@@ -61,7 +61,7 @@ class WriteQueue:
             await self.has_work.wait()
         elif left_s > 0:
             try:
-                # At least 10 ms: a shorter wait may be below the clock's resolution, and would
+                # Wait at least 10 ms: a shorter wait may be below the clock's resolution, and would
                 # return before the scan is due.
                 async with asyncio.timeout(max(left_s, 0.01)):
                     await self.has_work.wait()
@@ -76,8 +76,8 @@ class WriteQueue:
             offsets: is given the offset in memory, by key, of the objects that are also on the
                 disk.
         """
-        # Compute the same sum as ``wait`` does: another formula may round differently, and the loop
-        # would never end.
+        # Compute the time left by the same sum as ``wait`` does: another formula may round
+        # differently, and the loop would never end.
         if self._scanned_s + SCAN_PERIOD_S - self._clock.now_s() > 0:
             return
         self._scanned_s = self._clock.now_s()

@@ -69,7 +69,8 @@ async def read_buckets(
             found = await read_bucket(io, number, nbytes, corruption)
         except CorruptionError as error:
             corruption.note(f"bucket {number}", error)
-            # The index before the bucket, in the order in which ``DiskTier`` removes them.
+            # Remove the index before the bucket is moved away, in the order in which ``DiskTier``
+            # removes both.
             await io.port.drop_note(index_name(number))
             await io.port.quarantine_bucket(number)
             found = None

@@ -276,7 +276,8 @@ class StoreHost:
                 "store.join", f"master of epoch {joined.epoch}, {self.segment.epoch} was obeyed"
             )
         self.segment.epoch = joined.epoch
-        # Writers opened before this session. New writers are opened by orders of this session only.
+        # Close only the writers that were opened before this session. New writers are opened by
+        # orders of this session.
         old_writers = set(self._writers)
         self._session, self._last_number = joined.session, -1
         num_pages = 0
@@ -352,7 +353,8 @@ class StoreHost:
         number = 0
         while True:
             with contextlib.suppress(TimeoutError):  # After the period, report the status alone.
-                # ``asyncio.timeout``, since ``wait_for`` of Python 3.11 can swallow a cancellation.
+                # Use ``asyncio.timeout``, since ``wait_for`` of Python 3.11 can swallow a
+                # cancellation.
                 async with asyncio.timeout(REPORT_PERIOD_S):
                     await self._disk_changed.wait()
             self._disk_changed.clear()
@@ -406,8 +408,8 @@ class StoreHost:
         except TandemError as error:
             logger.warning("event=growth_untold host=%s reason=%s", self.name, error)
 
-    # Orders of the master. They begin in the order of arrival; those that wait for nothing are
-    # plain functions, which need no task.
+    # The methods below execute orders of the master, in the order of arrival. Those that wait for
+    # nothing are plain functions, which need no task.
 
     def _obey(self, order: Order) -> None:
         """Check an order: refuse it if its master is stale, or if it is late or repeated."""
@@ -511,7 +513,7 @@ class StoreHost:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            # Cancelled is either the pull, by a wipe of its extent, or this call. Both end the
+            # Either the pull was cancelled, by a wipe of its extent, or this call was. Both end the
             # pull.
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -136,7 +136,7 @@ class HostSegment:
         cls, path: Path, descriptor: int, capacity_bytes: int, head: "_FileHead | None"
     ) -> "HostSegment":
         data_at = _data_offset(capacity_bytes)
-        # Round up to whole pages, which are huge on hugetlbfs.
+        # Round the file's length up to whole pages, which are huge on hugetlbfs.
         page_bytes = os.fstatvfs(descriptor).f_bsize
         file_bytes = (data_at + capacity_bytes + page_bytes - 1) // page_bytes * page_bytes
         _check_room(path, descriptor, file_bytes)
@@ -232,7 +232,7 @@ class HostSegment:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    # The highest epoch of a master whose orders were executed.
+    # The property below is the highest epoch of a master whose orders this host has executed.
 
     @property
     def epoch(self) -> int:
@@ -257,7 +257,8 @@ class HostSegment:
         self._map[HEAD_BYTES // 2 : HEAD_BYTES] = head[HEAD_BYTES // 2 :]
         self._epoch = epoch
 
-    # Access to the file, for other processes that map it.
+    # The members below let other processes map the file, and prove that none of them can write to
+    # it.
 
     @property
     def descriptor(self) -> int:

@@ -51,8 +51,8 @@ class Departures:
         free_at_ms = directory.lease_until_ms(row)
         if state.awaited.is_adopting:
             state.dropped_versions[key] = version
-        # Clients with a lease may have cached the location, and find the object there until its
-        # header is wiped.
+        # Clients with a lease may have cached the object's location, and may read it there until
+        # its header is wiped.
         is_known = free_at_ms > state.now_ms()
         pending = self._abandon_copy(key, version)
         on_disk = set(directory.disks(row))
@@ -166,7 +166,8 @@ class Departures:
         if all(replica.host != host for replica in replicas):
             return
         if len(replicas) == 1 and not directory.disks(row):
-            # Remove the whole object, so that a removal of the key waits until its header is wiped.
+            # Remove the whole object with its last copy, so that a removal of the key waits until
+            # the copy's header is wiped.
             self.drop_row(row)
             return
         self._drop_copy(row, host)
@@ -250,14 +251,16 @@ class Departures:
         # The host verifies its own memory, since the error may be in the reader's memory.
         verdict = await host.order("verify", VerifyExtent, Ack, offset=offset, version=version)
         is_same = state.is_version(row, key, version)
-        # Of two readers that report a copy, the second may find another copy at the place, or none.
+        # Check that the copy is still the one that was verified: if two readers report a copy, it
+        # may be gone or replaced when the second one's answer comes.
         if not verdict.ok and is_same and state.find_copy(row, number) == offset:
             logger.error("event=replica_corrupt host=%s key=%s", host.name, key)
             state.counters.replicas_corrupt += 1
             self.drop_replica(row, number)
         return verdict.ok
 
-    # Objects whose headers are being wiped, and objects that cached locations still reach.
+    # The methods below track the objects whose headers are being wiped, and those that clients may
+    # still read by cached locations.
 
     def note_going(
         self, key: str, going: "Sequence[asyncio.Future[None]]", *, was_shown: bool = True

@@ -82,7 +82,7 @@ class Eviction:
         freed = 0
         for row in directory.pick_surplus(host.number, now_ms, num_bytes):
             holders = [state.hosts[replica.host] for replica in directory.replicas(row)]
-            # A copy on a host that is leaving does not count.
+            # Count only copies on hosts that stay: a copy on a host that is leaving does not count.
             num_staying = sum(other.is_settled and not other.is_leaving for other in holders)
             if num_staying > directory.wanted(row):
                 freed += directory.size(row)

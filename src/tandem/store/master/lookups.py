@@ -156,7 +156,8 @@ class Lookups:
         flags = self._state.directory.exists_many(request.keys)
         if 0 not in flags:
             return KeyBytes(flags)
-        # Clients may still read removed objects by their location caches.
+        # A removed object counts as unsure while clients may still read it by their location
+        # caches.
         leaving = self._departures.leaving
         missing = [key for key, flag in zip(request.keys, flags, strict=True) if not flag]
         is_unsure = self._state.is_unsure(missing) or any(

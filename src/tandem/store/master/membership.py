@@ -174,7 +174,8 @@ class Membership:
             if member is None:
                 self._make_room()
             else:
-                # From now on the name stands for the new segment only.
+                # The host joins with another segment or disk: from now on its name stands for the
+                # new one, and objects in the old one are dead.
                 for old, new in zip(member.storage, wanted.storage, strict=True):
                     if old != new:
                         self._roster.retire(old, self._state.versions.newest)
@@ -273,8 +274,8 @@ class Membership:
             return Joined(self._state.versions.epoch, host.number, host.session)
         if host is not None and host.caller is not None:
             if host.segment_id != request.segment_id:
-                # It may be the same host after a loss of its memory: the session of its earlier run
-                # ends with its lease.
+                # The caller may be the same host, restarted without its memory. The earlier session
+                # under this name ends with its lease.
                 what = f"a host {request.name!r} is there already: wait for the end of its lease"
                 raise CapacityError("store.join", what, field="name")
             self.lose_host(host)  # The same host over a new connection.
@@ -338,13 +339,14 @@ class Membership:
             raise ConflictError("store.join", f"page {page.page} before page {host.num_pages}")
         newest = max(page.records.versions, default=0)
         if newest > self._state.versions.newest:
-            # A version above all of this master: it comes from a master of the same epoch whose
-            # record of the epoch was lost with its machine, while the host kept its data. Raise the
-            # epoch, so that no version is given twice.
+            # The host has a version above all of this master: a master of the same epoch gave it,
+            # and its record of the epoch was lost with its machine, while the host kept its data.
+            # Raise the epoch, so that no version is given twice.
             try:
                 self._state.versions.outbid(newest >> layout.VERSION_BITS)
             except ConflictError:
-                # Stop waiting for the rest of the inventory, unless the host is a member.
+                # Stop waiting for the rest of the host's inventory, unless the host is a member of
+                # the roster.
                 self.lose_host(host)
                 if host.name not in self._roster.members:
                     self._awaited.until_ms.pop(host.number, None)
@@ -381,7 +383,8 @@ class Membership:
             if row == NO_ROW or directory.version(row) != version or host.is_leaving:
                 continue
             if host.drops.is_forgetting(key, version):
-                # Evicted while the report was on its way: the record is about to be forgotten.
+                # The object was evicted while the host's report was on its way, so that the record
+                # is about to be forgotten.
                 continue
             if host.number not in directory.disks(row):
                 directory.add_disk(row, host.number)
@@ -440,8 +443,8 @@ class Membership:
         host.confirmed_disk.clear()
         host.rebuild(offsets, lengths)
         if not any(other.is_settled for other in self._state.hosts.values()):
-            # While no host was connected, hosts could not renew their leases. Renew them, since
-            # other hosts may be returning as well.
+            # Extend the leases of all awaited hosts: while no host was connected they could not be
+            # renewed, and other hosts may be returning as well.
             for number in self._awaited.until_ms:
                 self._await_host(self._state.hosts[number])
         host.is_known = True

@@ -29,7 +29,8 @@ class Pins:
 
     async def _pin_all(self, request: PinObjects) -> KeyBytes:
         check_pin(request.soft_ms)
-        # A host that joins later would report the object without this pin.
+        # Wait until all hosts have sent their inventories: a host that reports later would add the
+        # object without this pin.
         await self._state.awaited.recover()
         flags = bytearray(len(request.keys))
         until_ms = self._state.now_ms() + request.soft_ms if request.soft_ms > 0 else 0
@@ -54,6 +55,7 @@ class Pins:
                     soft_pin_ms=max(0, request.soft_ms),
                 )
             except TandemError as error:
-                # The pin holds in this master; only a restarted master would not know of it.
+                # The pin is set in this master although the host did not write it; only a restarted
+                # master would not know of it.
                 logger.warning("event=pin_unwritten host=%s reason=%s", host, error)
         return KeyBytes(bytes(flags))

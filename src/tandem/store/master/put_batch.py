@@ -197,7 +197,7 @@ class PutBatch:
             endpoints=[self._state.hosts[p.host].endpoint(bases[p.host]) for p in places],
         )
 
-    # Write: done by the client; the master sees only its end.
+    # The second step of a put, the write, is done by the client; the methods below handle its end.
 
     def end_writing(self, failed_hosts: Iterable[int]) -> list[int]:
         """Note that the client has stopped writing, except that late bytes may reach hosts where
@@ -237,7 +237,8 @@ class PutBatch:
             self._forget_lost()
             statuses = bytearray([CommitStatus.EXPIRED]) * len(self.keys)
             if self._is_unsure():
-                # A host that may have the key did not report in time; the client puts again.
+                # An awaited host that may have the key did not report in time. Free the extents;
+                # the client puts again.
                 self.release()
                 return bytes(statuses)
             if not self.request.upsert:
@@ -254,7 +255,7 @@ class PutBatch:
                 self._wipe_all(self.places)
                 raise
             for i in self._forget_lost():
-                # The host may have sealed the object before it was lost.
+                # A host that was lost during the seal may have sealed the object before.
                 self._departures.note_unlisted(self.keys[i])
             self._wipe_all([number for number in self.places if number not in sealed])
             await self._show(checksums, statuses)
@@ -394,8 +395,8 @@ class PutBatch:
         state, directory, request = self._state, self._state.directory, self.request
         for number in self.places:
             state.hosts[number].seal(self.list_offsets(number))
-        # An upsert does not wait for absent hosts, so it may replace an object that is not known
-        # here.
+        # An upsert does not wait for awaited hosts, so that it may replace an object that this
+        # master does not know.
         is_unsure = request.upsert and state.awaited.is_learning
         shown = sorted({i for places in self.places.values() for i in places})
         for i in shown:

@@ -49,8 +49,8 @@ class Puts:
         """Number of objects whose put has begun and not ended."""
         return sum(len(batch.keys) for batch in self.unfinished.values())
 
-    # Puts whose values come with the request. No client writes to a segment, so there is no grant,
-    # no fence and no expiry.
+    # The methods below handle puts whose values come with the request. No client writes to a
+    # segment, so there is no grant, no fence and no expiry.
 
     def put_inline(self, caller: Caller, request: PutInline) -> Kept:
         """Put a batch whose values come with the request. The answer has a ``CommitStatus`` byte
@@ -108,7 +108,7 @@ class Puts:
     async def _start_later(self, caller: Caller, waited: PutBatch) -> StartedPut:
         await self._allocation.wait_space(waited)
         name, batch = (caller.instance_id, waited.request.first_put_id), waited
-        # The request came twice, and both copies waited for space.
+        # The start request may have come twice, with both copies waiting for space.
         is_twice = name in self.unfinished or self._results.has(*name)
         if caller.is_lost or is_twice:
             waited.release()

@@ -80,7 +80,7 @@ class Removals:
         if num_lost != self._burials.num_lost or not self._burials.is_whole:
             await self._burials.bury(tombstones)
 
-    # Else all hosts have reported their objects and wiped the removed ones.
+    # No tombstone is needed if all hosts have reported their objects and wiped the removed ones.
 
     async def _drop_keys(
         self, keys: Sequence[str], begin: int, *, marked_below: int

@@ -84,15 +84,15 @@ class Awaited:
             await asyncio.wait([self._begin()], timeout=timeout_s)
 
     def _begin(self) -> "asyncio.Task[None]":
-        # A new task may find that the wait is over already, because time has passed since the
-        # caller's check.
+        # The new task may find at once that all hosts have reported, because time has passed since
+        # the caller's check.
         if self._learning is None or self._learning.done():
             self._learning = self._tasks.spawn(self._look_until_learnt())
         return self._learning
 
     async def _look_until_learnt(self) -> None:
-        # A lost member may keep this waiting for minutes. The checks become rarer, so that waiters
-        # notice the end at most a tenth of the wait late.
+        # A lost member may keep this task waiting for minutes. Its checks become rarer, so that
+        # waiters notice the end late by at most a tenth of the wait.
         delay_s = RECOVERY_LOOK_S
         try:
             while self.is_learning:

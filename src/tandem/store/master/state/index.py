@@ -49,7 +49,8 @@ class Directory:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
         self._rows: dict[str, int] = {}
-        # An array of dtype object, because the garbage collector scans lists but not numpy arrays.
+        # The keys are in an array of dtype object, because the garbage collector scans lists but
+        # not numpy arrays.
         self._keys: npt.NDArray[Any] = np.empty(16, dtype=object)
         self._size = array("q")
         self._version = array("q")

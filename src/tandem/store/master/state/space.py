@@ -86,8 +86,8 @@ class HostSpace:
         self.is_retired = False
         """True if the operator has retired the host: it is no member until it joins again."""
         self.dead_below = self.disk_dead_below = -1
-        """Objects up to these versions are dead, in the host's segment and on its disk, because the
-        host was retired.
+        """Versions up to which objects in the host's segment, and on its disk, are dead: it was
+        retired, or was missing when an administrator set the roster's floor.
         """
         self.unconfirmed_from = 0
         """First round of tombstones whose objects the host may have."""
