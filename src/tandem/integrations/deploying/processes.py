@@ -1,4 +1,4 @@
-"""The processes of a cluster and their arguments, independent of what starts them. Pure."""
+"""The processes of a cluster and their arguments, whichever program starts them. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast

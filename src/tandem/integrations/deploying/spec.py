@@ -1,4 +1,4 @@
-"""The file that describes a cluster: its processes, independent of what starts them."""
+"""The file that describes a cluster: its processes, independent of the program that starts them."""
 
 from pathlib import Path
 from typing import Annotated, Any

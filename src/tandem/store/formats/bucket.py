@@ -103,7 +103,7 @@ def pack_record(record: Record) -> bytes:
 def parse_record(data: Any, bucket: int, position: int) -> Record:
     """Read the record header and key at the beginning of ``data``.
 
-    Raises: CorruptionError if there are none that hold together, or another place's.
+    Raises: CorruptionError if they are corrupt, or were written for another place.
     """
     header = parse_object(data, 0, bucket, position)
     if header is None:

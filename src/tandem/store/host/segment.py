@@ -360,7 +360,7 @@ class HostSegment:
     def read_header(self, offset: int) -> ExtentHeader:
         """Return the header of the object at ``offset``.
 
-        Raises: CorruptionError if there is none that holds together.
+        Raises: CorruptionError if there is no intact one.
         """
         return self._read(offset)[0]
 
@@ -552,7 +552,8 @@ def _read_file_head(
 ) -> _FileHead | None:
     """Return the head of a segment that can be attached; None if the file must be created anew.
 
-    Raises: CorruptionError if it is damaged; ConflictError if it never was one; UnsupportedError.
+    Raises: CorruptionError if the head is corrupt; ConflictError if the file never was a segment;
+        UnsupportedError (a later version).
     """
     size = os.fstat(descriptor).st_size
     if size % mmap.PAGESIZE:
