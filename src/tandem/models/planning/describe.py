@@ -647,6 +647,14 @@ def _describe_scaling_router(module: Any) -> RouterSpec:
 def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
     """Describe routed experts whose weights are one parameter for all of a layer."""
     del view
+    return describe_routed_experts(module)
+
+
+def describe_routed_experts(module: Any) -> ExpertsSpec:
+    """Do as ``describe_experts``, of a module that may be of no skeleton.
+
+    Raises: UnfitModuleError (they are of another shape or activation).
+    """
     if is_experts(module) and not is_gated_experts(module):
         return _describe_ungated_experts(module)
     _require(module, "gate_up_proj", "down_proj")
@@ -696,14 +704,16 @@ def _describe_ungated_experts(module: Any) -> ExpertsSpec:
 
 def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
     """Describe a block of a router, its experts and those that every token uses."""
-    del view
     children = {name for name, _ in module.named_children()}
     gate = next((name for name in ("gate", "router") if name in children), "gate")
     _require(module, gate, "experts")
     shared = next((n for n in ("shared_expert", "shared_experts") if n in children), "")
     shared_gate = "shared_expert_gate" if "shared_expert_gate" in children else ""
     known = {gate, "experts", shared, shared_gate}
-    own = {name for name, _ in module.named_parameters(recurse=False)} - {*CHOICE_BIASES}
+    # A router that is no operator of ours is given the block's bias by the block's own code.
+    is_ours = isinstance(view.operators.get(f"{view.name}.{gate}"), RouterSpec)
+    own = {name for name, _ in module.named_parameters(recurse=False)}
+    own -= {*CHOICE_BIASES} if is_ours else set()
     _refuse_others(module, own | {n for n, _ in module.named_children() if n not in known})
     return MoeBlockSpec(
         gate_name=gate,
