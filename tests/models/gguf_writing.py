@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from gguf_facts import OWN_FACTS, add_more_facts
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -43,6 +44,11 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe_lite": "deepseek2",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "mimo_v2_flash": "mimo2",
+    "gemma4_text": "gemma4",
+    "llama4_text": "llama4",
+    "glm_moe_dsa": "glm-dsa",
 }
 
 EXTRA_NAMES = {
@@ -55,9 +61,18 @@ EXTRA_NAMES = {
     r"model\.layers\.(\d+)\.feed_forward\.expert_bias": r"blk.\1.exp_probs_b.bias",
     r"model\.layers\.(\d+)\.block_sparse_moe\.router\.weight": r"blk.\1.ffn_gate_inp.weight",
     r"model\.layers\.(\d+)\.block_sparse_moe\.experts\.down_proj": r"blk.\1.ffn_down_exps.weight",
-    r"model\.layers\.(\d+)\.(?:mamba|self_attn\.forget_gate)\.dt_bias": r"blk.\1.ssm_dt.bias",
-    r"model\.layers\.(\d+)\.(?:mamba|self_attn\.forget_gate)\.A_log": r"blk.\1.ssm_a",
-    r"model\.layers\.(\d+)\.mamba\.D": r"blk.\1.ssm_d",
+    r"model\.layers\.(\d+)\.(?:mamba|mixer|self_attn\.forget_gate)\.dt_bias": (
+        r"blk.\1.ssm_dt.bias"
+    ),
+    r"model\.layers\.(\d+)\.(?:mamba|mixer|self_attn\.forget_gate)\.A_log": r"blk.\1.ssm_a",
+    r"model\.layers\.(\d+)\.(?:mamba|mixer)\.D": r"blk.\1.ssm_d",
+    r"model\.layers\.(\d+)\.mlp\.expert_bias": r"blk.\1.exp_probs_b.bias",
+    r"model\.layers\.(\d+)\.mixer\.gate\.e_score_correction_bias": r"blk.\1.exp_probs_b.bias",
+    r"model\.layers\.(\d+)\.mixer\.experts\.(up|down)_proj": r"blk.\1.ffn_\2_exps.weight",
+    r"model\.layers\.(\d+)\.mixer\.norm\.weight": r"blk.\1.ssm_norm.weight",
+    r"model\.layers\.(\d+)\.router\.scale": r"blk.\1.ffn_gate_inp.scale",
+    r"model\.layers\.(\d+)\.router\.per_expert_scale": r"blk.\1.ffn_down_exps.scale",
+    r"model\.layers\.(\d+)\.experts\.gate_up_proj": r"blk.\1.ffn_gate_up_exps.weight",
 }
 """Where the package's table has another name of transformers' than today's."""
 
@@ -87,16 +102,21 @@ def write_model(
             a KV head for each head.
     """
     config = model.config
-    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    architecture = find_architecture(config)
     writer = gguf.GGUFWriter(path, architecture)
-    add_facts(writer, config)
-    if architecture == "deepseek2":
+    state = model.state_dict()
+    if config.model_type in OWN_FACTS:
+        OWN_FACTS[config.model_type](writer, config)
+        add_tokens(writer, config)
+    else:
+        add_facts(writer, config)
+        add_more_facts(writer, config, state)
+    if architecture in ("deepseek2", "mistral4", "glm-dsa"):
         add_latent_facts(writer, config, has_whole_kv=has_whole_kv)
     if tokenizer is not None:
         tokenizer(writer)
     if metadata is not None:
         metadata(writer)
-    state = model.state_dict()
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     for name, array in rename(architecture, config, state, has_whole_kv=has_whole_kv):
@@ -106,6 +126,13 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def find_architecture(config: Any) -> str:
+    """Return the name of llama.cpp's architecture."""
+    if config.model_type == "nemotron_h" and "moe" in config.layers_block_type:
+        return "nemotron_h_moe"
+    return ARCHITECTURES.get(config.model_type, config.model_type)
 
 
 def add_tensor(
@@ -137,24 +164,29 @@ def rename(
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, tensor in state.items():
         w = tensor.detach().float().numpy()
-        if ".experts.gate_up_proj" in name:
-            yield from split_experts(name, w, is_turned=architecture == "gpt-oss")
+        if ".act_fn." in name:
+            continue  # Metadata there.
+        if ".experts.gate_up_proj" in name and architecture != "gemma4":
+            is_turned = architecture in ("gpt-oss", "llama4")
+            in_turn = architecture == "gpt-oss"
+            yield from split_experts(name, w, is_turned=is_turned, in_turn=in_turn)
             continue
         if name.endswith("self_attn.conv1d.weight"):
             for part, own in zip("qkv", np.split(w, 3), strict=True):
                 new = f"blk.{name.split('.')[2]}.ssm_conv1d_{part}.weight"
                 yield new, own.reshape(1, len(own), 1, -1)
             continue
-        if ".shared_mlp." in name:
+        if ".shared_mlp." in name and architecture == "granitehybrid":
             yield from split_shared(config, name, w)
             continue
         if name.endswith("A_log") and ".linear_attn." not in name:
             w = -np.exp(w)
-        if ".mamba." in name and name.endswith((".A_log", ".D")):
+        if (".mamba." in name or ".mixer." in name) and name.endswith((".A_log", ".D")):
             w = w[:, None]
-        if name.endswith("mamba.norm.weight"):
-            w = w.reshape(config.mamba_n_groups, -1)
-        if name.endswith((".conv.conv.weight", "mamba.conv1d.weight")):
+        if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+            w = w.reshape(groups, -1)
+        if name.endswith((".conv.conv.weight", "mamba.conv1d.weight", "mixer.conv1d.weight")):
             w = w[:, 0]
         if ".linear_attn." in name:
             yield from rearrange_state(architecture, config, name, w)
@@ -173,7 +205,10 @@ def rename(
             module, _, ending = name.rpartition(".")
             if ending not in ("weight", "bias"):
                 module, ending = name, "weight"
-            new = table.get_name(module.replace(".forget_gate.", "."))
+            module = module.replace(".forget_gate.", ".")
+            if architecture.startswith("nemotron_h"):
+                module = module.replace("model.", "backbone.")
+            new = table.get_name(module)
             assert new is not None, name
             new = f"{new}.{ending}"
         if architecture in PERMUTED and re.search(r"\.(q|k)_proj\.", name):
@@ -195,7 +230,7 @@ def rename(
         )
         if is_centred and name.endswith("norm.weight") and "linear_attn." not in name:
             w = w + 1
-        if architecture == "gpt-oss" and name.endswith("experts.down_proj"):
+        if architecture in ("gpt-oss", "llama4") and name.endswith("experts.down_proj"):
             w = w.swapaxes(1, 2)
         if name.endswith("shared_expert_gate.weight"):
             w = w[0]
@@ -274,14 +309,12 @@ def rearrange_state(architecture: str, config: Any, name: str, w: np.ndarray) ->
     yield f"blk.{layer}.{STATE_NAMES[part]}", w
 
 
-def split_experts(name: str, w: np.ndarray, *, is_turned: bool) -> Any:
+def split_experts(name: str, w: np.ndarray, *, is_turned: bool, in_turn: bool) -> Any:
     layer = name.split(".")[2]
     ending = "bias" if name.endswith("bias") else "weight"
-    if is_turned:
-        w = w.swapaxes(-1, -2) if w.ndim == 3 else w
-        parts = (w[:, 0::2], w[:, 1::2])
-    else:
-        parts = np.split(w, 2, axis=1)
+    if is_turned and w.ndim == 3:
+        w = w.swapaxes(-1, -2)
+    parts = (w[:, 0::2], w[:, 1::2]) if in_turn else np.split(w, 2, axis=1)
     for part, array in zip(("gate", "up"), parts, strict=True):
         yield f"blk.{layer}.ffn_{part}_exps.{ending}", array
 
@@ -341,7 +374,7 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         if get("moe_intermediate_size"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        elif config.model_type in ("minimax_m2", "gpt_oss"):
+        elif config.model_type in ("minimax_m2", "gpt_oss", "hunyuan_v1_moe"):
             writer.add_expert_feed_forward_length(config.intermediate_size)
         if get("shared_expert_intermediate_size"):
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -388,13 +421,19 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    add_tokens(writer, config)
+
+
+def add_tokens(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Say which tokens frame a text."""
     for name, add in (
         ("bos", writer.add_bos_token_id),
         ("eos", writer.add_eos_token_id),
         ("pad", writer.add_pad_token_id),
     ):
-        if isinstance(get(f"{name}_token_id"), int):
-            add(get(f"{name}_token_id"))
+        token_id = getattr(config, f"{name}_token_id", None)
+        if isinstance(token_id, int):
+            add(token_id)
 
 
 def add_hybrid_facts(writer: gguf.GGUFWriter, config: Any) -> None:

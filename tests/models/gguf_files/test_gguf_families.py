@@ -11,13 +11,14 @@ import copy
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf_writing import write_model
 from loading import load_checkpoint
 from test_gguf_formats import make_codes
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tandem.models.families import open_checkpoint
+from tandem.models.families import find_family, open_checkpoint
 from tandem.models.identity import list_config_values
 
 COMMON = {
@@ -97,6 +98,25 @@ GRANITE = {
 MULTIPLIERS = {
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
     "logits_scaling": 2.0,
+}  # fmt: skip
+NEMOTRON_H = {
+    "mamba_num_heads": 4, "n_groups": 2, "ssm_state_size": 24, "mamba_head_dim": 32,
+}  # fmt: skip
+NEMOTRON_EXPERTS = {
+    "intermediate_size": 40, "n_routed_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56,
+    "moe_latent_size": 32, "norm_topk_prob": True, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+GEMMA4 = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 20, "head_dim": 16, "global_head_dim": 32, "final_logit_softcapping": 4.0,
+    "hidden_size_per_layer_input": 0, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
 }  # fmt: skip
 GROUPS = {"n_group": 4, "topk_group": 2}
 LATENT_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
@@ -224,6 +244,74 @@ MODELS = {
         WHOLE | {"rope_parameters": PARTIAL, "norm_eps": 1e-5, "mlp_bias": False},
     ),
     "qwen3_5": ("qwen3_5_text", STATES | {"tie_word_embeddings": True}),
+    "apertus": ("apertus", WHOLE | {"rope_parameters": LLAMA3}),
+    "afmoe": (
+        "afmoe",
+        MOE | {
+            "num_hidden_layers": 4, "num_dense_layers": 1, "num_shared_experts": 2,
+            "route_scale": 1.7, "mup_enabled": True, "sliding_window": 20,
+        },
+    ),
+    "phimoe": ("phimoe", WHOLE | MIXTRAL | {"lm_head_bias": True, "attention_bias": True}),
+    "hunyuan moe": ("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 2}),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "v_head_dim": 24, "num_key_value_heads": 1, "attention_value_scale": 0.7,
+            "sliding_window": 20, "layer_types": ["full_attention", *["sliding_attention"] * 2],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": {
+                "full_attention": PARTIAL, "sliding_attention": PARTIAL | {"rope_theta": 1e3},
+            },
+        },
+    ),
+    "mistral4": (
+        "mistral4",
+        LATENTS | {
+            "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
+            "rope_parameters": MINISTRAL | {"original_max_position_embeddings": 16},
+        },
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        LATENTS | {
+            "norm_topk_prob": True, "index_topk": 20, "index_n_heads": 8, "index_head_dim": 64,
+            "indexer_types": ["full", "full", "shared"],
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 1,
+            "intermediate_size": 48, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        NEMOTRON_H | {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+    ),
+    "nemotron_h moe": (
+        "nemotron_h",
+        NEMOTRON_H | NEMOTRON_EXPERTS | {
+            "layers_block_type": ["linear_attention", "full_attention", "moe"],
+        },
+    ),
+    "gemma4": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4 experts": (
+        "gemma4_text",
+        GEMMA4 | {
+            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
+    "gemma4 edge": (
+        "gemma4_text",
+        GEMMA4 | {
+            "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 131,
+            "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        },
+    ),
     "qwen3_5_moe": ("qwen3_5_moe_text", STATES | MOE | {"shared_expert_intermediate_size": 48}),
 }  # fmt: skip
 CENTRED = (
@@ -236,10 +324,16 @@ CENTRED = (
     "qwen3_5_moe",
     "kimi_linear",
 )
-CENTRED += ("granitemoehybrid", "granitemoehybrid dense")
+CENTRED += ("granitemoehybrid", "granitemoehybrid dense", "nemotron_h", "nemotron_h moe")
 """Norms hold 1 + weight, which rounds; and a decay's rate goes through its exponential."""
 WHOLE_KV = ("deepseek_v2 lite", "deepseek_v3 old")
 """Written as llama.cpp did before it kept MLA's keys and values in tensors of their own."""
+
+
+def make_model(config):
+    """Return transformers' model; some classes are registered for what their composite does."""
+    kind = getattr(transformers, find_family(config.model_type).architecture)
+    return kind._from_config(config, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -247,13 +341,15 @@ def pair(request, tmp_path_factory):
     """A folder as transformers saves it, and a GGUF file of the same model."""
     model_type, changes = MODELS[request.param]
     values = copy.deepcopy(COMMON | changes)  # Some classes write into what they are given.
-    if model_type == "kimi_linear":
-        values.pop("rope_parameters")  # It has no positions.
-    if model_type in ("cohere", "cohere2", "olmo", "stablelm", "nemotron"):
-        values.pop("rms_norm_eps")  # Their norms are no RMS norms.
+    if model_type in ("kimi_linear", "nemotron_h"):
+        values.pop("rope_parameters")  # They have no positions.
+    if model_type in ("cohere", "cohere2", "olmo", "stablelm", "nemotron", "nemotron_h"):
+        values.pop("rms_norm_eps")  # Their norms are no RMS norms, or name it otherwise.
+    if model_type == "mistral4":
+        values.pop("head_dim")  # It is a sum.
     config = CONFIG_MAPPING[model_type](**values)
     generator = torch.Generator().manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = make_model(config)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point() and "inv_freq" not in dict(model.named_buffers()):
             noise = torch.randn(tensor.shape, generator=generator)
@@ -335,3 +431,23 @@ def test_copies_of_the_compressed_keys_and_values_are_not_needed(tmp_path, open_
     assert "blk.1.attn_k_b.weight" in copied.ignored_weights
     tokens = list(range(5, 30))
     assert torch.equal(open_session(plain).run(tokens), open_session(copied).run(tokens))
+
+
+def test_keys_of_layers_that_share_them_are_not_needed(tmp_path, open_session):
+    """As published files of Gemma 4 E2B have them: such layers have keys and values of their own,
+    which nothing reads."""
+    config = CONFIG_MAPPING["gemma4_text"](**copy.deepcopy(COMMON | MODELS["gemma4 edge"][1]))
+    model = make_model(config)
+
+    def add_unused(writer):
+        for part, rows in (("k", 64), ("v", 64)):
+            writer.add_tensor(f"blk.3.attn_{part}.weight", np.zeros((rows, 64), np.float32))
+
+    write_model(model, tmp_path / "a.gguf")
+    write_model(model, tmp_path / "b.gguf", metadata=add_unused)
+    plain, whole = (load_checkpoint(tmp_path / f, dtype="float32") for f in ("a.gguf", "b.gguf"))
+    assert set(whole.ignored_weights) - set(plain.ignored_weights) == {
+        "blk.3.attn_k.weight", "blk.3.attn_v.weight",
+    }  # fmt: skip
+    tokens = list(range(5, 30))
+    assert torch.equal(open_session(plain).run(tokens), open_session(whole).run(tokens))

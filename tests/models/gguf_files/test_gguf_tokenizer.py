@@ -6,6 +6,7 @@ with the pattern itself, and of SentencePiece, on texts that hit every branch.
 """
 
 import io
+import json
 
 import gguf
 import pytest
@@ -13,6 +14,7 @@ import sentencepiece
 import tokenizers
 from gguf_vocabularies import BYTE, CONTROL, NORMAL, UNKNOWN, byte_level
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from transformers import GemmaTokenizer
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.models.gguf.tokenizer import SPLITTINGS, find_end_tokens, load_gguf_tokenizer
@@ -81,6 +83,38 @@ def trained(tmp_path_factory):
         return path
 
     return train
+
+
+def test_gemma4_has_merges_and_spaces_of_sentencepiece(tmp_path):
+    """Ids are those of ``GemmaTokenizer`` of transformers with the same vocabulary."""
+    trainer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    trainer.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer.train_from_iterator(
+        CORPUS[7:],
+        trainers.BpeTrainer(vocab_size=340, special_tokens=special, show_progress=False),
+    )
+    parts = json.loads(trainer.to_str())["model"]
+    vocabulary, merges = parts["vocab"], [tuple(pair) for pair in parts["merges"]]
+    theirs = GemmaTokenizer(vocab=vocabulary, merges=merges)
+
+    def add(writer):
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(list(vocabulary))
+        kinds = [CONTROL] * 3 + [UNKNOWN] + [BYTE] * 256 + [NORMAL] * (len(vocabulary) - 260)
+        writer.add_token_types(kinds)
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        writer.add_bos_token_id(2)
+        writer.add_eos_token_id(1)
+        writer.add_unk_token_id(3)
+        writer.add_add_bos_token(True)
+
+    assert list(vocabulary.values()) == list(range(len(vocabulary)))
+    ours = load_gguf_tokenizer(write(tmp_path / "x.gguf", add, architecture="gemma4")).backend
+    for text in TEXTS:
+        ids = ours.encode(text).ids
+        assert ids == [2, *theirs(text, add_special_tokens=False)["input_ids"]], text
+        assert ours.decode(ids) == text.replace("\u2581", " ")
 
 
 @pytest.mark.parametrize("pre", [*PUBLISHED, "gpt-2"])

@@ -17,6 +17,8 @@ __all__ = ["ATTENTION_ONLY"]
 
 EXAONE4_WINDOWED = 64
 """Layers of the model of 32B."""
+LLAMA4_CHUNK = 8192
+LLAMA4_MOST_EXPERTS = 128
 
 
 def _smollm3(facts: Facts) -> Config:
@@ -67,11 +69,11 @@ def _olmo2(facts: Facts) -> Config:
 def _list_windows(facts: Facts) -> list[str]:
     """Return the type of each layer, by an array of those with a window."""
     value: Any = facts.find("attention.sliding_window_pattern")
-    count = facts.count("block_count")
-    if not isinstance(value, np.ndarray) or value.shape != (count,):
+    count = facts.num_layers
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or len(value) < count:
         key = f"{facts.architecture}.attention.sliding_window_pattern"
         raise ConfigError(WHERE, f"{key}: need a flag for each of {count} layers")
-    return ["sliding_attention" if has_window else "full_attention" for has_window in value]
+    return ["sliding_attention" if has_window else "full_attention" for has_window in value[:count]]
 
 
 def _cohere2(facts: Facts) -> Config:
@@ -175,6 +177,158 @@ def _hunyuan(facts: Facts) -> Config:
     return {"model_type": "hunyuan_v1_dense", "head_dim": facts.head_dim}
 
 
+def _hunyuan_moe(facts: Facts) -> Config:
+    # src/models/hunyuan-moe.cpp: norm_w is true. What all tokens use is as wide as an expert.
+    config = {"model_type": "hunyuan_v1_moe", "head_dim": facts.head_dim}
+    config |= list_experts(facts)
+    config.pop("moe_intermediate_size", None)
+    return config | {"moe_topk": config.pop("num_experts_per_tok")}
+
+
+def _apertus(facts: Facts) -> Config:
+    del facts
+    return {"model_type": "apertus", "hidden_act": "xielu"}
+
+
+def _afmoe(facts: Facts) -> Config:
+    # src/models/afmoe.cpp: embeddings are scaled; every fourth layer sees all tokens, without RoPE.
+    has_pattern = facts.find("attention.sliding_window_pattern") is not None
+    windows = ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(4)]
+    return {
+        "model_type": "afmoe",
+        "mup_enabled": True,
+        "num_dense_layers": facts.count("leading_dense_block_count", 0),
+        "num_shared_experts": facts.count("expert_shared_count"),
+        "route_scale": facts.number("expert_weights_scale", 1.0),
+        "sliding_window": facts.count("attention.sliding_window"),
+        "global_attn_every_n_layers": 4,
+        "layer_types": _list_windows(facts)
+        if has_pattern
+        else [windows[i % 4] for i in range(facts.num_layers)],
+    } | list_experts(facts)
+
+
+def _phimoe(facts: Facts) -> Config:
+    window = facts.count("attention.sliding_window", 0)
+    config: Config = {
+        "model_type": "phimoe",
+        "sliding_window": window or None,
+        "lm_head_bias": facts.has("output.bias"),
+    }
+    original = facts.count("rope.scaling.original_context_length", 0)
+    if original:
+        config["original_max_position_embeddings"] = original
+    if facts.has("rope_factors_long.weight"):
+        config["rope_parameters"] = make_rope(facts) | {"rope_type": "longrope"}
+    return config | list_experts(facts, "num_local_experts")
+
+
+def _find_common(facts: Facts, key: str, layers: list[str], kind: str) -> int:
+    """Return the number that all layers of a type have; 0 where there are none.
+
+    Raises: ConfigError (they differ).
+    """
+    counts = facts.list_counts(key, len(layers))
+    found = {count for count, layer in zip(counts, layers, strict=True) if layer == kind}
+    if len(found) > 1:
+        raise ConfigError(WHERE, f"{facts.architecture}.{key} is {sorted(found)} of {kind}")
+    return found.pop() if found else 0
+
+
+def _mimo2(facts: Facts) -> Config:
+    layers, rope = _list_windows(facts), make_rope(facts)
+    key = "attention.head_count_kv"
+    whole = _find_common(facts, key, layers, "full_attention")
+    windowed = _find_common(facts, key, layers, "sliding_attention")
+    if whole and windowed and windowed != 2 * whole:
+        text = f"{windowed} KV heads of layers with a window, {whole} of the others: need twice"
+        raise UnsupportedError(WHERE, text)
+    local = rope | {"rope_theta": facts.number("rope.freq_base_swa", rope["rope_theta"])}
+    return {
+        "model_type": "mimo_v2_flash",
+        "num_key_value_heads": whole or windowed // 2,
+        "intermediate_size": facts.count("feed_forward_length"),
+        "v_head_dim": facts.count("attention.value_length", facts.head_dim),
+        "attention_value_scale": facts.number("attention.value_scale", 1.0),
+        # A query sees as many tokens before it, says transformers; llama.cpp counts the query too.
+        "sliding_window": facts.count("attention.sliding_window") + 1,
+        "layer_types": layers,
+        "mlp_layer_types": [
+            "sparse" if facts.has(f"blk.{i}.ffn_gate_inp.weight") else "dense"
+            for i in range(len(layers))
+        ],
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        # src/models/mimo2.cpp: norm_w is true.
+        "norm_topk_prob": True,
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
+    } | list_experts(facts, "n_routed_experts")
+
+
+def _gemma4(facts: Facts) -> Config:
+    layers, rope = _list_windows(facts), make_rope(facts)
+    shared = facts.count("attention.shared_kv_layers", 0)
+    key, kinds = "attention.head_count_kv", ("full_attention", "sliding_attention")
+    whole, windowed = (_find_common(facts, key, layers, kind) for kind in kinds)
+    widths = facts.list_counts("feed_forward_length", len(layers))
+    head = facts.count("attention.key_length_swa")
+    local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10_000.0)}
+    rotated = facts.count("rope.dimension_count_swa", head)
+    if rotated != head:
+        local["partial_rotary_factor"] = rotated / max(head, 1)
+    own = [i for i, kind in enumerate(layers[: len(layers) - shared]) if kind == kinds[0]]
+    config: Config = {
+        "model_type": "gemma4_text",
+        "intermediate_size": min(widths, default=0),
+        "use_double_wide_mlp": len(set(widths)) > 1,
+        "head_dim": head,
+        "global_head_dim": facts.head_dim,
+        "num_key_value_heads": windowed or whole,
+        "num_global_key_value_heads": whole or None,
+        "attention_k_eq_v": any(not facts.has(f"blk.{i}.attn_v.weight") for i in own),
+        "num_kv_shared_layers": shared,
+        "sliding_window": facts.count("attention.sliding_window"),
+        "layer_types": layers,
+        "rope_parameters": {kinds[0]: rope, kinds[1]: local},
+        "final_logit_softcapping": facts.number("final_logit_softcapping", 0.0) or None,
+        "hidden_size_per_layer_input": facts.count("embedding_length_per_layer_input", 0),
+        "enable_moe_block": facts.count("expert_count", 0) > 0,
+    }
+    if config["enable_moe_block"]:
+        config |= list_experts(facts)
+        config["top_k_experts"] = config.pop("num_experts_per_tok")
+    table = facts.tensors.get("per_layer_token_embd.weight")
+    if table is not None:
+        config["vocab_size_per_layer_input"] = table.shape[0]
+    return config
+
+
+def _llama4(facts: Facts) -> Config:
+    # src/models/llama4.cpp: chunks of 8192 but in every fourth layer, which has no RoPE and whose
+    # queries grow; a window of 0 says that there are none. The largest model has no norms of
+    # queries and keys.
+    count = facts.num_layers
+    is_chunked = facts.count("attention.sliding_window", 1) > 0
+    is_local = [not is_chunked or (i + 1) % 4 != 0 for i in range(count)]
+    config: Config = {
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": facts.count("feed_forward_length"),
+        "interleave_moe_layer_step": facts.count("interleave_moe_layer_step", 1),
+        "moe_layers": [i for i in range(count) if facts.has(f"blk.{i}.ffn_gate_inp.weight")],
+        "attention_chunk_size": LLAMA4_CHUNK,
+        "no_rope_layers": [int(local) for local in is_local],
+        "layer_types": [
+            "chunked_attention" if is_chunked and local else "full_attention" for local in is_local
+        ],
+        "use_qk_norm": facts.count("expert_count") != LLAMA4_MOST_EXPERTS,
+        "attn_temperature_tuning": is_chunked,
+        "floor_scale": LLAMA4_CHUNK,
+        "attn_scale": 0.1,
+    } | list_experts(facts, "num_local_experts")
+    return config | {"intermediate_size": config.pop("moe_intermediate_size")}
+
+
 def _gemma(facts: Facts) -> Config:
     del facts
     return {"model_type": "gemma"}
@@ -204,5 +358,12 @@ ATTENTION_ONLY = {
     "arcee": _arcee,
     "exaone4": _exaone4,
     "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": _hunyuan_moe,
+    "apertus": _apertus,
+    "afmoe": _afmoe,
+    "phimoe": _phimoe,
+    "mimo2": _mimo2,
+    "gemma4": _gemma4,
+    "llama4": _llama4,
 }
 """The special traits of an architecture of llama.cpp, by its name there."""

@@ -25,7 +25,9 @@ from tandem.models.gguf.hybrids import (
     make_kimi_linear,
     make_lfm2,
     make_lfm2_moe,
+    make_nemotron_h,
 )
+from tandem.models.gguf.latents import LATENT
 from tandem.models.gguf.rope import ROPE_FACTORS, make_rope
 from tandem.models.gguf.states import read_state_sizes
 from tandem.models.gguf.tokenizer import find_end_tokens
@@ -34,8 +36,8 @@ from tandem.models.sources.gguf_header import GgufTensor, Value
 
 __all__ = ["ARCHITECTURES", "make_config", "read_gguf_config"]
 
-SOFTMAX, SIGMOID = 1, 2
-"""Values of ``expert_gating_func``."""
+UNEVEN = ("gemma4", "mimo2")
+"""Architectures whose layers of two types have KV heads, or MLPs, of two sizes."""
 
 
 def make_config(
@@ -82,7 +84,7 @@ def _list_common(facts: Facts) -> Config:
     embedding = facts.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(WHERE, "no tensor token_embd.weight [vocabulary, hidden] in the file")
-    heads = facts.num_heads
+    heads, is_uneven = facts.num_heads, facts.architecture in UNEVEN
     num_blocks = facts.count("block_count")
     # Each has tensors of its own: libraries make lists of as many.
     if num_blocks > len(facts.tensors):
@@ -90,9 +92,11 @@ def _list_common(facts: Facts) -> Config:
         raise ConfigError(WHERE, text)
     config: Config = {
         "hidden_size": facts.count("embedding_length"),
-        "num_hidden_layers": num_blocks - facts.count("nextn_predict_layers", 0),
+        "num_hidden_layers": facts.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": facts.count_where_any("attention.head_count_kv", heads),
+        "num_key_value_heads": heads
+        if is_uneven
+        else facts.count_where_any("attention.head_count_kv", heads),
         "head_dim": facts.head_dim,
         "max_position_embeddings": facts.count("context_length"),
         "vocab_size": embedding.shape[0],
@@ -103,8 +107,8 @@ def _list_common(facts: Facts) -> Config:
     }
     if facts.find("attention.layer_norm_epsilon") is None:
         config["rms_norm_eps"] = facts.number("attention.layer_norm_rms_epsilon")
-    if facts.find("feed_forward_length") is not None:
-        config["intermediate_size"] = facts.count("feed_forward_length")
+    if facts.find("feed_forward_length") is not None and not is_uneven:
+        config["intermediate_size"] = facts.count_where_any("feed_forward_length", 0)
     # transformers' defaults name tokens of the first model of a family.
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         token_id = facts.metadata.get(f"tokenizer.ggml.{key}_token_id")
@@ -169,7 +173,6 @@ def _list_states(facts: Facts) -> Config:
         sizes = read_state_sizes(facts.architecture, facts.count)
     except ValueError as error:
         raise ConfigError(WHERE, f"{facts.architecture}: {error}") from error
-    blocks = facts.count("block_count") - facts.count("nextn_predict_layers", 0)
     return {
         "linear_num_key_heads": sizes.num_k_heads,
         "linear_num_value_heads": sizes.num_v_heads,
@@ -178,7 +181,7 @@ def _list_states(facts: Facts) -> Config:
         "linear_conv_kernel_dim": facts.count("ssm.conv_kernel"),
         "layer_types": [
             "linear_attention" if facts.has(f"blk.{i}.ssm_a") else "full_attention"
-            for i in range(blocks)
+            for i in range(facts.num_layers)
         ],
     }
 
@@ -260,36 +263,6 @@ def _glm4_moe(facts: Facts) -> Config:
     } | list_deepseek_experts(facts)
 
 
-def _deepseek2(facts: Facts) -> Config:
-    is_v3 = facts.count("expert_gating_func", SOFTMAX) == SIGMOID
-    # Files with the compressed keys apart count them as one KV head; the sizes of all are beside.
-    key_length = facts.count("attention.key_length_mla", facts.head_dim)
-    value_length = facts.count(
-        "attention.value_length_mla", facts.count("attention.value_length", facts.head_dim)
-    )
-    rotated = facts.count("rope.dimension_count")
-    rope = make_rope(facts)
-    rope.pop("partial_rotary_factor", None)
-    multiplier = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
-    if rope["rope_type"] == "yarn" and multiplier:
-        # 0.1 * mscale_all_dim; published models have mscale equal to it.
-        rope |= {"mscale": round(multiplier * 10, 6), "mscale_all_dim": round(multiplier * 10, 6)}
-    config: Config = {
-        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
-        "num_key_value_heads": facts.num_heads,
-        "q_lora_rank": facts.count("attention.q_lora_rank", 0) or None,
-        "kv_lora_rank": facts.count("attention.kv_lora_rank"),
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": key_length - rotated,
-        "v_head_dim": value_length,
-        "head_dim": rotated,
-        "rope_parameters": rope,
-    } | list_deepseek_experts(facts)
-    if not is_v3:
-        config["topk_method"] = "group_limited_greedy" if config["n_group"] > 1 else "greedy"
-    return config
-
-
 def _gpt_oss(facts: Facts) -> Config:
     size = facts.count("expert_feed_forward_length", facts.count("feed_forward_length", 0))
     config = {
@@ -333,7 +306,6 @@ ARCHITECTURES: dict[str, Callable[[Facts], Config]] = {
     "phi3": _phi3,
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
-    "deepseek2": _deepseek2,
     "gpt-oss": _gpt_oss,
     "minimax-m2": _minimax_m2,
     "mistral3": _mistral3,
@@ -341,6 +313,9 @@ ARCHITECTURES: dict[str, Callable[[Facts], Config]] = {
     "lfm2moe": make_lfm2_moe,
     "kimi-linear": make_kimi_linear,
     "granitehybrid": make_granite,
+    "nemotron_h": make_nemotron_h,
+    "nemotron_h_moe": make_nemotron_h,
+    **LATENT,
     **ATTENTION_ONLY,
 }
 """The special traits of an architecture of llama.cpp, by its name there."""

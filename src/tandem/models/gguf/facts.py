@@ -83,6 +83,28 @@ class Facts:
             raise ConfigError(WHERE, f"{self.architecture}.{key} is {number}: too large")
         return number
 
+    def list_counts(self, key: str, length: int) -> list[int]:
+        """Return a number of each layer: of an array of as many, or one that all have.
+
+        Args:
+            key: of the metadata.
+            length: number of layers that are wanted, the first of the array.
+        """
+        value = self.find(key)
+        if not isinstance(value, np.ndarray):
+            return [self.count(key)] * length
+        is_fit = value.dtype.kind in "iub" and len(value) >= length
+        if not is_fit or (value.size and not 0 <= value.min() <= value.max() <= self._max_size):
+            raise ConfigError(
+                WHERE, f"{self.architecture}.{key} is {show(value)}: need {length} numbers"
+            )
+        return [int(number) for number in value[:length]]
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, without those that predict further tokens."""
+        return self.count("block_count") - self.count("nextn_predict_layers", 0)
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number, rounded to the decimals that a float32 of the file can mean."""
         value = self.find(key)

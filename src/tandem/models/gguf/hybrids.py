@@ -11,9 +11,16 @@ from tandem.core.errors import UnsupportedError
 from tandem.models.gguf.experts import list_experts
 from tandem.models.gguf.facts import WHERE, Config, Facts
 
-__all__ = ["WITHOUT_ROPE", "make_granite", "make_kimi_linear", "make_lfm2", "make_lfm2_moe"]
+__all__ = [
+    "WITHOUT_ROPE",
+    "make_granite",
+    "make_kimi_linear",
+    "make_lfm2",
+    "make_lfm2_moe",
+    "make_nemotron_h",
+]
 
-WITHOUT_ROPE = ("kimi_linear",)
+WITHOUT_ROPE = ("kimi_linear", "nemotron_h")
 """Types of models whose configuration has no RoPE."""
 
 
@@ -128,3 +135,52 @@ def make_granite(facts: Facts) -> Config:
         else None,
     }
     return config | ({"num_experts_per_tok": facts.count("expert_used_count")} if experts else {})
+
+
+LAYER_PARTS = {
+    "ssm_a": "linear_attention",
+    "attn_q.weight": "full_attention",
+    "ffn_gate_inp.weight": "moe",
+}
+"""A tensor of a layer of Nemotron-H, and the type of a layer that has it; the others are MLPs."""
+
+
+def make_nemotron_h(facts: Facts) -> Config:
+    """Return the special traits of ``nemotron_h`` and ``nemotron_h_moe``."""
+    kinds = [
+        next((k for part, k in LAYER_PARTS.items() if facts.has(f"blk.{i}.{part}")), "mlp")
+        for i in range(facts.num_layers)
+    ]
+
+    def has(kind: str, part: str) -> bool:
+        return kind in kinds and facts.has(f"blk.{kinds.index(kind)}.{part}")
+
+    heads = facts.count("ssm.time_step_rank")
+    config: dict[str, Any] = {
+        "model_type": "nemotron_h",
+        "layers_block_type": kinds,
+        "layer_norm_epsilon": facts.number("attention.layer_norm_rms_epsilon"),
+        "attention_bias": has("full_attention", "attn_q.bias"),
+        "mlp_bias": has("mlp", "ffn_up.bias"),
+        # src/models/nemotron-h.cpp: LLM_FFN_RELU_SQR.
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": heads,
+        "mamba_head_dim": facts.count("ssm.inner_size") // max(heads, 1),
+        "n_groups": facts.count("ssm.group_count"),
+        "ssm_state_size": facts.count("ssm.state_size"),
+        "conv_kernel": facts.count("ssm.conv_kernel"),
+        "use_conv_bias": has("linear_attention", "ssm_conv1d.bias"),
+        "use_bias": has("linear_attention", "ssm_in.bias"),
+    }
+    if "moe" not in kinds:
+        return config
+    config |= list_experts(facts, "n_routed_experts")
+    return config | {
+        "n_shared_experts": facts.count("expert_shared_count", 1),
+        "moe_shared_expert_intermediate_size": facts.count("expert_shared_feed_forward_length"),
+        "moe_latent_size": facts.count("moe_latent_size", 0) or None,
+        "norm_topk_prob": facts.flag("expert_weights_norm", default=False),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
+    }

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.core.errors import UnsupportedError
-from tandem.models.gguf.config import ROPE_FACTORS, SIGMOID, make_config
+from tandem.models.gguf.config import ROPE_FACTORS, make_config
+from tandem.models.gguf.latents import SIGMOID
 from tandem.models.gguf.mixtures import ModelSizes
 from tandem.models.sources.gguf_header import GgufTensor, Value
 

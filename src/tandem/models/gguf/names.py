@@ -7,7 +7,7 @@ MLA, in tensors by use; what layers with a state have (``states``). A vector or 
 have dimensions of one there that it has not here, and the other way around.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tandem.models.gguf.states import STATE_ARCHITECTURES, StateSizes
 
-__all__ = ["COPIES", "HARMLESS", "How", "Recipe", "make_recipes"]
+__all__ = ["COPIES", "HARMLESS", "How", "Recipe", "list_noted", "make_recipes"]
 
 
 class How(Enum):
@@ -31,7 +31,7 @@ class How(Enum):
     INTERLEAVE = auto()
     """gpt-oss: experts with inputs first, columns of the two tensors in turn."""
     TRANSPOSE = auto()
-    """gpt-oss: experts with inputs first."""
+    """gpt-oss, Llama 4: experts with inputs first, tensors one beside the other."""
     ORDERED = auto()
     """The tensors one below the other, rows in ``Recipe.order``."""
     TURNED_INPUTS = auto()
@@ -44,6 +44,8 @@ class How(Enum):
     """Tensors of one size, each a share of the rows."""
     JOIN_KV = auto()
     """MLA: keys [H, latent, d] and values [H, d, latent] become [H * (d + d), latent]."""
+    NOTED = auto()
+    """No tensor: numbers of the metadata, ``Recipe.values``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Recipe:
     how: How = How.PLAIN
     order: NDArray[np.int64] | None = None
     """The row, or input, of the file that each one is."""
+    values: NDArray[np.float32] | None = None
+    """The weight itself, where the metadata have it."""
 
 
 HARMLESS = {
@@ -72,7 +76,13 @@ TOP = {
     "model.norm.weight": "output_norm.weight",
     "model.norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
+    "lm_head.bias": "output.bias",
     "model.embedding_norm.weight": "token_embd_norm.weight",
+    "model.embeddings.weight": "token_embd.weight",
+    "model.norm_f.weight": "output_norm.weight",
+    "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
 }
 
 LAYER = {
@@ -142,6 +152,59 @@ GRANITE = {
     "mamba.out_proj": "ssm_out",
     "block_sparse_moe.router": "ffn_gate_inp",
 }
+INDEX = {
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+}
+GEMMA4 = SANDWICH | {
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "router.proj": "ffn_gate_inp",
+}
+LLAMA4 = {
+    "feed_forward.router": "ffn_gate_inp",
+    **{
+        f"feed_forward.{holder}{part}_proj": f"ffn_{part}{ending}"
+        for holder, ending in (("", ""), ("shared_expert.", "_shexp"))
+        for part in ("gate", "up", "down")
+    },
+}
+AFMOE = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_mlp_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+    "self_attn.gate_proj": "attn_gate",
+    "mlp.router.gate": "ffn_gate_inp",
+}
+HUNYUAN = {
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+    "mlp.gate.wg": "ffn_gate_inp",
+    **{f"mlp.shared_mlp.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}
+NEMOTRON_H = {
+    "norm": "attn_norm",
+    "mixer.in_proj": "ssm_in",
+    "mixer.conv1d": "ssm_conv1d",
+    "mixer.out_proj": "ssm_out",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp",
+    "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+}
 POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -149,10 +212,15 @@ POST_NORMS = {
 SPECIAL = {
     "olmo2": POST_NORMS,
     "exaone4": POST_NORMS,
-    "hunyuan-dense": {
-        "self_attn.query_layernorm": "attn_q_norm",
-        "self_attn.key_layernorm": "attn_k_norm",
-    },
+    "hunyuan-dense": HUNYUAN,
+    "hunyuan-moe": HUNYUAN,
+    "apertus": {"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
+    "afmoe": AFMOE,
+    "gemma4": GEMMA4,
+    "llama4": LLAMA4,
+    "glm-dsa": INDEX,
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_moe": NEMOTRON_H,
     "seed_oss": SECOND_NORM,
     "granitemoe": {"block_sparse_moe.router": "ffn_gate_inp"},
     "gemma2": SANDWICH,
@@ -168,7 +236,7 @@ SPECIAL = {
 }
 """Names of modules that an architecture calls otherwise."""
 
-CONVOLUTIONS = (".conv.conv.weight", ".mamba.conv1d.weight")
+CONVOLUTIONS = (".conv.conv.weight", ".mamba.conv1d.weight", ".mixer.conv1d.weight")
 PERMUTED = (
     "llama",
     "mistral3",
@@ -182,6 +250,9 @@ PERMUTED = (
 """Architectures whose rows of q and k are pairs of neighbours."""
 CENTRED_NORMS = ("gemma", "nemotron", "gemma2", "gemma3", *STATE_ARCHITECTURES)
 """Architectures whose norms hold 1 + weight, but for those of a state's heads."""
+
+STATE_SPACES = {"granitehybrid": "mamba", "nemotron_h": "mixer", "nemotron_h_moe": "mixer"}
+"""Architectures with Mamba2, and the name of a layer's part that has it."""
 
 FIRST_PARTS = ("attn_norm", "post_attention_norm", "attn_q")
 """Parts of a layer, one of which every layer has."""
@@ -271,22 +342,29 @@ def _list_special(
     yield "self_attn.sinks", Recipe((f"{layer}attn_sinks.weight",))
     yield "feed_forward.expert_bias", Recipe((f"{layer}exp_probs_b.bias",))
     yield from _list_mixer(architecture, layer, tensors)
-    for holder in ("mlp.gate", "mlp", "mlp.gate.moe_statics"):
+    for holder in ("mlp.gate", "mlp", "mlp.gate.moe_statics", "mixer.gate"):
         yield f"{holder}.e_score_correction_bias", Recipe((f"{layer}exp_probs_b.bias",))
+    yield "mlp.expert_bias", Recipe((f"{layer}exp_probs_b.bias",))
+    if architecture == "gemma4":
+        yield "layer_scalar", Recipe((f"{layer}layer_output_scale.weight",))
+        yield "router.scale", Recipe((f"{layer}ffn_gate_inp.scale",))
+        yield "router.per_expert_scale", Recipe((f"{layer}ffn_down_exps.scale",))
     split = (f"{layer}attn_k_b.weight", f"{layer}attn_v_b.weight")
     # ik_llama.cpp's files have the whole matrix beside its parts, in shapes of its own.
     if f"{layer}attn_kv_b.weight" not in tensors:
         yield "self_attn.kv_b_proj.weight", Recipe(split, How.JOIN_KV)
-    is_turned = architecture == "gpt-oss"
+    alternates, is_turned = architecture == "gpt-oss", architecture in ("gpt-oss", "llama4")
     for ending, suffix in (("weight", ""), ("bias", "_bias")):
         gate, up, down = (f"{layer}ffn_{part}_exps.{ending}" for part in ("gate", "up", "down"))
         both = f"{layer}ffn_gate_up_exps.{ending}"
-        how = How.INTERLEAVE if is_turned else How.PLAIN
-        recipe = Recipe((both,)) if both in tensors and not is_turned else Recipe((gate, up), how)
         how = How.TRANSPOSE if is_turned and ending == "weight" else How.PLAIN
-        for holder in ("mlp", "feed_forward", "block_sparse_moe"):
-            yield f"{holder}.experts.gate_up_proj{suffix}", recipe
-            yield f"{holder}.experts.down_proj{suffix}", Recipe((down,), how)
+        recipe = Recipe((gate, up), How.INTERLEAVE if alternates else how)
+        if both in tensors and not is_turned:
+            recipe = Recipe((both,))
+        for holder in ("mlp.", "feed_forward.", "block_sparse_moe.", "mixer.", ""):
+            yield f"{holder}experts.gate_up_proj{suffix}", recipe
+            yield f"{holder}experts.down_proj{suffix}", Recipe((down,), how)
+        yield f"mixer.experts.up_proj{suffix}", Recipe((up,))
 
 
 def _list_mixer(
@@ -299,14 +377,42 @@ def _list_mixer(
         yield "self_attn.conv1d.weight", Recipe(convolutions, How.STACKED)
         yield "self_attn.forget_gate.dt_bias", bias
         yield "self_attn.forget_gate.A_log", rate
-    if architecture == "granitehybrid":
-        yield "mamba.dt_bias", bias
-        yield "mamba.A_log", rate
-        yield "mamba.D", Recipe((f"{layer}ssm_d",), How.FLAT)
+    mixer = STATE_SPACES.get(architecture)
+    if mixer is not None:
+        yield f"{mixer}.dt_bias", bias
+        yield f"{mixer}.A_log", rate
+        yield f"{mixer}.D", Recipe((f"{layer}ssm_d",), How.FLAT)
         # By groups there.
-        yield "mamba.norm.weight", Recipe((f"{layer}ssm_norm.weight",), How.FLAT)
+        yield f"{mixer}.norm.weight", Recipe((f"{layer}ssm_norm.weight",), How.FLAT)
+    if architecture == "granitehybrid":
         # Beside experts it is what every token uses, else the MLP.
         ending = "_shexp" if f"{layer}ffn_gate_inp.weight" in tensors else ""
         gate, up, down = (f"{layer}ffn_{part}{ending}.weight" for part in ("gate", "up", "down"))
         yield "shared_mlp.input_linear.weight", Recipe((gate, up))
         yield "shared_mlp.output_linear.weight", Recipe((down,))
+
+
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")
+"""Parameters of an activation, of which each layer has its own."""
+
+
+def list_noted(metadata: Mapping[str, object], num_layers: int) -> dict[str, Recipe]:
+    """Return the recipes of weights whose numbers are metadata: the parameters of xIELU.
+
+    Args:
+        metadata: of the file; for each parameter a number, or as many as there are layers.
+        num_layers: of the model.
+    """
+    recipes: dict[str, Recipe] = {}
+    for part in XIELU:
+        given = metadata.get(f"xielu.{part}")
+        if not isinstance(given, (float, np.ndarray)):
+            continue
+        values = np.asarray(given)
+        if values.dtype.kind != "f" or values.shape not in ((), (num_layers,)):
+            continue
+        for layer, value in enumerate(np.broadcast_to(values, num_layers)):
+            number = np.array([value], np.float32)
+            name = f"model.layers.{layer}.mlp.act_fn.{part}"
+            recipes[name] = Recipe((), How.NOTED, values=number)
+    return recipes

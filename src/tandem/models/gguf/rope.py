@@ -9,6 +9,8 @@ __all__ = ["ROPE_FACTORS", "make_rope"]
 
 ROPE_FACTORS = "rope_freqs.weight"
 """A tensor whose presence means that frequencies are scaled as Llama 3.1's are."""
+STILL = 1e29
+"""A factor that leaves nothing of a frequency."""
 
 
 def make_rope(facts: Facts) -> Config:
@@ -36,9 +38,23 @@ def make_rope(facts: Facts) -> Config:
         beta_fast = facts.number("rope.scaling.yarn_beta_fast", 32.0)
         beta_slow = facts.number("rope.scaling.yarn_beta_slow", 1.0)
         rope |= {"beta_fast": beta_fast, "beta_slow": beta_slow}
-    if facts.rope_factors is not None:
+    if facts.rope_factors is not None and facts.architecture == "gemma4":
+        rope |= _find_proportional_rope(facts.rope_factors)
+    elif facts.rope_factors is not None:
         rope |= _find_llama3_rope(facts.rope_factors, rope["rope_theta"], facts.head_dim)
     return rope
+
+
+def _find_proportional_rope(factors: list[float]) -> Config:
+    """Return the parameters of a RoPE whose factors let the last pairs stand still.
+
+    Raises: UnsupportedError (factors of another kind).
+    """
+    rotated = sum(factor == 1 for factor in factors)
+    if not rotated or any(factor < STILL for factor in factors[rotated:]):
+        text = f"{ROPE_FACTORS} are neither 1 nor {STILL:g} and more, as of Gemma 4"
+        raise UnsupportedError(WHERE, text)
+    return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)}
 
 
 def _find_llama3_rope(factors: list[float], theta: float, head_dim: int) -> Config:

@@ -1,7 +1,8 @@
 """The tokenizer of a GGUF file's metadata, built for the ``tokenizers`` library.
 
-Two kinds are there: byte-level BPE with its merges (``gpt2``), and SentencePiece's BPE (``llama``),
-whose merges follow from the scores of the pieces. How text is split before BPE is known to
+Three kinds are there: byte-level BPE with its merges (``gpt2``), SentencePiece's BPE (``llama``),
+whose merges follow from the scores of the pieces, and Gemma 4's (``gemma4``), which is written as
+SentencePiece's and has its merges. How text is split before BPE is known to
 llama.cpp by a name, ``tokenizer.ggml.pre``; here are the patterns of the models' own
 ``tokenizer.json`` by that name. An unknown name is refused: another pattern gives other tokens.
 """
@@ -124,6 +125,7 @@ END_TOKENS = frozenset(
         "<|im_end|>",
         "<|end|>",
         "<end_of_turn>",
+        "<turn|>",
         "<|endoftext|>",
         "<|eom_id|>",
         "<|end_of_text|>",
@@ -165,18 +167,22 @@ def build_tokenizer(metadata: Mapping[str, Value], name: str) -> GgufTokenizer:
     """
     tokens = _list_tokens(metadata)
     kind = metadata.get(f"{PREFIX}model")
-    make = {"gpt2": _make_byte_level, "llama": _make_sentencepiece}.get(str(kind))
+    make = {
+        "gpt2": _make_byte_level,
+        "llama": _make_sentencepiece,
+        "gemma4": _make_gemma4,
+    }.get(str(kind))
     if make is None:
         raise UnsupportedError(
             WHERE,
-            f"{name} has a tokenizer of kind {kind!r}: gpt2 and llama are known; name a "
+            f"{name} has a tokenizer of kind {kind!r}: gpt2, llama and gemma4 are known; name a "
             "folder that holds the model's tokenizer.json beside the GGUF file",
         )
     try:
         backend = make(metadata, tokens)
         _add_tokens(backend, metadata, tokens)
         special = _find_special(metadata, tokens)
-        _frame(backend, metadata, special, is_sentencepiece=kind == "llama")
+        _frame(backend, metadata, special, is_sentencepiece=kind != "gpt2")
     except (ConfigError, UnsupportedError):
         raise
     except Exception as error:
@@ -235,10 +241,7 @@ def _make_byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> tokeni
             f"the GGUF file's tokenizer splits text by {name!r}, which is not known here: name a "
             "folder that holds the model's tokenizer.json beside the file",
         )
-    merges = metadata.get(f"{PREFIX}merges")
-    if not isinstance(merges, list):
-        raise ConfigError(WHERE, "the GGUF file's tokenizer has no merges")
-    pairs = [_split_merge(merge) for merge in merges]
+    pairs = _list_merges(metadata)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(
         models.BPE(vocabulary, pairs, ignore_merges=splitting.keeps_whole)
@@ -252,6 +255,13 @@ def _make_byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> tokeni
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _list_merges(metadata: Mapping[str, Value]) -> list[tuple[str, str]]:
+    merges = metadata.get(f"{PREFIX}merges")
+    if not isinstance(merges, list):
+        raise ConfigError(WHERE, "the GGUF file's tokenizer has no merges")
+    return [_split_merge(merge) for merge in merges]
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
@@ -282,6 +292,24 @@ def _make_sentencepiece(metadata: Mapping[str, Value], tokens: list[str]) -> tok
     backend.normalizer = normalizers.Sequence([*prepend, replace])
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prepend else [])])
+    return backend
+
+
+def _make_gemma4(metadata: Mapping[str, Value], tokens: list[str]) -> tokenizers.Tokenizer:
+    unknown = metadata.get(f"{PREFIX}unknown_token_id", 3)
+    unknown = unknown if type(unknown) is int and 0 <= unknown < len(tokens) else 0
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            _list_merges(metadata),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
     return backend
 
 

@@ -763,6 +763,12 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     shared = "|".join(str(i) for i in range(first - num_shared, first))
     own = re.compile(rf"\.layers\.({shared})\.self_attn\.[kv]_(proj|norm)\.")
     harmless |= {name: why for name in source.entries if num_shared and own.search(name)}
+    # By the skeleton's names too, as of a file whose names are others.
+    harmless |= {
+        f"model.layers.{i}.self_attn.{part}.weight": why
+        for i in range(first - num_shared, first)
+        for part in ("k_proj", "v_proj", "k_norm")
+    }
     why = "of the part that sees images, which text does not need"
     return harmless | {name: why for name in source.entries if name.startswith(IMAGE_PARTS)}
 

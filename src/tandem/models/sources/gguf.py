@@ -32,7 +32,7 @@ from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix, interleave_r
 from tandem.kernels.weights.formats import WeightFormat, find_format, find_whole_blocks
 from tandem.kernels.weights.recode import join_formats
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES, FLOAT_TYPES
-from tandem.models.gguf.names import COPIES, HARMLESS, How, Recipe, make_recipes
+from tandem.models.gguf.names import COPIES, HARMLESS, How, Recipe, list_noted, make_recipes
 from tandem.models.gguf.states import StateSizes, find_sizes
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import BLOCK_SIZES, GgufTensor
@@ -95,6 +95,9 @@ class GgufSource:
         self._recipes = make_recipes(
             self.files.architecture, self.files.tensors, self._find_state_sizes()
         )
+        num_layers = self.files.metadata.get(f"{self.files.architecture}.block_count")
+        if type(num_layers) is int and 0 < num_layers <= len(self.files.tensors):
+            self._recipes |= list_noted(self.files.metadata, num_layers)
         self._ledger = UseLedger(self.entries, progress)
         self._maps = MappedFiles()
 
@@ -196,6 +199,11 @@ class GgufSource:
                     _fill_flat(name, part, rows)
             case How.JOIN_KV:
                 _fill_kv(name, parts, out)
+            case How.NOTED:
+                assert recipe.values is not None, name
+                if out.numel() != len(recipe.values):
+                    raise _refuse_shape(name, parts, out)
+                out.copy_(torch.from_numpy(recipe.values).view(out.shape))
 
     def find_format(self, name: str) -> WeightFormat | None:
         """Return our format that a weight's codes are in; see ``WeightReader``."""
