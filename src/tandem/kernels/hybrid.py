@@ -208,7 +208,8 @@ class HybridDecoder:
         except BaseException as error:  # noqa: BLE001 - raised below.
             batch.failure = error
         finally:
-            # Nobody else waits for what is still computed from the staging memory.
+            # The host's jobs may still read the staging memory, so the step waits for them even
+            # after an error.
             for job in batch.jobs:
                 job.exception(MAX_RUN_S)
             batch.jobs = []
@@ -287,7 +288,7 @@ class HybridDecoder:
         device.run(stream, work, f"upload {layer_idx}")
         device.call_host(stream, lane.note_uploaded, f"uploaded {layer_idx}")
 
-    # What the device does.
+    # Methods that queue work on the device's stream.
 
     def _begin(self, batch: _Batch) -> None:
         assert batch.step is not None, "no step"
@@ -303,7 +304,8 @@ class HybridDecoder:
         late_TK = None
         if self._num_deferred and batch.routing is not None:
             ids_TK, late_TK = batch.routing.split(ids_TK, weights_TK)
-        # Rows as the step has them: on a GPU all of the graph's, also those that do not live.
+        # The step's tensors set the number of rows: on a GPU they also hold the padding rows of the
+        # graph.
         num_rows = len(ids_TK)
         here.x_BD[:num_rows] = choice.x.tensor
         here.ids_BK[:num_rows] = ids_TK
@@ -335,13 +337,15 @@ class HybridDecoder:
         assert batch.step is not None and batch.hidden is not None, "no step"
         assert batch.computed is not None and batch.pairs is not None, "no lane"
         here, rows = batch.on_device, len(batch.hidden)
-        # One of the two is zero.
+        # For each (token, expert) pair one of the two addends is zero: either the device or the
+        # host computed that pair.
         outputs_BKD = batch.computed + batch.pairs[0].host_BKD[:rows]
         ids_BK, weights_BK = here.ids_BK[:rows], here.weights_BK[:rows]
         if self._device.has_native_kernels:
             sum_BD = sum_pairs(ids_BK, weights_BK, outputs_BKD)
         else:
-            # The device's products round otherwise than the host's: no order of sums mends that.
+            # Without native kernels the device rounds its products differently from the host, so
+            # the order of the sum need not match the host's.
             sum_BD = (outputs_BKD * weights_BK[..., None]).sum(1)
         if self._is_carried(layer_idx):
             sum_BD += here.sum_BD[:rows]
@@ -351,17 +355,18 @@ class HybridDecoder:
         assert batch.step is not None and batch.hidden is not None, "no step"
         batch.step.complete_(batch.hidden)
 
-    # What the host does, on the stream's behalf.
+    # Methods that run on the host as callbacks of the device's stream.
 
-    # Staging memory is made in a step, and so takes no changes outside of this mode, which a thread
-    # of the device is not in.
+    # Staging memory is allocated under inference mode and may only be changed under that mode,
+    # which the thread that runs the device's callbacks has not entered.
     @torch.inference_mode()
     def _submit(self, batch: _Batch, layer_idx: int, count: int) -> None:
         """Give the host's thread the layer's experts; return at once, or when some are staged."""
         lane = self._lane
         if batch.failure is not None:
             if batch.pairs is not None:
-                # The device goes on to the end, and finds nothing to compute.
+                # After a failure the device still runs to the end of the step, so it is given no
+                # experts to compute.
                 batch.pairs[1].on_device_BK.fill_(-1)
             return
         experts, there, num_live = (
@@ -401,7 +406,7 @@ class HybridDecoder:
         ids_TK = there.ids_BK[:num_live]
         is_there = torch.from_numpy(np.isin(ids_TK.numpy(), on_device))
         pairs.on_device_BK[:num_live] = ids_TK.masked_fill(~is_there, -1)
-        # Rows of the graph that do not live repeat the first one.
+        # Padding rows of the graph repeat the experts of the first row.
         pairs.on_device_BK[num_live:] = pairs.on_device_BK[:1]
         host_P1 = ids_TK.masked_fill(is_there, -1).view(-1, 1)
         x_PD = there.x_BD[:num_live].repeat_interleave(top_k, 0)

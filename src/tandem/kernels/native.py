@@ -50,8 +50,8 @@ class Buffer:
             self.view = view
 
     def __getattr__(self, name: str) -> _native.TensorView:
-        # Called while the instance has no such attribute, so for the first view only: a layer reads
-        # views dozens of times, and a property would cost a call each.
+        # Python calls __getattr__ only while the attribute is missing, so only for the first view.
+        # A layer reads views dozens of times, and a property would cost a call each time.
         if name != "view":
             raise AttributeError(name)
         self.view = view_tensor(self.tensor)

@@ -329,7 +329,8 @@ class PagedKvCache:
                 "use auto",
                 field="kv_dtype",
             )
-        # Zeros, not garbage: see the invariants on top.
+        # Fresh blocks are zeroed: attention may multiply unused slots by 0, and garbage could hold
+        # NaN.
         if memory is None:
             tensor = device.allocate(size_bytes)
         elif isinstance(memory, Tensor):
@@ -360,7 +361,8 @@ class PagedKvCache:
             latents, self.index_slots, scales = _view_indexed(tensor, layout)
             self._by_token = (*latents, *self.index_slots.values(), *scales)
             self.slots = latents
-            # Rows by token are gathered, as chosen.
+            # With sparse attention single tokens' rows are gathered as the index chooses them, so
+            # there is no view of whole chunks.
             self.chunks, self.rows_per_block = list[Tensor](), 0
             if self.native is not None:
                 self.native_index = _view_index_natively(tensor, layout)

@@ -139,7 +139,7 @@ def mlp(x_TD: Array, gate_up: Array, down_DF: Array, dtype: torch.dtype) -> Arra
     hidden_error = (
         1.1 * gate_error * (np.abs(up) + up_error) + np.abs(reference.silu(gate)) * up_error
     )
-    # silu is rounded to the dtype, and so is its product.
+    # SiLU's result is rounded to the dtype, and so is its product with the up projection.
     hidden_error += (EXP_ULPS * ACCUMULATE_EPS + 2 * eps) * np.abs(hidden)
     return linear(hidden, down_DF, dtype, hidden_error)
 
@@ -157,7 +157,8 @@ def experts(
                 x = x_TD[t : t + 1]
                 y = np.abs(reference.mlp(x, gate_up[e], down[e])[0])
                 own = mlp(x, gate_up[e], down[e], dtype)[0]
-                # Where the sum is kept in the dtype, it is rounded once for each expert.
+                # If the sum over experts is accumulated in the dtype, it is rounded once for each
+                # expert.
                 bound[t] += np.abs(weight) * (
                     own + ((top_k + 2) * ACCUMULATE_EPS + top_k * eps) * y
                 )

@@ -52,7 +52,8 @@ _READ = {
     "bias",
 }
 _IGNORED = {
-    # Of training, of PEFT's own choice of modules, or about the file: the tensors tell the rest.
+    # Fields about training, PEFT's own choice of modules or the file itself are ignored: the
+    # tensors tell the rest.
     "auto_mapping",
     "arrow_config",
     "base_model_name_or_path",
@@ -211,7 +212,8 @@ def _read_config(path: Path, *, has_experts: bool) -> dict[str, Any]:
     used = [] if start in _PLAIN_STARTS else [f"init_lora_weights {start!r}"]
     if config.get("bias", "none") != "none":
         used.append("bias")
-    # An unknown field may change the adapter's arithmetic.
+    # An unknown field may change the adapter's arithmetic, so an adapter whose file sets one is
+    # refused.
     known = _READ | _IGNORED | ({"target_parameters"} if has_experts else set())
     used += [key for key, value in config.items() if value and key not in known]
     used = ["target_parameters (routed experts)" if u == "target_parameters" else u for u in used]
@@ -285,7 +287,7 @@ def _read_tensors(
     data = map_file(path)
 
     def read(entry: TensorEntry) -> Tensor:
-        # A copy of its own: the file may change.
+        # The bytes are copied, because the file may change while the tensor is in use.
         own = bytearray(data[entry.begin : entry.end])
         stored = torch.frombuffer(own, dtype=DTYPES[entry.dtype])
         if not bool(torch.isfinite(stored).all()):

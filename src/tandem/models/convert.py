@@ -66,7 +66,7 @@ def convert_model(
     Raises: as ``load_model``; ConfigError if the model has no experts to pack; CapacityError if
         the folder took less than all; CorruptionError if a file is not what was written.
     """
-    # What is kept is in one part.
+    # The packed cache holds experts in one part, so the plan has no parts for NUMA nodes.
     plan = plan_model(
         path_or_id,
         rules=rules,
@@ -76,7 +76,8 @@ def convert_model(
         expert_parts=1,
     )
     checkpoint = open_checkpoint(plan.folder)
-    # An explicit wish: also what is too small for `auto` to keep.
+    # An explicit conversion also keeps models that are too small for `auto` to cache, so a huge
+    # size is given.
     root = choose_root(packed_cache, checkpoint.folder, size_bytes=1 << 62)
     if root is None:
         raise ConfigError("models.convert", "packed_cache is off: name a folder or auto")

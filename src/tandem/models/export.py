@@ -213,7 +213,7 @@ def _plan(
             continue
         entry = source.entries.get(name)
         stored = None if entry is None or source.find_storage(name) else ST_DTYPES[entry.dtype]
-        # Vectors stay what they are: some, as the bias of a router, are kept in float32.
+        # Vectors keep their stored dtype: some, such as a router's bias, are stored in float32.
         dtype = torch.bfloat16 if stored is None or len(shape) > 1 else stored
         yield _Planned(name, dtype, shape, name, "")
 
@@ -290,7 +290,8 @@ class Draft:
         if self._lock is None:
             raise self._refuse_second()
         try:
-            # Who had the lock before may have published.
+            # Check again that the output is absent: the process that held the lock before may have
+            # published it.
             check_absent(self._out)
             self._empty()
         except BaseException:
@@ -306,7 +307,8 @@ class Draft:
         for path in (*self.folder.iterdir(), self.folder):
             _sync(path)
         self.folder.rename(self._out)
-        # Only now: a draft without marker would be in the next conversion's way.
+        # The marker is removed only after the rename: a draft folder without its marker would block
+        # the next conversion.
         self._marker = self._out / MARKER
         _sync(self._out.parent)
 
@@ -387,7 +389,8 @@ def _write_shards(folder: Path, planned: list[_Planned], maker: _Maker) -> None:
 def _write_shard(path: Path, shard: list[_Planned], make: Callable[[_Planned], Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position, begins = 0, dict[str, int]()
-    # Wide items first, so that all lie at multiples of their size.
+    # Tensors of wide items come first in the file, so that each begins at a multiple of its item
+    # size.
     for tensor in sorted(shard, key=lambda tensor: -tensor.dtype.itemsize):
         begins[tensor.name], end = position, position + tensor.size_bytes
         header[tensor.name] = {
@@ -399,7 +402,7 @@ def _write_shard(path: Path, shard: list[_Planned], make: Callable[[_Planned], T
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        # All blocks now: a full disk shows before hours of work.
+        # Allocate the whole file at once, so that a full disk is found before hours of work.
         os.posix_fallocate(file.fileno(), 0, 8 + len(text) + position)
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in shard:

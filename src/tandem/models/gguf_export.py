@@ -212,7 +212,8 @@ class _Maker:
         is_query = ".q_proj." in origin.weight
         config = self._config
         heads = config.num_attention_heads if is_query else config.num_key_value_heads
-        # The two halves of a head become pairs of neighbours.
+        # transformers rotates the first half of a head against the second, GGUF neighbouring pairs:
+        # reorder the rows accordingly.
         halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
         return halves.swapaxes(1, 2).reshape(values.shape)
 

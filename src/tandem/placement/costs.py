@@ -455,7 +455,7 @@ def prefill_time(
     total = tokens * users
     chunk = min(place.chunk_tokens, total)
     num_chunks = total / chunk
-    # Each token sees half of its prompt on average, however it is cut.
+    # On average a prompt's token attends to half of the prompt, whatever the chunk size.
     step = _step(
         spec,
         shape,

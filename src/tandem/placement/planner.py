@@ -150,7 +150,7 @@ class _Planner:
     def reject(self, what: str, value: object, reason: str) -> None:
         self.rejected.append(Choice(what=what, value=str(value), reason=reason))
 
-    # Formats.
+    # Methods that choose weight formats.
 
     def list_formats(self, stored: str) -> list[str]:
         """Return the formats that the wished quality allows, finest first."""
@@ -181,7 +181,7 @@ class _Planner:
         """The format of what is not a routed expert, as checkpoints have it."""
         return self.stored if self.stored in ("f32", "bf16", "fp8") else "bf16"
 
-    # Memory.
+    # Methods that count memory.
 
     def count_static_bytes(self, accelerators: int) -> float:
         """Return what weights and cache may take of the GPUs."""
@@ -205,7 +205,7 @@ class _Planner:
         shape, wishes = self.shape, self.wishes
         dense_bytes = FORMAT_BYTES[place.dense_format]
         is_cache_on_gpu = place.accelerators > 0 and place.is_attention_on_gpu
-        # All heads share a latent cache, so that each GPU needs all of it.
+        # All heads share MLA's latent cache, so each GPU needs a full copy of it.
         copies = place.accelerators if is_cache_on_gpu and shape.layers[0].kind == "mla" else 1
         cache = copies * users * shape.count_cache_bytes(wishes.context)
         per_token = max(1.0, cache / (users * wishes.context))
@@ -236,7 +236,8 @@ class _Planner:
             free = self.count_static_bytes(place.accelerators) - sum(gpu.values())
             if free < 0:
                 return None
-            # Routed experts leave first: none stays where dense layers had to go.
+            # If GPU memory is short, routed experts leave before dense layers: no experts stay on a
+            # GPU that lacks room for the dense layers.
             if shape.moe_layers and place.is_dense_on_gpu:
                 most = max(layer.num_experts for layer in shape.moe_layers)
                 wanted = most if wishes.gpu_experts is None else wishes.gpu_experts
@@ -250,7 +251,8 @@ class _Planner:
                 gpu["KV and states"] += round(free)
                 cache += free
         if shape.expert_weights:
-            # All of them, so that which ones are on the GPU may change.
+            # Host memory holds all routed experts, also those that the GPU holds, so that the set
+            # on the GPU may change; none if the GPU holds all.
             dram["routed experts"] = round(shape.expert_weights * FORMAT_BYTES[place.expert_format])
             is_all_on_gpu = experts == max(layer.num_experts for layer in shape.moe_layers)
             if is_all_on_gpu:
@@ -268,7 +270,7 @@ class _Planner:
             dram=dram,
         )
 
-    # Places.
+    # Methods that choose where weights and KV are placed.
 
     def list_places(self, expert_format: str) -> Iterator[tuple[Placement, str]]:
         """Yield placements in order of preference, each with what it gave up."""
@@ -415,7 +417,7 @@ class _Planner:
             layout, place=msgspec.structs.replace(place, deferred=chosen)
         )
 
-    # Users.
+    # Methods that count concurrent users.
 
     def count_users(self, expert_format: str) -> int:
         """Return the most users that fit and get the wished rate."""

@@ -176,7 +176,7 @@ def _parse_text(node: yaml.Node, source: str, field: str) -> str:
 
 
 def _construct(loader: YamlLoader, node: yaml.Node) -> object:
-    # PyYAML's stubs leave this one untyped.
+    # PyYAML's type stubs leave construct_object untyped, hence the cast.
     return cast("object", loader.construct_object(node, deep=True))
 
 
@@ -281,7 +281,8 @@ def _is_class(wanted: str, module: ModuleInfo) -> bool:
     """
     paths = (module.class_path, *module.bases)
     if "." in wanted and not wanted.startswith("ktransformers."):
-        # torch.nn.Linear lives in torch.nn.modules.linear: compare what the import names.
+        # A class is also compared by the path that it is imported from: torch.nn.Linear is defined
+        # in torch.nn.modules.linear.
         return wanted in paths or wanted in [_public_path(path) for path in paths]
     last = wanted.rpartition(".")[2]
     names = [path.rpartition(".")[2] for path in paths]

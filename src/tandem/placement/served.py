@@ -28,7 +28,8 @@ def read_served(plan: ModelPlan, *, kv_bytes: int) -> ModelShape:
     spec = plan.spec
     latent = spec.kv_lora_rank + spec.rope_dim
     if spec.index_layers:
-        # What the index keys take of it stands apart.
+        # kv_bytes includes the index keys, which are counted separately, so only the latents' share
+        # is kept.
         whole = latent * spec.num_kv_layers + spec.index_dim * len(spec.index_layers)
         kv_bytes = kv_bytes * latent * spec.num_kv_layers // whole
     per_layer = kv_bytes // max(1, spec.num_kv_layers)
@@ -40,7 +41,8 @@ def read_served(plan: ModelPlan, *, kv_bytes: int) -> ModelShape:
         vocab_size=spec.vocab_size,
         layers=layers,
         embedding_weights=sizes.get("embedding", spec.vocab_size * spec.hidden_size),
-        # Without bytes of its own the embedding reads its rows from the head.
+        # If the embedding has no bytes of its own (tied weights), it reads its rows from the head,
+        # which then counts as no extra weights.
         head_weights=sizes.get("head", 0) if "embedding" in sizes else 0,
         max_context=spec.max_position_embeddings,
     )
@@ -69,7 +71,7 @@ def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
         size = 0 if layout is None else layout.bytes_per_state // plan.spec.num_state_layers
         return msgspec.structs.replace(read, state_bytes=size)
     if isinstance(mixer, MlaSpec):
-        # The latent is not expanded, for prompts neither.
+        # MLA attention runs on the compressed latents without expanding them, for prompts too.
         ops = 2 * mixer.num_heads * (2 * mixer.rank + mixer.rope)
         kind, window = "mla", 0
         index = mixer.index
@@ -116,7 +118,8 @@ def place_served(plan: ModelPlan, *, chunk_tokens: int) -> Placement:
 def _mean_bytes(matrices: Sequence[MatrixPlan], dtype: str) -> float:
     """Return the bytes of a weight, over all matrices; 0 where there are none."""
     num_weights = sum(prod(m.shape) for m in matrices)
-    # A head that is the embedding's tensor has no bytes of its own, and reads them.
+    # A head that is tied to the embedding stores no bytes of its own but still reads the
+    # embedding's, so it is counted at its full size.
     size = sum(m.size_bytes or prod(m.shape) * DTYPE_BYTES[dtype] for m in matrices)
     return size / num_weights if num_weights else 0.0
 

@@ -255,7 +255,8 @@ def _read_attention(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeL
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     kv_heads = c.get("num_key_value_heads", default=heads)
     head_dim = c.get("head_dim", default=hidden // heads)
-    # Hybrids' full layers have a gate as wide as the queries.
+    # In hybrid models the full-attention layers have an output gate as wide as the queries, so the
+    # query projection has twice the heads.
     queries = 2 * heads if c.get("linear_num_value_heads") else heads
     weights = hidden * head_dim * (queries + 2 * kv_heads + heads)
     ops = 4 * heads * head_dim
@@ -322,7 +323,8 @@ def _read_state(c: _Config) -> ShapeLayer:
     return ShapeLayer(
         kind="state",
         attention_weights=weights + channels * kernel,
-        # Float32 matrices of the heads, and the inputs that the convolution still sees.
+        # The state is a float32 matrix for each value head, and the last (kernel - 1) inputs of the
+        # convolution in bf16.
         state_bytes=4 * value_heads * key_dim * value_dim + BF16_BYTES * channels * (kernel - 1),
         adapter_items=3 * hidden + 2 * keys + 3 * values + 2 * value_heads,
     )

@@ -102,7 +102,7 @@ class _Experts(torch.autograd.Function):
         weights = weights_TK.float().contiguous()
         return experts.forward(as_floats(x_TD), ids, weights, kept_PC=kept).to(x_TD.dtype)
 
-    # The decorator hides the name of ctx.
+    # once_differentiable renames the parameter ctx, so pyright sees an incompatible override.
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]

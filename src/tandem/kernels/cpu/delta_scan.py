@@ -40,7 +40,7 @@ class _Scan(torch.autograd.Function):
         ctx.mark_non_differentiable(last)
         return out, last
 
-    # The decorator hides the name of ctx.
+    # once_differentiable renames the parameter ctx, so pyright sees an incompatible override.
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -66,7 +66,8 @@ class _Scan(torch.autograd.Function):
             view_tensor(d_beta),
             ctx.pool,
         )
-        # Each key head has the sum of its value heads' parts.
+        # Several value heads share a key head, so the gradient of the key head is the sum of
+        # theirs.
         d_q, d_k = (d.unflatten(1, (k_TGk.shape[1], -1)).sum(2) for d in (d_q, d_k))
         return None, d_q, d_k, d_v, d_decay, d_beta, None
 

@@ -120,7 +120,7 @@ class CpuDevice:
         """See ``Device``; pages are touched on first use."""
         if size_bytes < MIN_HUGE_BYTES:
             return torch.zeros(size_bytes, dtype=torch.uint8)
-        # The tensor keeps the array, and through it the buffer.
+        # The tensor keeps a reference to the array, and the array to the mapped buffer.
         return CpuMemory(size_bytes).tensor
 
     def map_memory(self, size_bytes: int) -> CpuMemory:

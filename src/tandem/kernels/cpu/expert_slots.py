@@ -134,7 +134,7 @@ class ExpertTier:
     def take_staged(self) -> int | None:
         """Return a free place of the staging area; None if there is none now."""
         for read, place in [lost for lost in self._lost if self.reader.is_done(lost[0])]:
-            # It is over; nobody waits for how it ended.
+            # The abandoned read has ended and nobody waits for its result, so its error is ignored.
             with contextlib.suppress(TandemError):
                 self.reader.finish(read, 0)
             self._lost.remove((read, place))
@@ -249,8 +249,8 @@ class LayerSlots:
         on_begun: Callable[[], None] | None,
     ) -> None:
         passing = self._begin_missing(order, is_cached=is_cached)
-        # A decode computes each expert as it comes. A prefill prepares all its rows for each call,
-        # so it computes half the staging area while the other half is read.
+        # A decode computes each expert as soon as it is read. A prefill prepares all its rows at
+        # each call, so it computes half of the staging area while the other half is being read.
         grain = 1 if is_cached else max(1, self._tier.num_staged // 2)
         first, is_added = 0, False
         while first < len(order) or not is_added:
@@ -259,7 +259,8 @@ class LayerSlots:
             if on_begun is not None:
                 on_begun()
                 on_begun = None
-            # The staging area fills in ascending order: from here on nothing is begun yet.
+            # The staging area is filled in ascending order of experts: no expert after the first
+            # that is still missing has begun to load.
             last = len(order) if not passing else order.index(passing[0])
             if first == last < len(order):
                 what = "reads that were given up hold the whole staging area: see the kernel's log"

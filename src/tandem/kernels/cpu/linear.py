@@ -295,7 +295,7 @@ class PackedLinear:
         rows, out_rows = x.detach(), out.detach()
         if x.ndim != 2 and x.is_contiguous() and out.is_contiguous() and x.ndim:
             rows, out_rows = rows.view(-1, x.shape[-1]), out_rows.view(-1, out.shape[-1])
-        # What is not contiguous is refused there.
+        # The native forward refuses tensors that are not contiguous.
         self._matrix.forward(self._pool, rows, out_rows, is_added, first_column)
 
     def run_heads(self, x_THK: Buffer, out_THM: Buffer) -> None:

@@ -374,7 +374,8 @@ class CpuStep:
         )
         if spec.index is not None:
             self._choose_tokens(attention, h_TD, buffers)
-        # The key is there: others may have it while queries are still made.
+        # Keys and values are stored before the queries are computed, so that the on_layer callback
+        # can start to send the layer's KV at once.
         self._store(layer_idx, rows, spec.num_heads)
         attention.key_heads.run(buffers.plain, buffers.absorbed)
         if spec.position_scale is not None:
@@ -603,7 +604,8 @@ class CpuStep:
         if carried is not None:
             out.tensor.add_(carried)
         if late is not None:
-            # Two buffers by turns: the next layer reads one while it fills the other.
+            # Two buffers alternate by layer: the next layer reads this layer's deferred sum from
+            # one while it fills the other.
             name = f"experts_late_{routing.layer_idx % 2}"
             kept = self._buffer(name, experts.hidden_size, torch.float32)
             experts.run(x_TD, Buffer(late), held, kept)

@@ -244,7 +244,7 @@ class DiskExperts(NativeExperts):
         assert isinstance(tiered, TieredExperts), "not loaded"
         assert router is not None, "nothing to guess by"
         _, _, ids_TK = router.route(x_TD)
-        # Each token's best first.
+        # The transpose lists each token's best expert first, then each token's second best.
         likeliest = list(dict.fromkeys(ids_TK.t().flatten().tolist()))
         self._guesses = tiered.layer.list_missing(likeliest)[:MAX_GUESSES]
         if self._guesses and self._gate.is_open:

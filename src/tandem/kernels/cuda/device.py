@@ -295,13 +295,15 @@ class CudaDevice:
         if own.captured is not None:
             raise InternalError("kernels.capture", "the stream is being captured already")
         with torch.cuda.stream(own.stream):
-            # The first product of a stream makes cuBLAS's handle, which a capture cannot hold.
+            # The first matrix product of a stream creates the cuBLAS handle, which is not allowed
+            # during a capture.
             torch.cuda.current_blas_handle()
         own.captured = functions = []
-        # What the collector frees, such as another graph, would end the capture.
+        # Garbage collection is paused: freeing a CUDA object, such as another graph, would abort
+        # the capture.
         _pause.acquire()
         try:
-            # Other threads pin memory and ask events meanwhile, as they may.
+            # In thread_local mode other threads may pin memory and query events during the capture.
             with torch.cuda.graph(graph, stream=own.stream, capture_error_mode="thread_local"):
                 work()
         finally:

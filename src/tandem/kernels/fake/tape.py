@@ -93,7 +93,8 @@ class TapeDevice(CpuDevice):
         try:
             return super().capture(stream, work)
         finally:
-            # Later ones first: what was there before is what the first one found.
+            # Tapes are undone in reverse order, since each restores the values that its predecessor
+            # left.
             for tape in reversed(self._tapes):
                 tape.restore()
             self._tapes.clear()

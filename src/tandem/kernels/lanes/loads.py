@@ -130,7 +130,7 @@ class PackedLoads:
     ) -> None:
         """See ``ExpertLoads``."""
         tokens, top_k = ids_BK.shape
-        # Places that are nobody's write to one more expert, which is cut off.
+        # Places that hold no expert write to one surplus entry at the end, which is cut off below.
         places = torch.full((self.num_experts + 1,), -1, dtype=torch.int64)
         offsets = torch.arange(len(owners_U)) * self.expert_bytes
         places[owners_U.where(owners_U >= 0, self.num_experts)] = offsets
@@ -275,7 +275,8 @@ class UnpackedLoads:
     ) -> None:
         half = 2 * self._hidden * self._inner
         numbers = memory.view(self.dtype).view(len(owners_U), -1)
-        # Places that are nobody's write to one more expert; pairs that are not here take the first.
+        # Places that hold no expert write to one surplus entry at the end. Pairs of other experts
+        # read expert 0's place, and their outputs are zeroed below.
         places = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=owners_U.device)
         known = owners_U.where(owners_U >= 0, self.num_experts)
         places.index_copy_(0, known, torch.arange(len(owners_U), device=owners_U.device))
@@ -329,7 +330,8 @@ class _UnpackedSum:
                 continue
             rows = self._rows[begin:stop]
             y = self._loads.multiply(self._x[rows], memory, expert_id - first, expert_id)
-            # A token names an expert once, so that no row comes twice.
+            # A token chooses an expert at most once, so no row index occurs twice in an expert's
+            # share.
             self._out.index_add_(0, rows, y * self._weights[begin:stop, None])
 
     def take(self) -> Tensor:

@@ -45,6 +45,7 @@ def _add_product(sum_BD: Tensor, w_B1: Tensor, y_BD: Tensor) -> Tensor:
     error = (product - back) + (known - (total - back))
     bits = total.view(torch.int64)
     is_short = (error != 0) & (bits & 1 == 0) & torch.isfinite(total)
-    # One step away from zero where the error has the sign of the total, else one towards it.
+    # Move the float64 sum one step away from zero if its rounding error has its sign, else one step
+    # towards zero.
     step = torch.where((error > 0) == (total > 0), 1, -1)
     return torch.where(is_short, bits + step, bits).view(torch.float64).float()

@@ -94,7 +94,8 @@ class ExpertSlots:
         self.num_hits += len(expert_ids) - len(missed)
         owners, places = self._owners, self._places
         owners[self.num_slots :] = -1
-        # What takes no slot is put behind them, and so is what a graph copies beyond the uploads.
+        # By default an upload goes to a temporary place behind the slots; this also covers the
+        # unused uploads that a captured graph copies anyway.
         places[:] = self._passing_places
         uploads: list[int] = []
         for expert_id, evicted in self._policy.touch(expert_ids, max_uploads):

@@ -46,7 +46,8 @@ class Attention(Operator):
         self.layer_idx = layer_idx
         self.rule = AttentionRule(spec.window, spec.soft_cap, chunk=spec.chunk)
         self.settings = settings
-        # Looked at in each step: properties of a spec cost calls.
+        # These values are read in each step, so they are plain attributes: a property of the spec
+        # would cost a call each time.
         self.num_projected = spec.num_projected
         self.is_rearranged = spec.is_rearranged
         self.is_full_norm = spec.is_full_norm
@@ -113,7 +114,8 @@ class Attention(Operator):
         spec, order, first = self.spec, self._order_rows(), 0
         parts: dict[str, AdaptedPart] = {}
         for part, size in zip(spec.qkv_names, self._list_sizes(), strict=True):
-            # Rows move within a projection, never from one to another.
+            # The order permutes rows only within a projection (q, k or v), so each projection gets
+            # its own part of the order.
             own = None if order is None else order[first : first + size] - first
             parts[f"{name}.{part}"] = AdaptedRows(qkv, spec.hidden_size, size, first, own)
             first += size

@@ -89,7 +89,8 @@ class DecoderLayer(Operator):
         self._scale_name = scale_name
         for name, module in names.items():
             self.add_module(name, module)
-        # Where no module has to search for them: that takes longer than some of the calls.
+        # A plain attribute beside the registered modules: a look-up through nn.Module takes longer
+        # than some of the operators.
         self.parts = parts
 
     def load(self, reader: WeightReader, name: str) -> None:
@@ -97,7 +98,7 @@ class DecoderLayer(Operator):
         name.
         """
         if self._scale_name:
-            # A tensor on the device: its value never comes to the host.
+            # The factor stays a tensor on the device, so that no step waits for a copy to the host.
             self.scale_1 = torch.empty(1, dtype=reader.dtype, device=reader.device)
             reader.read_into(f"{name}.{self._scale_name}", self.scale_1)
 

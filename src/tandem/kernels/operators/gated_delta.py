@@ -94,7 +94,8 @@ class GatedDelta(Operator):
         ):
             first = 0
             for part, size in zip(names, own, strict=True):
-                # Only a projection that is the whole matrix has its rows in another order.
+                # An order is only given if the projection is the whole matrix; parts of a matrix
+                # keep the checkpoint's order.
                 parts[f"{name}.{part}"] = AdaptedRows(matrix, spec.hidden_size, size, first, order)
                 first += size
         out = AdaptedRows(output, spec.all_values, spec.hidden_size)

@@ -158,7 +158,8 @@ class LmHead(Linear):
         ):
             self.matrix = codes
             return
-        # Codes that the checkpoint has under this name, too, are those of the embedding.
+        # For a tied head, a reader finds the embedding's quantized codes under the head's name too:
+        # they are read as the head's own.
         is_packed = self.settings.weight_format is not None
         if tied is None or (is_packed and reader.find_format(f"{name}.weight")):
             super().load(reader, name)

@@ -160,7 +160,8 @@ class MlaAttention(Operator):
         self.key_heads = keys = wrapper.wrap_heads(self.key_heads)
         self.value_heads = values = wrapper.wrap_heads(self.value_heads)
         self.output_matrix = output = wrapper.wrap_matrix(self.output_matrix)
-        # The same moves as of the weights, on the numbers of rows.
+        # Permute the row numbers as the weights were permuted, to learn the order of rows for
+        # adapters.
         queries = torch.arange(spec.num_heads * spec.head)
         self._order_queries(queries)
         latent = torch.arange(spec.key)

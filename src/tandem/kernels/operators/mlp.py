@@ -37,7 +37,7 @@ class Mlp(Operator):
         rows = spec.num_up_rows // len(spec.gate_up_names)
         gate_up = [(f"{name}.{part}", rows) for part in spec.gate_up_names]
         down = [(f"{name}.{spec.down_name}", spec.hidden_size)]
-        # Where no module has to search for them.
+        # A plain attribute holds the matrices, because a look-up through nn.Module is slow.
         self.matrices: tuple[Matrix, Matrix] = (
             read_matrix(
                 self, "gate_up_", reader, settings, gate_up, spec.hidden_size, has_bias=bias

@@ -47,7 +47,8 @@ class Router(Operator):
             self, "", reader, self.settings, parts, size, has_bias=self.spec.has_bias
         )
         if self.spec.choice_bias:
-            # Never rounded: a choice between near scores depends on it.
+            # The router's bias stays float32: rounding could change the choice between experts with
+            # close scores.
             bias = torch.empty(self.num_experts, dtype=torch.float32, device=reader.device)
             reader.read_into(f"{name.rpartition('.')[0]}.{self.spec.choice_bias}", bias)
             self.e_score_correction_bias = freeze(bias)
@@ -106,7 +107,8 @@ class MoeBlock(Operator):
         for name in (spec.gate_name, "experts", spec.shared_name, spec.shared_gate_name):
             if name:
                 self.add_module(name, parts[name])
-        # Where no module has to search for them, and looked at once: a step asks in every layer.
+        # Plain attributes hold the gate and the experts, because a look-up through nn.Module is
+        # slow. Their types are checked once here, because a step would ask in every layer.
         gate, experts = self._parts = (parts[spec.gate_name], parts["experts"])
         self._operators: tuple[Router, RoutedExperts] | None = None
         if isinstance(gate, Router) and isinstance(experts, RoutedExperts):

@@ -82,7 +82,8 @@ def compute_frequencies(p: RopeSpec) -> tuple[Tensor, float]:
             # The cosine of 0 is 1 and the sine 0: the rotation changes no bit.
             return torch.zeros_like(inv_freq), 1.0
         case _:
-            # "dynamic" leaves the frequencies alone up to the trained length.
+            # "dynamic" RoPE scaling changes frequencies only beyond the trained context, which is
+            # never exceeded here.
             return inv_freq, 1.0
 
 

@@ -86,7 +86,7 @@ def gated_delta_bound(
     eps, widest = ACCUMULATE_EPS, EXP_ULPS + 4
     mixed = _convolve(x_TC, w.conv_WC)
     mixed_error = (len(w.conv_WC) + 1) * eps * _convolve(np.abs(x_TC), np.abs(w.conv_WC))
-    # The slope of SiLU is at most 1.1.
+    # The slope of SiLU is at most 1.1, so SiLU enlarges an input error by at most that factor.
     opened = silu(mixed)
     q, k, v = w.split(opened)
     q_error, k_error, v_error = w.split(
@@ -98,7 +98,8 @@ def gated_delta_bound(
     rise = np.logaddexp(0, raw)
     log_error = rate * (eps * np.abs(raw) + 14 * eps * rise)
     decay = np.exp(-rate * rise)
-    # Beyond 80 the decay itself is no more than that.
+    # The exponent is capped at 80 against overflow: the decay times exp(80) exceeds any error that
+    # the decay can have.
     decay_error = decay * (np.expm1(np.minimum(log_error, 80)) + EXP_ULPS * eps) + SMALLEST
     beta = w.beta_scale * _sigmoid(b_TV)
     beta_error = widest * eps * beta + SMALLEST

@@ -120,7 +120,7 @@ def check_stages(
     bounds = {name: np.full(wants[name].shape, TINY) for name in vars(stages)}
     experts, tokens, slots = list_pairs(ids_TK)
     rounding = choose_rounding(layer.weight_format)
-    # Of one rounding; f32 keeps what was computed.
+    # Relative error of one rounding to bf16; 0 for float32, which keeps the computed value.
     unit = 0.0 if rounding.bits == 32 else BF16_EPS
     rows, d_rows = code_exactly(x_TD, layer.weight_format), round_values(d_out_TD, rounding)
     delta = np.broadcast_to(delta, stages.kept.shape)

@@ -115,7 +115,7 @@ def code_nearly(h_TK: Array, error_TK: Array, weight_format: WeightFormat) -> tu
     safe = np.where(amax == 0, 1, amax)
     step = amax / 127
     code = np.where(is_zero, 0, h / safe * 127)
-    # Of h * (127 / amax): both quotients and the product round once.
+    # Error bound of h * (127 / amax) in float32: two quotients and one product round once each.
     blur = 127 * (error / safe + np.abs(h) / safe * amax_error / safe + 3 * EPS)
     middle = np.rint(code)
     spread = np.maximum(np.rint(code + blur) - middle, middle - np.rint(code - blur))
@@ -130,17 +130,19 @@ def bound_product(rows_TK: Array, weights_NK: Array, weight_format: WeightFormat
     size = rows_TK.shape[1]
     magnitude = np.abs(rows_TK) @ np.abs(weights_NK).T
     if not weight_format.is_integer:
-        # One rounding per product and sum, one more where a group's sum is scaled and added, and
-        # what is flushed of either.
+        # Each product and each sum rounds once, and the scaling and adding of a group's sum once
+        # more. Values below the smallest normal number may be flushed to zero.
         largest = 1 + np.abs(rows_TK).max(initial=0) + np.abs(weights_NK).max(initial=0)
         flushed = 2 * size * TINY * largest
         groups = math.ceil(size / weight_format.group_size) if weight_format.group_size else 0
         return (size + groups + 4) * EPS * magnitude + flushed
     groups = math.ceil(size / weight_format.activation_group_size)
     if not weight_format.has_minimum:
-        # Integer sums are exact; per group the product of the scales and the fma round.
+        # Sums of integer codes are exact; per group only the product of the scales and the fused
+        # multiply-add round.
         return (groups + 3) * EPS * magnitude
-    # Codes and minimum are added apart: their terms are larger than the weights they sum to.
+    # The kernel sums codes and minimum separately, so the rounding error grows with these terms,
+    # which are larger than the weights that they add up to.
     grouped = weights_NK.reshape(len(weights_NK), groups, -1)
     minimum = np.abs(grouped.min(-1, keepdims=True))
     terms = (np.abs(grouped) + 2 * minimum).reshape(weights_NK.shape)
@@ -160,7 +162,8 @@ def activate(g: Array, activation: Activation) -> tuple[Array, Array]:
     """Return the activation of the limited gate, and its error from an exact gate."""
     if activation.name == "gelu":
         f = np.array([v / 2 * (1 + math.erf(v / math.sqrt(2))) for v in g.flat]).reshape(g.shape)
-        # erf is good to 2 ulp of 1, so what is left of 1 + erf is not of its own size.
+        # erf has an absolute error of 2 ulp of 1, so 1 + erf has no small relative error where erf
+        # is near -1; the bound is therefore proportional to |g|.
         return f, (ACTIVATION_ROUNDINGS * np.abs(f) + 4 * np.abs(g)) * EPS
     z = activation.alpha * g
     if activation.name == "gelu_tanh":
@@ -193,7 +196,7 @@ def run_expert(layer: Layer, expert: int, rows_TD: Array) -> tuple[Array, Array]
     if layer.biases is not None:
         g, u = g + layer.biases[0][expert], u + layer.biases[1][expert]
         g_error, u_error = g_error + EPS * np.abs(g), u_error + EPS * np.abs(u)
-    # Limits bring values no further apart than they were.
+    # Clamping never increases the distance between two values, so the error bounds stay valid.
     limit = activation.bound
     g, u = np.minimum(g, limit), np.clip(u, -limit, limit) + activation.up_offset
     u_error = u_error + EPS * np.abs(u)

@@ -105,17 +105,18 @@ def mamba2_bound(
     mixed = _convolve(x_TC, w.conv_WC, w.conv_bias_C)
     bias = None if w.conv_bias_C is None else np.abs(w.conv_bias_C)
     rounded = (len(w.conv_WC) + 2) * eps * _convolve(np.abs(x_TC), np.abs(w.conv_WC), bias)
-    # The slope of SiLU is at most 1.1.
+    # The slope of SiLU is at most 1.1, so SiLU enlarges an input error by at most that factor.
     opened = silu(mixed)
     x, b, c = w.split(opened)
     x_error, b_error, c_error = w.split(1.1 * rounded + widest * eps * np.abs(opened) + SMALLEST)
     raw = dt_TH + w.dt_bias_H
     dt = w.find_steps(dt_TH)
-    # The limits' slope is at most 1, that of softplus too.
+    # The slopes of softplus and of the clamp are at most 1, so neither enlarges an input error.
     dt_error = eps * np.abs(raw) + 14 * eps * np.logaddexp(0, raw) + eps * dt
     decay = np.exp(-w.decay_rate_H * dt)
     log_error = w.decay_rate_H * (dt_error + 2 * eps * dt)
-    # Beyond 80 the decay itself is no more than that.
+    # The exponent is capped at 80 against overflow: the decay times exp(80) exceeds any error that
+    # the decay can have.
     decay_error = decay * (np.expm1(np.minimum(log_error, 80)) + EXP_ULPS * eps) + SMALLEST
     state, error = (np.zeros((*b.shape[1:], x.shape[-1])) for _ in range(2))
     out, out_error = np.zeros_like(x), np.zeros_like(x)

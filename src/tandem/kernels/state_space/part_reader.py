@@ -23,7 +23,8 @@ class PartReader:
     def __init__(self, reader: WeightReader, begin: int, end: int, size: int) -> None:
         self._reader = reader
         self._shard = Shard(0, begin, end, size)
-        # Codes whose rows share scales are cut where their blocks end, or decoded.
+        # Rows of quantized codes share scales within a block of rows, so codes can be cut at
+        # boundaries of blocks only; otherwise they are decoded first.
         self._is_whole = begin % BLOCK_ROWS == 0 and (end % BLOCK_ROWS == 0 or end == size)
         self.dtype: torch.dtype = reader.dtype
         self.device: torch.device = reader.device

@@ -97,7 +97,8 @@ def plan_attention(
         start, end = batch.query_start[s], batch.query_start[s + 1]
         num_blocks = -(-context // size)
         if end - start == 1 and num_blocks <= max_blocks:
-            # Lengths within a factor of two share a group: at most half of a gather is padding.
+            # Sequences are grouped by the bit length of their number of blocks, so at most half of
+            # a group's gathered blocks are padding.
             groups.setdefault(num_blocks.bit_length(), []).append(s)
         else:
             tiles = _plan_tiles(batch, cache, s, context - (end - start))
@@ -161,7 +162,7 @@ def attend_decodes(
     keys, values = _split_kv(layout, rows, batch, group.num_keys)
     q = q_SHd.reshape(batch, num_heads // layout.num_kv_heads, head_dim)
     mask = group.find_mask(rule, q.dtype)
-    # A cap bends scores before the mask.
+    # A soft cap is applied to the scores before the mask, so with a cap the mask is not added here.
     added = None if rule.soft_cap else mask
     bias = q.new_zeros(1) if added is None else added
     beta = 0 if added is None else 1
@@ -212,7 +213,8 @@ def attend_prefill(
     num_tokens, num_heads, _ = q_THd.shape
     heads = layout.num_kv_heads
     if kv_T2Kd.dtype != cache.dtype:
-        # What a later step will read back: else chunking would change the result.
+        # Round new keys and values to the cache's dtype, as later steps will read them: otherwise
+        # the size of prefill chunks would change the result.
         kv_T2Kd = kv_T2Kd.to(cache.dtype).to(q_THd.dtype)
     if isinstance(layout, MlaLayout):
         keys = kv_T2Kd.transpose(0, 1)
@@ -284,7 +286,8 @@ def _attend_part(
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = torch.logsumexp(scores, -1)
     if rule.window or rule.chunk:
-        # Not a softmax, whose sum is 0 for a query that sees no key.
+        # A softmax would give NaN for a query that sees no key, so shares are computed from the
+        # log-sum-exp.
         shares = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp_()
     else:
         shares = torch.softmax(scores, -1)

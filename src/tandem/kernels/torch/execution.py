@@ -66,7 +66,8 @@ class TorchExecution:
         is_softmax = rule.scoring == "softmax"
         logits = logits_TE.float()
         scores = torch.softmax(logits, -1) if is_softmax else torch.sigmoid(logits)
-        # The order of the logits tells apart what an exponential rounds to one number.
+        # For a softmax, experts are ranked by logits: the exponential may round different logits to
+        # equal scores.
         choices = logits if is_softmax else scores
         if bias_E is not None:
             choices = choices + bias_E.tensor
@@ -79,7 +80,8 @@ class TorchExecution:
             choices = grouped.masked_fill(kept[..., None] == 0, float("-inf")).flatten(-2)
         ids = torch.topk(choices, top_k, dim=-1).indices
         if is_softmax and rule.is_normalised:
-            # The softmax over all, renormalised over K, is the softmax over the K chosen.
+            # A softmax over all experts, renormalised over the K chosen, equals the softmax over
+            # these K.
             weights = torch.softmax(logits.gather(-1, ids), -1)
         else:
             weights = scores.gather(-1, ids)

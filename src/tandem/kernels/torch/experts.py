@@ -31,8 +31,9 @@ class Experts(RoutedExperts):
     def load(self, reader: WeightReader, name: str) -> None:
         """Read any layout: one tensor for all experts, either way around, or three for each."""
         e, d, f = self.num_experts, self.hidden_size, self.intermediate_size
-        # Inputs first in memory: float32 products of a few rows take a quarter less time than with
-        # rows of W, those of many rows an eighth. The views have the usual shapes.
+        # Weights are stored with the input dimension first: float32 products of a few rows take a
+        # quarter less time than with W's usual layout, products of many rows an eighth less. The
+        # transposed views have the usual shapes.
         gate_up = torch.empty((e, d, 2 * f), dtype=reader.dtype, device=reader.device)
         down = torch.empty((e, f, d), dtype=reader.dtype, device=reader.device)
         if self.is_transposed:
@@ -46,7 +47,8 @@ class Experts(RoutedExperts):
         self._is_host = reader.execution.is_host
         self.gate_up_weight = freeze(gate_up.transpose(1, 2))
         self.down_weight = freeze(down.transpose(1, 2))
-        # Views made once: making them in the loop over experts costs as much as a small product.
+        # The transposed views are made once here: making a view inside the loop over experts costs
+        # as much as a small product.
         self._gate_up_t = list(gate_up)
         self._down_t = list(down)
         if self.has_bias:
@@ -132,7 +134,8 @@ class Experts(RoutedExperts):
         outputs = torch.empty_like(x)
         outputs[order] = x
         outputs = outputs.view(tokens, top_k, -1)
-        # A native router's weights are float32 whatever the model's dtype; so is the sum.
+        # A native router gives float32 weights whatever the model's dtype is, so the sum is
+        # computed in float32 as well.
         for residual, w, part in zip(
             *(t.split(TOKENS_PER_SUM) for t in (residual_TD, w_TK.float(), outputs)), strict=True
         ):

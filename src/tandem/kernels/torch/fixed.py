@@ -33,7 +33,8 @@ def count_width(batch: PagedBatch, cache: PagedKvCache, size: int) -> int:
         size: tokens of the step.
     """
     if cache.index_slots:
-        # Which rows are gathered depends on the lengths of contexts.
+        # With an index (sparse attention) the rows to gather depend on the context lengths, so no
+        # fixed width describes them.
         return 0
     blocks = -(-max(batch.context_lens) // batch.block_size)
     width = 1 << (blocks - 1).bit_length()
@@ -130,7 +131,8 @@ class _FixedGroup(Group):
         super().__init__(cache, (self.slot_blocks, self.slot_offsets), None, [], [])
         self._num_keys = width * cache.layout.block_size
         num_rows = len(cache.gather_index(self.table)) if cache.layout.num_layers else 0
-        # Not the cache's scratch memory, which moves when it grows.
+        # The gathered rows get memory of their own: the cache's scratch memory moves when it grows,
+        # and a captured graph needs fixed addresses.
         self._gathered = cache.tensor.new_empty(
             num_rows, cache.layout.block_size * cache.layout.row_size
         )

@@ -406,7 +406,8 @@ class Group:
 
 
 def _plan_group(cache: PagedKvCache, batch: PagedBatch) -> Group:
-    # With an index, rows are gathered as they are chosen.
+    # With an index (sparse attention) rows are gathered after the index has chosen them, so nothing
+    # is planned for them here.
     is_planned = cache.layout.num_layers and not cache.index_slots
     decodes, prefills = plan_attention(batch, cache) if is_planned else ([], [])
     slots = (batch.slot_blocks, batch.slot_offsets)

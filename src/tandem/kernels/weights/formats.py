@@ -159,7 +159,8 @@ class WeightFormat:
     def bits_per_weight(self) -> float:
         """Stored bits, scales included, of a large matrix."""
         if self.is_float and self.group_size > 0:
-            # 64 bytes for a group of 64 outputs, in either format.
+            # Both float formats with groups store 64 bytes of scales for a group of 64 outputs: 8
+            # bits for each group of inputs of an output.
             return self.bits + 8 / self.group_size
         if not self.is_integer or self.group_size == 0:
             return float(self.bits)
@@ -430,8 +431,8 @@ def _quantize_float(w_NK: NDArray[np.float32], weight_format: WeightFormat) -> Q
     if weight_format.bits == 8:
         scales = amax / np.float32(LARGEST_E4M3)
     else:
-        # A power of two that makes the largest less than 8, or twice that where rounding it down to
-        # 6 would be a larger error than any between 4 and 6.
+        # The scale is the power of two that brings the largest value below 8. It is doubled if
+        # rounding that value down to 6 would be a larger error than any rounding between 4 and 6.
         exponent = np.where(amax == 0, -126, np.frexp(amax)[1] - 3)
         exponent += amax > 7 * np.exp2(exponent.astype(np.float64))
         scales = np.exp2(np.clip(exponent, -126, 127)).astype(np.float32)

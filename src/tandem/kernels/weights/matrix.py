@@ -50,7 +50,7 @@ class TensorMatrix:
         self.weight = weight_NK
         self.bias = bias_N
         self.out_features = len(weight_NK)
-        # Made once: a view costs as much as a small product.
+        # The transposed view is made once here: making a view costs as much as a small product.
         self._weight_t = weight_NK.t()
 
     @property
@@ -162,7 +162,8 @@ def _read_codes(
         for held, indexes in groups:
             some = [parts[i] for i in indexes]
             size = sum(rows for _, rows in some)
-            # Rows move within a part, never from one to another.
+            # The order permutes rows only within a part of the stacked matrix, so each part gets
+            # its own part of the order.
             own = None if order is None else order[first : first + size] - first
             one = replace(settings, weight_format=held, keeps_codes=False)
             stacked = _read_codes(reader, one, some, in_features, own)

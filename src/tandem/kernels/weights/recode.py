@@ -94,7 +94,8 @@ def _join(a: WeightFormat, b: WeightFormat) -> WeightFormat | None:
     if not (a.is_integer and b.is_integer and a.group_size and b.group_size):
         return None
     if a.has_factor or b.has_factor:
-        # No other scales hold such products.
+        # Only formats with a tensor factor can hold scales that are products of a scale and a
+        # factor, so the two formats have no common one.
         return None
     a, b = make_plain(a), make_plain(b)
     size, has_minimum = gcd(a.group_size, b.group_size), a.has_minimum or b.has_minimum

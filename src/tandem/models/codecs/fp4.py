@@ -50,7 +50,8 @@ class Fp4Matrix:
             out.copy_(decode_mxfp4(blocks, self.scales))
             return
         scales = self.scales.view(torch.float8_e4m3fn).float()
-        # As a float32 number: a Python float would be divided by in its own precision.
+        # The factor is a float32 tensor: a Python float would make torch multiply or divide in
+        # another precision.
         factor = torch.tensor(abs(self.factor), dtype=torch.float32)
         scales = scales * factor if self.factor > 0 else scales / factor
         codes = unpack_nibbles(self.codes).int()

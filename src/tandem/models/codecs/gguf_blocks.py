@@ -284,7 +284,8 @@ def _unpack_mxfp4(blocks: Bytes, num_rows: int) -> QuantizedMatrix:
     codes, exponents = _nibbles(blocks[:, 1:], 16), blocks[:, :1].astype(np.uint32)
     tiny = exponents[:, 0] == 0
     if tiny.any():
-        # Our kernels have no 2^-127: twice that, and codes of half the value.
+        # The kernels' scales cannot represent 2^-127, so the scale becomes 2^-126 and the codes are
+        # halved.
         halves = codes[tiny]
         codes[tiny] = HALVED_CODES[halves & 7] | (halves & 8)
         exponents = np.maximum(exponents, 1)

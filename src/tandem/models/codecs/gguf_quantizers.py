@@ -136,7 +136,7 @@ def _quantize_q5_1(blocks: Floats) -> Quantized:
 def _quantize_q8_0(blocks: Floats) -> Quantized:
     scales = np.abs(blocks).max(1) / np.float32(127)
     scaled = blocks * _invert(scales)[:, None]
-    # Halves away from zero.
+    # Round to the nearest integer, halves away from zero.
     codes = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
     head = _halves(scales)
     return np.hstack([head, codes.view(np.uint8)]), head.view(np.float16)
@@ -154,7 +154,7 @@ def _search_scale(groups: Floats, half: int) -> Floats:
     weights = groups * groups
     best = np.zeros_like(peaks)
     scales = np.zeros_like(peaks)
-    # The plain choice first: another is taken only if it is better.
+    # The unscaled choice comes first, so another scale is taken only if its error is smaller.
     for i in (0, *range(-9, 0), *range(1, 10)):
         codes = _round(groups * (np.float32(-(half + 0.1 * i)) / safe), -half, half - 1)
         weighted = weights * codes
@@ -221,7 +221,7 @@ class _Search:
         codes = self._code(groups, minima, high, np.float32(self.top))
         best = self._measure(groups, weights, codes, scales, minima)
         for factor in self.factors:
-            # From the best minimum so far.
+            # Each search step starts from the best minimum found so far.
             codes = self._code(groups, minima, high, factor)
             weighted = weights * codes
             sum_l = weighted.sum(0)

@@ -55,7 +55,8 @@ class Mxfp4Codec:
         """Decode experts [E, K, N], exactly in float32 and bfloat16."""
         count, inputs, outputs = out.shape
         blocks, scales = self._view(stored, name, (count, outputs, inputs // GROUP_SIZE))
-        # One expert at a time: in float32 they take eight times what is stored.
+        # Experts are decoded one at a time, because float32 values take eight times the memory of
+        # the stored codes.
         for out_KN, codes, exponents in zip(out, blocks, scales, strict=True):
             out_KN.copy_(decode_mxfp4(codes, exponents).t())
 
@@ -91,7 +92,8 @@ def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> QuantizedMatrix:
     codes = unpack_nibbles(blocks)
     tiny = exponents == 0
     if tiny.any():
-        # Our kernels have no 2^-127: twice that, and codes of half the value.
+        # The kernels' scales cannot represent 2^-127, so the scale becomes 2^-126 and the codes are
+        # halved.
         halves = codes[tiny]
         codes[tiny] = HALVES[(halves & 7).int()] | (halves & 8)
         exponents = exponents.clamp(min=1)

@@ -192,7 +192,8 @@ class IntegerEncoder:
         """Return codes [N, K], fp16 scales [N, G] and integer zero points [N, G]."""
         levels = 2**self._format.bits - 1
         groups = values.unflatten(1, (self._count_groups(values.shape[1]), -1))
-        # Zero is among the values, so that its point is a code.
+        # The range of each group is widened to include zero, so that the zero point is a valid
+        # code.
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
         scales = ((high - low) / levels).half()
         if not bool(scales.isfinite().all()):

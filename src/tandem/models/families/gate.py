@@ -178,7 +178,8 @@ def _find_nearest(model_type: str, raw: dict[str, Any]) -> Family:
     is_moe = any(isinstance(count, int) and count > 1 for count in counts)
     kin = {name: family for name, family in FAMILIES.items() if family.is_moe == is_moe}
     close = difflib.get_close_matches(model_type, kin, n=1, cutoff=CLOSE_NAME)
-    # Else the plainest of its kind, of which most others are variants.
+    # Without a close name, suggest llama or qwen3_moe: most families are variants of one of the
+    # two.
     return kin[close[0]] if close else FAMILIES["qwen3_moe" if is_moe else "llama"]
 
 
@@ -210,7 +211,8 @@ def _check_quantization(raw: dict[str, Any], family: Family) -> Quantization | N
     quantization = read_quantization(raw)
     if quantization is None:
         return None
-    # mxfp4 is the layout of one family's experts, which nothing else stores, nor others it.
+    # mxfp4 is the storage of one family's experts: other families do not use it, and that family
+    # stores its experts in no other quantized format.
     is_special = quantization.method in SPECIAL_METHODS
     if (is_special or family.expert_formats) and quantization.method not in family.expert_formats:
         raise _refuse(
@@ -230,10 +232,12 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
 
     num_layers = raw.get("num_hidden_layers")
     if isinstance(num_layers, int) and num_layers > MAX_LAYERS:
-        # Before the class makes a list of as many types of layers.
+        # The number of layers is checked before transformers' configuration class makes a list with
+        # one entry per layer.
         raise _refuse_bound("num_hidden_layers", num_layers, MAX_LAYERS)
     if raw.get("architectures") == [family.classifier]:
-        # The head is no projection to tokens, whatever the file says of one.
+        # A classifier's head does not project to tokens, so it is never tied to the embedding,
+        # whatever the file says.
         raw = raw | {"tie_word_embeddings": False}
     try:
         return CONFIG_MAPPING[family.config_type or family.model_type].from_dict(dict(raw))
@@ -263,7 +267,8 @@ REQUIRED = (
 
 
 def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
-    # A file may hold fields that its class does not have: those say nothing about its modules.
+    # A file may have fields that its configuration class does not define; such fields say nothing
+    # about the modules.
     known = {*type(config).__dataclass_fields__, *type(config).attribute_map}
     one = take_layer(config)
     missing = [name for name in REQUIRED if name not in known or getattr(one, name) is None]
@@ -281,7 +286,8 @@ def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
 
 def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
     if not _is_even(config):
-        # Some classes make it of fields of their own. Reading one of those raises.
+        # Some configuration classes derive per_layer_config from their own fields, and reading
+        # those of layers that differ raises an error.
         raise _refuse(f"{family.model_type}: {UNEVEN}", "per_layer_config")
     _require_decoder(config, family, raw)
     problem = None if family.find_problem is None else family.find_problem(config)
@@ -344,7 +350,7 @@ def _check_rope(config: Any) -> None:
     for name, rope in ropes.items() if is_layered else [("", ropes)]:
         where = f"rope_parameters.{name}." if name else "rope_parameters."
         if not isinstance(rope, dict):
-            # A type of layer without rotation, beside some with.
+            # One type of layer has no RoPE, while other layers of the model have.
             field = where.rstrip(".")
             raise _refuse(f"{field} is {rope!r}: layers without rotation do not run", field)
         rope_type = rope.get("rope_type", "default")

@@ -120,7 +120,7 @@ class ConvolutionReader(RenamedReader):
         parts = [] if shard is not None or super().has(name) else self._find_parts(name)
         sizes = [self._entries[part].shape[0] for part in parts]
         if not parts or sum(sizes) != len(out):
-            # Its error says what is missing.
+            # The base class's reader raises an error that names the missing tensor.
             super().read_into(name, out, shard)
             return
         for part, own in zip(parts, out.split(sizes), strict=True):
@@ -146,7 +146,8 @@ def _list_renamings(model_type: str) -> list[tuple[str, str]]:
     return [
         (rule.source_patterns[0], rule.target_patterns[0])
         for rule in mapping or ()
-        # Other rules change values as well; what is needed of those is elsewhere here.
+        # transformers' other conversion rules change values too; the readers of this package do
+        # that where it is needed.
         if isinstance(rule, WeightRenaming)
     ]
 
@@ -162,7 +163,8 @@ class MappedReader(RenamedReader):
     def __init__(self, reader: WeightReader, stored: Mapping[str, str]) -> None:
         super().__init__(reader, self._find)
         self._stored = stored
-        # Codes have tensors of other names than the weight that is asked for.
+        # Quantized codes are stored under other tensor names than the weight, so modules are also
+        # looked up by their name.
         parts = ((a.rpartition(".")[0], b.rpartition(".")[0]) for a, b in stored.items())
         self._modules = dict(parts)
 

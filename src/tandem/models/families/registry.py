@@ -49,7 +49,7 @@ class Family:
 
         name = self.config_type or self.model_type
         found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name, "")
-        # Some decoders are registered for what their composite does alone.
+        # transformers registers some decoders only in the mapping of image-and-text models.
         other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(name, "")
         return found or (other if str(other).endswith("ForCausalLM") else "")
 

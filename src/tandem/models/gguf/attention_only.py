@@ -22,7 +22,7 @@ LLAMA4_MOST_EXPERTS = 128
 
 
 def _smollm3(facts: Facts) -> Config:
-    # src/models/smollm3.cpp: every fourth layer has no RoPE.
+    # As in llama.cpp's src/models/smollm3.cpp, every fourth layer has no RoPE.
     count = facts.count("block_count")
     return {
         "model_type": "smollm3",
@@ -56,7 +56,8 @@ def _olmo2(facts: Facts) -> Config:
     if not window:
         return {"model_type": "olmo2"}
     rope = make_rope(facts)
-    # src/models/olmo2.cpp: layers with a window turn by the base alone.
+    # As in llama.cpp's src/models/olmo2.cpp, layers with a sliding window use RoPE with the base
+    # frequency and no scaling.
     local = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
     return {
         "model_type": "olmo3",
@@ -77,7 +78,8 @@ def _list_windows(facts: Facts) -> list[str]:
 
 
 def _cohere2(facts: Facts) -> Config:
-    # src/models/cohere2.cpp: every fourth layer sees all tokens, without RoPE.
+    # As in llama.cpp's src/models/cohere2.cpp, every fourth layer attends to all tokens and has no
+    # RoPE.
     return {
         "model_type": "cohere2",
         "layer_norm_eps": facts.number("attention.layer_norm_epsilon"),
@@ -147,7 +149,7 @@ def _stablelm(facts: Facts) -> Config:
 
 
 def _nemotron(facts: Facts) -> Config:
-    # src/models/nemotron.cpp: LLM_FFN_RELU_SQR.
+    # llama.cpp's src/models/nemotron.cpp uses LLM_FFN_RELU_SQR: squared ReLU.
     return {
         "model_type": "nemotron",
         "norm_eps": facts.number("attention.layer_norm_epsilon"),
@@ -157,8 +159,8 @@ def _nemotron(facts: Facts) -> Config:
 
 
 def _exaone4(facts: Facts) -> Config:
-    # src/models/exaone4.cpp: the model of 64 layers has windows, but in every fourth layer; others
-    # have none, whatever the file says.
+    # As in llama.cpp's src/models/exaone4.cpp, only the model of 64 layers has sliding windows, in
+    # all but every fourth layer; the others have none, whatever the file says.
     count, window = facts.count("block_count"), facts.count("attention.sliding_window", 0)
     has_windows = count == EXAONE4_WINDOWED and window > 0
     return {
@@ -173,7 +175,7 @@ def _exaone4(facts: Facts) -> Config:
 
 
 def _hunyuan(facts: Facts) -> Config:
-    # The converter has put a scaling by alpha into the base.
+    # The converter to GGUF has already applied the alpha scaling to the RoPE base.
     return {"model_type": "hunyuan_v1_dense", "head_dim": facts.head_dim}
 
 
@@ -335,7 +337,7 @@ def _gemma(facts: Facts) -> Config:
 
 
 def _arcee(facts: Facts) -> Config:
-    # src/models/arcee.cpp: LLM_FFN_RELU_SQR.
+    # llama.cpp's src/models/arcee.cpp uses LLM_FFN_RELU_SQR: squared ReLU.
     del facts
     return {"model_type": "arcee", "hidden_act": "relu2"}
 

@@ -86,7 +86,8 @@ def _list_common(facts: Facts) -> Config:
         raise ConfigError(WHERE, "no tensor token_embd.weight [vocabulary, hidden] in the file")
     heads, is_uneven = facts.num_heads, facts.architecture in UNEVEN
     num_blocks = facts.count("block_count")
-    # Each has tensors of its own: libraries make lists of as many.
+    # Each block has tensors of its own, so a block count above the number of tensors is false.
+    # Libraries make lists of that length.
     if num_blocks > len(facts.tensors):
         text = f"{facts.architecture}.block_count is {num_blocks}: {len(facts.tensors)} tensors"
         raise ConfigError(WHERE, text)
@@ -136,7 +137,7 @@ def _mistral3(facts: Facts) -> Config:
     if beta is None:
         return {"model_type": "mistral", "sliding_window": None}
     rope = make_rope(facts)
-    # The converter writes mscale_all_dim; published models have mscale equal to it.
+    # The GGUF converter writes mscale_all_dim only; in published models mscale equals it.
     multiplier = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
     rope |= {"mscale": multiplier, "mscale_all_dim": multiplier}
     rope |= {"llama_4_scaling_beta": facts.number("attention.temperature_scale")}
@@ -149,7 +150,7 @@ def _qwen2(facts: Facts) -> Config:
 
 
 def _qwen2_moe(facts: Facts) -> Config:
-    # src/models/qwen2moe.cpp: norm_w is false.
+    # norm_topk_prob is False, as norm_w is in llama.cpp's src/models/qwen2moe.cpp.
     shared = facts.count("expert_shared_feed_forward_length", 0)
     config = {"model_type": "qwen2_moe", "norm_topk_prob": False, "use_sliding_window": False}
     if shared:
@@ -163,7 +164,7 @@ def _qwen3(facts: Facts) -> Config:
 
 
 def _qwen3_moe(facts: Facts) -> Config:
-    # src/models/qwen3moe.cpp: norm_w is true.
+    # norm_topk_prob is True, as norm_w is in llama.cpp's src/models/qwen3moe.cpp.
     config = {"model_type": "qwen3_moe", "norm_topk_prob": True, "use_sliding_window": False}
     return config | list_experts(facts)
 
@@ -187,7 +188,7 @@ def _list_states(facts: Facts) -> Config:
 
 
 def _qwen3_next(facts: Facts) -> Config:
-    # src/models/qwen3next.cpp: norm_w is true.
+    # norm_topk_prob is True, as norm_w is in llama.cpp's src/models/qwen3next.cpp.
     config = {"model_type": "qwen3_next", "norm_topk_prob": True} | _list_states(facts)
     return config | _list_shared(facts) | list_experts(facts)
 
@@ -208,14 +209,15 @@ def _list_shared(facts: Facts) -> Config:
 
 
 def _olmoe(facts: Facts) -> Config:
-    # src/models/olmoe.cpp: norm_w is false.
+    # norm_topk_prob is False, as norm_w is in llama.cpp's src/models/olmoe.cpp.
     clip = facts.number("attention.clamp_kqv", 0.0)
     config = {"model_type": "olmoe", "norm_topk_prob": False, "clip_qkv": clip or None}
     return config | list_experts(facts)
 
 
 def _gemma2(facts: Facts) -> Config:
-    # src/models/gemma2.cpp: the model of 46 layers has another scale, which is not in the file.
+    # As in llama.cpp's src/models/gemma2.cpp, the 27B model (46 layers) has another attention
+    # scale, which the file does not store.
     is_27b = facts.count("block_count") == 46
     per_head = facts.count("embedding_length") // facts.num_heads
     return {
@@ -228,7 +230,8 @@ def _gemma2(facts: Facts) -> Config:
 
 
 def _gemma3(facts: Facts) -> Config:
-    # src/models/gemma3.cpp: as above, of 62 layers; windows turn by freq_base_swa.
+    # As in llama.cpp's src/models/gemma3.cpp, the 27B model (62 layers) has another attention
+    # scale, which the file does not store; layers with a window use the RoPE base freq_base_swa.
     is_27b = facts.count("block_count") == 62
     per_head = facts.count("embedding_length") // facts.num_heads
     local = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base_swa", 10_000.0)}

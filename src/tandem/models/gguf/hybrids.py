@@ -45,14 +45,14 @@ def _list_convolutions(facts: Facts) -> Config:
 
 def make_lfm2(facts: Facts) -> Config:
     """Return the special traits of ``lfm2``."""
-    # The file has the width itself.
+    # The file stores the MLP's final width, so transformers must not adjust it again.
     return {"model_type": "lfm2", "block_auto_adjust_ff_dim": False} | _list_convolutions(facts)
 
 
 def make_lfm2_moe(facts: Facts) -> Config:
     """Return the special traits of ``lfm2moe``."""
     dense = facts.count("leading_dense_block_count", 0)
-    # src/models/lfm2.cpp: norm_w is true.
+    # norm_topk_prob is True, as norm_w is in llama.cpp's src/models/lfm2.cpp.
     return (
         {
             "model_type": "lfm2_moe",
@@ -95,7 +95,7 @@ def make_kimi_linear(facts: Facts) -> Config:
         "num_shared_experts": facts.count("expert_shared_count"),
         "num_expert_group": facts.count("expert_group_count", 1),
         "topk_group": facts.count("expert_group_used_count", 1),
-        # src/models/kimi-linear.cpp: norm_w is true.
+        # moe_renormalize is True, as norm_w is in llama.cpp's src/models/kimi-linear.cpp.
         "moe_renormalize": True,
         "routed_scaling_factor": facts.number("expert_weights_scale"),
     }

@@ -233,7 +233,7 @@ def _is_same(got: Any, wanted: Any) -> bool:
         return all(_is_same(got.get(key), wanted.get(key)) for key in keys)
     if isinstance(wanted, float) and isinstance(got, (int, float)):
         return bool(np.isclose(got, wanted, rtol=1e-6))
-    # A field that nothing says is as good as one that says nothing.
+    # A missing field equals a field with an empty or zero value.
     return got == wanted or (not got and not wanted)
 
 

@@ -272,7 +272,7 @@ def make_recipes(
     """
     recipes = {name: _choose(architecture, name, tensor) for name, tensor in TOP.items()}
     if TOP["lm_head.weight"] not in tensors:
-        # A tied head may be asked for by its own name: its codes are the embedding's.
+        # A tied head may be read under its own name; it uses the embedding's codes.
         recipes["lm_head.weight"] = recipes["model.embed_tokens.weight"]
     modules = LAYER | SPECIAL.get(architecture, {})
     for layer in range(MAX_LAYERS):
@@ -312,11 +312,13 @@ def _list_state(
     qkv, z = f"{layer}attn_qkv.weight", f"{layer}attn_gate.weight"
     heads = sizes.order_heads(1) if sizes.has_order else None
     values = sizes.order_heads(sizes.value_dim) if sizes.has_order else None
-    # Of the convolution too, whose rows are [1, width] in transformers.
+    # The channel order also applies to the convolution, whose weight has shape [channels, 1, width]
+    # in transformers.
     channels = sizes.order_channels()
     whole = f"{layer}ssm_in.weight"
     if whole in tensors:
-        # Of before the converter took it apart.
+        # Older files store in_proj_qkvz whole, from before llama.cpp's converter split it into qkv
+        # and z.
         yield "in_proj_qkvz.weight", Recipe((whole,))
     else:
         yield "in_proj_qkvz.weight", Recipe((qkv, z), How.ORDERED, sizes.join_by_head())
@@ -350,7 +352,8 @@ def _list_special(
         yield "router.scale", Recipe((f"{layer}ffn_gate_inp.scale",))
         yield "router.per_expert_scale", Recipe((f"{layer}ffn_down_exps.scale",))
     split = (f"{layer}attn_k_b.weight", f"{layer}attn_v_b.weight")
-    # ik_llama.cpp's files have the whole matrix beside its parts, in shapes of its own.
+    # ik_llama.cpp's files have the whole kv_b_proj beside its two parts, which have shapes of their
+    # own, so the parts are only read if the whole is absent.
     if f"{layer}attn_kv_b.weight" not in tensors:
         yield "self_attn.kv_b_proj.weight", Recipe(split, How.JOIN_KV)
     alternates, is_turned = architecture == "gpt-oss", architecture in ("gpt-oss", "llama4")

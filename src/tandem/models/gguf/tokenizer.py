@@ -186,7 +186,8 @@ def build_tokenizer(metadata: Mapping[str, Value], name: str) -> GgufTokenizer:
     except (ConfigError, UnsupportedError):
         raise
     except Exception as error:
-        # The library raises bare exceptions for merges of tokens that are not there.
+        # The tokenizers library raises bare Exception if a merge names a token that the vocabulary
+        # lacks.
         text = f"the tokenizer of {name} cannot be built: {error}"
         raise ConfigError(WHERE, text) from error
     template = metadata.get("tokenizer.chat_template")
@@ -265,7 +266,7 @@ def _list_merges(metadata: Mapping[str, Value]) -> list[tuple[str, str]]:
 
 
 def _split_merge(merge: str) -> tuple[str, str]:
-    # A token of a merge may begin with a space in no byte-level vocabulary.
+    # Split at the first space: in a byte-level vocabulary no token contains a space.
     left, _, right = merge.partition(" ")
     return left, right
 
@@ -360,7 +361,7 @@ def _frame(
 ) -> None:
     """Let text begin and end with the tokens that the file wants."""
     pre = metadata.get(f"{PREFIX}pre")
-    # What llama.cpp does where the file says nothing.
+    # If the file does not say, add a BOS token for the same tokenizers as llama.cpp does.
     default = is_sentencepiece or pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
     has_bos = bool(metadata.get(f"{PREFIX}add_bos_token", default)) and "bos" in special
     has_eos = bool(metadata.get(f"{PREFIX}add_eos_token", False)) and "eos" in special

@@ -92,7 +92,8 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
     settings = _make_settings(planned, resources.pool)
     match spec:
         case GqaSpec():
-            # A layer that shares KV reads the slice of the layer that has it.
+            # A layer that shares another layer's KV reads the cache slice of the layer that owns
+            # it.
             owner = name if spec.shares_kv_of < 0 else f"model.layers.{spec.shares_kv_of}.self_attn"
             layer_idx = _count_before(model, owner, has_state=False)
             return Attention(spec, layer_idx=layer_idx, settings=settings)

@@ -90,7 +90,7 @@ def plan_tier(
     tier = size_tier(sizes, budget_bytes=budget_bytes, wanted_slots=wanted_slots)
     return msgspec.structs.replace(
         plan,
-        # Parts on NUMA nodes are copies that stay in memory.
+        # Parts on NUMA nodes are copies in memory, so experts that stay on disk have a single part.
         expert_parts=1,
         tier=ExpertTierPlan(
             num_slots=tier.num_slots,
@@ -123,7 +123,8 @@ def open_tier(plan: ExpertTierPlan) -> TierShare:
         slot_bytes=plan.slot_bytes,
         num_slots=num_slots,
         num_staged=plan.num_staged,
-        # What is read must be put somewhere: a slot costs no more than the staging area.
+        # An expert that was read from disk may always be inserted into a slot, since that costs no
+        # more than keeping it in the staging area.
         max_insertions=plan.num_slots,
         alignment=DirectReader.ALIGNMENT,
     )
@@ -177,7 +178,7 @@ def _measure(path: Path, read_bytes: int, depth: int, part_bytes: int, start: in
     reader = DirectReader(span * count, depth=depth, part_bytes=part_bytes)
     file = reader.add_file(str(path))
     reader.array()[:] = 0  # Pages are there, as they are when it serves.
-    # Each depth has a part of the file of its own, as far as there is one.
+    # Each queue depth reads another part of the file, as far as the file is large enough.
     first = start % (size - count * length + 1)
     begin = time.perf_counter()
     reads = [reader.begin(file, first + i * length, length, i * span) for i in range(count)]

@@ -372,7 +372,8 @@ class CausalModel:
         """
         if not len(hidden_RD):
             return torch.empty(0, self.spec.num_logits, device=self.device)
-        # A head of the skeleton's own gives the model's dtype.
+        # A head that is transformers' own module gives logits in the model's dtype, hence the cast
+        # to float32.
         return self._head(hidden_RD).float()
 
     @torch.inference_mode()
@@ -482,7 +483,8 @@ class CausalModel:
                 step.layer_inputs = self._layer_inputs(batch.token_ids, hidden)
             if self._hybrid is not None and len(batch.query_start) - 1 == batch.num_tokens:
                 assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
-                # A step with memory of its own is captured where its operators look it up anew.
+                # Only native execution may capture the step in a graph, since its operators look up
+                # the step's memory anew in each run; other operators would keep stale addresses.
                 is_captured = None if self._execution.is_native else False
                 self._hybrid.run(step, routing, hidden, is_captured=is_captured)
             else:
@@ -564,8 +566,9 @@ def load_model(
     context = DeviceContext(open_device(plan.device), pool)
     model = build_skeleton(checkpoint.config)
     with ExitStack() as stack:
-        # Parts on NUMA nodes are copies: with them the memory to write from would come on top.
-        # Experts that stay on disk are there before they are used.
+        # The packed cache is not written in the background if experts have parts on NUMA nodes,
+        # whose copies would add to the memory to write from, nor if experts stay on disk, which
+        # must be written before use.
         is_behind = is_written_behind and plan.expert_parts == 1 and plan.tier is None
         source, hasher, caches = open_weights(
             checkpoint, plan, context, progress, stack, is_behind=is_behind
@@ -577,7 +580,7 @@ def load_model(
         )
         apply_plan(model, plan, resources)
         ignored = load_weights(model, checkpoint, source)
-        # Mostly done by now: no second bar for the rest.
+        # The hash is nearly complete by now, so no second progress bar is shown for the rest.
         weights_digest = hasher.result()
         folders = [] if caches is None else caches.folders
         unwritten = [] if caches is None else caches.take_unwritten()
@@ -636,8 +639,8 @@ def open_weights(
         return name_packed_source(hasher.result(), plan.config, read_dtype)
 
     if not is_behind or has_manifest(root):
-        # Waited for now, with a bar, and not in the middle of loading. Where nothing was kept and
-        # nothing is written yet, the hash goes on beside loading.
+        # If a cache exists, wait for the digest now, with a progress bar, as the cache is checked
+        # against it. If nothing is cached or written yet, hashing goes on while the weights load.
         hasher.result(progress)
     caches = PackedCaches(root, find_source=find_source, is_behind=is_behind)
     return source, hasher, stack.enter_context(caches)
@@ -654,7 +657,8 @@ def count_mapped_bytes(plan: ModelPlan) -> int:
 
 
 def _list_packed(plan: ModelPlan) -> list[MatrixPlan]:
-    # Experts without a gate have matrices of their own, which no cache keeps.
+    # Ungated experts are omitted: they have matrices of another layout, which the packed cache does
+    # not hold.
     gated = {m.module for m in plan.modules if isinstance(m.spec, ExpertsSpec) and m.spec.is_gated}
     held = (m for m in plan.matrices if m.role == "experts" and m.weight_format != NO_FORMAT)
     return [matrix for matrix in held if matrix.module in gated]
@@ -666,7 +670,8 @@ def _choose_packed_root(plan: ModelPlan) -> Path | None:
     if plan.tier is not None and plan.packed_cache == "off":
         what = "experts that stay on disk need a place there: give a folder, or auto"
         raise ConfigError("models.load", what, field="model.packed_cache")
-    # Whatever their size, experts that stay on disk are kept.
+    # Experts that stay on disk need the cache whatever their size, so the smallest cacheable size
+    # is given.
     size_bytes = plan.expert_bytes if plan.tier is None else MIN_CACHED_BYTES
     return choose_root(plan.packed_cache, Path(plan.folder), size_bytes)
 
@@ -696,7 +701,7 @@ def _find_ropes(
     attentions that are replaced take theirs from the step.
     """
     if module is None:
-        # A model without positions.
+        # The model has no rotary module, so its MLA layers get a rotation that changes nothing.
         latents = [layer.mixer for layer in plan.layers if isinstance(layer.mixer, MlaSpec)]
         return (Unrotated(latents[0].rope) if latents else Unrotated(),)
     if isinstance(module, Rope | LayeredRope):

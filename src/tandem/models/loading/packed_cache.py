@@ -78,7 +78,8 @@ def choose_root(wish: str, folder: Path, size_bytes: int) -> Path | None:
     if wish == "off" or (wish == "auto" and size_bytes < MIN_CACHED_BYTES):
         return None
     root = DEFAULT_ROOT if wish == "auto" else Path(wish)
-    # Two checkpoints of one name live in two places; a changed one replaces its own.
+    # The hash of the path separates checkpoints of the same name; a changed checkpoint at the same
+    # path replaces its own cache.
     place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
     return root.expanduser() / f"{folder.name}-{place}"
 
@@ -91,7 +92,8 @@ def may_write_cache(wish: str, folder: Path) -> bool:
     gguf = find_gguf(folder)
     files = folder.glob("*.safetensors") if gguf is None else list_parts(gguf)
     num_bytes = sum(each.stat().st_size for each in files)
-    # Packing makes a half or a quarter of what a file has, so what is near the limit counts.
+    # Packed weights take a quarter to a half of the checkpoint's size, so twice that size is given,
+    # to include checkpoints near the limit.
     return choose_root(wish, folder, 2 * num_bytes) is not None
 
 
@@ -318,7 +320,8 @@ class PackedCache:
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb", buffering=0) as file:
-            # All blocks now: a disk without room is found before anything is written.
+            # Allocate the whole file at once, so that a full disk is found before anything is
+            # written.
             os.posix_fallocate(descriptor, 0, len(packed))
             crc32 = 0
             for begin in range(0, len(packed), WRITE_BYTES):
@@ -408,7 +411,8 @@ class PackedCache:
             if risk:
                 self._stop_writing(risk)
                 return False
-            # Not truncated: in another user's folder it could be a link to any file of ours.
+            # The lock file is opened without truncation: in a folder of another user it could be a
+            # link to one of our files.
             lock = (self.folder / ".lock").open("ab")
         except OSError as error:
             self._stop_writing(str(error))

@@ -54,7 +54,7 @@ class PackedWriter:
             self.wait(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        # Of this thread alone: Linux counts it as a process.
+        # Linux sets the priority by thread id, so only this writer thread gets the lowest priority.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         begin_s, num_bytes = time.monotonic(), 0
         try:

@@ -58,7 +58,8 @@ def attend_paged(
     sinks = None if s_aux is None else Buffer(s_aux.float())
     window = sliding_window
     if window == UNSTATED:
-        # Qwen2-MoE's attention has its window in the mask alone, which is not built here.
+        # Qwen2-MoE's attention applies its window only through the mask, which is not built here,
+        # so the window is read from the module.
         window = getattr(module, "sliding_window", None)
     rule = AttentionRule(
         0 if window is None else window, 0.0 if softcap is None else softcap, sinks
@@ -87,13 +88,15 @@ def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreT
                 config, attn_implementation=attention, dtype=torch.float32
             )
     except Exception as error:
-        # What its classes do not check: a step of 0 between layers, a width that is null.
+        # transformers' classes do not check all values, such as a step of 0 between layers or a
+        # null width, so any exception may come.
         text = " ".join(str(error).split())[:300]
         what = f"transformers fails: {type(error).__name__}: {text}: is config.json right?"
         raise ConfigError("models.build_skeleton", what) from error
     if classifies(config):
         with torch.device("meta"):
-            # In the place of the head of tokens, where every part of a model looks for one.
+            # A classifier's head replaces the LM head under the name lm_head, where other code
+            # looks for the head.
             model.lm_head = nn.Linear(config.hidden_size, config.num_labels, bias=False)
     return model.eval()
 

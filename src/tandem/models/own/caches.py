@@ -68,7 +68,8 @@ class SequenceCache:
             is_whole = size <= len(self.pending)
             if not is_whole and not num_rows:
                 break
-            # Logits within a piece that goes on are of a copy: what it is fed stays a piece.
+            # A piece of which more tokens may follow is fed to a copy of the cache, so that later
+            # it can be fed whole.
             cache = self if is_whole else self.copy()
             wanted = cache.num_fed + min(size, len(cache.pending)) - max(cache.num_fed, first_row)
             logits = cache._feed(model, min(size, len(cache.pending)), max(wanted, 0))

@@ -48,7 +48,8 @@ def open_own(path_or_id: str | Path) -> Checkpoint:
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(model_type))
     listed = raw.get("architectures")
     if known is None and model_type in CONFIG_MAPPING and isinstance(listed, list):
-        # The decoder of a model that takes images has a type of its own, and its class that of all.
+        # The decoder of a model that takes images may have a model_type that transformers maps to
+        # no text class; then its class is taken from `architectures`.
         known = next((n for n in listed if n in _list_classes()), None)
     if known is None or not isinstance(model_type, str):
         what = f"transformers has no class that generates text for model_type {model_type!r}"

@@ -180,7 +180,8 @@ def _read_modules(folder: Path, config: Any, dtype: torch.dtype) -> Any:
             transformers_logging.enable_progress_bar()
     missing = sorted(info["missing_keys"])
     if missing:
-        # transformers makes such weights up.
+        # transformers fills missing weights with random values, so a checkpoint that lacks tensors
+        # is refused.
         what = f"{folder} lacks {len(missing)} tensors, the first is {missing[0]}"
         raise NotFoundError("models.load", what)
     wrong = [str(key) for key in info["mismatched_keys"]]

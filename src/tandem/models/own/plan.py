@@ -199,7 +199,8 @@ def _count_cache_bytes(skeleton: Any, spec: ModelSpec) -> tuple[int, int]:
             held = [v for k, v in output.items() if k not in ("logits", "loss")]
             sizes.append(_count_bytes(held, set()) * own_bytes)
     except Exception:  # noqa: BLE001 - code that looks at values does not run without any
-        # Keys and values of each head in each layer.
+        # If measuring fails, estimate bytes per token as keys and values of every KV head in every
+        # layer.
         items = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
         return items * DTYPE_BYTES[spec.dtype], 0
     growth = (sizes[1] - sizes[0]) / (MEASURED[1] - MEASURED[0])

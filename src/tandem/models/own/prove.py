@@ -172,7 +172,8 @@ def _prove_any(proof: OwnProof, config: Any) -> OwnProof:
         if found.checks:
             return found
         first = found if first is None else first
-    # The smallest one's failure says most: of others it may be that they are large.
+    # Return the first, smallest configuration's failure: larger ones may fail only because of their
+    # size.
     return found if first is None else first
 
 
@@ -220,7 +221,8 @@ def _float64() -> Iterator[None]:
     """Make float64 what torch takes where code names no dtype, or float32 by ``Tensor.float``."""
     before, to_float = torch.get_default_dtype(), Tensor.float
     torch.set_default_dtype(torch.float64)
-    # Code that goes up to float32 for a part would go down to it.
+    # Model code that casts to float32 for precision would lower float64 here, so Tensor.float casts
+    # to float64.
     Tensor.float = Tensor.double
     try:
         yield

@@ -90,15 +90,17 @@ class DefaultFormats:
         """
         wish: str | None = kwargs.get(FORMAT_KWARG)
         if wish is not None and wish != NO_FORMAT:
-            # `int8` means one of several.
+            # A name such as `int8` stands for one of several formats, so it is resolved first.
             wish = find_format(wish).name
         if isinstance(spec, EmbeddingSpec):
-            # Rows are looked up, not multiplied: in the codes of the checkpoint, or in values.
+            # Embedding rows are looked up, not multiplied: they keep the checkpoint's codes, or
+            # plain values.
             held = None if wish is not None else self.stored.find_format(name)
             return NO_FORMAT if held is None else held.name, False
         is_score = isinstance(spec, LinearSpec) and spec.out_features == 1
         if isinstance(spec, RouterSpec) or is_score:
-            # Not as the checkpoint has it: our products of codes have coded activations too.
+            # A router does not keep the checkpoint's codes, because products with codes would also
+            # quantize its activations.
             return self.router if wish is None else wish, False
         if isinstance(spec, ExpertsSpec):
             default = self.experts
@@ -111,7 +113,8 @@ class DefaultFormats:
         held = self.stored.find_format(name)
         keeps_codes = not isinstance(spec, ExpertsSpec) and self.stored.is_mixed(name)
         if isinstance(spec, GatedDeltaSpec) and held is None:
-            # The inputs of its output may be in an order that takes blocks of codes apart.
+            # The output matrix may take its inputs in an order that would split blocks of codes;
+            # then the codes are kept as stored.
             keeps_codes = self.stored.has_codes(name)
         return default if held is None else held.name, keeps_codes
 

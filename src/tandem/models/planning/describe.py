@@ -318,7 +318,7 @@ def _describe_rope(module: Any, config: Any, name: str) -> RopeSpec:
     """
     inv_freq, attention_factor = read_frequencies(module, name)
     raw: dict[str, Any] = config.rope_parameters[name] if name else config.rope_parameters
-    # Some published files carry keys of other scalings; only those that this type reads count.
+    # Some published configs hold keys of other RoPE types; only keys that RopeSpec has are read.
     fields = {field.name for field in msgspec.structs.fields(RopeSpec)}
     known = {key: value for key, value in raw.items() if key in fields and value is not None}
     known["head_dim"] = 2 * len(inv_freq)
@@ -334,7 +334,7 @@ def _describe_rope(module: Any, config: Any, name: str) -> RopeSpec:
     rope = Rope(spec)
     theirs = torch.cat((inv_freq, torch.tensor([attention_factor])))
     ours = torch.cat((rope.inv_freq, torch.tensor([rope.attention_factor])))
-    # Slow frequencies are small numbers, so that only their ratio tells.
+    # Slow frequencies are tiny, so only a relative tolerance detects a difference.
     if not torch.allclose(ours, theirs, rtol=ANGLE_TOLERANCE, atol=0):
         raise UnfitModuleError(f"{type(module).__name__} has other angles than rope_parameters say")
     return spec
@@ -385,7 +385,8 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
     norm = None if q_norm is None else describe_norm(q_norm)
     plain = getattr(module, "qk_norm", None)
     if plain is not None:
-        # Of queries and keys that are rotated, which changes no norm.
+        # This norm follows the rotation of queries and keys; a rotation does not change the norm,
+        # so the order does not matter.
         norm = NormSpec(size=d, eps=plain.eps)
     value_norm = getattr(module, "v_norm", None)
     if value_norm is not None and (norm is None or value_norm.eps != norm.eps):
@@ -730,7 +731,7 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
         for names in (MIXER_NAMES, FEED_FORWARD_NAMES)
     )
     _require(module, mixer, mlp_name)
-    # Dropout is of training.
+    # Dropout is inactive in inference, so Dropout modules are ignored.
     names = [n for n, m in module.named_children() if not isinstance(m, nn.Dropout)]
     has_input = hasattr(module, INPUT_GATE)
     if has_input and "act_fn" in names:

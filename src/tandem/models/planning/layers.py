@@ -167,7 +167,7 @@ def _choose_state_mixer(module: Any) -> Describe:
 def _read_mlp(layer: nn.Module, index: int, describer: Describer) -> MlpSpec | MoeSpec | None:
     own: Any = getattr(layer, "experts", None)
     if own is not None and is_experts(own):
-        # Beside an MLP that every token uses.
+        # The layer has routed experts in parallel with an MLP that every token uses.
         return _read_experts(layer, f"model.layers.{index}", describer)
     for name, module in layer.named_children():
         part: Any = module

@@ -227,7 +227,8 @@ def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
     generator = torch.Generator().manual_seed(0)
     made = _make_real(gate, generator)
     num_experts, hidden = made.weight.shape
-    # Logits of a size at which softmax, sigmoid and bias all matter.
+    # The router's weights are scaled so that logits are of a size at which softmax, sigmoid and
+    # bias all affect the result.
     made.weight.mul_(1.5 * hidden**-0.5)
     bias: Tensor | None = getattr(made, "e_score_correction_bias", None)
     if bias is None and choice_bias is not None:
@@ -247,14 +248,16 @@ def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
                 raise UnfitModuleError(f"{type(gate).__name__} fails: {error}") from error
             weights, ids = (outputs[1], outputs[2]) if len(outputs) > 2 else outputs
             if ids.is_floating_point():
-                # Weights of all experts, 0 of those that are not chosen, and logits.
+                # This router returns dense weights over all experts, which are 0 for experts that
+                # are not chosen, and the logits.
                 theirs = weights.float()
             else:
                 theirs = torch.zeros_like(logits).scatter_(1, ids, weights.float())
             rules = [rule for rule in rules if _gives(theirs, logits, made.top_k, rule, bias)]
         if len(rules) < 2:
             break
-    # Rules that are left have the same result, such as scorings of one expert whose weight is 1.
+    # All remaining rules give the same result, such as scorings of a single expert whose weight is
+    # always 1.
     if rules:
         return rules[0]
     raise UnfitModuleError(f"{type(gate).__name__} chooses or weighs in another way")
@@ -348,7 +351,7 @@ def observe_attention(model: Any, module: Any) -> AttentionCall:
     if angles is None:
         return recorder.call
     if isinstance(angles, Tensor):
-        # Complex numbers, each of which turns two neighbours.
+        # The angles are complex numbers, each of which rotates two neighbouring values.
         size = 2 * angles.shape[-1] if rotates else 0
         return replace(recorder.call, interleaved_size=size, rotates=rotates)
     width = angles[0].shape[-1]
@@ -406,7 +409,8 @@ def key_module(module: nn.Module) -> object:
 
 
 def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> Any:
-    # Without transformers' decorator, which asks for the longest position: there is none on meta.
+    # Call the undecorated forward: transformers' decorator reads the longest position, which a meta
+    # tensor does not have.
     forward = inspect.unwrap(type(rotary).forward)
     positions = torch.empty(1, 1, device="meta")
     if "layer_type" in inspect.signature(forward).parameters:
@@ -435,7 +439,7 @@ def read_frequencies(rotary: Any, layer_type: str) -> tuple[Tensor, float]:
         inv_freq: Tensor = getattr(made, f"{prefix}inv_freq")
         return inv_freq.float(), float(getattr(made, f"{prefix}attention_scaling"))
     except Exception as error:
-        # Whatever code of transformers raises.
+        # transformers' code may raise any exception, so all are caught.
         what = f"{type(rotary).__name__} does not tell its frequencies: {error}"
         raise UnfitModuleError(what) from error
 
@@ -449,7 +453,8 @@ def gives_whole_angles(rotary: Any) -> bool:
     x = torch.empty(1, 1, 1, device="meta")
     angles = _compute_angles(rotary, x, None)
     if isinstance(angles, Tensor):
-        # DeepSeek-V2's are complex numbers; its attention is never the skeleton's.
+        # DeepSeek-V2's angles are complex numbers; its attention is always replaced, never run from
+        # the skeleton.
         return True
     return angles[0].shape[-1] > rotary.inv_freq.shape[-1]
 

@@ -74,7 +74,8 @@ class Scheme:
         shared = self.group_size or inputs
         if self.bits == 8 and not self.group_size and self.is_symmetric:
             return WEIGHT_FORMATS["int8row"]
-        # A scale of more inputs than a group of ours has is the scale of each of its groups.
+        # A stored group that is a multiple of one of our group sizes is split: each of our groups
+        # gets the same scale.
         size = next((g for g in GROUPS[self.bits] if shared % g == 0 and inputs % g == 0), None)
         if size is None:
             return None
@@ -213,7 +214,8 @@ def _names(config: dict[str, Any], field: str) -> tuple[str, ...]:
 
 def _check_pattern(pattern: str, field: str) -> None:
     """Refuse what would take forever to match, and what is no pattern."""
-    # Repeats of what repeats take exponential time, many repeats in a row polynomial time.
+    # Nested repeats take exponential time to match and many repeats in a row polynomial time, so
+    # such patterns are refused.
     repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
     is_hostile = len(pattern) > MAX_PATTERN_CHARS or re.search(r"\)[*+?{]", pattern) is not None
     try:
@@ -443,7 +445,7 @@ def _read_modelopt(config: dict[str, Any]) -> Quantization:
     names = config.get(field) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise _wrong(f"{field} is {names!r}: need a list of names", field)
-    # A star stands for any characters.
+    # In these lists a star is a wildcard for any characters.
     ignored = _names({field: [_make_pattern(n) if "*" in n else n for n in names]}, field)
     notes = ["activations in the checkpoint's format: ignored, products choose a step of their own"]
     if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):

@@ -258,7 +258,8 @@ def count_experts(experts: Any, hidden_size: int) -> tuple[int, int, int]:
     """Return (E, D, F); families store either order of the last two dimensions."""
     count, *sizes = experts.down_proj.shape
     if not is_gated_experts(experts):
-        # Their inputs may be latents, narrower than the model.
+        # Ungated experts may take latents as inputs, which are narrower than the hidden size, so
+        # the width is read from the tensor.
         return count, sizes[0], sizes[1]
     return count, hidden_size, prod(sizes) // hidden_size
 
@@ -344,8 +345,8 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
     Before any rule: the modules are run.
     """
     found: dict[str, AttentionCall | str] = {}
-    # On the meta device a layer takes milliseconds: layers that differ in their number alone are
-    # run once.
+    # A layer runs for milliseconds even on the meta device, so layers that differ in their index
+    # alone are run once.
     seen: dict[object, AttentionCall | str] = {}
     for name, module in model.named_modules():
         if not find_projections(module):

@@ -204,7 +204,8 @@ def _find_kimi_delta(module: Any) -> KimiDeltaSpec:
         return made.o_proj(run_gated_delta(rule, rows, _allocate(rule)))
 
     widths = (KIMI_PROJECTIONS[:6], "o_proj", spec.num_values)
-    # Its products of all pairs of a chunk, for each item, would take more memory than the model's.
+    # transformers' code computes all pairs of a chunk for each channel, which at the real chunk
+    # size takes more memory than the model.
     return _compare(module, widths, [(spec, run)], chunk_size=PROBE_CHUNK)
 
 
@@ -295,13 +296,14 @@ def _compare(
     x = torch.randn(1, PROBE_TOKENS, PROBE_WIDTH, generator=generator)
     kind = type(module).__name__
     verbosity = transformers_logging.get_verbosity()
-    # It warns that its fast kernels are not installed, which nothing here needs.
+    # transformers warns that its fast kernels are missing; they are not needed here, so the warning
+    # is silenced.
     transformers_logging.set_verbosity_error()
     try:
         with torch.inference_mode():
             theirs = made(x, **arguments)[0]
     except Exception as error:
-        # Whatever code of transformers raises.
+        # transformers' code may raise any exception, so all are caught.
         raise UnfitModuleError(f"{kind} cannot be run alone: {error}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -325,7 +327,8 @@ def _make_narrow(module: Any, parts: Parts, generator: torch.Generator) -> Any:
     has_bias = getattr(module, last).bias is not None
     shell._modules[last] = nn.Linear(num_mixed, PROBE_WIDTH, bias=has_bias, device="meta")
     if hasattr(shell, "chunk_size"):
-        # Of another order of the same sums, and the work grows with its square.
+        # The chunk size only changes the order of the sums, and work grows with its square, so the
+        # probe uses a small one.
         shell.chunk_size = PROBE_CHUNK
     made = copy.deepcopy(shell).to_empty(device="cpu").float().eval()
     for parameter in made.parameters():

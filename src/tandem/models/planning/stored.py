@@ -84,7 +84,7 @@ def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
     with source:
         reader = rename_reader(source, source.entries, checkpoint.config.model_type)
         found = {m.module: _look_up(reader, m) for m in raw}
-        # A head that shares the embedding's tensor may take its codes.
+        # A tied head may use the codes of the embedding, whose tensor it shares.
         shared = next((found[m.module] for m in raw if m.role == "embedding"), StoredMatrix())
         found |= {m.module: shared for m in raw if m.role == "head" and m.is_shared}
         return StoredModel(found, _count_bytes(source, {matrix.module for matrix in raw}))

@@ -119,7 +119,8 @@ def _list_values(field: str, value: Any) -> list[Any]:
     if field == "layer_types" and isinstance(value, list):
         return [[LAYER_KINDS.get(value[0], value[0]), *value[1:]]]
     if field.endswith("_layers") and isinstance(value, list):
-        # Numbers of layers; one of the two may be so already by another field.
+        # The field lists layer indices: toggle layer 0 or layer 1, since another field may already
+        # cause one of the two changes.
         return [sorted({i} ^ set(value)) for i in (0, 1)]
     return []
 
@@ -239,7 +240,7 @@ def list_read_fields(config: Any) -> set[str]:
         return kind.__getattribute__(self, name)
 
     seen = deepcopy(config)
-    # Of the same name: transformers looks classes up by it.
+    # The subclass keeps the name of its parent, because transformers looks classes up by name.
     object.__setattr__(seen, "__class__", type(kind.__name__, (kind,), {"__getattribute__": note}))
     with torch.device("meta"):
         model_class: Any = choose_auto_class(config)._model_mapping[kind]

@@ -149,10 +149,11 @@ def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
         checks=(),
         flips=(),
     )
-    # Threads cost more than they bring where all matrices are tiny.
+    # The matrices of a tiny model are so small that threads cost more time than they save.
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    # It warns of values that a tiny configuration has on purpose.
+    # transformers warns about values that the tiny configuration has on purpose, so its warnings
+    # are silenced.
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -161,7 +162,8 @@ def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
     except TandemError as error:
         return _refuse(proof, error.what)
     except Exception as error:  # noqa: BLE001 - as its code may raise anything
-        # Whatever code of transformers raises: an architecture that it cannot build is not proved.
+        # transformers' code may raise any exception: an architecture that transformers cannot build
+        # is not proved.
         text = " ".join(str(error).split())
         return _refuse(proof, f"transformers fails: {type(error).__name__}: {text[:300]}")
     finally:

@@ -134,7 +134,8 @@ def _shrink_to(config: Any, num_layers: int, *, is_true_head: bool) -> Any:
     for name in ("architectures", "transformers_version", "dtype", "_name_or_path"):
         values.pop(name, None)
     values.pop("quantization_config", None)
-    # Kimi-Linear's, which its class sums up in fields of its own, and reads again.
+    # Kimi-Linear's configuration class summarises this field in fields of its own and would read it
+    # again, so it is removed.
     values.pop("linear_attn_config", None)
     _shrink_layers(values, num_layers)
     if hasattr(config, "kv_sharing_modes"):
@@ -228,7 +229,8 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
             values["v_head_dim"] = min(VALUE_DIM, values["v_head_dim"])
     values["hidden_size"] = tiny_heads * head_dim if is_whole else HIDDEN
     if "kv_lora_rank" in values:
-        # The head of MLA has sizes of its own; what `head_dim` says follows from them.
+        # MLA's heads have sizes of their own, from which transformers derives `head_dim`, so that
+        # field is removed.
         values["hidden_size"] = HIDDEN
         values.pop("head_dim", None)
         share = _find_rotated_share(values)
@@ -309,7 +311,7 @@ def _shrink_state_space(values: Values, *, is_true_head: bool) -> None:
     if isinstance(values.get("moe_latent_size"), int):
         values["moe_latent_size"] = LATENT
     if isinstance(values.get("time_step_min"), float):
-        # A floor that the tiny model's steps reach.
+        # The floor of the time step is set high enough that steps of the tiny model reach it.
         values["time_step_min"] = 0.5
     values[heads], values[groups] = tiny_heads, tiny_groups
     for name in ("mamba_chunk_size", "chunk_size"):
@@ -357,7 +359,8 @@ def _shrink_rope(values: Values) -> None:
         if rope.get("original_max_position_embeddings") is not None:
             rope["original_max_position_embeddings"] = TRAINED_CONTEXT
         if rope.get("rope_type") == "yarn":
-            # They count rotations over that length.
+            # beta_fast and beta_slow count rotations over the trained context, so they shrink with
+            # it.
             for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
                 rope[name] = (rope.get(name) or default) * TRAINED_CONTEXT / trained
     if isinstance(values.get("original_max_position_embeddings"), int):

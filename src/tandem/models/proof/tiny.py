@@ -98,8 +98,8 @@ def make_tiny(config: Any, seed: int) -> Any:
 def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
     noise = torch.randn(parameter.shape, generator=generator)
     if parameter.dim() == 1:
-        # What transformers starts from says what a vector is: a norm starts at 1, or at 0 if it
-        # adds 1; a bias at 0; sinks at random values, which are large.
+        # The initial values of transformers tell the kind of a vector: a norm starts at 1 (or at 0
+        # if it adds 1), a bias at 0, attention sinks at large random values.
         center, spread = float(parameter.mean()), VECTOR_SPREAD
         is_even = bool((parameter == parameter[0]).all())
         parameter.copy_(center + spread * noise if is_even else noise)
@@ -122,7 +122,8 @@ def save_tiny(model: Any, folder: Path) -> None:
     is_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        # transformers would cut a convolution into equal parts, whatever sizes its parts have.
+        # transformers' save would split the convolution into equal parts, even if q, k and v have
+        # different sizes.
         is_cut = any(hasattr(m, "conv1d") and hasattr(m, "g_proj") for m in model.modules())
         model.save_pretrained(folder, save_original_format=not is_cut)
     finally:

@@ -143,7 +143,7 @@ class GgufSource:
         recipe = self._find(name)
         parts = [self._open(tensor) for tensor in recipe.tensors]
         if shard is not None and shard.axis == 0 and recipe.how is How.PLAIN and len(parts) == 1:
-            # Its bytes lie together.
+            # A shard of whole rows is contiguous in the file, so only its bytes are read.
             if parts[0].shape != shard.widen(tuple(out.shape)):
                 raise _refuse_shape(name, parts, out)
             parts = [parts[0].narrow(shard.start, shard.stop)]
@@ -397,7 +397,7 @@ def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
     """Copy tensors one below the other; of experts, along their outputs."""
     if len(parts) == 1:
         shape = parts[0].shape
-        # A vector is a matrix of one row there or here.
+        # A vector equals a matrix of one row: the file and the module may differ in that dimension.
         if shape != out.shape and (1, *shape) != tuple(out.shape):
             raise _refuse_shape(name, parts, out)
         parts[0].copy_into(out.view(shape) if out.ndim != len(shape) else out)

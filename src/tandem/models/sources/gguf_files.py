@@ -104,7 +104,7 @@ class GgufFiles:
                     )
                 tensors[name], paths[name] = tensor, header.path
         wanted = headers[0].metadata.get("split.tensors.count", len(tensors))
-        # An array compares by its elements.
+        # The type is checked first, because a NumPy array would compare element by element.
         if type(wanted) is not int or wanted != len(tensors):
             raise CorruptionError(
                 "models.open_weights",

@@ -186,7 +186,7 @@ class _Cursor:
         try:
             return raw.decode()
         except UnicodeDecodeError:
-            # Vocabularies of some published files have tokens that are not UTF-8.
+            # The vocabularies of some published files hold tokens that are not valid UTF-8.
             return raw.decode("utf-8", "replace")
 
     def value(self, kind: int, what: str) -> Value:

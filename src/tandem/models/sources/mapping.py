@@ -32,6 +32,7 @@ class MappedFiles:
     def close(self) -> None:
         """Unmap all; idempotent. A file with a view alive is unmapped when the view is gone."""
         while self._maps:
-            # The frames of an error on its way hold the views that it is about.
+            # The frames of an exception in flight may still hold views of the mapping, which then
+            # cannot be closed.
             with suppress(BufferError):
                 self._maps.popitem()[1].close()

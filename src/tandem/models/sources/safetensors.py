@@ -138,8 +138,8 @@ def _list_files(folder: Path) -> list[Path]:
             raise _corrupt(index_path, "no weight_map in it")
         names = sorted({str(name) for name in weight_map.values()})
         for name in names:
-            # A shard is a plain name: a path could reach any file of the machine. The file itself
-            # may be a symbolic link, as in the hub's cache.
+            # A shard must be a plain file name: a path could reach any file of the host. The file
+            # itself may be a symbolic link, as in the hub's cache.
             if name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
                 raise ConfigError(
                     "models.open_weights",

@@ -87,7 +87,8 @@ def _cut_inputs(matrix: CodedMatrix, shard: Shard, size: int) -> CodedMatrix:
         )
         flat = tuple((kind, rows.reshape(len(rows), -1)) for kind, rows in parts)
         return replace(matrix, num_inputs=shard.stop - shard.start, parts=flat)
-    # One scale for all inputs of an output belongs to each part.
+    # A format without groups has one scale for all inputs of an output, so every shard gets the
+    # same scales.
     groups = slice(first, last) if matrix.weight_format.group_size else slice(None)
     minima = matrix.minima
     return QuantizedMatrix(

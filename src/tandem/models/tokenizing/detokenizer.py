@@ -44,7 +44,8 @@ class ByteDetokenizer:
         self._token_bytes = token_bytes
         self._skip = skip
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        # No character is longer than four bytes, so four tokens hold its beginning.
+        # A UTF-8 character has at most four bytes, so the last four tokens of the context contain
+        # the beginning of an unfinished one.
         for token_id in context[-4:]:
             if token_id not in skip:
                 self._decode(token_bytes(token_id))
@@ -102,7 +103,8 @@ class WindowDetokenizer:
 
     def _advance(self, *, can_wait: bool) -> str:
         text = self._decode(self._window)
-        # A decoder with bytes inside a longer chain shows an unfinished character as U+FFFD.
+        # The tokenizer's decoder shows an unfinished character as U+FFFD, so such a text waits for
+        # more tokens.
         if len(text) <= len(self._seen_text) or (can_wait and text.endswith("�")):
             return ""
         piece = text[len(self._seen_text) :]

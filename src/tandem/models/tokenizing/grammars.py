@@ -61,7 +61,8 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         count = min(vocab_size, tokenizer.vocab_size)
         self.eos_token_id = eos_ids[0]
-        # Ids without a token (models pad their matrices) have no bytes, so no grammar takes them.
+        # Padding ids of the model's matrices have no token; they get empty bytes, so that no
+        # grammar allows them.
         self.tokens = [tokenizer.token_bytes(i) for i in range(count)]
         self.tokens += [b""] * (vocab_size - count)
         special = {*tokenizer.special_ids, *eos_ids}
@@ -124,7 +125,7 @@ def _write_schema(text: str) -> str:
     check = library.LLMatcher.validate_grammar_with_warnings
     if not check(grammar, None, limits=_find_limits())[0] or len(text) > _MAX_REWRITTEN:
         return grammar
-    # It was read before.
+    # The grammar library has already parsed this text as JSON, so loading it again cannot fail.
     schema = json.loads(text)
     matchers: dict[str, Matcher] = {}
 

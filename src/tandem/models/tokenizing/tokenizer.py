@@ -70,7 +70,7 @@ class Tokenizer:
             ConfigError: the text is not valid Unicode (a lone surrogate).
         """
         try:
-            # Of the library's encoders, only those for batches release the GIL.
+            # Of the tokenizers library's encoders only the batch ones release the GIL.
             batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return batch[0].ids
         except UnicodeEncodeError as error:
@@ -145,7 +145,8 @@ class Tokenizer:
     def _find_bytes(self, token_id: int) -> bytes:
         token = self.token_name(token_id)
         if self._is_byte_level:
-            # As the library's decoder: a token with any other character stands for itself.
+            # As in the tokenizers library's decoder, a token with a character outside the byte
+            # alphabet stands for its own text.
             try:
                 return bytes([self._byte_of[char] for char in token])
             except KeyError:
@@ -248,7 +249,8 @@ def _find_template(folder: Path, settings: dict[str, Any]) -> str | None:
         return path.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):
-        # Several by name: "default" is the one for plain conversations.
+        # A list holds several named templates; the one called "default" is used for plain
+        # conversations.
         by_name = {entry.get("name"): entry.get("template") for entry in template}
         template = by_name.get("default")
     return template if isinstance(template, str) else None

@@ -248,7 +248,8 @@ class FrequencyPolicy(_SlotPolicy):
         free = self._held - wanted
         if not free:
             return -1
-        # Of equals the lower id, whatever the order of a set.
+        # Among experts of equal score the one with the lowest id is evicted, so that the result
+        # does not depend on a set's order.
         victim = min(free, key=lambda held: (scores.get(held, 0.0), held))
         return victim if scores.get(victim, 0.0) < scores.get(expert_id, 0.0) else -1
 

@@ -113,8 +113,8 @@ class _Lane:
         self.num_unused = 0
         self.num_beside = 0 if is_alone else self.num_beside + 1
         measured = seconds / count
-        # What one kind of step says of the machine holds for the other; the factor between them is
-        # learnt where both were seen.
+        # A change of speed seen in one kind of step (alone or beside other work) is applied to
+        # both; the ratio between the two kinds is learnt from steps of either kind.
         if is_alone:
             factor = self.beside_s / self.alone_s
             self.alone_s = _blend(self.alone_s, measured)

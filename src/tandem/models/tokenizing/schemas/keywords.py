@@ -321,7 +321,8 @@ def _reject_properties(schema: Schema, work: Work) -> Alternatives:
     if "additionalProperties" in schema and schema.find("additionalProperties") != TRUE:
         work.drop("additionalProperties")
         if schema.find("additionalProperties") == FALSE and "patternProperties" not in schema:
-            # One of so many must be another.
+            # If an object has more properties than the schema names, at least one is an additional
+            # property, which the negated schema requires.
             found.append(_sized("object", Sizes(len(named) + 1)))
     if "propertyNames" in schema and schema.find("propertyNames") != TRUE:
         work.drop("propertyNames")
@@ -332,8 +333,8 @@ def _accept_any(parts: list[Formula], work: Work, *, tracks: bool) -> Alternativ
     each = [work.expand(part, tracks=tracks) for part in parts]
     if not tracks:
         return [alternative for group in each for alternative in group]
-    # A value that several parts allow has evaluated what all of these evaluate. The more is
-    # evaluated the more is allowed, so parts that are not counted need no negation.
+    # A value that matches several parts has evaluated the properties and items of all of them, and
+    # unevaluated* only gets weaker by that; so parts that are not chosen need not be negated.
     if len(parts) > MAX_TRACKED:
         work.drop("anyOf")
         return [alternative for group in each for alternative in group]
@@ -357,7 +358,7 @@ def _accept_one(parts: list[Formula], work: Work, *, tracks: bool) -> Alternativ
 def _accept_if(schema: Schema, work: Work, *, tracks: bool) -> Alternatives:
     condition = schema.find("if")
     if "then" not in schema and "else" not in schema:
-        # It only evaluates.
+        # Without then and else, `if` only marks properties and items as evaluated.
         return [ANY, *work.expand(condition, tracks=True)] if tracks else [ANY]
     then = schema.find("then") if "then" in schema else TRUE
     other = schema.find("else") if "else" in schema else TRUE
@@ -389,7 +390,7 @@ def _close_items(alternative: Alternative, rest: Formula) -> Alternative:
     seen = alternative.seen
     if seen.num_items == ALL_ITEMS:
         return alternative
-    # Items that a ``contains`` has found need not satisfy the rest.
+    # Items that a ``contains`` has evaluated need not satisfy the schema of unevaluated items.
     layer = ArrayLayer((TRUE,) * seen.num_items, any_of([rest, *seen.items]))
     return replace(
         alternative,

@@ -117,7 +117,8 @@ class References:
         return ""
 
     def _enter(self, path: Path, scope: tuple[str, ...]) -> Place:
-        # Without a dynamic reference the way does not matter, and places are fewer.
+        # Without $dynamicRef the dynamic scope does not affect the result; leaving it out gives
+        # fewer distinct places.
         base = self._find_base(path)
         if self._has_dynamic and base not in scope:
             scope = (*scope, base)
@@ -171,7 +172,8 @@ def _list_children(schema: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 def _join(base: str, reference: str) -> str:
     if reference.startswith("#"):
-        # The library does not know the schemes of all URIs, such as urn.
+        # urljoin does not join a fragment to URIs of unknown schemes, such as urn, so the fragment
+        # is appended.
         return base + reference
     return urljoin(base, reference)
 

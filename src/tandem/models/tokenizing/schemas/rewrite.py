@@ -37,7 +37,7 @@ def rewrite_schema(schema: Any, matches: Callable[[str, str], bool]) -> Rewritte
     """
     options = {}
     if isinstance(schema, dict) and "x-guidance" in schema:
-        # llguidance's own options; they say nothing of values.
+        # "x-guidance" holds options of llguidance, which do not restrict values.
         options = {"x-guidance": schema["x-guidance"]}
     if isinstance(schema, dict) and schema.get("$schema", DIALECT).rstrip("#") != DIALECT:
         raise RefusedError("$schema", f"{schema['$schema']!r} is not draft 2020-12")

@@ -116,7 +116,8 @@ class Solver:
         """See ``Work``."""
         others = self.expand(formula, tracks=False)
         if (formula, False) in self._narrowed:
-            # What was left out may be what they share.
+            # The formula's alternatives are incomplete: a dropped one might overlap with the given
+            # ones, so exclusion is not proved.
             return False
         return not any(self._settle(each) for each in self.join([alternatives, others]))
 
@@ -128,7 +129,8 @@ class Solver:
         if formula in self._settled:
             return self._settled[formula]
         if formula in self._settling:
-            # Of a schema within itself; its outermost level decides.
+            # The schema contains itself: the inner occurrence counts as satisfiable and the
+            # outermost level decides.
             return [ANY]
         self._settling.add(formula)
         try:

@@ -213,7 +213,8 @@ class Writer:
         if high is None and low == 0:
             yield ArrayLayer(), Sizes()
             return
-        # With a bound above, so many of the others; without, the first ones that are needed.
+        # With an upper bound, exactly `number` of the first items match and all others must not;
+        # without one, only the lowest required number of matches is placed.
         numbers = [low] if high is None else range(low, high + 1)
         places = MAX_PLACES if sizes.high is None else min(sizes.high, MAX_PLACES)
         while places and sum(comb(places, n) for n in numbers) > MAX_CHOICES:
