@@ -110,6 +110,11 @@ def list_own_rows(own: OwnModules, kv: KvPlan, config: EngineConfig) -> list[tup
             why if own.is_cut else "a prompt is not cut, so no part of one is taken up",
         ),
         (
+            "routed experts",
+            "our operators" if own.has_our_experts else "transformers' own, if it has any",
+            "proved in their place" if own.has_our_experts else "none that our operators compute",
+        ),
+        (
             "prefill/decode",
             "each instance computes prompts itself",
             "a cache object is neither sent nor stored",

@@ -199,6 +199,8 @@ class OwnModules(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that a token adds to a cache object."""
     fixed_bytes: NonNegativeInt
     """Bytes of a cache object that do not grow with the tokens."""
+    has_our_experts: bool = False
+    """True if routed experts are our operators, where a layer has such that these compute."""
 
     @property
     def is_cut(self) -> bool:

@@ -11,10 +11,12 @@ from tandem.core.errors import ConflictError, CorruptionError, NotFoundError, Un
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity, KVLayout, KvSharing, RoundingClass, WindowLayout
 from tandem.kernels.devices import DeviceContext, name_arithmetic, open_device
+from tandem.kernels.operators.operator import Operator
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch
 from tandem.models.identity import list_config_values
 from tandem.models.loading.weight_digest import DigestCache, WeightHasher
 from tandem.models.own.caches import CacheSlots
+from tandem.models.own.experts import place_experts
 from tandem.models.own.gate import find_class, open_own
 from tandem.models.sources.containers import open_source
 from tandem.models.sources.source import Progress
@@ -46,13 +48,18 @@ class OwnModel:
         self.ignored_weights: dict[str, str] = {}
         self.packed_folders: list[Path] = []
         self.modules = modules
+        self.num_placed = 0
+        """Layers whose experts are our operators."""
+        if plan.own.has_our_experts:
+            self.num_placed = place_experts(modules, plan.spec.dtype, context.pool)
         self._piece = plan.own.piece
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights in memory; shared ones count once."""
         seen = {p.untyped_storage().data_ptr(): p for p in self.modules.parameters()}
-        return sum(p.untyped_storage().nbytes() for p in seen.values())
+        packed = sum(m.packed_bytes for m in self.modules.modules() if isinstance(m, Operator))
+        return sum(p.untyped_storage().nbytes() for p in seen.values()) + packed
 
     def kv_identity(
         self,
@@ -65,7 +72,10 @@ class OwnModel:
             weights=self.weights_digest,
             config=self.plan.config,
             dtype=self.spec.dtype,
-            formats={"own_modules": f"pieces of {self._piece}"},
+            formats={
+                "own_modules": f"pieces of {self._piece}",
+                "own_experts": f"ours in {self.num_placed} layers",
+            },
             layout=layout,
             windows=windows,
             sharing=sharing,

@@ -114,7 +114,8 @@ def plan_own(
         what = f"transformers' own modules run on the CPU here, not on {device}"
         raise UnsupportedError("models.plan_own", what, field="model.device")
     checkpoint = open_own(path_or_id)
-    piece = PIECE if proof == "off" else require_own_proof(checkpoint, PIECE)
+    proved = None if proof == "off" else require_own_proof(checkpoint)
+    piece = PIECE if proved is None else proved.piece or PIECE
     skeleton = build_own_skeleton(checkpoint.config)
     spec = _complete_spec(checkpoint, skeleton)
     spec = choose_dtype(set_auto_dtype(spec, is_coded=False), dtype)
@@ -149,7 +150,11 @@ def plan_own(
         expert_parts=1,
         packed_cache="off",
         own=OwnModules(
-            reason=refusal.what, piece=piece, token_bytes=token_bytes, fixed_bytes=fixed_bytes
+            reason=refusal.what,
+            piece=piece,
+            token_bytes=token_bytes,
+            fixed_bytes=fixed_bytes,
+            has_our_experts=proved is not None and proved.has_our_experts,
         ),
     )
 

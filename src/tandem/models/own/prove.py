@@ -52,6 +52,13 @@ CONDITION, FLOOR = 4.0, 4e-6
 logit."""
 MAX_EAGER = 1e-3
 """Share of the largest logit that eager's own float32 may be off, to tell errors from roundings."""
+WAYS = tuple(
+    (name, piece, has_ours)
+    for name, piece in (("pieces", TINY_PIECE), ("whole", WHOLE_PROMPT), ("steps", 1))
+    for has_ours in (True, False)
+)
+"""Ways to serve a class, the first that is proved is taken: what is fed at a time, and whether
+routed experts are our operators."""
 SEEDS = (0, 1)
 GAIN, SPREAD = 1.3, 0.3
 """On matrices, and of vectors, as of ``proof.tiny``."""
@@ -66,6 +73,8 @@ class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
     transformers: str
     piece: int = 0
     """Tokens of a piece that is proved, 1 or ``WHOLE_PROMPT``; 0: any."""
+    has_our_experts: bool = False
+    """True if it is proved with our operators in place of the class's routed experts."""
     checks: tuple[Check, ...] = ()
     problem: str = ""
     """Why it is refused; empty: proved."""
@@ -76,12 +85,11 @@ class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problem
 
 
-def require_own_proof(checkpoint: Checkpoint, piece: int, root: Path = DEFAULT_ROOT) -> int:
-    """Return the tokens of a checkpoint's pieces: ``piece`` where any piece is proved.
+def require_own_proof(checkpoint: Checkpoint, root: Path = DEFAULT_ROOT) -> OwnProof:
+    """Return the proof of a checkpoint's class.
 
     Args:
         checkpoint: as of ``open_own``.
-        piece: tokens that are wanted.
         root: where proofs are kept.
 
     Raises: UnsupportedError (not proved, with why).
@@ -89,7 +97,7 @@ def require_own_proof(checkpoint: Checkpoint, piece: int, root: Path = DEFAULT_R
     proof = find_own_proof(checkpoint, root)
     if not proof.is_proved:
         raise UnsupportedError("models.prove_own", proof.problem, field="model_type")
-    return proof.piece or piece
+    return proof
 
 
 def find_own_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> OwnProof:
@@ -199,18 +207,23 @@ def _prove_once(proof: OwnProof, tiny: Any, seed: int) -> OwnProof:
         bound = max(CONDITION * off, FLOOR * top)
         checks: list[Check] = []
         problems: list[str] = []
-        for name, piece in (("pieces", TINY_PIECE), ("whole", WHOLE_PROMPT), ("steps", 1)):
+        for name, piece, has_ours in WAYS:
+            label = f"{name}, our experts" if has_ours else name
             try:
-                model = load_own(_plan_tiny(Path(folder), piece), ThreadPool(1))
-                found = [*_check(model, tokens.tolist(), exact, bound, name)]
+                model = load_own(_plan_tiny(Path(folder), piece, has_ours=has_ours), ThreadPool(1))
+                if has_ours and not model.num_placed:
+                    continue  # It has none, and the next way is the same.
+                found = [*_check(model, tokens.tolist(), exact, bound, label)]
             except Exception as error:  # noqa: BLE001 - as its code may raise anything
-                problems.append(f"{name}: {_describe(error)}")
+                problems.append(f"{label}: {_describe(error)}")
                 continue
             checks += found
             wrong = next((check for check in found if not check.is_ok), None)
             if wrong is None:
                 served = 0 if piece == TINY_PIECE else piece
-                return msgspec.structs.replace(proof, piece=served, checks=tuple(checks))
+                return msgspec.structs.replace(
+                    proof, piece=served, has_our_experts=has_ours, checks=tuple(checks)
+                )
             problems.append(f"{wrong.name}: {wrong.excess:.3g} times the bound")
     what = "its cache computes something else when it is continued: " + "; ".join(problems)
     return msgspec.structs.replace(proof, checks=tuple(checks), problem=what)
@@ -259,7 +272,7 @@ def _make_tiny(config: Any, seed: int) -> Any:
     return model
 
 
-def _plan_tiny(folder: Path, piece: int) -> ModelPlan:
+def _plan_tiny(folder: Path, piece: int, *, has_ours: bool) -> ModelPlan:
     checkpoint = open_own(folder)
     plain = FormatChoice(weight_format=NO_FORMAT, reason="")
     return ModelPlan(
@@ -276,7 +289,9 @@ def _plan_tiny(folder: Path, piece: int) -> ModelPlan:
         router=plain,
         expert_parts=1,
         packed_cache="off",
-        own=OwnModules(reason="", piece=piece, token_bytes=0, fixed_bytes=0),
+        own=OwnModules(
+            reason="", piece=piece, token_bytes=0, fixed_bytes=0, has_our_experts=has_ours
+        ),
     )
 
 
