@@ -88,8 +88,9 @@ class LayerPlace(NamedTuple):
 class BatchPlaces(NamedTuple):
     """The places of a batch's tokens in the blocks of one group; fields as of ``PagedBatch``."""
 
-    slot_blocks: Tensor
-    block_table: Tensor
+    slot_blocks: list[int]
+    slot_offsets: list[int]
+    block_table: NDArray[np.int64]
     fresh_blocks: tuple[int, ...]
     slot_runs: tuple[tuple[int, int, int, int], ...] | None
 
@@ -185,35 +186,44 @@ class PagedBatch(msgspec.Struct, frozen=True):
             positions += range(chunk.start, end)
             query_start.append(len(ids))
             context_lens.append(end)
-        places = _find_places(
-            sequences, [(0, chunk.block_table) for chunk in sequences], block_size, device
-        )
-        positions_T = torch.tensor(positions, dtype=torch.int64, device=device)
+        tables = [(0, chunk.block_table) for chunk in sequences]
+        places = _find_places(sequences, tables, block_size)
+        vectors = (ids, positions, places.slot_blocks, places.slot_offsets, rows)
+        tensors = _make_tensors(vectors, places.block_table, device)
+        token_ids, positions_T, slot_blocks, slot_offsets, logit_rows, block_table = tensors
         batch = cls(
-            token_ids=torch.tensor(ids, dtype=torch.int64, device=device),
+            token_ids=token_ids,
             positions=positions_T,
-            slot_blocks=places.slot_blocks,
-            slot_offsets=positions_T % block_size,
-            block_table=places.block_table,
-            logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            slot_blocks=slot_blocks,
+            slot_offsets=slot_offsets,
+            block_table=block_table,
+            logit_rows=logit_rows,
             query_start=tuple(query_start),
             context_lens=tuple(context_lens),
             fresh_blocks=places.fresh_blocks,
             adapter_rows=adapter_rows,
             slot_runs=places.slot_runs,
             block_size=block_size,
-            state_slots=tuple(chunk.state_slot for chunk in sequences),
+            state_slots=tuple([chunk.state_slot for chunk in sequences]),
             fresh_slots=tuple(
-                c.state_slot for c in sequences if c.start == 0 and c.state_slot != NO_SLOT
+                [c.state_slot for c in sequences if c.start == 0 and c.state_slot != NO_SLOT]
             ),
-            prompt_lens=tuple(chunk.prompt_len for chunk in sequences),
+            prompt_lens=tuple([chunk.prompt_len for chunk in sequences]),
         )
         if not any(len(chunk.window_blocks) for chunk in sequences):
             return batch
         windows = [(chunk.window_first, chunk.window_blocks) for chunk in sequences]
-        own = _find_places(sequences, windows, block_size, device)
+        own = _find_places(sequences, windows, block_size)
+        slot_blocks, block_table = _make_tensors((own.slot_blocks,), own.block_table, device)
         return msgspec.structs.replace(
-            batch, windows=msgspec.structs.replace(batch, **own._asdict())
+            batch,
+            windows=msgspec.structs.replace(
+                batch,
+                slot_blocks=slot_blocks,
+                block_table=block_table,
+                fresh_blocks=own.fresh_blocks,
+                slot_runs=own.slot_runs,
+            ),
         )
 
 
@@ -221,7 +231,6 @@ def _find_places(
     sequences: Sequence[SequenceChunk],
     tables: Sequence[tuple[int, Sequence[int] | NDArray[np.int32]]],
     block_size: int,
-    device: torch.device | str,
 ) -> BatchPlaces:
     """Return the places of tokens in the blocks of one group.
 
@@ -229,9 +238,9 @@ def _find_places(
         sequences: the tokens.
         tables: for each, the position of its first block, and its blocks from there.
         block_size: tokens of a block.
-        device: where the tensors lie.
     """
     blocks: list[int] = []
+    offsets: list[int] = []
     fresh: list[int] = []
     runs: list[tuple[int, int, int, int]] = []
     for chunk, (first, table) in zip(sequences, tables, strict=True):
@@ -242,21 +251,42 @@ def _find_places(
             row = len(blocks)
             runs.append((block_id, offset, row, row + count))
             blocks += [block_id] * count
+            offsets += range(offset, offset + count)
             position += count
         if end % block_size and end - end % block_size >= chunk.start:
             fresh.append(int(table[end // block_size - first]))
-    width = max((first + len(table) for first, table in tables), default=0)
+    width = max([first + len(table) for first, table in tables], default=0)
     rows = np.empty((len(sequences), width), np.int64)
     for row, (first, table) in zip(rows, tables, strict=True):
         row[:first] = table[0]
         row[first : first + len(table)] = table
         row[first + len(table) :] = table[0]
     return BatchPlaces(
-        slot_blocks=torch.tensor(blocks, dtype=torch.int64, device=device),
-        block_table=torch.from_numpy(rows).to(device),
+        slot_blocks=blocks,
+        slot_offsets=offsets,
+        block_table=rows,
         fresh_blocks=tuple(fresh),
         slot_runs=tuple(runs) if len(runs) * MIN_RUN_TOKENS <= len(blocks) else None,
     )
+
+
+def _make_tensors(
+    vectors: Sequence[list[int]], table: NDArray[np.int64], device: torch.device | str
+) -> tuple[Tensor, ...]:
+    """Return vectors and a table as int64 tensors that share one allocation.
+
+    A step has several of them, of a few numbers each: one conversion, and one copy to the device,
+    cost a quarter of one for each.
+    """
+    sizes = [len(vector) for vector in vectors]
+    flat = np.empty(sum(sizes) + table.size, np.int64)
+    end = 0
+    for vector, size in zip(vectors, sizes, strict=True):
+        flat[end : end + size] = vector
+        end += size
+    flat[end:] = table.reshape(-1)
+    parts = torch.split_with_sizes(torch.from_numpy(flat).to(device), [*sizes, table.size])
+    return (*parts[:-1], parts[-1].view(table.shape))
 
 
 def _check_chunk(chunk: SequenceChunk, num_sequences: int, block_size: int) -> None:

@@ -6,6 +6,7 @@ transformers' own forward with a ``DynamicCache``, in an experts implementation 
 
 import itertools
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,8 @@ from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.kernels.operators.gated_delta import GatedDelta
-from tandem.kernels.paged import PagedBatch, SequenceChunk
+from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
+from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
 from tandem.models.proof.tiny import name_cache
 
@@ -30,6 +32,8 @@ __all__ = ["DECODE_STEPS", "Dtype", "EngineDriver", "Phase", "TransformersDriver
 Dtype = Literal["float32", "bfloat16"]
 Phase = Literal["prefill", "decode"]
 
+MAX_ROWS = 64
+"""Sequences of a step at most."""
 DECODE_STEPS = 8
 """Steps per measurement; the contexts of both sides grow alike meanwhile."""
 
@@ -70,7 +74,7 @@ class EngineDriver:
         rules: Path | None = None,
         packed_cache: str = "off",
     ) -> None:
-        config = EngineConfig(kv_cache_gib=1.0, max_batch_tokens=8192, max_running=64)
+        config = EngineConfig(kv_cache_gib=1.0, max_batch_tokens=8192, max_running=MAX_ROWS)
         model = ModelConfig(
             path=str(folder),
             dtype=dtype,
@@ -118,6 +122,26 @@ class EngineDriver:
         slot = NO_SLOT if states is None else 0
         chunk = SequenceChunk(prompt, 0, list(range(cache.num_blocks)), "all", state_slot=slot)
         return self._model.forward(PagedBatch.build([chunk], block_size), cache, states=states)
+
+    def silence_model(self) -> None:
+        """Have every forward return zeros from now on, so that a step costs what surrounds one."""
+        model, width = self._model, self._model.spec.hidden_size
+        hidden = torch.zeros(MAX_ROWS, width, dtype=model.dtype)
+        logits = torch.zeros(MAX_ROWS, model.spec.vocab_size)
+
+        def compute_hidden(
+            batch: PagedBatch,
+            kv_cache: PagedKvCache,
+            on_layer: Callable[[int], None] | None = None,
+            states: StateCache | None = None,
+        ) -> torch.Tensor:
+            return hidden[: len(batch.logit_rows)]
+
+        def project(hidden_RD: torch.Tensor) -> torch.Tensor:  # noqa: N803
+            return logits[: len(hidden_RD)]
+
+        model.compute_hidden = compute_hidden
+        model.project = project
 
     def watch_rules(self) -> None:
         """Have the gated delta rules of the layers take their times from now on."""
@@ -174,21 +198,26 @@ class EngineDriver:
         cached = time_call(self.drain) * 1e3
         return cached, self.time_prefill([prompt])
 
-    def time_decode(self, prompts: list[list[int]], adapters: list[str] | None = None) -> float:
-        """Milliseconds of a decode step, the mean of a few."""
+    def time_decode(
+        self,
+        prompts: list[list[int]],
+        adapters: list[str] | None = None,
+        num_steps: int = DECODE_STEPS,
+    ) -> float:
+        """Milliseconds of a decode step, the mean of ``num_steps``."""
         self.engine.flush_cache()
-        ids = self._add_all(prompts, DECODE_STEPS + 2, adapters)
+        ids = self._add_all(prompts, num_steps + 2, adapters)
         started: set[str] = set()
         while len(started) < len(ids):
             started |= {output.request_id for output in self.engine.step()}
         begin_s = time.perf_counter()
-        for _ in range(DECODE_STEPS):
+        for _ in range(num_steps):
             self.engine.step()
         elapsed_s = time.perf_counter() - begin_s
         for request_id in ids:
             self.engine.cancel(request_id)
         self.drain()
-        return elapsed_s / DECODE_STEPS * 1e3
+        return elapsed_s / num_steps * 1e3
 
 
 class TransformersDriver:

@@ -6,6 +6,9 @@ all are tried first, and each case is measured against the combination that won 
 counts, both must give the same greedy tokens in float32, and in the case's dtype logits that are
 near the rival's in float32. Served adapters are compared with the model alone (``adapters``).
 
+A case named ``phase=around`` is a decode step whose model returns zeros: scheduling, block tables,
+sampling and bookkeeping alone, beside the whole step of the demo model as its baseline.
+
 Ceilings: a prefill is compared to what a matrix multiplication of one expert-sized shape reaches
 on the same threads, a decode step to reading the weights it needs once at the speed of a sum.
 """
@@ -37,6 +40,8 @@ PROMPT_LEN = 512
 """Tokens a prefill computes for each sequence."""
 CONTEXT_LEN = 256
 """Tokens in the cache when decode steps are measured."""
+AROUND_STEPS = 100
+"""A step around the model takes some 60 us, less than the clock's noise over a few."""
 CHECK_TOKENS = 16
 LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 0.02}
 """Largest error of a token's logits, as a norm relative to theirs; eight bits of mantissa over the
@@ -108,6 +113,28 @@ class _Bench:
             ceiling=lambda: self._measure_ceiling(phase, batch * length),
         )
 
+    def around_case(self, batch: int) -> BenchCase:
+        """Make the case of a step without the model's share."""
+        drivers: list[EngineDriver] = []
+        prompts: list[list[int]] = []
+
+        def check() -> str:
+            shape, vocab_size = (batch, CONTEXT_LEN), self.spec.vocab_size
+            prompts[:] = torch.randint(0, vocab_size, shape).tolist()
+            driver = EngineDriver(self._folder, "float32")
+            driver.silence_model()
+            drivers.append(driver)
+            return "ok" if driver.drain() == {} else "a step without requests gave tokens"
+
+        return BenchCase(
+            name=f"model=demo dtype=float32 phase=around batch={batch}",
+            unit="ms",
+            ours=lambda: drivers[0].time_decode(prompts, num_steps=AROUND_STEPS),
+            check=check,
+            baseline=lambda: self.ours("float32").time_decode(prompts, num_steps=AROUND_STEPS),
+            baseline_name="the whole step of the demo model",
+        )
+
     def _compare_tokens(self, prompt: list[int]) -> str | None:
         """Greedy tokens of both in float32: None if equal, or both."""
         exact = self.ours("float32")
@@ -148,6 +175,8 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
             yield demo.case("demo", dtype, "decode", batch)
         for batch, dtype in itertools.product(batches, dtypes):
             yield demo.case("demo", dtype, "prefill", batch)
+        for batch in (1,) if quick else (1, 16, 64):
+            yield demo.around_case(batch)
         deep = _Bench(_make_deep_model(Path(scratch)), quick=quick)
         for dtype in dtypes:
             yield deep.case("tiny48", dtype, "decode", 1)

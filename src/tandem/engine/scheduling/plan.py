@@ -1,7 +1,8 @@
 """The scheduler's plan of a step for the runner. Plain data."""
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from tandem.core.wire import KvSource
 from tandem.engine.groups.snapshots import Snapshot
@@ -57,8 +58,7 @@ class StateSave(NamedTuple):
     slot: int
 
 
-@dataclass(slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, eq=False):
     """One step. Do the copies, then the forward pass, then sample, then ``complete``.
 
     What concerns lower tiers is read before the step writes, and in this order: ``filled`` and
@@ -66,34 +66,34 @@ class StepPlan:
     go on beside this step and those that follow.
     """
 
-    sequences: list[ScheduledSequence] = field(default_factory=list[ScheduledSequence])
-    copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
-    window_copies: list[BlockCopy] = field(default_factory=list[BlockCopy])
+    sequences: list[ScheduledSequence] = []
+    copies: list[BlockCopy] = []
+    window_copies: list[BlockCopy] = []
     """The same as ``copies``, of the blocks of layers with a window."""
-    state_loads: list[StateCopy] = field(default_factory=list[StateCopy])
+    state_loads: list[StateCopy] = []
     """Snapshots to the slots of requests that take a prefix up, before the step."""
-    state_saves: list[StateSave] = field(default_factory=list[StateSave])
+    state_saves: list[StateSave] = []
     """States to keep, after the step."""
-    unused_slots: list[int] = field(default_factory=list[int])
+    unused_slots: list[int] = []
     """Slots of states that nobody goes on from any more."""
-    pinned: list[Snapshot] = field(default_factory=list[Snapshot])
+    pinned: list[Snapshot] = []
     """The sources of ``state_loads``."""
-    preempted: list[Request] = field(default_factory=list[Request])
+    preempted: list[Request] = []
     """Back in the queue without blocks; what they generated is kept."""
-    expired: list[Request] = field(default_factory=list[Request])
+    expired: list[Request] = []
     """Finished with ``FinishReason.DEADLINE``, blocks released."""
-    starved: list[Request] = field(default_factory=list[Request])
+    starved: list[Request] = []
     """Finished with ``FinishReason.ERROR``: the machine has had no memory for their blocks."""
-    loads: list[BlockLoad] = field(default_factory=list[BlockLoad])
+    loads: list[BlockLoad] = []
     """To be started; those of one request in the order of its tokens."""
-    dropped: list[BlockLoad] = field(default_factory=list[BlockLoad])
+    dropped: list[BlockLoad] = []
     """In progress and not wanted any more. May be stopped; their end is reported all the same."""
-    filled: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
+    filled: list[KeyedBlock] = []
     """Blocks that steps have filled since the last plan, generated tokens included; each content
     once, however many requests computed it. Then their window blocks. Then states that are kept
     where a block ends: whoever finds one of them elsewhere finds the blocks before it, which were
     stored first."""
-    evicted: list[KeyedBlock] = field(default_factory=list[KeyedBlock])
+    evicted: list[KeyedBlock] = []
     """Full blocks whose content this plan gives up."""
     num_tokens: int = 0
     is_stalled: bool = False

@@ -56,7 +56,7 @@ def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
         prompt_len=request.prompt_len,
         pooled=pooled,
         window_first=sequence.window.first,
-        window_blocks=pack_block_ids(sequence.window.blocks),
+        window_blocks=pack_block_ids(blocks) if (blocks := sequence.window.blocks) else b"",
     )
 
 

@@ -141,7 +141,7 @@ class TorchRunner:
         self, step: StepInput, hidden_RD: Tensor
     ) -> tuple[Tensor, dict[int, NDArray[np.floating]]]:
         """Return the hidden states whose logits are wanted, and the vectors of the others."""
-        if all(_count_logits(sequence) == _count_rows(sequence) for sequence in step.sequences):
+        if all(sequence.pooled is None for sequence in step.sequences):
             return hidden_RD, {}
         vectors: dict[int, NDArray[np.floating]] = {}
         kept: list[int] = []
@@ -253,6 +253,7 @@ class TorchRunner:
 
 
 def _make_chunk(sequence: StepSequence) -> SequenceChunk:
+    windows = sequence.window_blocks
     return SequenceChunk(
         token_ids=sequence.token_ids,
         start=sequence.start,
@@ -262,7 +263,7 @@ def _make_chunk(sequence: StepSequence) -> SequenceChunk:
         prompt_len=sequence.prompt_len,
         state_slot=sequence.state_slot,
         window_first=sequence.window_first,
-        window_blocks=np.frombuffer(sequence.window_blocks, np.int32),
+        window_blocks=np.frombuffer(windows, np.int32) if windows else (),
     )
 
 
