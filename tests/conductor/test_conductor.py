@@ -218,3 +218,26 @@ def test_a_hot_prefix_is_fetched_where_the_queue_is_shorter():
     # 1600 tokens are 1.11 times what it holds itself.
     assert decide(1.25, queued=1000, held=90).chosen.prefix_len == 1440
     assert decide(1.05, queued=1000, held=90).chosen.prefix_len == 1600
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_blocks_without_their_window_or_state_are_no_prefix(depth):
+    conductor = make(policy="prefix")
+    facts = FACTS._replace(group_depth=depth)
+    for ref in (U0, U1):
+        conductor.join(ref.name, "unified")
+        conductor.serve(ref, facts)
+        conductor.note_blocks(ref.name, range(12))
+    conductor.note_group("u1", range(9 - depth, 9))
+    decision = conductor.place(place(), ask(prompt_len=200))
+    assert (decision.route, decision.chosen.prefix_len) == (Alone(U1), 9 * BLOCK)
+    # It has computed the whole prompt by then, and keeps a state or a window there.
+    decision = conductor.place(place(), ask(prompt_len=200))
+    assert (decision.route, decision.chosen.prefix_len) == (Alone(U1), 12 * BLOCK)
+    conductor.note_group("u1", removed=[11])
+    assert conductor.count_hits(ask(prompt_len=200).chains).max() == 11 * BLOCK
+    conductor.note_group("u1", removed=range(9 - depth, 12))
+    assert conductor.count_hits(ask(prompt_len=200).chains).max() == 0
+    conductor.note_group("u1", range(depth))
+    conductor.note_flushed("u1")
+    assert conductor.count_hits(ask(prompt_len=200).chains).max() == 0

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from tandem.conductor.directory import Chain, PrefixDirectory
+from tandem.conductor.directory import Chain, PrefixDirectory, cut_to_group
 
 SIZE = 4
 
@@ -44,3 +44,27 @@ def test_it_is_bounded():
         directory.note_stored(1, range(chain * 100, chain * 100 + 60))
     assert len(directory) == 100
     assert match(directory, range(4900, 4960)) == {1: 60 * SIZE}
+
+
+def test_a_group_cuts_each_row_to_its_longest_prefix_with_a_whole_end():
+    chance = random.Random(6)
+    for _ in range(200):
+        depth, num_keys = chance.randrange(1, 6), chance.randrange(1, 30)
+        group, rows = PrefixDirectory(), chance.sample(range(100), 20)
+        hits, expected = np.zeros(100, np.int64), np.zeros(100, np.int64)
+        has_group = np.zeros(100, np.bool_)
+        for row in rows:
+            length = chance.randrange(num_keys + 3)  # Of another chain, perhaps, and longer.
+            held = {key for key in range(num_keys) if chance.random() < 0.8}
+            group.note_stored(row, held)
+            hits[row] = length * SIZE
+            has_group[row] = chance.random() < 0.8
+            whole = [
+                end
+                for end in range(1, min(length, num_keys) + 1)
+                if held.issuperset(range(max(end - depth, 0), end))
+            ]
+            cut = max(whole, default=0) * SIZE
+            expected[row] = cut if has_group[row] else hits[row]
+        cut_to_group(Chain(range(num_keys), SIZE), group.find, depth, hits, has_group)
+        assert hits.tolist() == expected.tolist()

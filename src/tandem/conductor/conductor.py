@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.conductor.admission import Admission, Rejection
-from tandem.conductor.directory import Chain, ExpectedBlocks, PrefixDirectory
+from tandem.conductor.directory import Chain, ExpectedBlocks, PrefixDirectory, cut_to_group
 from tandem.conductor.estimator import COST_NAMES, StepEstimator
 from tandem.conductor.fleet import (
     DECODE,
@@ -120,10 +120,14 @@ class Conductor:
         """Says which instance should change its role."""
         self.directory = PrefixDirectory()
         """Blocks that instances say they hold."""
+        self.group = PrefixDirectory()
+        """Blocks with a window or a state, as far as instances have groups of layers."""
         self.stored = PrefixDirectory()
         """Blocks that the store holds, all in row 0."""
         self._expected = ExpectedBlocks(MAX_EXPECTED)
         """Blocks that instances were asked to compute or to read."""
+        self._expected_group = ExpectedBlocks(MAX_EXPECTED)
+        """The last of these, behind which windows and states will be kept."""
         self._estimators: dict[int, StepEstimator] = {}
 
     # ---------------------------------------------------------------- events
@@ -199,6 +203,17 @@ class Conductor:
         self._expected.note_removed(row, removed)
         self.directory.note_stored(row, stored)
 
+    def note_group(
+        self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
+    ) -> None:
+        """Take in which blocks have a window, or a state behind them, and which no more."""
+        row = self.fleet.find(name)
+        if row is None:
+            return
+        self.group.note_removed(row, removed)
+        self._expected_group.note_removed(row, removed)
+        self.group.note_stored(row, stored)
+
     def note_flushed(self, name: str) -> None:
         """Take in that an instance holds no block any more."""
         row = self.fleet.find(name)
@@ -213,6 +228,9 @@ class Conductor:
     def _forget(self, row: int) -> None:
         self.directory.note_cleared(row)
         self._expected.note_cleared(row)
+        if self.fleet.group_depth[row]:
+            self.group.note_cleared(row)
+            self._expected_group.note_cleared(row)
         self.policy.forget(row)
 
     def get_step_error(self, name: str) -> float:
@@ -284,8 +302,12 @@ class Conductor:
         bits = 0
         for row in known:
             bits |= 1 << row
+        depth = max((int(self.fleet.group_depth[row]) for row in known), default=0)
         for chain in question.chains:
             self._expected.note(bits, chain.keys)
+            if depth:
+                # The last message may end in the block before the prompt's last one.
+                self._expected_group.note(bits, chain.keys[-depth - 1 :])
         if not isinstance(route, Pair) or route.prefill is not None:
             self.policy.note_placed(question, known[0])
         return decision
@@ -324,9 +346,18 @@ class Conductor:
         """Return how many tokens of a prompt each row holds, as far as is known."""
         hits = np.zeros(self.fleet.num_rows, np.int64)
         for chain in chains:
-            self.directory.match(chain, hits)
-            self._expected.match(chain, hits)
+            found = np.zeros(self.fleet.num_rows, np.int64)
+            self.directory.match(chain, found)
+            self._expected.match(chain, found)
+            for depth in {*self.fleet.group_depth[found > 0].tolist()} - {0}:
+                rows = self.fleet.group_depth == depth
+                cut_to_group(chain, self._find_group, depth, found, rows)
+            np.maximum(hits, found, out=hits)
         return hits
+
+    def _find_group(self, key: int) -> int:
+        """Return the rows that have, or will have, a block's window or the state behind it."""
+        return self.group.find(key) | self._expected_group.find(key)
 
     def count_stored(self, chains: Sequence[Chain]) -> int:
         """Return how many tokens of a prompt the store holds, as far as is known."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tandem.conductor.fleet import IntColumn
+from tandem.conductor.fleet import IntColumn, Mask
 
-__all__ = ["Chain", "ExpectedBlocks", "PrefixDirectory", "match_chain"]
+__all__ = ["Chain", "ExpectedBlocks", "PrefixDirectory", "cut_to_group", "match_chain"]
 
 MAX_KEYS = 1 << 21
 """Keys remembered, some 150 bytes each; the least recently noted ones are forgotten first."""
@@ -69,7 +69,11 @@ class PrefixDirectory:
 
     def match(self, chain: Chain, hits: IntColumn) -> None:
         """Raise each row's entry of ``hits`` to the tokens of the chain that it holds."""
-        match_chain(chain, lambda key: self._holders.get(key, 0), hits)
+        match_chain(chain, self.find, hits)
+
+    def find(self, key: int) -> int:
+        """Return the rows that hold a block, as bits."""
+        return self._holders.get(key, 0)
 
 
 class ExpectedBlocks:
@@ -105,9 +109,10 @@ class ExpectedBlocks:
 
     def match(self, chain: Chain, hits: IntColumn) -> None:
         """See ``PrefixDirectory.match``."""
-        match_chain(chain, self._find, hits)
+        match_chain(chain, self.find, hits)
 
-    def _find(self, key: int) -> int:
+    def find(self, key: int) -> int:
+        """Return the rows that were sent a block last, as bits."""
         rows = self._young.get(key)
         return self._old.get(key, 0) if rows is None else rows
 
@@ -137,6 +142,40 @@ def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> No
         if rows:
             length = (begin + 1) * chain.block_size
             np.maximum(hits, length, out=hits, where=_mark_bits(rows, len(hits)))
+
+
+def cut_to_group(
+    chain: Chain, find: Callable[[int], int], depth: int, hits: IntColumn, is_cut: Mask
+) -> None:
+    """Lower rows' entries of ``hits`` to where their windows or states let a request go on.
+
+    That is the longest prefix whose last ``depth`` blocks, or all of a shorter one, are in the
+    group. O(blocks of the chain).
+
+    Args:
+        chain: of a prompt.
+        find: returns the rows that have a block in the group, as bits.
+        depth: blocks.
+        hits: changed in place.
+        is_cut: the rows that have such a group.
+    """
+    keys, size = chain.keys, chain.block_size
+    lengths = np.where(is_cut, np.minimum(hits // size, len(keys)), 0)
+    begun: dict[int, int] = {}
+    for row in np.flatnonzero(lengths).tolist():
+        begun[int(lengths[row])] = begun.get(int(lengths[row]), 0) | 1 << row
+    hits[is_cut] = 0
+    pending = 0
+    for end in range(max(begun, default=0), 0, -1):
+        pending |= begun.get(end, 0)
+        rows = pending
+        for position in range(end - 1, max(end - depth, 0) - 1, -1):
+            if not rows:
+                break
+            rows &= find(keys[position])
+        if rows:
+            hits[_mark_bits(rows, len(hits))] = end * size
+            pending &= ~rows
 
 
 def _mark_bits(rows: int, num_rows: int) -> npt.NDArray[np.bool_]:

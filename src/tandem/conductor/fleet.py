@@ -37,6 +37,8 @@ class InstanceFacts(NamedTuple):
     max_model_len: int
     max_batch_tokens: int
     """Tokens of one step."""
+    group_depth: int = 0
+    """See ``InstanceInfo.group_depth``."""
 
 
 class Load(NamedTuple):
@@ -127,6 +129,7 @@ class Fleet:
             self.block_size,
             self.max_model_len,
             self.max_batch_tokens,
+            self.group_depth,
         ) = self.facts
         (
             self.queued_tokens,

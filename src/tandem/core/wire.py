@@ -383,6 +383,10 @@ class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
     """Blocks that it looked for there in vain."""
     is_reset: bool = False
     """Whatever was told before is void; ``stored`` is all there is."""
+    group_stored: list[int] = []
+    """Of a model whose layers have a window: blocks with the KV of these layers. Of one whose
+    layers have a state: blocks behind which a state is kept. See ``InstanceInfo.group_depth``."""
+    group_removed: list[int] = []
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
@@ -488,6 +492,9 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     max_batch_tokens: int = 1
     """Tokens of one step at most."""
+    group_depth: int = 0
+    """Last blocks of a prefix that must be in ``BlockChanges.group_stored`` for a request to go on
+    from there: those of the window, or the one before the state; 0: blocks alone suffice."""
     kv_bytes_per_token: int
     weight_bytes: int
     num_parameters: int

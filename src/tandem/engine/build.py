@@ -21,7 +21,7 @@ from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
 from tandem.engine.groups.reuse import StatePolicy
-from tandem.engine.groups.windows import WindowPolicy
+from tandem.engine.groups.windows import WindowPolicy, count_seen_blocks
 from tandem.engine.kv_memory import KvExtents, KvMemory
 from tandem.engine.lanes import LanePlan
 from tandem.engine.memory import KvPlan, StatePlan
@@ -170,6 +170,9 @@ def build_engine(
             plan.states.num_slots, plan.config.state_every, at_blocks=tiers is not None
         )
         states = _make_states(model, plan.states, allocate_states)
+    group_depth = 0 if policy is None else 1
+    if window_policy is not None:
+        group_depth = count_seen_blocks(window_policy.window, plan.layout.block_size)
     experts = _open_expert_log(model, plan.config.expert_trace)
     engine = Engine(
         Scheduler(plan.config, pool, index, planner, policy, window_policy),
@@ -207,6 +210,7 @@ def build_engine(
         block_size=plan.layout.block_size,
         num_blocks=plan.kv.num_blocks,
         max_batch_tokens=plan.config.max_batch_tokens,
+        group_depth=group_depth,
         kv_bytes_per_token=plan.layout.bytes_per_token,
         weight_bytes=model.weight_bytes,
         num_parameters=spec.num_parameters,

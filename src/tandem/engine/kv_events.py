@@ -5,11 +5,12 @@ number (8 bytes, big endian), msgpack payload]; a ROUTER socket replays what it 
 sequence number on and ends with the number -1. The payload is [time, events, rank]. vLLM writes an
 event as a map with the key ``type``, SGLang and older vLLM as an array that begins with the name.
 
-Of a model whose layers have a state, an event of a map names its group as vLLM's do: 0 for KV, 1
-for states. A prefix of such a model is cached up to the last state whose blocks are all there. A
-state has the hash of the block that it follows; between two blocks' ends its own, and the tokens
-behind the block. Arrays have no groups: there states are left out, for one that is removed would
-be taken for a block.
+Of a model whose layers have a state or a window, an event of a map names its group as vLLM's do: 0
+for KV, 1 for states, 2 for the KV of the layers with a window. A prefix of a model with windows is
+cached up to the last block before which the whole window is there; a prefix of one with states up
+to the last state whose blocks are all there. A state has the hash of the block that it follows;
+between two blocks' ends its own, and the tokens behind the block. Arrays have no groups: there
+states and windows are left out, for one that is removed would be taken for a block.
 
 Events carry the tokens of prompts. So nothing is published by default, without a secret only on
 loopback or a Unix socket, and beyond it only over CURVE to holders of the secret.
@@ -44,9 +45,10 @@ logger = logging.getLogger(__name__)
 
 MEDIUM = "CPU"
 """The medium that the blocks lie in; ``GPU`` comes with devices."""
-KV_GROUP, STATE_GROUP = 0, 1
+KV_GROUP, STATE_GROUP, WINDOW_GROUP = 0, 1, 2
 STATE_KIND = "mamba"
 """vLLM's name for any state of a sequence."""
+WINDOW_KIND = "sliding_window"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 STOP_TIMEOUT_S = 5.0
 FLUSH_S = 0.01
@@ -59,8 +61,9 @@ class KvEventPublisher:
     Args:
         config: with an endpoint.
         block_size: tokens per block.
-        kv_kind: vLLM's name for what a block holds, of a model whose layers have a state beside it;
-            empty of other models.
+        kv_kind: vLLM's name for what a block holds, of a model whose layers have a state or a
+            window beside it; empty of other models.
+        window: tokens that the layers with a window see, where these have blocks of their own.
         now: wall time in seconds, for the messages.
 
     Raises: ConfigError for an address that cannot be bound; PermissionDeniedError for one that
@@ -74,9 +77,10 @@ class KvEventPublisher:
         block_size: int,
         now: Callable[[], float],
         kv_kind: str = "",
+        window: int = 0,
     ) -> None:
         self._config = config
-        self._kv_kind = kv_kind
+        self._kv_kind, self._window = kv_kind, window
         self._block_size = block_size
         self._now = now
         self._auth = None if config.secret is None else Auth.cluster(config.secret)
@@ -116,7 +120,10 @@ class KvEventPublisher:
     # What the index reports.
 
     def note_stored(self, node: PrefixNode) -> None:
-        """See ``IndexObserver``."""
+        """Publish that a block is there."""
+        self._add_stored(node, **self._name_group(KV_GROUP, self._kv_kind))
+
+    def _add_stored(self, node: PrefixNode, **group: Any) -> None:
         assert node.key is not None, "a partial block has no key"
         parent = node.parent
         parent_hash = None
@@ -132,7 +139,7 @@ class KvEventPublisher:
             lora_id=int(node.adapter[:8], 16) if node.adapter else None,
             medium=MEDIUM,
             lora_name=node.adapter or None,
-            **self._name_group(KV_GROUP, self._kv_kind),
+            **group,
         )
 
     def note_removed(self, key: bytes) -> None:
@@ -167,6 +174,18 @@ class KvEventPublisher:
             group = self._name_group(STATE_GROUP, STATE_KIND)
             hashes = [self._hash(snapshot.key)]
             self._add("BlockRemoved", block_hashes=hashes, medium=MEDIUM, **group)
+
+    def note_window_kept(self, node: PrefixNode) -> None:
+        """Publish that a block's KV of the layers with a window is there."""
+        if self._config.encoding == "map":
+            group = self._name_group(WINDOW_GROUP, WINDOW_KIND)
+            self._add_stored(node, **group, kv_cache_spec_sliding_window=self._window)
+
+    def note_window_removed(self, key: bytes) -> None:
+        """Publish that the same KV is gone."""
+        if self._config.encoding == "map":
+            group = self._name_group(WINDOW_GROUP, WINDOW_KIND)
+            self._add("BlockRemoved", block_hashes=[self._hash(key)], medium=MEDIUM, **group)
 
     def _name_group(self, number: int, kind: str) -> dict[str, Any]:
         """Return the fields of a group; none where all blocks are of one."""

@@ -64,3 +64,33 @@ def test_the_store_has_what_is_written_there_until_a_lookup_misses_it():
         inventory.note_in_store([make_key(3)], is_there=False)
         assert inventory.take("server").lost_in_store == [cut_key(make_key(3))]
         assert inventory.take("server") is None
+
+
+def test_a_block_is_in_the_group_while_any_state_follows_it():
+    inventory = BlockInventory()
+    inventory.open("server")
+    first, second = (SimpleNamespace(parent_key=make_key(3)) for _ in range(2))
+    inventory.note_state_kept(first)
+    inventory.note_state_kept(second)
+    inventory.note_state_removed(first)
+    assert inventory.take("server").group_stored == [cut_key(make_key(3))]
+    inventory.note_state_removed(second)
+    assert inventory.take("server").group_removed == [cut_key(make_key(3))]
+    # A snapshot that a step in flight reads outlives a flush.
+    inventory.note_state_kept(first)
+    inventory.note_cleared()
+    inventory.note_state_removed(first)
+    changes = inventory.take("server")
+    assert (changes.is_reset, changes.group_stored) == (True, [])
+    inventory.note_state_kept(second)
+    assert inventory.take("server").group_stored == [cut_key(make_key(3))]
+
+
+def test_windows_are_told_to_a_reader_who_comes_later():
+    inventory = BlockInventory()
+    for number in (4, 5):
+        inventory.note_window_kept(SimpleNamespace(key=make_key(number)))
+    inventory.note_window_removed(make_key(4))
+    inventory.open("server")
+    assert inventory.take("server").group_stored == [cut_key(make_key(5))]
+    assert inventory.take("server") is None

@@ -14,6 +14,7 @@ from tandem.engine.config import KvEventConfig
 from tandem.engine.groups.chain import hash_block, pack_tokens
 from tandem.engine.groups.reuse import StatePolicy, StateReuse
 from tandem.engine.groups.snapshots import Snapshot
+from tandem.engine.groups.windows import WindowPolicy, WindowReuse
 from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -35,10 +36,14 @@ def publish():
     """Makes (publisher, index); closes the publishers at the end."""
     with contextlib.ExitStack() as stack:
 
-        def make(kv_kind="", **settings):
+        def make(kv_kind="", window=0, **settings):
             settings.setdefault("endpoint", "tcp://127.0.0.1:0")
             publisher = KvEventPublisher(
-                KvEventConfig(**settings), block_size=BLOCK, now=lambda: 12.5, kv_kind=kv_kind
+                KvEventConfig(**settings),
+                block_size=BLOCK,
+                now=lambda: 12.5,
+                kv_kind=kv_kind,
+                window=window,
             )
             stack.callback(publisher.close)
             pool = BlockPool(8)
@@ -164,6 +169,31 @@ def test_states_are_a_group_of_their_own(publish, subscribe):
     assert (events[4]["parent_block_hash"], events[4]["token_ids"]) == (keys[0], [4, 5, 6])
 
 
+def test_windows_are_a_group_of_their_own(publish):
+    """A router learns which blocks have lost their window while their other layers are there."""
+    publisher, index, pool = publish(kv_kind="full_attention", window=6)
+    policy = WindowPolicy(window=6, num_blocks=6)
+    windows = WindowReuse(policy, index, BLOCK, Statistics(), is_ahead=False)
+    keys, blocks = insert_chain(index, pool, list(range(12)))
+    for node in index.match_blocks(keys).nodes:
+        [window_block] = windows.take_for_load(1, [])
+        windows.end_load(node, window_block)
+    windows.take_for_load(4, [])  # Evicts the window of the first.
+    index.release(tuple(blocks))
+    index.evict(1)
+    told = [
+        (e["type"], e["block_hashes"][0], e["group_idx"], e.get("kv_cache_spec_sliding_window"))
+        for e in publisher._events
+    ]
+    assert told == [
+        *(("BlockStored", key, 0, None) for key in keys),
+        *(("BlockStored", key, 2, 6) for key in keys),
+        ("BlockRemoved", keys[0], 2, None),
+        ("BlockRemoved", keys[2], 0, None),
+        ("BlockRemoved", keys[2], 2, None),
+    ]
+
+
 def test_arrays_have_no_states(publish):
     """An array names no group: a state that is gone would be taken for its block."""
     publisher, index, pool = publish(encoding="array", kv_kind="full_attention")
@@ -171,6 +201,7 @@ def test_arrays_have_no_states(publish):
     snapshot = Snapshot(keys[0], b"", 4, 0)
     publisher.note_state_kept(snapshot)
     publisher.note_state_removed(snapshot)
+    publisher.note_window_removed(keys[0])
     assert [event[0] for event in publisher._events] == ["BlockStored"]
 
 

@@ -87,6 +87,7 @@ class _Listener:
         if blocks.is_reset:
             self._conductor.note_flushed(self._name)
         self._conductor.note_blocks(self._name, blocks.stored, blocks.removed)
+        self._conductor.note_group(self._name, blocks.group_stored, blocks.group_removed)
         self._conductor.note_in_store(blocks.in_store, blocks.lost_in_store)
 
 
@@ -142,7 +143,11 @@ class Placing:
 
     def _serve(self, port: PlacingPort, ref: InstanceRef, info: InstanceInfo) -> None:
         facts = InstanceFacts(
-            info.num_blocks, info.block_size, info.max_model_len, info.max_batch_tokens
+            info.num_blocks,
+            info.block_size,
+            info.max_model_len,
+            info.max_batch_tokens,
+            info.group_depth,
         )
         self.conductor.serve(ref, facts)
         self._runs[ref.name] = ref

@@ -85,6 +85,7 @@ class WindowReuse:
             )
         self.pool = BlockPool(policy.num_blocks)
         self._counters = counters
+        self._index = index
         self._by_block: dict[int, PrefixNode] = {}
         self._passed: OrderedDict[PrefixNode, None] = OrderedDict()
         """Nodes whose block nobody owns, and whose requests went on; given up first."""
@@ -195,9 +196,7 @@ class WindowReuse:
             return
         block_id = blocks[position - first]
         if node.window_block_id < 0:
-            node.window_block_id = block_id
-            self._by_block[block_id] = node
-            self.pool.hold(block_id)
+            self._file(node, block_id)
             if node.key is not None:
                 generation = self.pool.get_generation(block_id)
                 self._filled.append(KeyedBlock(node.key, make_window_id(block_id), generation))
@@ -259,9 +258,7 @@ class WindowReuse:
     def end_load(self, node: PrefixNode | None, block_id: int) -> None:
         """File a block that came from elsewhere with the node of its tokens, if that has none."""
         if node is not None and node.window_block_id < 0:
-            node.window_block_id = block_id
-            self._by_block[block_id] = node
-            self.pool.hold(block_id)
+            self._file(node, block_id)
         self.free(block_id)
 
     def hold(self, request: Request) -> None:
@@ -355,7 +352,19 @@ class WindowReuse:
             self._kept.pop(node, None)
             self._drop(node)
 
+    def _file(self, node: PrefixNode, block_id: int) -> None:
+        """File a block with the node of its tokens."""
+        node.window_block_id = block_id
+        self._by_block[block_id] = node
+        self.pool.hold(block_id)
+        if node.key is not None:
+            for observer in self._index.observers:
+                observer.note_window_kept(node)
+
     def _drop(self, node: PrefixNode) -> None:
         block_id, node.window_block_id = node.window_block_id, -1
         del self._by_block[block_id]
         self.pool.drop_hold(block_id)
+        if node.key is not None:
+            for observer in self._index.observers:
+                observer.note_window_removed(node.key)

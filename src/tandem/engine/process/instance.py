@@ -308,7 +308,8 @@ class Instance:
                 self._spec.kv_events,
                 block_size=layout.block_size,
                 now=lambda: datetime.now(UTC).timestamp(),
-                kv_kind="" if built.states is None else kind,
+                kv_kind=kind if built.states is not None or built.windows is not None else "",
+                window=0 if built.windows is None else built.windows.window,
             )
             built.prefixes.observers.append(self._events)
         inventory = None

@@ -150,6 +150,14 @@ class IndexObserver(Protocol):
         """Note that a state cannot be found any more."""
         ...
 
+    def note_window_kept(self, node: "PrefixNode") -> None:
+        """Note that a full block's KV of the layers with a window can be found from now on."""
+        ...
+
+    def note_window_removed(self, key: bytes) -> None:
+        """Note that the same KV cannot be found any more; the block itself may be gone before."""
+        ...
+
 
 class PrefixIndex:
     """Finds, keeps and gives up the blocks of known prefixes.

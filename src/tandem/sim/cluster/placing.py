@@ -47,10 +47,21 @@ class _Teller:
         self._conductor.note_flushed(self._name)
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """Do nothing: the conductor knows blocks alone."""
+        """Tell the block that a state follows."""
+        self._conductor.note_group(self._name, [cut_key(snapshot.parent_key)])
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
-        """Do nothing, as above."""
+        """Tell the block that no state follows any more."""
+        self._conductor.note_group(self._name, removed=[cut_key(snapshot.parent_key)])
+
+    def note_window_kept(self, node: PrefixNode) -> None:
+        """Tell a block whose window is there."""
+        assert node.key is not None, "a partial block has no key"
+        self._conductor.note_group(self._name, [cut_key(node.key)])
+
+    def note_window_removed(self, key: bytes) -> None:
+        """Tell a block whose window is gone."""
+        self._conductor.note_group(self._name, removed=[cut_key(key)])
 
     def note_step(self, step: StepRecord) -> None:
         """Take in a step."""
