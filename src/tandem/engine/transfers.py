@@ -6,8 +6,9 @@ implementation of its own (``engine/tiers`` for ``TierKv``, ``engine/disaggregat
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
+
+import msgspec
 
 from tandem.core.wire import KvSource
 from tandem.engine.scheduling.blocks import KeyedBlock
@@ -81,4 +82,4 @@ class TransfersBySource:
         for part in self._parts:
             loads = [load for load in plan.loads if type(load.source) in part.sources]
             dropped = [load for load in plan.dropped if type(load.source) in part.sources]
-            part.begin(replace(plan, loads=loads, dropped=dropped))
+            part.begin(msgspec.structs.replace(plan, loads=loads, dropped=dropped))

@@ -37,6 +37,7 @@ TIMEOUT_S = 10.0
 
 class Info:
     num_blocks, block_size, max_model_len, max_batch_tokens = 100, 16, 2048, 512
+    group_depth = 0
 
     def __init__(self, identity="a model"):
         self.kv_identity = identity.encode().hex()
