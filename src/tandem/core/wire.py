@@ -384,8 +384,8 @@ class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
     is_reset: bool = False
     """Whatever was told before is void; ``stored`` is all there is."""
     group_stored: list[int] = []
-    """Blocks that now have the KV of the layers with a window, or behind which a state is kept; empty
-    of other models. See ``InstanceInfo.group_depth``."""
+    """Blocks that now have the KV of the layers with a window, or behind which a state is kept;
+    empty of other models. See ``InstanceInfo.group_depth``."""
     group_removed: list[int] = []
 
 
