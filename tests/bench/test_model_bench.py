@@ -68,3 +68,13 @@ def test_a_hybrid_tells_its_rules_share_and_what_a_turn_costs():
     assert 0 < share < 1
     assert turn["baseline_name"].startswith("computing all")
     assert turn["ratio"] > 1
+
+
+@pytest.mark.slow
+def test_glm_flash_and_gemma4_have_cases_of_their_own():
+    records = run_case("g*format=int8g* phase=prefill*")
+    assert [r["case"] for r in records] == [
+        "glm format=int8g128 phase=prefill tokens=128",
+        "gemma4 format=int8g64 phase=prefill tokens=128",
+    ]
+    assert all(record["check"] == "ok" and record["ratio"] > 0 for record in records)

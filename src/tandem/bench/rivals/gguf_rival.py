@@ -1,8 +1,9 @@
 """Checkpoints of the model benchmark as GGUF files; imports nothing of ours, as the peers do not.
 
 Written as llama.cpp's converter does, quantised by the ``gguf`` package from the very same weights:
-qwen3_moe, deepseek_v2, and qwen3_5_moe, whose layers with a state have their value heads in turn
-(the first of each key head, then the second of each) and the rates of their decays negated.
+qwen3_moe, deepseek_v2, glm4_moe_lite, gemma4, and qwen3_5_moe, whose layers with a state have
+their value heads in turn (the first of each key head, then the second of each) and the rates of
+their decays negated.
 """
 
 import json
@@ -35,6 +36,7 @@ LAYER_NAMES = {
     "mlp.shared_expert.up_proj.weight": "ffn_up_shexp.weight",
     "mlp.shared_expert.down_proj.weight": "ffn_down_shexp.weight",
     "mlp.gate.weight": "ffn_gate_inp.weight",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.experts.down_proj": "ffn_down_exps.weight",
 }
 STATE_NAMES = {
@@ -50,6 +52,21 @@ STATE_NAMES = {
     "linear_attn.out_proj.weight": "ssm_out.weight",
 }
 """Names of a model whose layers have a state, beside or instead of the names above."""
+GEMMA4_NAMES = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+    "router.proj.weight": "ffn_gate_inp.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": "ffn_gate_up_exps.weight",
+    "experts.down_proj": "ffn_down_exps.weight",
+    "layer_scalar": "layer_output_scale.weight",
+}
+"""Names of Gemma 4, beside or instead of the first."""
 IN_FLOAT32 = ("ffn_gate_inp", "ssm_conv1d")
 """Matrices that llama.cpp's quantiser leaves as they are."""
 NAMES = {
@@ -78,7 +95,9 @@ def write_gguf(folder, path, kind):
     folder, path = Path(folder), Path(path)
     config = json.loads((folder / "config.json").read_text())
     is_latent, has_states = "kv_lora_rank" in config, "linear_num_key_heads" in config
+    is_gemma4 = config["model_type"] == "gemma4_text"
     architecture = "deepseek2" if is_latent else "qwen35moe" if has_states else "qwen3moe"
+    architecture = "gemma4" if is_gemma4 else architecture
     writer = gguf.GGUFWriter(path, architecture, use_temp_file=True)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -89,6 +108,8 @@ def write_gguf(folder, path, kind):
     writer.add_head_count(config["num_attention_heads"])
     if is_latent:
         describe_latents(writer, config)
+    elif is_gemma4:
+        describe_gemma4(writer, config)
     else:
         writer.add_head_count_kv(config["num_key_value_heads"])
         writer.add_key_length(config["head_dim"])
@@ -96,11 +117,12 @@ def write_gguf(folder, path, kind):
     if has_states:
         describe_states(writer, config)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    ropes = config["rope_parameters"]
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     # transformers has written either name.
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     writer.add_expert_count(next(config[name] for name in names if config.get(name)))
-    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     for file in sorted(folder.glob("*.safetensors")):
@@ -115,7 +137,8 @@ def write_gguf(folder, path, kind):
 
 
 def describe_latents(writer, config):
-    """Write what DeepSeek-V2 has beyond others."""
+    """Write what DeepSeek-V2 and GLM-4.7-Flash have beyond others."""
+    is_glm = config["model_type"] == "glm4_moe_lite"
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     writer.add_head_count_kv(1)
     writer.add_key_length(rank + rope)
@@ -125,11 +148,41 @@ def describe_latents(writer, config):
     writer.add_kv_lora_rank(rank)
     writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_rope_dimension_count(rope)
-    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    kinds = config.get("mlp_layer_types") or ["dense"] * config["first_k_dense_replace"]
+    writer.add_leading_dense_block_count(kinds.count("dense"))
     writer.add_expert_shared_count(config["n_shared_experts"])
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
-    writer.add_expert_weights_norm(False)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    writer.add_expert_weights_norm(is_glm)
+    functions = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(functions.SIGMOID if is_glm else functions.SOFTMAX)
+
+
+def describe_gemma4(writer, config):
+    """Write what Gemma 4 has beyond others: two kinds of layers."""
+    is_windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    whole = config["per_layer_config"][str(is_windowed.index(False))]
+    heads, size, wide = config["num_key_value_heads"], config["head_dim"], whole["head_dim"]
+    writer.add_head_count_kv(
+        [heads if windowed else whole["num_key_value_heads"] for windowed in is_windowed]
+    )
+    writer.add_key_length(wide)
+    writer.add_value_length(wide)
+    writer.add_key_length_swa(size)
+    writer.add_value_length_swa(size)
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(is_windowed)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    ropes = config["rope_parameters"]
+    writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+    writer.add_rope_dimension_count(wide)
+    writer.add_rope_dimension_count_swa(size)
+    # Pairs that do not turn have a factor that leaves nothing of their frequency.
+    half = wide // 2
+    turned = int(half * ropes["full_attention"]["partial_rotary_factor"])
+    factors = np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
 
 
 def describe_states(writer, config):
@@ -168,6 +221,8 @@ def rename(name, tensor, config):
         yield f"blk.{layer}.attn_v_b.weight", values
     elif rest == "mlp.shared_expert_gate.weight":
         yield f"blk.{layer}.ffn_gate_inp_shexp.weight", tensor[0]
+    elif config["model_type"] == "gemma4_text" and rest in GEMMA4_NAMES:
+        yield f"blk.{layer}.{GEMMA4_NAMES[rest]}", tensor
     elif has_states and rest in STATE_NAMES:
         yield f"blk.{layer}.{STATE_NAMES[rest]}", rearrange_heads(rest, tensor, config)
     else:

@@ -1,4 +1,5 @@
-"""Sizes of a published model of each family, for `tandem bench families`: two layers of it.
+"""Sizes of published models: two layers of each family, for `tandem bench families`, and six layers
+of GLM-4.7-Flash and of Gemma 4 26B-A4B, for `tandem bench model`.
 
 The smaller models of each family, as what a step adds to its operators weighs most there. Layers,
 vocabulary and the number of experts are cut so that memory stays below 8 GB; the experts that a
@@ -7,7 +8,14 @@ token uses, and every width, are the model's.
 
 from typing import Any
 
-__all__ = ["PUBLISHED_SIZES", "TOY_SIZES"]
+__all__ = [
+    "GEMMA4_SHAPE",
+    "GLM_FLASH_SHAPE",
+    "PUBLISHED_SIZES",
+    "QUICK_GEMMA4_SHAPE",
+    "QUICK_GLM_FLASH_SHAPE",
+    "TOY_SIZES",
+]
 
 COMMON: dict[str, Any] = {
     "vocab_size": 8192,
@@ -101,3 +109,72 @@ PUBLISHED_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """By family: (whose sizes, the sizes)."""
+
+GLM_FLASH_SHAPE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 10_240,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "mlp_layer_types": ["dense", *["sparse"] * 5],
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "vocab_size": 32_000,
+}
+QUICK_GLM_FLASH_SHAPE = GLM_FLASH_SHAPE | {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "mlp_layer_types": ["dense", "sparse"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+}
+GEMMA4_SHAPE: dict[str, Any] = {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "moe_intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    "sliding_window": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 32_000,
+}
+"""The head is a matrix of its own, as random weights that are tied would name the token itself."""
+QUICK_GEMMA4_SHAPE = GEMMA4_SHAPE | {
+    "hidden_size": 256,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": 1,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "vocab_size": 512,
+}

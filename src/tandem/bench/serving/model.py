@@ -2,15 +2,16 @@
 
 The shapes are Qwen3-30B-A3B's with six of its 48 layers, in the cases named ``mla``
 DeepSeek-V2-Lite's with four of its 27, and in those named ``hybrid`` Qwen3.6-35B-A3B's with six of
-its 40, five of them with a state; all with a vocabulary of 32,000 and random weights: large
+its 40, five of them with a state, ``glm`` GLM-4.7-Flash's with six of its 47 and ``gemma4`` Gemma 4
+26B-A4B's with six of its 30; all with a vocabulary of 32,000 and random weights: large
 enough that no cache holds them, small enough for a laptop. Ours is whole engine steps; the
 rival is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp and its fork
 ik_llama.cpp in the format nearest to ours, from the very same weights. Before a time counts, logits
 must be near transformers', as far as the format's own error; the peer's as well. The hybrid's
-experts are too many for a third model beside: with peers its logits are compared with the peer's.
-Its prefill also tells the share of convolution, gates, recurrence and gated norm, and a case more
-what a message costs after a long history. Cases named ``gguf`` run one file in one of GGUF's types
-in all three (``stored``).
+experts, and Gemma's, are too many for a third model beside: with peers their logits are compared
+with the peer's. The hybrid's prefill also tells the share of convolution, gates, recurrence and
+gated norm, and a case more what a message costs after a long history. Cases named ``gguf`` run one
+file in one of GGUF's types in all three (``stored``).
 
 The ceiling of a decode step is reading, once, the packed bytes of the distinct experts that its
 tokens choose and all other weights, at the speed at which a bank of experts is read; that of a
@@ -34,6 +35,12 @@ from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp
 from tandem.bench.serving.driver import EngineDriver, Phase, TransformersDriver
+from tandem.bench.serving.family_sizes import (
+    GEMMA4_SHAPE,
+    GLM_FLASH_SHAPE,
+    QUICK_GEMMA4_SHAPE,
+    QUICK_GLM_FLASH_SHAPE,
+)
 from tandem.bench.serving.stored import SHAPE, make_stored_cases
 from tandem.core.errors import CapacityError
 from tandem.core.spec import ModelSpec
@@ -54,16 +61,24 @@ LINEAR_FORMATS = {
     "qwen3_moe": {"int8g128": "int8g128", "int4g32": "int8g128", "bf16": "bf16"},
     "deepseek_v2": {"int8g128": "int8g64", "int4g32sym": "int4g32sym", "bf16": "bf16"},
     "qwen3_5_moe_text": {"int8g128": "int8g128"},
+    "glm4_moe_lite": {"int8g128": "int8g128", "int4g32sym": "int4g32sym"},
+    "gemma4_text": {"int8g64": "int8g64", "int4g32sym": "int4g32sym"},
 }
 """By model, the cases' formats of experts, and of the other matrices. V2-Lite's dense layer has
-10,944 columns, which are no whole groups of 128. Most of its weights in a step are no routed
-experts': there all have the four bits, and the one scale, of the peers' files."""
+10,944 columns, and Gemma 4's experts 704, which are no whole groups of 128. Most of V2-Lite's
+weights in a step are no routed experts': there all have the four bits, and the one scale, of the
+peers' files, and so in the last two."""
 HEAD_RULES = """\
 - match: {name: "^lm_head$"}
   replace: {class: LmHead, kwargs: {format: int8g128}}
 """
 """The head has eight bits in all files of peers, so it has in ours."""
-LARGEST_ERROR = {"int8g128": 0.08, "int4g32": 0.35, "int4g32sym": 0.5, "bf16": 0.06}
+LARGEST_ERROR = {
+    **dict.fromkeys(("int8g128", "int8g64"), 0.08),
+    "int4g32": 0.35,
+    "int4g32sym": 0.5,
+    "bf16": 0.06,
+}
 """Largest error of a token's logits against the rival's, as a norm relative to theirs: the format's
 own error of one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do,
 and bfloat16's in everything else, on both sides: 0.03 is seen between two that are right."""
@@ -72,18 +87,44 @@ LARGEST_HYBRID_DIFFERENCE = 0.35
 0.28 is seen over six layers that choose 8 of 256 experts by scores that lie close, and no third
 model has said yet whose error it is; the same architecture in float32 is 1e-4 from llama.cpp's
 (``test_gguf_llama_cpp``)."""
-STATE_ERROR = 1.5
-"""Times the error of ours that a model with states may have: 0.080 is seen in two small layers, as
-far from float32 as from bfloat16, for a state carries what all tokens before it were off."""
-PEER_LARGEST_ERROR = {"int8g128": 0.1, "int4g32": 0.6, "int4g32sym": 0.6}
+ERROR_FACTORS = {"qwen3_5_moe_text": 1.5, "gemma4_text": 1.5}
+"""Times the error that these may have. With states 0.080 is seen in two small layers, as far from
+float32 as from bfloat16, for a state carries what all tokens before it were off; Gemma 4 norms what
+each branch gives, so that no residual is large beside it: 0.50 and 0.56 are seen in four bits."""
+FOUR_BITS_DIFFERENCE = 0.8
+"""The same as ``LARGEST_HYBRID_DIFFERENCE`` where both have four bits, each with its own error."""
+PEER_LARGEST_ERROR = {
+    **dict.fromkeys(("int8g128", "int8g64"), 0.1),
+    **dict.fromkeys(("int4g32", "int4g32sym"), 0.6),
+}
 """The same of llama.cpp, which has q4_0, without minimum, in attention as well; its fork was seen
 0.080 off in q8_0, with AVX-512."""
-NEEDED_BYTES = {"qwen3_moe": 17 << 30, "deepseek_v2": 9 << 30, "qwen3_5_moe_text": 17 << 30}
-"""Bytes of two models in bfloat16, 7 and 4 GB each, and what is made of them; of the third, which
-has 10 GB, packed."""
-WORDS = {"qwen3_moe": "", "deepseek_v2": "mla ", "qwen3_5_moe_text": "hybrid "}
+NEEDED_BYTES = {
+    "qwen3_moe": 17 << 30,
+    "deepseek_v2": 9 << 30,
+    "qwen3_5_moe_text": 17 << 30,
+    "glm4_moe_lite": 17 << 30,
+    "gemma4_text": 17 << 30,
+}
+"""Bytes of two models in bfloat16, 7 and 4 GB each, and what is made of them; of the third and the
+last, which have 10 GB, packed."""
+WORDS = {
+    "qwen3_moe": "",
+    "deepseek_v2": "mla ",
+    "qwen3_5_moe_text": "hybrid ",
+    "glm4_moe_lite": "glm ",
+    "gemma4_text": "gemma4 ",
+}
 """First words of the names of a model's cases."""
-LLAMA_TYPES = {"int8g128": "q8_0", "int4g32": "q4_0", "int4g32sym": "q4_0"}
+LARGE = ("qwen3_5_moe_text", "gemma4_text")
+"""Models of which a third does not fit beside ours and the peer's."""
+FORKED = ("qwen3_moe", "deepseek_v2")
+"""Models that llama.cpp's fork runs as fast as any: it is behind with states, and knows neither
+GLM-4.7-Flash's routers nor Gemma 4."""
+LLAMA_TYPES = {
+    **dict.fromkeys(("int8g128", "int8g64"), "q8_0"),
+    **dict.fromkeys(("int4g32", "int4g32sym"), "q4_0"),
+}
 DECODE_CONTEXT = 128
 SPARE = 64
 """Tokens of context a sequence, for what is decoded in a measurement."""
@@ -181,7 +222,7 @@ class _Bench:
     ) -> None:
         self.has_reference = has_reference
         self._folder = folder
-        self._model_type = model_type
+        self.model_type = model_type
         self._shape = shape
         self._needed_bytes = needed_bytes
         self._linear_formats = LINEAR_FORMATS[model_type]
@@ -194,7 +235,7 @@ class _Bench:
     def folder(self) -> Path:
         _check_memory(self._needed_bytes)
         context = CONTEXT if self.has_states else 4096
-        write_random_model(self._folder, self._shape, context, model_type=self._model_type)
+        write_random_model(self._folder, self._shape, context, model_type=self.model_type)
         return self._folder
 
     @cached_property
@@ -302,7 +343,7 @@ class _Bench:
         if self.has_states and not is_decode:
             limits = {"gated delta rules": lambda: self.ours(weight_format).take_rule_ms()}
         return BenchCase(
-            name=f"{WORDS[self._model_type]}format={weight_format} phase={phase} {words}",
+            name=f"{WORDS[self.model_type]}format={weight_format} phase={phase} {words}",
             unit="ms",
             ours=lambda: self.ours(weight_format).measure(phase, prompts),
             check=check,
@@ -337,7 +378,7 @@ class _Bench:
                 )
             }
         return BenchCase(
-            name=f"{WORDS[self._model_type]}format={weight_format} phase=turn history={history} "
+            name=f"{WORDS[self.model_type]}format={weight_format} phase=turn history={history} "
             f"message={message}" + ("" if peer is None else f" peer={peer}"),
             unit="ms",
             ours=measure,
@@ -353,14 +394,17 @@ class _Bench:
     ) -> str | None:
         """Say which side's logits are too far from the reference's, or from each other."""
         got = self.ours(weight_format).score(tokens)
-        largest, largest_peer = LARGEST_ERROR[weight_format], PEER_LARGEST_ERROR.get(weight_format)
-        if self.has_states:
-            largest *= STATE_ERROR
-        if peer is not None and largest_peer is not None:
+        factor = ERROR_FACTORS.get(self.model_type, 1.0)
+        largest, largest_peer = (
+            factor * bounds.get(weight_format, 0.0)
+            for bounds in (LARGEST_ERROR, PEER_LARGEST_ERROR)
+        )
+        if peer is not None and largest_peer:
             theirs = peer.score(tokens)
             if not self.has_reference:
                 error = _compare(got, theirs)
-                if not error < LARGEST_HYBRID_DIFFERENCE:
+                is_small = weight_format.startswith("int4")
+                if not error < (FOUR_BITS_DIFFERENCE if is_small else LARGEST_HYBRID_DIFFERENCE):
                     return f"logits of ours and {peer.name} differ by {error:.4f}"
                 return None
             error = _compare(theirs, self.rival.score(tokens))
@@ -411,6 +455,8 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
         "qwen3_moe": QUICK_SHAPE if quick else SHAPE,
         "deepseek_v2": QUICK_LATENT_SHAPE if quick else LATENT_SHAPE,
         "qwen3_5_moe_text": QUICK_HYBRID_SHAPE if quick else HYBRID_SHAPE,
+        "glm4_moe_lite": QUICK_GLM_FLASH_SHAPE if quick else GLM_FLASH_SHAPE,
+        "gemma4_text": QUICK_GEMMA4_SHAPE if quick else GEMMA4_SHAPE,
     }
     for model_type, shape in shapes.items():
         with ExitStack() as stack:
@@ -420,7 +466,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
                 model_type,
                 shape,
                 0 if quick else NEEDED_BYTES[model_type],
-                has_reference=quick or not (with_peers and "linear_num_key_heads" in shape),
+                has_reference=quick or not (with_peers and model_type in LARGE),
             )
             stack.callback(bench.close)
             yield from _list_cases(bench, quick=quick, with_peers=with_peers)
@@ -430,8 +476,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
 def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[BenchCase]:
     for weight_format in bench.formats:
         has_peers = with_peers and weight_format in LLAMA_TYPES
-        # The fork is behind with layers that have a state.
-        peers = ["llama.cpp"] if bench.has_states else PEERS
+        peers = PEERS if bench.model_type in FORKED else ["llama.cpp"]
         for peer in peers if has_peers else [None]:
             for batch in BATCHES[::2] if quick else BATCHES:
                 yield bench.case(weight_format, "decode", DECODE_CONTEXT, batch, peer)
@@ -463,12 +508,12 @@ def write_random_model(
     model_type: str = "qwen3_moe",
 ) -> None:
     """Write a checkpoint of random bfloat16 weights, a layer a file."""
-    # The hybrid's router always has weights that sum to one.
-    weighting = {"norm_topk_prob": model_type == "qwen3_moe"}
+    # Those of the others have what their classes have.
+    weighting = {"norm_topk_prob": model_type == "qwen3_moe"} if model_type in FORKED else {}
     config = AutoConfig.for_model(
         model_type,
         **shape,
-        **({} if "linear_num_key_heads" in shape else weighting),
+        **weighting,
         max_position_embeddings=max_position_embeddings,
         dtype="bfloat16",
     )
