@@ -79,7 +79,8 @@ def compute_frequencies(p: RopeSpec) -> tuple[Tensor, float]:
             inv_freq[p.num_angles :] = 0.0
             return inv_freq / p.factor, 1.0
         case "none":
-            # The cosine of 0 is 1 and the sine 0: the rotation changes no bit.
+            # With angle 0 the cosine is 1 and the sine 0, so the rotation leaves every value
+            # unchanged.
             return torch.zeros_like(inv_freq), 1.0
         case _:
             # "dynamic" RoPE scaling changes frequencies only beyond the trained context, which is

@@ -180,7 +180,8 @@ def _hunyuan(facts: Facts) -> Config:
 
 
 def _hunyuan_moe(facts: Facts) -> Config:
-    # src/models/hunyuan-moe.cpp: norm_w is true. What all tokens use is as wide as an expert.
+    # norm_topk_prob is true, as norm_w is in llama.cpp's src/models/hunyuan-moe.cpp. The shared MLP
+    # is as wide as a routed expert.
     config = {"model_type": "hunyuan_v1_moe", "head_dim": facts.head_dim}
     config |= list_experts(facts)
     config.pop("moe_intermediate_size", None)
@@ -193,7 +194,8 @@ def _apertus(facts: Facts) -> Config:
 
 
 def _afmoe(facts: Facts) -> Config:
-    # src/models/afmoe.cpp: embeddings are scaled; every fourth layer sees all tokens, without RoPE.
+    # As in llama.cpp's src/models/afmoe.cpp, embeddings are scaled, and every fourth layer attends
+    # to all tokens and has no RoPE.
     has_pattern = facts.find("attention.sliding_window_pattern") is not None
     windows = ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(4)]
     return {
@@ -252,7 +254,8 @@ def _mimo2(facts: Facts) -> Config:
         "intermediate_size": facts.count("feed_forward_length"),
         "v_head_dim": facts.count("attention.value_length", facts.head_dim),
         "attention_value_scale": facts.number("attention.value_scale", 1.0),
-        # A query sees as many tokens before it, says transformers; llama.cpp counts the query too.
+        # llama.cpp's window counts the query itself, transformers' only the tokens before it, hence
+        # the + 1.
         "sliding_window": facts.count("attention.sliding_window") + 1,
         "layer_types": layers,
         "mlp_layer_types": [
@@ -260,7 +263,7 @@ def _mimo2(facts: Facts) -> Config:
             for i in range(len(layers))
         ],
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
-        # src/models/mimo2.cpp: norm_w is true.
+        # norm_topk_prob is True, as norm_w is in llama.cpp's src/models/mimo2.cpp.
         "norm_topk_prob": True,
         "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
         "n_group": facts.count("expert_group_count", 1),
@@ -307,9 +310,9 @@ def _gemma4(facts: Facts) -> Config:
 
 
 def _llama4(facts: Facts) -> Config:
-    # src/models/llama4.cpp: chunks of 8192 but in every fourth layer, which has no RoPE and whose
-    # queries grow; a window of 0 says that there are none. The largest model has no norms of
-    # queries and keys.
+    # As in llama.cpp's src/models/llama4.cpp, layers attend within chunks of 8192 tokens, except
+    # every fourth, which has no RoPE and scales its queries by position. A window of 0 means that
+    # no layer is chunked. The largest model has no norms of queries and keys.
     count = facts.num_layers
     is_chunked = facts.count("attention.sliding_window", 1) > 0
     is_local = [not is_chunked or (i + 1) % 4 != 0 for i in range(count)]

@@ -110,7 +110,8 @@ def _list_common(facts: Facts) -> Config:
         config["rms_norm_eps"] = facts.number("attention.layer_norm_rms_epsilon")
     if facts.find("feed_forward_length") is not None and not is_uneven:
         config["intermediate_size"] = facts.count_where_any("feed_forward_length", 0)
-    # transformers' defaults name tokens of the first model of a family.
+    # Token ids are always set, to None if the file has none: transformers' defaults name the tokens
+    # of the first model of a family.
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         token_id = facts.metadata.get(f"tokenizer.ggml.{key}_token_id")
         config[f"{name}_token_id"] = token_id if type(token_id) is int else None

@@ -162,7 +162,7 @@ def make_nemotron_h(facts: Facts) -> Config:
         "layer_norm_epsilon": facts.number("attention.layer_norm_rms_epsilon"),
         "attention_bias": has("full_attention", "attn_q.bias"),
         "mlp_bias": has("mlp", "ffn_up.bias"),
-        # src/models/nemotron-h.cpp: LLM_FFN_RELU_SQR.
+        # llama.cpp's src/models/nemotron-h.cpp uses LLM_FFN_RELU_SQR: squared ReLU.
         "mlp_hidden_act": "relu2",
         "mamba_num_heads": heads,
         "mamba_head_dim": facts.count("ssm.inner_size") // max(heads, 1),

@@ -29,7 +29,8 @@ def _list_latents(facts: Facts) -> Config:
     rope.pop("partial_rotary_factor", None)
     multiplier = facts.number("rope.scaling.yarn_log_multiplier", 0.0)
     if rope["rope_type"] == "yarn" and multiplier:
-        # 0.1 * mscale_all_dim; published models have mscale equal to it.
+        # The file stores 0.1 * mscale_all_dim, so multiply by 10; in published models mscale equals
+        # mscale_all_dim.
         rope |= {"mscale": round(multiplier * 10, 6), "mscale_all_dim": round(multiplier * 10, 6)}
     return {
         "num_key_value_heads": facts.num_heads,
@@ -55,7 +56,7 @@ def _deepseek2(facts: Facts) -> Config:
 def _mistral4(facts: Facts) -> Config:
     config: Config = {"model_type": "mistral4"} | _list_latents(facts)
     head = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    # llama.cpp lets queries grow where the file says so, and so do we.
+    # As in llama.cpp, queries are scaled by position if the file gives a scale.
     config["rope_parameters"] |= {
         "llama_4_scaling_beta": facts.number("attention.temperature_scale", 0.0),
         "partial_rotary_factor": config["qk_rope_head_dim"] / max(head, 1),
@@ -77,7 +78,8 @@ def _list_indexers(facts: Facts) -> list[str]:
     """Return for each layer if it has an index, or takes what an earlier one chose."""
     value, count = facts.find("attention.indexer.types"), facts.num_layers
     if value is None:
-        # src/models/glm-dsa.cpp: files of before the key was there.
+        # As in llama.cpp's src/models/glm-dsa.cpp, files older than this key have a fixed pattern
+        # of indexer layers.
         is_long = facts.count("context_length") >= LONG_CONTEXT
         kinds = [not is_long or i < 2 or i % 4 == 2 for i in range(count)]
     elif isinstance(value, np.ndarray) and value.ndim == 1 and len(value) >= count:

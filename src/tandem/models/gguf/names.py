@@ -385,10 +385,11 @@ def _list_mixer(
         yield f"{mixer}.dt_bias", bias
         yield f"{mixer}.A_log", rate
         yield f"{mixer}.D", Recipe((f"{layer}ssm_d",), How.FLAT)
-        # By groups there.
+        # The GGUF file stores the norm's weight as one row per group, so it is flattened.
         yield f"{mixer}.norm.weight", Recipe((f"{layer}ssm_norm.weight",), How.FLAT)
     if architecture == "granitehybrid":
-        # Beside experts it is what every token uses, else the MLP.
+        # In layers with routed experts this MLP is the shared expert (suffix _shexp), otherwise the
+        # layer's only MLP.
         ending = "_shexp" if f"{layer}ffn_gate_inp.weight" in tensors else ""
         gate, up, down = (f"{layer}ffn_{part}{ending}.weight" for part in ("gate", "up", "down"))
         yield "shared_mlp.input_linear.weight", Recipe((gate, up))

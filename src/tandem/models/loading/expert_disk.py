@@ -55,7 +55,8 @@ def list_expert_sizes(plan: ModelPlan) -> ExpertSizes | None:
     if not packed or any(m.weight_format == NO_FORMAT for m in packed):
         return None
     if any(isinstance(m.spec, ExpertsSpec) and not m.spec.is_gated for m in plan.modules):
-        # These have no place in a file.
+        # The file of packed experts has no layout for experts without a gate, so they cannot stay
+        # on disk.
         return None
     top_k = max(layer.mlp.top_k for layer in plan.layers if isinstance(layer.mlp, MoeSpec))
     return ExpertSizes(

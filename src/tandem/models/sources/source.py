@@ -41,7 +41,7 @@ def require_finite(name: str, values: Tensor) -> None:
     Raises: CorruptionError (a value is NaN or infinite; also where the dtype cannot hold it).
     """
     if values.numel():
-        # The one reduction of torch's that is quick in bfloat16; NaN goes through it.
+        # aminmax is the only torch reduction that is fast in bfloat16, and it propagates NaN.
         least, most = torch.aminmax(values)
         if not bool(torch.isfinite(least) & torch.isfinite(most)):
             refuse_nan(name, str(values.dtype).removeprefix("torch."))
