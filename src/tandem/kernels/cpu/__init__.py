@@ -1,1 +1,1 @@
-"""Operators on the CPU: the native core runs the steps, and holds matrices and experts packed."""
+"""CPU execution: the native core runs the steps and holds packed matrices and experts."""

@@ -1,12 +1,12 @@
-"""Routed experts with LoRA in torch's graph: frozen packed weights, factors that learn.
+"""Routed experts with LoRA in torch's autograd graph: packed weights are frozen, factors train.
 
-One node for a layer. The products with frozen weights are native; those of rank r are torch's, an
-expert at a time, in float32. What the factors add to gate and up goes into the native forward pass
-before the activation, what they add to the gradient of the intermediate into the native backward
-pass, so nothing is computed twice.
+The graph has one node per layer. The native core multiplies with the frozen weights; torch
+multiplies with the factors of rank r, one expert at a time, in float32. The factors' outputs for
+gate and up enter the native forward pass before the activation, and their gradients for the
+intermediate enter the native backward pass, so nothing is computed twice.
 
-Shapes: T tokens, K experts per token, P pairs of them sorted by expert, E experts, D hidden, F
-intermediate of one expert, R rank.
+Shapes: T tokens, K experts per token, P (token, expert) pairs sorted by expert, E experts, D
+hidden, F intermediate size of one expert, R rank.
 """
 
 from collections.abc import Iterator
@@ -28,28 +28,28 @@ class ExpertFactors:
     """LoRA of all experts of a layer: each matrix W becomes ``W + scale * B A``, float32."""
 
     gate_up_a: Tensor
-    """[E, R, D]"""
+    """Matrices A of gate and up, [E, R, D]."""
     gate_up_b: Tensor
-    """[E, 2 F, R]: gate's outputs first."""
+    """Matrices B of gate and up, [E, 2 F, R]; gate's outputs come first."""
     down_a: Tensor
-    """[E, R, F]"""
+    """Matrices A of down, [E, R, F]."""
     down_b: Tensor
-    """[E, D, R]"""
+    """Matrices B of down, [E, D, R]."""
     scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The pairs of a batch in the kernels' order."""
+    """The (token, expert) pairs of a batch, sorted by expert as the kernels need them."""
 
     slots: Tensor
-    """[P] of the flat [T, K]."""
+    """Index of each pair in the flattened [T, K] choices, [P]."""
     tokens: Tensor
     counts: list[int]
-    """By expert."""
+    """Number of pairs of each expert."""
 
     def split(self) -> Iterator[tuple[int, slice]]:
-        """Yield each expert that has pairs, and where they are."""
+        """Yield each expert that has pairs, with the slice of its pairs."""
         first = 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -164,20 +164,21 @@ def run_adapted_experts(
     ids_TK: Tensor,
     weights_TK: Tensor,
 ) -> Tensor:
-    """Return the weighted sum [T, D] in the dtype of ``x_TD``.
+    """Run a layer's routed experts with LoRA; return the weighted sum [T, D] in the dtype of
+    ``x_TD``.
 
-    Differentiable in x, the weights and the factors. gate and up are kept, 2 F items of
-    ``experts.inner_dtype`` for each pair.
+    Differentiable in x, the weights and the factors. For the backward pass gate and up are kept: 2
+    F items of ``experts.inner_dtype`` for each pair.
 
     Args:
-        experts: the packed weights.
-        activation: of the experts.
-        factors: what is added to their weights.
-        x_TD: of any floating dtype.
-        ids_TK: as of ``PackedExperts.forward``.
-        weights_TK: of any floating dtype.
+        experts: the packed weights, which are frozen.
+        activation: the experts' activation function.
+        factors: the LoRA factors that are added to the experts' weights.
+        x_TD: hidden states of any floating dtype.
+        ids_TK: expert ids as in ``PackedExperts.forward``.
+        weights_TK: router weights of any floating dtype.
 
-    Raises: as ``PackedExperts.forward`` and ``PackedExperts.backward``.
+    Raises: the errors of ``PackedExperts.forward`` and ``PackedExperts.backward``.
     """
     tensors = (factors.gate_up_a, factors.gate_up_b, factors.down_a, factors.down_b)
     with torch.autocast("cpu", enabled=False):

@@ -1,8 +1,9 @@
-"""Frozen packed weights in torch's graph: their forward and backward passes are native.
+"""Frozen packed weights as nodes of torch's autograd graph, with native forward and backward
+passes.
 
-The weights take no gradient. What stands in the graph is one node for a layer's routed experts and
-one for a matrix. Experts keep gate and up for the backward pass, in bf16 unless their weights are
-f32, or keep their input alone and compute them again; both give the same gradients bit by bit.
+Weights get no gradient. A layer's routed experts are one node of the graph, and so is a matrix. For
+the backward pass, experts either keep gate and up (in bf16, or float32 if the weights are f32), or
+keep only their input and compute gate and up again; both give bitwise the same gradients.
 
 Shapes: T tokens or rows, K experts per token, D hidden, N outputs.
 """
@@ -16,21 +17,23 @@ __all__ = ["FrozenExperts", "FrozenMatrix", "as_floats", "multiply_frozen", "run
 
 
 class FrozenExperts(Protocol):
-    """The products of a layer's experts, both ways; see ``PackedExperts``."""
+    """Forward and backward products of a layer's routed experts; ``PackedExperts``
+    implements them.
+    """
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """Number of experts, E."""
         ...
 
     @property
     def intermediate_size(self) -> int:
-        """F."""
+        """Intermediate size of one expert, F."""
         ...
 
     @property
     def inner_columns(self) -> int:
-        """Columns of gate and up in whole blocks: F or a little more."""
+        """Columns that gate and up each take, padded to whole blocks: F or a little more."""
         ...
 
     @property
@@ -67,7 +70,7 @@ class FrozenExperts(Protocol):
 
 
 class FrozenMatrix(Protocol):
-    """The products of a matrix, both ways; see ``PackedLinear``."""
+    """Forward and backward products of a matrix; ``PackedLinear`` implements them."""
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
         """Return ``x W^T + b``, of ``dtype``."""
@@ -79,7 +82,7 @@ class FrozenMatrix(Protocol):
 
 
 def as_floats(x: Tensor) -> Tensor:
-    """Return what the kernels take: contiguous, and float32 unless it is bfloat16."""
+    """Convert a tensor for the kernels: contiguous, and float32 unless it is bfloat16."""
     return (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
 
 
@@ -146,17 +149,20 @@ def run_experts(
     *,
     is_kept: bool = True,
 ) -> Tensor:
-    """Return the weighted sum [T, D] in the dtype of ``x_TD``, differentiable in x and weights.
+    """Run routed experts; return the weighted sum [T, D], differentiable in x and router weights.
+
+    The result has the dtype of ``x_TD``.
 
     Args:
-        experts: the packed weights.
-        x_TD: of any floating dtype.
-        ids_TK: as of ``PackedExperts.forward``.
-        weights_TK: of any floating dtype.
-        is_kept: whether gate and up are kept, 2 F items of ``experts.inner_dtype`` for each token
-            and expert, or computed again in the backward pass.
+        experts: the packed weights, which are frozen.
+        x_TD: hidden states of any floating dtype.
+        ids_TK: expert ids as in ``PackedExperts.forward``.
+        weights_TK: router weights of any floating dtype.
+        is_kept: True to keep gate and up for the backward pass, 2 F items of
+            ``experts.inner_dtype`` for each token and expert; False to compute them again.
 
-    Raises: as ``PackedExperts.forward``; in the backward pass as ``PackedExperts.backward``.
+    Raises: the errors of ``PackedExperts.forward``; in the backward pass those of
+        ``PackedExperts.backward``.
     """
     out = _Experts.apply(experts, is_kept, x_TD, ids_TK, weights_TK)
     assert isinstance(out, Tensor), type(out)
@@ -164,9 +170,9 @@ def run_experts(
 
 
 def multiply_frozen(matrix: FrozenMatrix, x_TK: Tensor) -> Tensor:
-    """Return ``x W^T + b`` [..., N] in the dtype of ``x_TK``, differentiable in x.
+    """Return ``x W^T + b`` [..., N] in the dtype of ``x_TK``, differentiable in x; W is frozen.
 
-    Raises: as ``PackedLinear.forward``.
+    Raises: the errors of ``PackedLinear.forward``.
     """
     out = _Multiply.apply(matrix, x_TK)
     assert isinstance(out, Tensor), type(out)

@@ -1,10 +1,12 @@
-"""The recurrence of the gated delta rule in torch's graph: its forward and backward are native.
+"""The gated delta rule's recurrence as a node of torch's autograd graph, with native passes.
 
-One node for a sequence's tokens in a layer. It keeps its inputs and the state it began with; the
-backward pass computes the states again. What stands around it (convolution, gates, norms) is
-torch's own. A gradient of the last state is not taken: none flows from one call to the next.
+One node computes a layer's recurrence over a sequence. It keeps its inputs and the initial state;
+the backward pass computes the intermediate states again. Convolution, gates and norms around it are
+torch operators. The gradient of the last state is ignored, since no gradient flows from one call to
+the next.
 
-Shapes: T tokens, G key heads, V value heads, v and k sizes of their heads, P panels of a state.
+Shapes: T tokens, G key heads, V value heads; v and k sizes of value and key heads; P panels of a
+state.
 """
 
 from typing import Any
@@ -73,7 +75,9 @@ class _Scan(torch.autograd.Function):
 
 
 class NativeScan:
-    """A ``Scan`` of ``kernels.torch.gated_delta``; heads are shared among the threads of a pool."""
+    """The native recurrence as a ``Scan`` of ``kernels.torch.gated_delta``; threads share the
+    heads.
+    """
 
     def __init__(self, pool: _native.ThreadPool | None) -> None:
         self._pool = pool
@@ -87,6 +91,6 @@ class NativeScan:
         beta_TV: Tensor,
         state_VPkc: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return what the tokens read [T, V, v], and the state after them, new."""
+        """Run the recurrence; return each token's output [T, V, v] and the last state, both new."""
         out, last = _Scan.apply(self._pool, q_TGk, k_TGk, v_TVv, decay, beta_TV, state_VPkc)
         return out, last

@@ -1,4 +1,4 @@
-"""The operators' implementations on the CPU, in the native core."""
+"""Implementations of the operators on the CPU, in the native core."""
 
 from collections.abc import Callable
 
@@ -22,13 +22,13 @@ __all__ = ["CpuExecution"]
 
 
 class CpuExecution(TorchExecution):
-    """See ``Execution``; torch has what native operators do not take.
+    """Native operators on the CPU, with torch's as a fallback.
 
-    That is a tensor that needs a gradient or is of another dtype than the weights, and a step over
-    KV in float16.
+    Torch runs tensors that need a gradient or have another dtype than the weights, and steps whose
+    KV is float16.
 
     Args:
-        pool: shares the work of a step, kept; None: the caller's thread.
+        pool: threads that share a step's work, kept; None: the caller's thread.
     """
 
     is_native = True
@@ -47,13 +47,13 @@ class CpuExecution(TorchExecution):
         states: StateCache | None = None,
         routing: StepRouting | None = None,
     ) -> Step:
-        """See ``Execution``."""
+        """Return a native step, or torch's if the cache or the dtype is not native."""
         if not cache.is_native or dtype not in NATIVE_DTYPES:
             return super().begin_step(batch, cache, ropes, dtype, on_layer, states, routing)
         return CpuStep(batch, cache, ropes, dtype, self._pool, on_layer, states, routing)
 
     def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
-        """See ``Execution``."""
+        """Apply an RMS norm with the native kernel, or torch's if the dtypes differ."""
         weight = weight_D.tensor
         if not is_native(x_TD) or x_TD.dtype != weight.dtype:
             return super().norm(x_TD, weight_D, eps, offset)
@@ -65,7 +65,9 @@ class CpuExecution(TorchExecution):
         return out.view(x_TD.shape)
 
     def gated_delta(self, rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
-        """See ``Execution``."""
+        """Run the gated delta rule natively; with gradients, in torch around the native
+        recurrence.
+        """
         parts = (rows.x_TC, rows.z_TVv, rows.a_TVd, rows.b_TV)
         if not all(map(is_native, parts)):
             return run_gated_delta(rule, rows, slots, NativeScan(self._pool))
@@ -85,13 +87,13 @@ class CpuExecution(TorchExecution):
         return out
 
     def soft_cap_(self, x_TV: Tensor, cap: float) -> None:
-        """See ``Execution``."""
+        """Apply the soft cap ``cap * tanh(x / cap)`` in place."""
         _native.soft_cap(view_tensor(x_TV.view(-1, x_TV.shape[-1])), cap)
 
     def route(
         self, logits_TE: Tensor, top_k: int, rule: RoutingRule, bias_E: Buffer | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See ``Execution``."""
+        """Choose each token's experts natively; logits that need a gradient go through torch."""
         if not is_native(logits_TE):
             return super().route(logits_TE, top_k, rule, bias_E)
         weights = logits_TE.new_empty(len(logits_TE), top_k)

@@ -1,12 +1,12 @@
 """Memory for routed experts that lie on disk, and the order in which they are read and computed.
 
-``ExpertTier`` owns the memory of all layers: slots, which hold experts from step to step, and a
-staging area for those that pass by. ``LayerSlots`` has one layer: a policy decides which experts
-take slots, the others pass by; experts are computed in ascending order while the next ones are
-read. An expert is one read.
+``ExpertTier`` owns the memory of all layers: slots, which keep experts between steps, and a staging
+area for experts that are used once. ``LayerSlots`` manages one layer: its policy decides which
+experts get slots, the others use the staging area. Experts are computed in ascending order while
+the next ones are read. Each expert is one read.
 
-A read that fails raises, and the step with it; nothing is computed from bytes that did not come,
-and a place that a disk may still write to is not used again. One thread at a time.
+A failed read raises and fails the step; nothing is computed from bytes that were not read, and
+memory that a pending read may still write to is not reused. Use from one thread at a time.
 """
 
 import contextlib
@@ -28,54 +28,60 @@ __all__ = ["ExpertReader", "ExpertTier", "LayerSlots", "TierCounters"]
 logger = logging.getLogger(__name__)
 
 READ_TIMEOUT_MS = 30_000
-"""Above what a disk needs that retries a bad sector; after it the step fails."""
+"""Timeout of a read in milliseconds, longer than a disk takes to retry a bad sector; then the step
+fails.
+"""
 
 
 class ExpertReader(Protocol):
-    """Reads ranges of files into memory; ``tandem._native.DirectReader`` is one."""
+    """Reader of file ranges into memory; ``tandem._native.DirectReader`` implements it."""
 
     def add_file(self, path: str) -> int:
         """Open a file and return its number."""
         ...
 
     def begin(self, file: int, offset: int, length: int, at: int) -> int:
-        """Begin to read a range to a place of the memory; return the number of the read."""
+        """Begin to read a range of a file into the memory at offset ``at``; return the read's
+        number.
+        """
         ...
 
     def is_done(self, read: int) -> bool:
-        """Return True if ``finish`` would not wait."""
+        """Return True if the read has ended, so that ``finish`` would not wait."""
         ...
 
     def finish(self, read: int, timeout_ms: int) -> None:
-        """Wait for a read. Raises: DeadlineError (it goes on); TandemError (it has failed)."""
+        """Wait for a read. Raises: DeadlineError (the read is still pending); TandemError (it
+        failed).
+        """
         ...
 
     def array(self) -> NDArray[np.uint8]:
-        """Return the memory."""
+        """Return the memory that reads write to."""
         ...
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """Experts that steps have asked for, over all layers."""
+    """Counts of experts that steps used, over all layers."""
 
     hits: int = 0
-    """Computed from a slot that held them."""
+    """Experts computed from a slot that already held them."""
     inserted: int = 0
-    """Read into a slot."""
+    """Experts read into a slot because a step needed them."""
     passed: int = 0
-    """Read into the staging area."""
+    """Experts read into the staging area only."""
     guessed: int = 0
-    """Read into a slot before a step asked for them."""
+    """Experts read into a slot ahead, because the next step was expected to need them."""
     guessed_right: int = 0
-    """Those of them that were computed before they were evicted."""
+    """Experts read ahead that a step used before they were evicted."""
     read_bytes: int = 0
-    """Bytes of the experts that were read."""
+    """Bytes read from disk."""
 
 
 @dataclass(slots=True)
 class _Read:
-    """An expert on its way from the disk."""
+    """A pending read of an expert from disk."""
 
     number: int
     place: int
@@ -83,15 +89,15 @@ class _Read:
 
 
 class ExpertTier:
-    """Memory for experts that lie on disk, of all layers of a model.
+    """Memory of all layers for experts that lie on disk.
 
     Args:
-        reader: whose memory it is; owned.
-        slot_bytes: of a place for one expert; whole multiples of ``alignment``.
-        num_slots: of all layers together.
-        num_staged: places of the staging area, at least 1.
-        max_insertions: slots of a layer that change hands in a step, at most.
-        alignment: of ranges that are read.
+        reader: reads the files and owns the memory; owned by the tier.
+        slot_bytes: size of one expert's place, a multiple of ``alignment``.
+        num_slots: slots of all layers together.
+        num_staged: places in the staging area, at least 1.
+        max_insertions: most experts of a layer that may be inserted into slots in one step.
+        alignment: alignment of file ranges in bytes.
     """
 
     def __init__(
@@ -116,13 +122,13 @@ class ExpertTier:
         self._num_given = 0
         self._staged = [(num_slots + i) * slot_bytes for i in range(num_staged)]
         self._lost: list[tuple[int, int]] = []
-        """Reads that were given up, each with its staged place, which it may still write to."""
+        """Abandoned reads with their places in the staging area, which they may still write to."""
         self._is_stalled = False
 
     def give_slots(self, count: int) -> list[int]:
-        """Return the places of a layer's slots.
+        """Allot slots to a layer; return their offsets in the memory.
 
-        Raises: CapacityError (all are given).
+        Raises: CapacityError (not enough slots are left).
         """
         first = self._num_given
         if first + count > self._num_slots:
@@ -132,7 +138,7 @@ class ExpertTier:
         return [(first + i) * self.slot_bytes for i in range(count)]
 
     def take_staged(self) -> int | None:
-        """Return a free place of the staging area; None if there is none now."""
+        """Return a free place of the staging area; None if none is free now."""
         for read, place in [lost for lost in self._lost if self.reader.is_done(lost[0])]:
             # The abandoned read has ended and nobody waits for its result, so its error is ignored.
             with contextlib.suppress(TandemError):
@@ -142,17 +148,17 @@ class ExpertTier:
         return self._staged.pop() if self._staged else None
 
     def return_staged(self, place: int) -> None:
-        """Take a place of the staging area back."""
+        """Return a place to the staging area."""
         self._staged.append(place)
 
     def give_up(self, read: int, place: int) -> None:
-        """Take a place back once the read that still writes to it has ended."""
+        """Abandon a read; its place becomes free when the read has ended."""
         self._lost.append((read, place))
 
     def finish(self, read: int) -> None:
-        """Wait for a read; after one that took too long only for what is there already.
+        """Wait for a read. After a timeout no later read is waited for, only checked.
 
-        Raises: as ``ExpertReader.finish``.
+        Raises: the errors of ``ExpertReader.finish``.
         """
         try:
             self.reader.finish(read, 0 if self._is_stalled else READ_TIMEOUT_MS)
@@ -168,15 +174,15 @@ class ExpertTier:
 
 
 class LayerSlots:
-    """The experts of one layer: where those are that are in memory, and the reads of others.
+    """One layer's experts on disk: their places in memory and their pending reads.
 
     Args:
         tier: the memory.
-        path: the file, whose experts lie one after the other.
-        expert_bytes: of one expert.
-        num_experts: in the file.
-        num_slots: of this layer.
-        policy: decides about them.
+        path: file that holds the layer's experts one after the other.
+        expert_bytes: size of one expert.
+        num_experts: experts in the file.
+        num_slots: slots of this layer.
+        policy: decides which experts are kept in the slots.
     """
 
     def __init__(
@@ -195,14 +201,14 @@ class LayerSlots:
         self._policy = policy
         self._free = tier.give_slots(num_slots)
         self._slots: dict[int, int] = {}
-        """Place by expert that holds a slot, also while it is read."""
+        """Slot of each expert that holds one, also while the expert is still being read."""
         self._reads: dict[int, _Read] = {}
         self._lost: list[tuple[int, int]] = []
-        """Reads of experts that lost their slot meanwhile, each with the slot."""
+        """Pending reads of experts that were evicted meanwhile, each with its slot."""
         self._guessed: set[int] = set()
-        """Held because of a guess, and not computed yet."""
+        """Experts that were read ahead and not computed since."""
         self.places = np.full(num_experts, -1, np.int64)
-        """Offset in the memory by expert; -1 if it is not there."""
+        """Offset of each expert in the memory; -1 if the expert is not there."""
 
     def run(
         self,
@@ -212,15 +218,16 @@ class LayerSlots:
         is_cached: bool,
         on_begun: Callable[[], None] | None = None,
     ) -> None:
-        """Compute the experts that ``ids`` names, in ascending order, as they come.
+        """Compute the experts in ``ids`` in ascending order, as their reads complete.
 
         Args:
-            ids: of all tokens; -1 is none.
-            compute: computes experts [first, end) from ``places``; told if earlier ones were.
-            is_cached: whether the policy is asked; otherwise the slots stay as they are.
-            on_begun: called when the disk has the reads of this layer, before it is waited for.
+            ids: expert ids of all tokens; -1 means none.
+            compute: function that computes experts [first, end) from ``places``; its third argument
+                is True if its sum is added to that of earlier calls.
+            is_cached: True to let the policy change the slots; False to leave them as they are.
+            on_begun: called once the layer's reads have begun, before the first is waited for.
 
-        Raises: what reads raise.
+        Raises: the errors of the reads.
         """
         order: list[int] = np.unique(ids[ids >= 0]).tolist()
         try:
@@ -229,11 +236,11 @@ class LayerSlots:
             self._end_staged()
 
     def list_missing(self, expert_ids: list[int]) -> list[int]:
-        """Return those that have no slot, in the order given."""
+        """Return the experts that hold no slot, in the given order."""
         return [expert_id for expert_id in expert_ids if expert_id not in self._slots]
 
     def guess(self, expert_ids: list[int]) -> None:
-        """Begin to read experts that the next step may compute, likeliest first."""
+        """Begin to read experts that the next step is likely to use, likeliest first."""
         insertions = self._policy.guess(expert_ids, self._tier.max_insertions)
         self._insert(insertions)
         self._guessed.update(insertion.expert_id for insertion in insertions)
@@ -278,7 +285,7 @@ class LayerSlots:
             first, is_added = end, True
 
     def _begin_missing(self, order: list[int], *, is_cached: bool) -> deque[int]:
-        """Begin to read experts into slots; return those that pass by."""
+        """Begin to read missing experts into slots; return those that need the staging area."""
         counters = self._tier.counters
         missing = [expert_id for expert_id in order if expert_id not in self._slots]
         counters.hits += len(order) - len(missing)
@@ -299,7 +306,7 @@ class LayerSlots:
         return True if read is None else self._tier.reader.is_done(read.number)
 
     def _insert(self, insertions: list[Insertion]) -> None:
-        """Begin to read experts into slots."""
+        """Evict experts and begin to read others into their slots, as the policy decided."""
         for insertion in insertions:
             if insertion.evicted != -1:
                 self._evict(insertion.evicted)
@@ -328,7 +335,7 @@ class LayerSlots:
             self._lost.append((read.number, place))
 
     def _take_slot(self) -> int:
-        """Return a free slot, after waiting for a read that still writes to it."""
+        """Return a free slot, after waiting for an outdated read that still writes to it."""
         if self._free:
             return self._free.pop()
         number, place = self._lost[0]
@@ -342,7 +349,7 @@ class LayerSlots:
         return place
 
     def _stage(self, expert_id: int) -> bool:
-        """Begin to read an expert into the staging area; False if it is full."""
+        """Begin to read an expert into the staging area; return False if the area is full."""
         place = self._tier.take_staged()
         if place is None:
             return False
@@ -359,7 +366,7 @@ class LayerSlots:
         self._reads[expert_id] = _Read(number, place, is_staged)
 
     def _finish(self, expert_id: int) -> None:
-        """Wait for an expert that is read, if it is."""
+        """Wait for an expert's read if it is pending."""
         read = self._reads.get(expert_id)
         if read is None:
             assert self.places[expert_id] >= 0, f"expert {expert_id} is not read"
@@ -381,7 +388,7 @@ class LayerSlots:
         self.places[expert_id] = read.place + offset % self._tier.alignment
 
     def _release(self, expert_id: int) -> None:
-        """Give back the place of an expert that passed by."""
+        """Free an expert's place in the staging area, unless the expert holds a slot."""
         if expert_id in self._slots:
             return
         place = int(self.places[expert_id])
@@ -389,7 +396,7 @@ class LayerSlots:
         self._tier.return_staged(place - place % self._tier.alignment)
 
     def _end_staged(self) -> None:
-        """Give back the staging area, after a step that failed too."""
+        """Free all places of the staging area, also after a failed step."""
         for expert_id in [e for e, read in self._reads.items() if read.is_staged]:
             read = self._reads[expert_id]
             try:

@@ -69,7 +69,7 @@ def _list_fields(
 
 
 class PackedExperts:
-    """Gated experts in one weight format or two: ``down(activation(gate(x), up(x)))``.
+    """Gated experts in one or two weight formats: ``down(activation(gate(x)) * up(x))``.
 
     Args:
         weight_format: how the weights are stored; of two formats, gate and up in the first, down
@@ -83,13 +83,14 @@ class PackedExperts:
             that are packed already. None = memory of its own.
         activation: of gate and up; SwiGLU's by default.
         has_bias: whether experts have biases, zero until ``set_bias``.
-        num_parts: shares of F, each packed and computed by the threads of its NUMA node; give the
-            nodes of the pool. Results depend on it bitwise, not on the nodes. With several,
-            ``storage`` is copied, not kept.
+        num_parts: shares of F, each packed and computed by the threads of its NUMA node; use the
+            pool's number of nodes. Results depend bitwise on the number of parts, not on the nodes.
+            With several parts ``storage`` is copied, not kept.
         is_bound: reserve each part's memory on the NUMA node of the sub-pool that computes it, and
             copy ``storage`` there even if there is one part. Where the kernel refuses, the memory
             lies where it is first touched, and the property ``is_bound`` is false.
-        is_apart: have no memory; a subclass says at each call where the experts are.
+        is_apart: True to allocate no weights: ``run_apart`` is told at each call where the experts
+            lie.
 
     Weights are zero until packed. ``forward`` is thread-safe once they are.
 
@@ -153,20 +154,20 @@ class PackedExperts:
         num_parts: int = 1,
         is_bound: bool = False,
     ) -> "PackedExperts":
-        """Code all experts of a layer.
+        """Quantize and pack all experts of a layer.
 
         Args:
-            weight_format: as of the class.
-            gate_up_E2FD: float32 or bfloat16 [E, 2 F, D], gate's rows first, as transformers
-                stores them; contiguous, on the CPU; not kept.
-            down_EDF: the same [E, D, F].
-            pool: as of the class.
-            isa: as of the class.
-            activation: as of the class.
-            num_parts: as of the class.
-            is_bound: as of the class.
+            weight_format: format to store the weights in.
+            gate_up_E2FD: float32 or bfloat16 [E, 2 F, D], gate's rows first, as transformers stores
+                them; contiguous, on the CPU; not kept.
+            down_EDF: down projections, of the same dtypes, [E, D, F].
+            pool: as for the class.
+            isa: as for the class.
+            activation: as for the class.
+            num_parts: as for the class.
+            is_bound: as for the class.
 
-        Raises: as the class and ``pack_expert``.
+        Raises: the errors of the class and of ``pack_expert``.
         """
         if gate_up_E2FD.ndim != 3 or down_EDF.ndim != 3 or gate_up_E2FD.shape[1] % 2:
             raise ShapeError(
@@ -196,7 +197,7 @@ class PackedExperts:
         return experts
 
     def pack_expert(self, expert_id: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
-        """Code one expert, replacing its weights.
+        """Quantize and pack one expert, replacing its weights.
 
         The tensors are float32 or bfloat16, contiguous, on the CPU; they are not kept.
 
@@ -210,10 +211,12 @@ class PackedExperts:
     def pack_codes(
         self, expert_id: int, gate: CodedMatrix, up: CodedMatrix, down: CodedMatrix
     ) -> None:
-        """Lay out one expert that is coded already, replacing its weights; codes are not kept.
+        """Pack one expert whose weights are quantized codes already, replacing its weights.
 
-        Raises: as ``pack_expert``; UnsupportedError (what is no code of the format, or a scale that
-            is not finite).
+        The codes are not kept.
+
+        Raises: the errors of ``pack_expert``; UnsupportedError (a code outside of the format, or a
+            scale that is not finite).
         """
         if (
             isinstance(gate, BlockMatrix)
@@ -230,16 +233,18 @@ class PackedExperts:
         self._bank.pack_codes(self._pool, expert_id, gate.arrays, up.arrays, down.arrays)
 
     def set_bias(self, expert_id: int, gate_F: Tensor, up_F: Tensor, down_D: Tensor) -> None:
-        """Copy the biases of one expert, of any floating dtype; before any ``forward``.
+        """Set the biases of one expert, copied from any floating dtype; call it before any
+        ``forward``.
 
-        Raises: ShapeError; NotFoundError (expert); ConflictError (made without biases).
+        Raises: ShapeError; NotFoundError (expert); ConflictError (the experts were made without
+            biases).
         """
         views = [tensor.detach().float().contiguous() for tensor in (gate_F, up_F, down_D)]
         self._bank.set_bias(expert_id, *views)
 
     @property
     def isa(self) -> str:
-        """The variant of the kernels that runs."""
+        """Name of the instruction set whose kernels run."""
         return self._bank.isa
 
     @property
@@ -249,12 +254,12 @@ class PackedExperts:
 
     @property
     def num_parts(self) -> int:
-        """Shares of the intermediate dimension."""
+        """Number of shares of the intermediate dimension."""
         return self._bank.num_parts
 
     @property
     def is_bound(self) -> bool:
-        """True if the kernel granted every part's memory its NUMA node."""
+        """True if each part's memory is bound to its NUMA node."""
         return self._bank.is_bound
 
     def find_part_nodes(self) -> list[int]:
@@ -266,8 +271,8 @@ class PackedExperts:
 
     @property
     def packed(self) -> NDArray[np.uint8]:
-        """The packed bytes, [E, expert_bytes], no copy; layout:
-        docs/design/models/weight_formats.md.
+        """Packed bytes [E, expert_bytes], not copied; laid out as
+        docs/design/models/weight_formats.md says.
 
         Raises: UnsupportedError (several parts).
         """
@@ -275,12 +280,12 @@ class PackedExperts:
 
     @property
     def inner_columns(self) -> int:
-        """Columns of gate and up in whole blocks: F or a little more."""
+        """Columns that gate and up each take, padded to whole blocks: F or a little more."""
         return self._bank.inner_columns
 
     @property
     def inner_dtype(self) -> torch.dtype:
-        """Inner dtype of gate, up and gradients in the backward pass: float32 beside f32, else
+        """Dtype of gate, up and their gradients in the backward pass: float32 for f32 weights, else
         bfloat16.
         """
         return torch.float32 if self.weight_format.bits == 32 else torch.bfloat16
@@ -296,9 +301,9 @@ class PackedExperts:
     ) -> Tensor:
         """Sum the chosen experts' outputs, each scaled by its router weight.
 
-        The last two are for gradients. Their rows are the P pairs of a token and an expert that is
-        not -1, sorted by expert, then token, then slot; a row is gate, then up, ``inner_columns``
-        each.
+        The last two arguments serve training. Their rows are the P pairs of a token and an expert
+        that is not -1, sorted by expert, then token, then slot; a row is gate, then up,
+        ``inner_columns`` each.
 
         Args:
             x_TD: float32 or bfloat16, CPU, contiguous; not modified. Coded once per token: to
@@ -335,9 +340,9 @@ class PackedExperts:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients with respect to ``x_TD`` and ``weights_TK``, float32, new.
 
-        They are those of ``forward`` with the dequantized weights, where coding activations counts
-        as rounding. Weights, ``d_out_TD``, gate and up and their gradients are rounded to
-        ``inner_dtype``; sums are in fp32.
+        The gradients are those of ``forward`` with dequantized weights; the quantization of
+        activations counts as rounding, whose gradient is 1. Weights, ``d_out_TD``, gate and up and
+        their gradients are rounded to ``inner_dtype``; sums are in fp32.
 
         Args:
             x_TD: as ``forward`` had it; not needed where ``kept_PC`` is given.
@@ -376,10 +381,11 @@ class PackedExperts:
     def submit(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Future[None], Tensor]:
-        """Begin ``forward`` in the background; return its end, and what it writes until then.
+        """Begin ``forward`` in the background; return a future of its end and the output tensor.
 
-        Submissions of a process run one after the other; the threads of the pool do the work. The
-        tensors must keep their contents until the end. The future raises what ``forward`` raises.
+        The tensor is complete once the future is. Submissions of a process run one after the other
+        on the pool's threads. The inputs must not change until then. The future raises what
+        ``forward`` raises.
         """
         out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
         tensors = (x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
@@ -387,7 +393,9 @@ class PackedExperts:
         return submitter.submit(self._bank.forward, self._pool, *tensors), out_TD
 
     def run(self, x_TD: Buffer, ids_TK: Buffer, weights_TK: Buffer, out_TD: Buffer) -> None:
-        """Do as ``forward``, to a float32 buffer; ids are int64. Nothing is converted here."""
+        """Write the result of ``forward`` to a float32 buffer; ids are int64, nothing is
+        converted.
+        """
         views = (x_TD.view, ids_TK.view, weights_TK.view, out_TD.view)
         self._bank.forward(self._pool, *views)
 
@@ -404,18 +412,19 @@ class PackedExperts:
         *,
         is_added: bool = False,
     ) -> None:
-        """Do as ``run``, of experts that are apart.
+        """Run experts whose packed weights lie anywhere in ``memory``; otherwise as ``run``.
 
         Args:
-            x_TD: as of ``run``.
-            ids_TK: as of ``run``.
-            weights_TK: as of ``run``.
-            out_TD: as of ``run``.
-            memory: holds packed experts.
-            places: of each expert, its offset in the memory, or -1.
-            first: ids below add nothing.
-            end: ids from here on add nothing; None: all do.
-            is_added: add to ``out_TD``; over ascending ranges the sum is bitwise that of one call.
+            x_TD: hidden states, as for ``run``.
+            ids_TK: expert ids, as for ``run``.
+            weights_TK: router weights, as for ``run``.
+            out_TD: result, as for ``run``.
+            memory: bytes that hold the packed experts.
+            places: offset of each expert in ``memory``; -1 if the expert is not there.
+            first: lowest expert id that is computed; lower ids add nothing.
+            end: one past the highest expert id that is computed; None: all from ``first``.
+            is_added: True to add to ``out_TD``; over ascending ranges the sum is bitwise that of
+                one call.
 
         Raises: ConflictError (a chosen expert has no place); ``out_TD`` is then untouched.
         """
@@ -424,64 +433,66 @@ class PackedExperts:
         self._bank.forward_apart(self._pool, *views, memory, places, first, last, is_added)
 
     def read_weights(self, num_experts: int) -> None:
-        """Read the packed bytes of the first experts and do nothing: a ceiling for benchmarks.
+        """Read the packed bytes of the first experts without computing: the bandwidth limit in
+        benchmarks.
 
-        Raises: NotFoundError (more than there are).
+        Raises: NotFoundError (there are fewer experts).
         """
         self._bank.read_weights(self._pool, num_experts)
 
     def multiply_registers(self, num_macs: int) -> None:
-        """Perform as many multiply-adds, with operands in registers: a ceiling for benchmarks."""
+        """Perform ``num_macs`` multiply-adds on registers: the compute limit in benchmarks."""
         self._bank.multiply_registers(self._pool, num_macs)
 
 
 @cache
 def start_submitter(pid: int) -> ThreadPoolExecutor:
-    """Return the thread that waits for the pool instead of the caller: one for each process.
+    """Return the process's thread that waits for the pool in place of the caller.
 
-    It holds the GIL to begin and to end only. A child has no threads of its parent's.
+    The thread holds the GIL only to begin and end a task. It is cached by process id, because a
+    forked child does not inherit its parent's threads.
     """
     del pid
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="tandem-experts")
 
 
 def _list_part_nodes(pool: ThreadPool, num_parts: int) -> list[int]:
-    """NUMA node by part; the kernels give parts to sub-pools by the same rule."""
+    """Return the NUMA node of each part; the kernels assign parts to sub-pools by the same rule."""
     nodes = pool.node_ids
     return [nodes[part * len(nodes) // num_parts] for part in range(num_parts)]
 
 
 class WeightCache(Protocol):
-    """Packed weights on disk, by the dotted path of their module."""
+    """Packed weights on disk, found by the dotted path of their module."""
 
     def find(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
-        """Return the finished weights, mapped read-only; None where there are none."""
+        """Return the module's packed weights, mapped read-only; None if the cache has none."""
         ...
 
     def keep(self, name: str, packed: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Take what was packed; return it mapped from the disk, to be used instead.
+        """Write packed weights to the cache; return them mapped from disk, to use instead.
 
-        None: the memory that was given stays in use, and may be read until it is written.
+        None: the given memory stays in use, and may be read until it has been written.
         """
         ...
 
     def locate(self, name: str, size_bytes: int) -> Path | None:
-        """Return the file of the finished weights; None where there is none."""
+        """Return the file of the module's packed weights; None if there is none."""
         ...
 
 
 class NativeExperts(RoutedExperts):
-    """Experts in a weight format, run by the native kernels; on the CPU only.
+    """Routed experts of a layer in a weight format, run by the native CPU kernels.
 
     Args:
-        spec: as of ``RoutedExperts``.
+        spec: sizes and activation of the experts.
         weight_format: how the weights are stored.
         pool: runs the kernels; borrowed for the life of the operator.
-        cache: where packed weights are kept between runs; None = pack at each load.
-        num_parts: shares of F, one for each NUMA node that has threads. One share is used where the
-            cache maps it; several are copied into memory of their nodes.
+        cache: keeps packed weights between runs; None: pack at each load.
+        num_parts: shares of F, one for each NUMA node that has threads. A single share is used
+            directly from the cache's mapping; several are copied to memory of their nodes.
 
-    Raises: as ``PackedExperts``, when loaded.
+    Raises: the errors of ``PackedExperts``, at load.
     """
 
     def __init__(
@@ -499,16 +510,18 @@ class NativeExperts(RoutedExperts):
         self._cache = cache
         self.num_parts = num_parts
         self.biases: tuple[Tensor, Tensor, Tensor] | None = None
-        """Biases of gate [E, F], up [E, F] and down [E, D], once loaded; None: there are none."""
+        """Biases of gate [E, F], up [E, F] and down [E, D] after loading; None if the experts have
+        none.
+        """
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the packed weights in one part, as the cache has them."""
+        """Packed bytes of the layer's weights in one part, the size of their file in the cache."""
         sizes = (self.num_experts, self.hidden_size, self.intermediate_size)
         return count_bytes(self.weight_format, *sizes)
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Map the weights if the cache has them, else read and pack them."""
+        """Map the weights from the cache, or read and pack the checkpoint's."""
         cache, size_bytes = self._cache, self.size_bytes
         found = None if cache is None else cache.find(name, size_bytes)
         if found is not None:
@@ -527,14 +540,14 @@ class NativeExperts(RoutedExperts):
         self.is_misplaced = self.num_parts > 1 and not self._experts.is_bound
 
     def _load_biases(self, reader: WeightReader, name: str) -> None:
-        """Read the biases, if there are such: small, and so not in the cache."""
+        """Read the experts' biases, if any; they are too small to be cached."""
         if self.has_bias:
             gate, up, down = (part.cpu() for part in read_biases(self, reader, name))
             self.biases = (gate, up, down)
             self._set_biases(self._experts)
 
     def take(self, experts: PackedExperts) -> None:
-        """Take weights that are packed already, instead of ``load``; without biases."""
+        """Use experts that are packed already, instead of calling ``load``; they have no biases."""
         self._experts = experts
         self.packed_bytes = self.num_experts * experts.expert_bytes
 
@@ -545,18 +558,18 @@ class NativeExperts(RoutedExperts):
 
     @property
     def is_in_one_piece(self) -> bool:
-        """True if ``view_packed`` gives the weights: they are in memory, and in one part."""
+        """True if the weights are in memory and in one part, so that ``view_packed`` works."""
         return self._experts.num_parts == 1
 
     def view_packed(self) -> NDArray[np.uint8]:
-        """Return the packed bytes, [E, expert_bytes], no copy.
+        """Return the packed bytes, [E, expert_bytes], not copied.
 
-        Raises: UnsupportedError (they are in several parts, or on disk).
+        Raises: UnsupportedError (the weights are in several parts, or on disk).
         """
         return self._experts.packed
 
     def make_apart(self) -> PackedExperts:
-        """Return these experts without weights, for ``PackedExperts.run_apart``."""
+        """Return experts of the same sizes without weights, for ``PackedExperts.run_apart``."""
         apart = PackedExperts(
             self.weight_format,
             self.num_experts,
@@ -585,7 +598,7 @@ class NativeExperts(RoutedExperts):
         )
 
     def _pack(self, reader: WeightReader, name: str) -> None:
-        """Take the codes where the checkpoint has such as this format holds, else code values."""
+        """Pack the checkpoint's codes if this format can hold them, else quantize its values."""
         names = list_expert_weights(reader, name, self.num_experts)
         gate_up, down_format = split_pair(self.weight_format)
         wanted = {True: down_format, False: gate_up}
@@ -601,7 +614,7 @@ class NativeExperts(RoutedExperts):
     def _read_codes(
         self, reader: WeightReader, name: str, expert_id: int
     ) -> tuple[CodedMatrix, CodedMatrix, CodedMatrix]:
-        """Return gate, up and down of one expert."""
+        """Read one expert's quantized gate, up and down from the checkpoint."""
         if not reader.has(f"{name}.gate_up_proj"):
             names = (f"{name}.{expert_id}.{part}_proj.weight" for part in ("gate", "up", "down"))
             gate, up, down = (reader.read_packed(n) for n in names)
@@ -611,7 +624,9 @@ class NativeExperts(RoutedExperts):
         return gate, up, reader.read_packed(f"{name}.down_proj", expert_id)
 
     def _code(self, reader: WeightReader, name: str) -> None:
-        """Read any layout of the checkpoint, at most one layer of it at a time."""
+        """Quantize the checkpoint's values, in any of its layouts, holding at most one layer of
+        them.
+        """
         size, hidden = self.intermediate_size, self.hidden_size
         if self.is_transposed:
             gate_up = allocate_scratch(self.num_experts, hidden, 2 * size, dtype=reader.dtype)
@@ -637,11 +652,11 @@ class NativeExperts(RoutedExperts):
             self._experts.pack_expert(i, gate, up, down[slot])
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
-        """Add the weighted sum; see ``RoutedExperts``."""
+        """Add the experts' weighted sum to the residual stream."""
         residual_TD += self._experts.forward(x_TD.contiguous(), ids_TK, w_TK.float())
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum; see ``RoutedExperts``. Differentiable where gradients are on."""
+        """Return the experts' weighted sum; differentiable if gradients are enabled."""
         if not torch.is_grad_enabled():
             return super().forward(hidden_states, top_k_index, top_k_weights)
         return run_experts(self._experts, hidden_states, top_k_index, top_k_weights)
@@ -653,7 +668,7 @@ class NativeExperts(RoutedExperts):
         top_k_weights: Tensor,
         factors: ExpertFactors,
     ) -> Tensor:
-        """Return the weighted sum of experts with LoRA; see ``run_adapted_experts``."""
+        """Return the weighted sum of experts with LoRA factors, differentiable."""
         return run_adapted_experts(
             self._experts, self.activation, factors, hidden_states, top_k_index, top_k_weights
         )
@@ -661,11 +676,11 @@ class NativeExperts(RoutedExperts):
     def submit(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> PendingExperts:
-        """Begin in the background; see ``RoutedExperts``."""
+        """Begin to compute the experts in the background; return their pending result."""
         x, weights = hidden_states.contiguous(), top_k_weights.float()
         future, out = self._experts.submit(x, top_k_index, weights)
         return PendingExperts(future, lambda: torch.zeros_like(hidden_states).add_(out))
 
     def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer) -> None:
-        """Write the weighted sum to a float32 buffer; ids are int64, weights float32."""
+        """Write the experts' weighted sum to a float32 buffer; ids are int64, weights float32."""
         self._experts.run(x_TD, ids_TK, w_TK, out_TD)

@@ -1,7 +1,7 @@
-"""Routed experts on the host, of a model whose other tensors are on a device.
+"""Routed experts on the host, for a model whose other tensors are on a device such as a GPU.
 
-A step hands over its hidden states and choices in staging memory, waits for the experts' sum, and
-adds it on the device. ``kernels.hybrid`` does the same for decode steps without waiting.
+A step copies hidden states and router choices to staging memory, waits for the experts' sum and
+adds it on the device. ``kernels.hybrid`` does this for decode steps without making the device wait.
 
 Shapes: T tokens, D hidden, K experts per token.
 """
@@ -26,28 +26,28 @@ ALIGNMENT = 64
 
 
 _LIVE: "WeakValueDictionary[int, HostedExperts]" = WeakValueDictionary()
-"""By number, as an operator of torch takes no objects."""
+"""Live instances by number: a custom torch operator can take a number but no object."""
 _numbers = count()
 
 
 class StagedTokens(NamedTuple):
-    """Host memory that the device copies to and from."""
+    """Staging memory for one layer's tokens, which the device copies to and from."""
 
     hidden: Tensor
-    """[T, D], of a dtype that native kernels take."""
+    """Hidden states [T, D], in a dtype of the native kernels."""
     ids: Tensor
-    """[T, K], int64."""
+    """Chosen expert ids [T, K], int64."""
     weights: Tensor
-    """[T, K], float32."""
+    """Router weights [T, K], float32."""
     out: Tensor
-    """[T, D], float32."""
+    """The experts' weighted sum [T, D], float32."""
 
 
 class ExpertStaging:
-    """Staging memory for one layer at a time, shared by all layers of a model.
+    """Staging memory that all layers of a model share; one layer uses it at a time.
 
     Args:
-        device: copies to and from it.
+        device: copies to and from the memory.
     """
 
     def __init__(self, device: Device) -> None:
@@ -55,7 +55,9 @@ class ExpertStaging:
         self._memory = device.allocate_staging(ALIGNMENT)
 
     def take(self, x_TD: Tensor, top_k: int) -> StagedTokens:
-        """Return room for as many tokens; the next call gives the same memory."""
+        """Return staging memory for the tokens of ``x_TD``; the next call returns the same
+        memory.
+        """
         tokens, hidden = x_TD.shape
         kinds = (
             (hidden, x_TD.dtype),
@@ -77,7 +79,9 @@ class ExpertStaging:
 
 
 class Stream(Protocol):
-    """Computes prompts on the device; ``kernels.lanes.streams.ExpertStream`` is one."""
+    """Computation of prompts on the device; ``kernels.lanes.streams.ExpertStream``
+    implements it.
+    """
 
     def run(self, layer: int, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
         """Return the weighted sum of a layer's experts, float32 [T, D] on the device, new."""
@@ -85,11 +89,11 @@ class Stream(Protocol):
 
 
 class HostedExperts(RoutedExperts):
-    """Native experts behind the interface of the device's.
+    """Native experts on the host behind the operator interface of the device.
 
     Args:
-        native: has the weights; owned, and no module of its own: it is loaded here.
-        staging: of the model; shared.
+        native: the experts that hold the weights; owned, but no submodule: this class loads them.
+        staging: staging memory that the model's layers share.
     """
 
     def __init__(self, native: NativeExperts, staging: ExpertStaging) -> None:
@@ -103,32 +107,34 @@ class HostedExperts(RoutedExperts):
 
     @property
     def native(self) -> NativeExperts:
-        """The experts on the host."""
+        """The native experts on the host."""
         return self._held[0]
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read and pack the weights on the host."""
+        """Read and pack the weights into host memory."""
         self.native.load(reader, name)
         self.packed_bytes = self.native.packed_bytes
         self.is_misplaced = self.native.is_misplaced
 
     def enable_stream(self, stream: Stream, layer: int, min_tokens: int) -> None:
-        """Stream the weights to the device in steps of many tokens.
+        """Copy this layer's weights to the device for steps of many tokens, and compute there.
 
         Args:
-            stream: of the model; shared.
-            layer: number among the layers that have experts.
-            min_tokens: of a step, from which it streams.
+            stream: copies the weights; shared by the model's layers.
+            layer: index among the layers with experts.
+            min_tokens: fewest tokens of a step for which the weights are copied.
         """
         self._stream, self._stream_layer, self._stream_tokens = stream, layer, min_tokens
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
-        """Add the weighted sum; see ``RoutedExperts``. Host and device wait for each other."""
+        """Add the experts' weighted sum to the residual; host and device wait for each other."""
         if len(x_TD):
             residual_TD += run_hosted(x_TD, ids_TK, w_TK, self._number)
 
     def run_staged(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
-        """Return the weighted sum, float32 [T, D] on the device, new."""
+        """Compute the experts from staged copies; return the weighted sum, float32 [T, D] on the
+        device.
+        """
         if self._stream is not None and len(x_TD) >= self._stream_tokens:
             return self._stream.run(self._stream_layer, x_TD.contiguous(), ids_TK, w_TK)
         device, there = self._staging.device, self._staging.take(x_TD, ids_TK.shape[1])
@@ -143,13 +149,13 @@ class HostedExperts(RoutedExperts):
 
 @torch.library.custom_op("tandem::run_hosted", mutates_args=())
 def run_hosted(x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor, number: int) -> Tensor:
-    """Run experts of the host on a device's tensors, as one operator of torch.
+    """Run host experts on a device's tensors, as one custom operator of torch.
 
     Args:
         x_TD: hidden states.
-        ids_TK: int64.
+        ids_TK: expert ids, int64.
         w_TK: router weights.
-        number: of a live ``HostedExperts``.
+        number: number of a live ``HostedExperts``.
 
     Returns: the weighted sum, float32 [T, D] on the device of ``x_TD``, new.
     """

@@ -1,8 +1,8 @@
-"""One matrix whose outputs are stored in several formats: ``y = x W^T + b``, part by part.
+"""A matrix whose outputs are stored in several weight formats: ``y = x W^T + b``, part by part.
 
-Files give some parts of a product more bits, such as v beside q and k. Each part is a
-``PackedLinear`` of its own, which writes its columns of the output; no weight is converted. The
-promises are those of ``PackedLinear``.
+Model files give some parts of a product more bits, such as v beside q and k. Each part is a
+``PackedLinear`` of its own that writes its columns of the output, so no weight is converted.
+Numeric guarantees are those of ``PackedLinear``.
 
 Shapes: T rows, K inputs, N outputs of all parts.
 """
@@ -20,12 +20,12 @@ __all__ = ["JoinedLinear"]
 
 
 class JoinedLinear:
-    """Packed matrices over the same inputs, outputs after outputs; see ``PackedLinear``.
+    """Packed matrices over the same inputs, whose outputs are concatenated.
 
     Args:
-        parts: at least one, of one K; kept.
+        parts: at least one matrix, all with the same number of inputs K; kept.
 
-    Raises: ShapeError (other inputs).
+    Raises: ShapeError (the numbers of inputs differ).
     """
 
     def __init__(self, parts: list[PackedLinear]) -> None:
@@ -46,26 +46,26 @@ class JoinedLinear:
 
     @property
     def is_bound(self) -> bool:
-        """True if every share of every part has its NUMA node."""
+        """True if each share of each part is bound to its NUMA node."""
         return all(part.is_bound for part in self.parts)
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Float32, in which sums need no rounding."""
+        """Float32, the dtype of the kernels' sums, so results are not rounded."""
         return torch.float32
 
     def unpack(self) -> Tensor:
-        """Return the weights as numbers, float32 [N, K]."""
+        """Return the dequantized weights, float32 [N, K]."""
         return torch.cat([part.unpack() for part in self.parts])
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return ``x W^T + b``; see ``PackedLinear.forward``."""
+        """Return ``x W^T + b`` [..., N]."""
         out = torch.empty((*x_TK.shape[:-1], self.out_features), dtype=dtype)
         self._run(x_TK, out, is_added=False)
         return out
 
     def backward(self, d_out_TN: Tensor, *, out_TK: Tensor | None = None) -> Tensor:
-        """Return ``d_out W``, the parts' gradients added in their order; as ``PackedLinear``."""
+        """Return ``d_out W``, the gradient with respect to x; parts are added in their order."""
         sizes = [part.out_features for part in self.parts]
         for part, d_out in zip(self.parts, d_out_TN.split(sizes, -1), strict=True):
             out_TK = part.backward(d_out.contiguous(), out_TK=out_TK)
@@ -73,12 +73,12 @@ class JoinedLinear:
         return out_TK
 
     def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
-        """Write ``x W^T + b`` to a buffer, float32 or bfloat16, or add it; as ``forward``."""
+        """Write ``x W^T + b`` to a float32 or bfloat16 buffer, or add it if ``is_added``."""
         for part, begin in zip(self.parts, self._begins, strict=True):
             part.run(x_TK, out_TN, is_added=is_added, first_column=begin)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
-        """Add ``x W^T + b`` to ``residual_TN``, float32 or bfloat16, in place; as ``forward``."""
+        """Add ``x W^T + b`` in place to ``residual_TN``, float32 or bfloat16."""
         if residual_TN.shape[:-1] != x_TK.shape[:-1]:
             what = f"residual {tuple(residual_TN.shape)} for x {tuple(x_TK.shape)}"
             raise ShapeError("kernels.run_linear", what, field="residual")

@@ -1,6 +1,7 @@
-"""The buffers of a native step for multi-head latent attention, made once for all its layers.
+"""Buffers of a native step for multi-head latent attention, allocated once for all layers.
 
-Shapes: T tokens, H heads, R rank of the latent, P rotated items; see ``kernels.operators.mla``.
+Shapes: T tokens, H heads, R rank of the latent, P rotated items, n items without RoPE and v value
+items of a head, I items of an index key.
 """
 
 from dataclasses import dataclass
@@ -15,41 +16,44 @@ __all__ = ["LatentBuffers"]
 
 @dataclass(frozen=True, slots=True)
 class LatentBuffers:
-    """Memory of T rows, viewed in the shapes that each call takes."""
+    """Memory of T rows, with views in the shapes that each native call takes."""
 
     first: Buffer
-    """[T, queries, compressed or not, then the latent with its rotated end, then index keys]."""
+    """First product [T, ...]: queries (compressed or not), the latent with its rotated items, index
+    keys.
+    """
     compressed: Buffer
-    """[T, q_rank], within ``first``; not there without a compression."""
+    """Compressed queries [T, q_rank], a view of ``first``; empty if queries are not compressed."""
     normed: Buffer
-    """[T, q_rank], of its own."""
+    """Normed compressed queries [T, q_rank], in memory of their own."""
     queries: Buffer
-    """[T, H * (n + P)]: the second product's result, or within ``first``. Those of an index
-    follow."""
+    """Queries [T, H * (n + P)], followed by the index's queries: the second product's result, or a
+    view of ``first`` if queries are not compressed.
+    """
     by_head: Buffer
-    """The same as [T, H, n + P]."""
+    """View of ``queries`` by head, [T, H, n + P]."""
     plain: Buffer
-    """[T, H, n] of these: what the absorbed matrices are multiplied with."""
+    """Query items without RoPE, [T, H, n]: inputs of the absorbed key matrices."""
     latent: Buffer
-    """[T, R + P], within ``first``."""
+    """Latent and rotated key, [T, R + P], a view of ``first``."""
     index_queries: Buffer | None
-    """[T, index heads, I], behind ``queries``; None without an index."""
+    """The index's queries [T, index heads, I], stored after ``queries``; None without an index."""
     index_keys: Buffer | None
-    """[T, I], at the end of ``first``: as they are projected."""
+    """The index's keys [T, I] before their norm, at the end of ``first``; None without an index."""
     rows: Buffer
-    """[T, H + 1, R + P]: queries over latents, and behind them the key."""
+    """Queries over latents, followed by the key: [T, H + 1, R + P]."""
     absorbed: Buffer
-    """[T, H, R] of these."""
+    """View of ``rows`` that takes the absorbed queries, [T, H, R]."""
     mixed: Buffer
-    """[T, H, R]: attended latents."""
+    """Attention's results, still latents, [T, H, R]."""
     values: Buffer
-    """[T, H * v]."""
+    """Attention's results as values of all heads, [T, H * v]."""
     value_heads: Buffer
-    """The same as [T, H, v]."""
+    """View of ``values`` by head, [T, H, v]."""
 
     @classmethod
     def allocate(cls, spec: MlaSpec, num_tokens: int, dtype: torch.dtype) -> "LatentBuffers":
-        """Return buffers with unspecified contents."""
+        """Allocate buffers with unspecified contents."""
         heads, queries = spec.num_heads, spec.num_heads * spec.head
         index, latent_end = spec.index, spec.first_product + spec.key
         index_dim = 0 if index is None else index.dim

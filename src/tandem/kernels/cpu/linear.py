@@ -1,9 +1,9 @@
-"""One matrix with packed weights, run by the native CPU kernels: ``y = x W^T + b``.
+"""A matrix with packed weights, run by the native CPU kernels: ``y = x W^T + b``.
 
-``PackedLinear`` owns the packed weights, or views those in somebody's memory, and borrows a thread
-pool. It shares its formats, layout and kernels with ``PackedExperts``, and their promises: results
-are bitwise independent of the batch, of the thread count and, for integer formats, of the
-instruction set; see docs/design/kernels/kernels.md.
+``PackedLinear`` owns the packed weights, or views memory that it is given, and borrows a thread
+pool. Formats, layout, kernels and guarantees are those of ``PackedExperts``: results are bitwise
+independent of the batch, of the thread count and, for integer formats, of the instruction set; see
+docs/design/kernels/kernels.md.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -22,7 +22,7 @@ from tandem.kernels.weights.formats import WeightFormat
 __all__ = ["PANEL_COLUMNS", "PackedLinear", "count_bytes"]
 
 PANEL_COLUMNS = 64
-"""Outputs that are packed together."""
+"""Outputs that are packed together as one panel."""
 
 
 def count_bytes(weight_format: WeightFormat, in_features: int, out_features: int) -> int:
@@ -49,8 +49,9 @@ class PackedLinear:
         storage: uint8, ``count_bytes`` of them, 64-byte aligned, kept; read-only ones hold weights
             that are packed already. None = memory of its own.
         is_bound: reserve an equal share of the outputs on each NUMA node of the pool, whose threads
-            compute it; no bit of a result depends on it. Where the kernel refuses, the memory lies
-            where it is first touched, and the property ``is_bound`` is false. Without storage.
+            compute it; results do not depend on it. If the operating system refuses, memory lies
+            where it is first touched and the property ``is_bound`` is false. Not allowed with
+            ``storage``.
 
     Weights are zero until packed. ``forward`` is thread-safe once they are.
 
@@ -93,7 +94,7 @@ class PackedLinear:
         isa: str | None = None,
         is_bound: bool = False,
     ) -> "PackedLinear":
-        """Code a whole matrix.
+        """Quantize and pack a whole matrix.
 
         Args:
             weight_format: as of the class.
@@ -118,7 +119,8 @@ class PackedLinear:
         return linear
 
     def pack_rows(self, first_row: int, weight_RK: Tensor) -> None:
-        """Code some rows, replacing their weights: whole blocks of 128, or up to the last row.
+        """Quantize and pack some rows, replacing their weights: whole blocks of 128, or up to the
+        last row.
 
         The tensor is float32 or bfloat16, contiguous, on the CPU; it is not kept.
 
@@ -137,17 +139,17 @@ class PackedLinear:
         isa: str | None = None,
         is_bound: bool = False,
     ) -> "PackedLinear":
-        """Lay out a matrix that is coded already.
+        """Pack a matrix whose weights are quantized codes already.
 
         Args:
-            matrix: the codes, taken apart or in blocks; not kept.
-            bias_N: of any floating dtype; not kept.
-            pool: as of the class.
-            isa: as of the class.
-            is_bound: as of the class.
+            matrix: the codes, as arrays or in blocks of a file; not kept.
+            bias_N: bias of any floating dtype; not kept.
+            pool: as for the class.
+            isa: as for the class.
+            is_bound: as for the class.
 
-        Raises: as the class; UnsupportedError (what is no code of the format, or a scale that is
-            not finite).
+        Raises: the errors of the class; UnsupportedError (a code outside of the format, or a scale
+            that is not finite).
         """
         out_features, in_features = matrix.shape
         linear = cls(
@@ -162,7 +164,7 @@ class PackedLinear:
         return linear
 
     def set_bias(self, bias_N: Tensor) -> None:
-        """Copy the bias, of any floating dtype; before any ``forward``.
+        """Set the bias, copied from any floating dtype; call it before any ``forward``.
 
         Raises: ShapeError.
         """
@@ -170,7 +172,7 @@ class PackedLinear:
 
     @property
     def isa(self) -> str:
-        """The variant of the kernels that runs."""
+        """Name of the instruction set whose kernels run."""
         return self._matrix.isa
 
     @property
@@ -180,7 +182,7 @@ class PackedLinear:
 
     @property
     def is_bound(self) -> bool:
-        """True if the kernel granted every share of the outputs its NUMA node."""
+        """True if each share of the outputs is bound to its NUMA node."""
         return self._matrix.is_bound
 
     def find_share_nodes(self) -> list[int]:
@@ -196,24 +198,24 @@ class PackedLinear:
         return self._matrix.array()
 
     def unpack(self) -> Tensor:
-        """Return the weights as numbers, float32 [N, K], without the bias.
+        """Return the dequantized weights, float32 [N, K], without the bias.
 
-        Those of codes are what the format says, rounded once.
+        Each weight is the format's exact value rounded once.
         """
         out_NK = torch.empty(self.out_features, self.in_features)
         self._matrix.unpack(self._pool, out_NK)
         return out_NK
 
     def take_rows(self, outputs_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weights of some outputs as numbers, [T, K], new.
+        """Return the dequantized weights of some outputs, [T, K], new.
 
-        They are those of ``unpack``, rounded once.
+        Each is the weight of ``unpack``, rounded once to ``dtype``.
 
         Args:
-            outputs_T: int64, on the CPU, of any strides.
-            dtype: of the result: float32 or bfloat16.
+            outputs_T: int64 row numbers, on the CPU, of any strides.
+            dtype: dtype of the result, float32 or bfloat16.
 
-        Raises: ShapeError (an output that is not there).
+        Raises: ShapeError (a row number out of range).
         """
         out = torch.empty(len(outputs_T), self.in_features, dtype=dtype)
         self._matrix.take_rows(self._pool, outputs_T.contiguous(), out)
@@ -259,7 +261,7 @@ class PackedLinear:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Float32, in which sums need no rounding."""
+        """Float32, the dtype of the kernels' sums, so results are not rounded."""
         return torch.float32
 
     def run(
@@ -270,20 +272,23 @@ class PackedLinear:
         is_added: bool = False,
         first_column: int | None = None,
     ) -> None:
-        """Write ``x W^T + b`` to a buffer, float32 or bfloat16, or add it; as ``forward``.
+        """Write ``x W^T + b`` to a float32 or bfloat16 buffer, or add it if ``is_added``.
 
-        With ``first_column`` to the columns of a wider buffer from there on.
+        With ``first_column`` the result goes to that column of a wider buffer and the following
+        ones.
         """
         self._matrix.forward(self._pool, x_TK.view, out_TN.view, is_added, first_column)
 
     def run_columns(
         self, x_TK: Tensor, out_TM: Tensor, first_column: int, *, is_added: bool = False
     ) -> None:
-        """Write ``x W^T + b`` to columns of a wider tensor, or add it; as ``forward``."""
+        """Write ``x W^T + b`` to the columns of a wider tensor from ``first_column`` on, or
+        add it.
+        """
         self._run(x_TK, out_TM, is_added=is_added, first_column=first_column)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
-        """Add ``x W^T + b`` to ``residual_TN``, float32 or bfloat16, in place; as ``forward``."""
+        """Add ``x W^T + b`` in place to ``residual_TN``, float32 or bfloat16."""
         if residual_TN.shape[:-1] != x_TK.shape[:-1]:
             what = f"residual {tuple(residual_TN.shape)} for x {tuple(x_TK.shape)}"
             raise ShapeError("kernels.run_linear", what, field="residual")
@@ -299,18 +304,18 @@ class PackedLinear:
         self._matrix.forward(self._pool, rows, out_rows, is_added, first_column)
 
     def run_heads(self, x_THK: Buffer, out_THM: Buffer) -> None:
-        """Write ``out[t, h] = x[t, h] W_h^T``, W_h being the h-th of equal shares of the outputs.
+        """Write ``out[t, h] = x[t, h] W_h^T``, where W_h is head h's equal share of the outputs.
 
-        Any strides of T and H. A share is M outputs in whole panels of ``PANEL_COLUMNS``.
+        T and H may have any strides. A share is M outputs in whole panels of ``PANEL_COLUMNS``.
 
         Raises: ShapeError.
         """
         self._matrix.forward_heads(self._pool, x_THK.view, out_THM.view)
 
     def read_weights(self) -> None:
-        """Read the packed bytes and do nothing: a ceiling for benchmarks."""
+        """Read the packed bytes without computing: the bandwidth limit in benchmarks."""
         self._matrix.read_weights(self._pool)
 
     def multiply_registers(self, num_macs: int) -> None:
-        """Perform as many multiply-adds, with operands in registers: a ceiling for benchmarks."""
+        """Perform ``num_macs`` multiply-adds on registers: the compute limit in benchmarks."""
         self._matrix.multiply_registers(self._pool, num_macs)

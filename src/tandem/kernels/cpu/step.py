@@ -1,7 +1,8 @@
-"""A step on native operators: a plan, the angles, and buffers of T rows for all layers.
+"""A forward step on native operators: attention plan, RoPE angles, and buffers that layers share.
 
-A layer is a short list of native calls on views that exist already. Products add to the residual
-as they are written; the experts' sum is left to the next layer's norm, which reads it anyway.
+A layer is a short list of native calls on existing views. Matrix products add to the residual as
+they are written; the experts' sum is added by the next layer's norm, which reads the residual
+anyway.
 
 Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim, E experts.
 """
@@ -37,18 +38,18 @@ __all__ = ["CpuStep"]
 
 
 class CpuStep:
-    """See ``Step``.
+    """A step that runs a model's layers with native CPU operators.
 
     Args:
-        batch: the tokens; its block table is held.
-        cache: the block pool, whose ``native`` is there.
-        ropes: give the angles.
-        dtype: the model's.
-        pool: shares the work; None: the caller's thread.
-        on_layer: called with the number of each layer in the cache's own blocks, not in those of
-            windows, once its KV of this step is there.
-        states: the slots that the sequences go on with; None where no layer has a state.
-        routing: takes the routers' choices, and defers experts; None: neither.
+        batch: the tokens; its block table is kept.
+        cache: pool of KV blocks with a native view.
+        ropes: give the RoPE angles.
+        dtype: the model's dtype.
+        pool: threads that share the work; None: the caller's thread.
+        on_layer: called once a layer's KV of this step is stored, with the layer's index in the
+            cache; not called for layers with a sliding window whose blocks are separate.
+        states: the sequences' state slots; None if no layer has a state.
+        routing: records the routers' choices and defers experts; None: neither.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class CpuStep:
         self._angles = [(view_tensor(cos), view_tensor(sin)) for cos, sin in angles]
         self._positions = batch.positions
         self.layer_inputs: Tensor | None = None
-        """[T, layers, items], of models whose layers have inputs of their own; set before them."""
+        """Inputs [T, layers, items] of models whose layers have an additional input; set before the
+        layers run.
+        """
         self._no_angles: tuple[_native.TensorView, _native.TensorView] | None = None
         self._dtype = dtype
         self._on_layer = on_layer
@@ -89,14 +92,14 @@ class CpuStep:
         self._routing = routing
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None
-        """The sum that the next norm adds to the residual; keeps its contents until then."""
+        """Addend of the next norm to the residual; its contents must not change until then."""
         self._buffers = cache.step_buffers(self._num_tokens, dtype)
 
     def begin_(self) -> None:
-        """See ``kernels.hybrid.LayeredStep``: planned when it was made."""
+        """Do nothing: the step was planned when it was constructed."""
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
-        """See ``Step``."""
+        """Run one decoder layer on the residual stream ``x_TD``, in place."""
         choice = self.choose_experts_(layer, x_TD)
         if choice is None:
             return
@@ -115,9 +118,10 @@ class CpuStep:
             experts.add_into_(residual, x.tensor, ids.tensor, weights.tensor)
 
     def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> ExpertChoice | None:
-        """Run a fused layer up to its router's choice; None: it has no experts, and has run.
+        """Run a fused layer up to its router's choice; None: the layer has no experts and is
+        complete.
 
-        ``run_shared_`` and ``leave_sum_`` complete it, in any order.
+        ``run_shared_`` and ``leave_sum_`` complete the layer, in any order.
         """
         assert isinstance(layer, DecoderLayer), "a layer that is not fused"
         first_norm, attention, attention_out_norm, second_norm, mlp, mlp_out_norm = layer.parts
@@ -149,31 +153,33 @@ class CpuStep:
         return self._choose(mlp, x, h)
 
     def run_shared_(self, choice: ExpertChoice) -> None:
-        """Add the experts that every token uses, if the layer has such, to the residual stream."""
+        """Add the output of the shared experts, if the layer has any, to the residual stream."""
         block = choice.block
         if block.shared is not None:
             self._add_shared(block, block.shared, choice.residual, choice.x)
 
     def leave_sum_(self, out_TD: Buffer) -> None:
-        """Leave the experts' sum, float32, to the next norm, which adds it; kept until then."""
+        """Let the next norm add the experts' sum, float32, to the residual; keep the buffer until
+        then.
+        """
         assert self._pending is None, "two addends without a norm between them"
         self._pending = out_TD
 
     def complete_(self, x_TD: Tensor) -> None:
-        """See ``Step``."""
+        """Add the pending sum to the residual, after the last layer."""
         if self._pending is not None:
             x_TD += self._pending.tensor
             self._pending = None
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
-        """See ``Step``."""
+        """Return the output of attention, or of a recurrence, for the normed hidden states."""
         assert isinstance(attention, Attention | MlaAttention | GatedDelta | StateSpace), (
             "a mixer not ours"
         )
         return self._mix(attention, Buffer(h_TD)).tensor
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
-        """See ``Step``."""
+        """Store keys and values of the step's tokens in a layer's cache blocks."""
         self._store(layer_idx, view_tensor(kv_T2Kd.contiguous().flatten(1, 2)))
 
     def _store(self, layer_idx: int, rows: _native.TensorView, first_head: int = 0) -> None:
@@ -185,7 +191,9 @@ class CpuStep:
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
-        """See ``Step``."""
+        """Attend with the given queries to the layer's stored keys and values; return [T, H
+        * d].
+        """
         del kv_T2Kd
         q = q_THd.contiguous()
         out = torch.empty_like(q)
@@ -193,7 +201,7 @@ class CpuStep:
         return out.view(len(q), -1)
 
     def _norm(self, norm: RmsNorm | None, x_TD: Buffer) -> Buffer:
-        """Return the normed residual, after adding what is pending to it."""
+        """Return the norm of the residual, after adding the pending sum to the residual."""
         pending = self._pending
         if norm is None:
             self.complete_(x_TD.tensor)
@@ -212,7 +220,7 @@ class CpuStep:
         return out
 
     def _norm_branch(self, norm: RmsNorm, branch_TD: Buffer) -> None:
-        """Norm what a branch computed, in place, and leave it to the next norm to add."""
+        """Norm a branch's output in place and let the next norm add it to the residual."""
         assert self._pending is None, "two addends without a norm between them"
         view = branch_TD.view
         _native.rms_norm(
@@ -223,7 +231,7 @@ class CpuStep:
     def _mix(
         self, attention: Attention | MlaAttention | GatedDelta | StateSpace, h_TD: Buffer
     ) -> Buffer:
-        """Do as ``mix``, in buffers of the step."""
+        """Run attention as ``mix`` does, but in the step's buffers."""
         if not isinstance(attention, Attention):
             return self._mix_otherwise(attention, h_TD)
         spec, layer_idx = attention.spec, attention.layer_idx
@@ -275,7 +283,7 @@ class CpuStep:
         return mixed
 
     def _mix_otherwise(self, mixer: MlaAttention | GatedDelta | StateSpace, h_TD: Buffer) -> Buffer:
-        """Do as ``mix`` for latents and for layers with a state."""
+        """Run latent attention, or a layer with a recurrent state, in the step's buffers."""
         if isinstance(mixer, MlaAttention):
             return self._mix_latents(mixer, h_TD)
         if isinstance(mixer, GatedDelta):
@@ -287,7 +295,9 @@ class CpuStep:
         return mixer.mix_native(h_TD, native, slots)
 
     def _place_values(self, spec: GqaSpec, product: Buffer) -> Buffer:
-        """Return queries, keys and values, each of as many items: keys again, or with zeros."""
+        """Return queries, keys and values with equal head sizes: values are keys again, or
+        zero-padded.
+        """
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv, end = self._head_buffer("placed", heads + 2 * kv_heads, d), (heads + kv_heads) * d
         qkv.tensor[:, :end].copy_(product.tensor[:, :end])
@@ -299,7 +309,7 @@ class CpuStep:
         return qkv
 
     def _norm_values(self, attention: Attention, qkv: Buffer) -> None:
-        """Norm each head's values, in place: as keys whose rotation by no angle changes no bit."""
+        """Norm each head's values in place, by the key kernel with a rotation of angle 0."""
         spec, held = attention.spec, attention.held_v
         assert held is not None and spec.qk_norm is not None, "a norm without weights"
         d, first = spec.head_dim, (spec.num_heads + spec.num_kv_heads) * spec.head_dim
@@ -341,7 +351,7 @@ class CpuStep:
         return mixed
 
     def _part(self, rows: Buffer, first: int, end: int, size: int = 0) -> Buffer:
-        """Return columns of a buffer of the step; viewed by heads if they have a size."""
+        """Return a view of some columns of a step's buffer, by heads if a head size is given."""
         key = ("part", id(rows), first, end, size)
         found: Buffer | None = self._buffers.get(key)
         if found is None:
@@ -389,7 +399,9 @@ class CpuStep:
         return buffers.values
 
     def _choose_tokens(self, attention: MlaAttention, h_TD: Buffer, buffers: LatentBuffers) -> None:
-        """Store the index keys, and choose by them what this layer and those that share attend."""
+        """Store index keys and choose by them the tokens that this layer, and those that share,
+        attend to.
+        """
         index, plan = attention.index, self._index
         queries, projected = buffers.index_queries, buffers.index_keys
         assert index is not None and queries is not None and projected is not None, "no index"
@@ -438,7 +450,7 @@ class CpuStep:
         return attention, place
 
     def _norm_all_heads(self, attention: Attention, qkv: Buffer) -> None:
-        """Norm the queries of all heads together, and the keys, in place."""
+        """Norm the queries as one vector over all heads, and likewise the keys, in place."""
         spec, norm, first = attention.spec, attention.spec.qk_norm, 0
         d, parts = (
             spec.head_dim,
@@ -470,7 +482,9 @@ class CpuStep:
         out_norm: RmsNorm | None = None,
         gate_T1: Buffer | None = None,
     ) -> None:
-        """Add the MLP's output to the residual; with a norm, leave it pending."""
+        """Add the MLP's output to the residual; with an output norm, leave it for the next norm to
+        add.
+        """
         if out_norm is None:
             self._multiply_mlp(mlp, x_TD, residual_TD, gate_T1, is_added=True)
         else:
@@ -487,7 +501,7 @@ class CpuStep:
         *,
         is_added: bool = False,
     ) -> None:
-        """Write the MLP's output, or add it."""
+        """Write the MLP's output to a buffer, or add it."""
         gate_up_matrix, down_matrix = mlp.matrices
         gate_up = self._buffer("gate_up", 2 * mlp.spec.intermediate_size)
         hidden = self._buffer("hidden", mlp.spec.intermediate_size)
@@ -499,7 +513,9 @@ class CpuStep:
     def _run_beside(
         self, beside: BesideExperts, mlp: Mlp, out_norm: RmsNorm, x_TD: Buffer, h_TD: Buffer
     ) -> None:
-        """Leave an MLP and the experts beside it, normed, to the next norm to add."""
+        """Run an MLP and the experts parallel to it; leave the normed sum for the next norm
+        to add.
+        """
         size = mlp.spec.hidden_size
         branch = self._buffer("mlp_out", size)
         self._multiply_mlp(mlp, h_TD, branch)
@@ -524,7 +540,7 @@ class CpuStep:
         self._norm_branch(out_norm, branch)
 
     def _add_input(self, layer: DecoderLayer, parts: LayerInput, x_TD: Buffer) -> None:
-        """Leave a layer's own input, normed, to the next norm to add."""
+        """Gate and norm a layer's additional input and leave it for the next norm to add."""
         assert self.layer_inputs is not None, "a layer with an input of its own without inputs"
         self.complete_(x_TD.tensor)
         own = self.layer_inputs[:, layer.layer_idx]
@@ -553,7 +569,7 @@ class CpuStep:
         return ExpertChoice(block, experts, residual_TD, x_TD, ids, weights)
 
     def _route(self, router: Router, x_TD: Buffer) -> tuple[Buffer, Buffer]:
-        """Return the experts of each row, and their weights."""
+        """Return the ids of each row's experts and their router weights."""
         dtype = router.matrix.out_dtype
         logits = self._buffer("router_logits", router.num_experts, dtype)
         weights = self._buffer("router_weights", router.top_k, dtype)
@@ -589,7 +605,9 @@ class CpuStep:
         ids_TK: Buffer,
         w_TK: Buffer,
     ) -> None:
-        """Add immediate experts and what the layer before deferred; carry this layer's on."""
+        """Add this layer's immediate experts and those the previous layer deferred; defer the
+        others.
+        """
         weights = w_TK.tensor.float()
         immediate, late = routing.split(ids_TK.tensor, weights)
         if not isinstance(experts, NativeExperts):
@@ -619,9 +637,9 @@ class CpuStep:
         self._run_mlp(shared, residual_TD, x_TD, gate_T1=gate)
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype | None = None) -> Buffer:
-        """Return the step's [T, size] of that name, with whatever it held last.
+        """Return the step's buffer [T, size] of this name; its previous contents remain.
 
-        The same for all layers, so it must be written before it is read in each.
+        All layers share it, so each layer must write it before reading it.
         """
         key = (name, size, self._dtype if dtype is None else dtype)
         found: Buffer | None = self._buffers.get(key)
@@ -630,7 +648,9 @@ class CpuStep:
         return found
 
     def _head_buffer(self, name: str, num_heads: int, head_dim: int) -> Buffer:
-        """Return the step's [T, num_heads * head_dim], viewed as [T, num_heads, head_dim]."""
+        """Return the step's buffer [T, num_heads * head_dim], viewed as [T, num_heads,
+        head_dim].
+        """
         found: Buffer | None = self._buffers.get((name, num_heads, head_dim))
         if found is None:
             made = Buffer.allocate(self._num_tokens, num_heads, head_dim, dtype=self._dtype)
@@ -639,7 +659,9 @@ class CpuStep:
         return found
 
     def _view_residual(self, x_TD: Tensor) -> Buffer:
-        """View the residual stream; layers pass the same tensor on, so it is viewed once."""
+        """View the residual stream natively; the view is cached, as layers pass the same
+        tensor on.
+        """
         if self._residual is None or self._residual.tensor is not x_TD:
             self._residual = Buffer(x_TD)
         return self._residual

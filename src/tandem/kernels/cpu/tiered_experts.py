@@ -1,8 +1,8 @@
-"""Routed experts that lie on disk, computed from slots in DRAM.
+"""Routed experts that lie on disk, computed from slots in host memory.
 
-In a step of few tokens the layer's policy decides which experts take slots; a step of many, such as
-a prefill, passes by the cache and leaves it as it was. Results are bitwise those of
-``PackedExperts``: the kernels are the same, and experts are summed in the same order.
+In a step of few tokens the layer's policy decides which experts are kept in slots; a step of many,
+such as a prefill, bypasses the slots and leaves them unchanged. Results are bitwise those of
+``PackedExperts``: kernels and order of sums are the same.
 
 Shapes: T tokens, D hidden, E experts, K experts per token.
 """
@@ -33,21 +33,22 @@ from tandem.placement.experts.tier import GuessGate
 __all__ = ["DiskExperts", "TierShare", "TieredExperts"]
 
 MAX_CACHED_TOKENS = 16
-"""Tokens of a step up to which it goes through the cache: decodes of some requests and drafts. A
-prefill uses nearly all experts of a layer once, and would push out those that decodes use."""
+"""Most tokens of a step that uses the slots: decodes of some requests, with draft tokens. A prefill
+uses nearly all experts of a layer once, and would evict those that decodes use.
+"""
 MAX_GUESSES = 4
-"""Experts of a layer that a step reads before they are asked for."""
+"""Most experts of a layer that a step reads ahead."""
 
 
 class TieredExperts(PackedExperts):
-    """Experts of one layer that lie in a file; see ``PackedExperts``, whose results these are.
+    """Experts of one layer that lie in a file; results are bitwise those of ``PackedExperts``.
 
     Args:
-        tier: memory, shared by the layers.
-        path: the file that holds the packed experts, one after the other.
-        num_slots: of this layer.
-        policy: decides about the slots.
-        settings: of ``PackedExperts``: its arguments, without those of memory.
+        tier: memory that the layers share.
+        path: file that holds the packed experts one after the other.
+        num_slots: slots of this layer.
+        policy: decides which experts are kept in the slots.
+        settings: arguments of ``PackedExperts``, without those about memory.
     """
 
     def __init__(
@@ -78,9 +79,10 @@ class TieredExperts(PackedExperts):
         out_TD: Buffer,
         on_begun: Callable[[], None] | None = None,
     ) -> None:
-        """See ``PackedExperts``; raises what a read of the disk raises.
+        """Read missing experts and write the weighted sum to ``out_TD``; raises the errors of the
+        reads.
 
-        ``on_begun`` is called when the disk has the reads, before it is waited for.
+        ``on_begun`` is called once the reads have begun, before the first is waited for.
         """
         given = (x_TD, ids_TK, weights_TK, out_TD)
         layer, memory = self._layer, self._tier.memory
@@ -94,7 +96,7 @@ class TieredExperts(PackedExperts):
 
     @property
     def layer(self) -> LayerSlots:
-        """The slots."""
+        """Slots and pending reads of this layer."""
         return self._layer
 
     def forward(
@@ -106,7 +108,9 @@ class TieredExperts(PackedExperts):
         delta_PC: Tensor | None = None,
         kept_PC: Tensor | None = None,
     ) -> Tensor:
-        """See ``PackedExperts``; raises what a read of the disk raises, and for gradients."""
+        """Return the weighted sum; raises the errors of disk reads, and UnsupportedError for
+        gradients.
+        """
         if delta_PC is not None or kept_PC is not None:
             what = "experts on disk have no gradients: train with all of them in memory"
             raise UnsupportedError("kernels.run_experts", what)
@@ -123,7 +127,7 @@ class TieredExperts(PackedExperts):
     def submit(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Future[None], Tensor]:
-        """See ``PackedExperts``."""
+        """Begin ``forward`` in the background; return a future of its end and the output tensor."""
         out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
         tensors = (x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
         return start_submitter(os.getpid()).submit(self._run_tensors, *tensors), out_TD
@@ -131,23 +135,23 @@ class TieredExperts(PackedExperts):
 
 @dataclass(frozen=True, slots=True)
 class TierShare:
-    """A layer's share of an ``ExpertTier``."""
+    """A layer's share of the slots of an ``ExpertTier``."""
 
     tier: ExpertTier
     num_slots: int
     make_policy: Callable[[int], CachePolicy]
-    """Takes the number of slots."""
+    """Function that makes the layer's cache policy for a number of slots."""
 
 
 class DiskExperts(NativeExperts):
-    """Experts in a weight format that stay on disk; see ``NativeExperts``.
+    """Routed experts in a weight format that stay on disk, with slots in memory.
 
     Args:
-        spec: as of ``NativeExperts``.
-        weight_format: as of ``NativeExperts``.
-        pool: as of ``NativeExperts``.
+        spec: sizes and activation of the experts.
+        weight_format: how the weights are stored.
+        pool: runs the kernels; borrowed for the life of the operator.
         cache: keeps the file that experts are read from.
-        share: memory for those in use.
+        share: slots in memory for experts in use.
     """
 
     def __init__(
@@ -166,17 +170,17 @@ class DiskExperts(NativeExperts):
         self._router: Router | None = None
         self._gate = GuessGate()
         self._guesses: list[int] = []
-        """Experts without a slot that this step was guessed to choose."""
+        """Experts without a slot that this step was predicted to choose."""
 
     @property
     def counters(self) -> TierCounters:
-        """Counters of the memory that all layers share."""
+        """Counters of the memory tier that all layers share."""
         return self._share.tier.counters
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Open the file of packed weights; pack and write it first if there is none.
+        """Open the file of packed weights; pack the weights and write it first if it is missing.
 
-        Raises: CapacityError (it cannot be written).
+        Raises: CapacityError (the file cannot be written).
         """
         cache, size_bytes = self._disk_cache, self.size_bytes
         path = cache.locate(name, size_bytes)
@@ -213,21 +217,23 @@ class DiskExperts(NativeExperts):
 
     @property
     def is_in_one_piece(self) -> bool:
-        """See ``NativeExperts``: they are on disk."""
+        """False: the weights are on disk."""
         return False
 
     def follow(self, before: "DiskExperts", router: Router) -> None:
-        """Guess these experts while the layer before computes, by their router on its input.
+        """Predict these experts while the previous layer computes: run this router on its input.
 
         Args:
-            before: the experts of the layer before.
-            router: of this layer.
+            before: the experts of the previous layer.
+            router: the router of this layer.
         """
         self._router, self._gate = router, GuessGate()
         before._follower = self
 
     def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer) -> None:
-        """See ``NativeExperts``; begins to read what the next layer may need, if that pays."""
+        """Write the experts' sum; begin to read experts that the next layer may need, if
+        that pays.
+        """
         tiered, follower = self._experts, self._follower
         assert isinstance(tiered, TieredExperts), "not loaded"
         if self._guesses:
@@ -239,7 +245,9 @@ class DiskExperts(NativeExperts):
         tiered.run(x_TD, ids_TK, w_TK, out_TD, on_begun)
 
     def _guess(self, x_TD: Tensor) -> None:
-        """Guess from the input of the layer before; read if guesses were right often enough."""
+        """Predict experts from the previous layer's input; read them if predictions were often
+        right.
+        """
         tiered, router = self._experts, self._router
         assert isinstance(tiered, TieredExperts), "not loaded"
         assert router is not None, "nothing to guess by"

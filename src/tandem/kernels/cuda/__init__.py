@@ -1,1 +1,1 @@
-"""A CUDA GPU behind the ``Device`` protocol; has run on no hardware yet."""
+"""A CUDA GPU behind the ``Device`` protocol."""

@@ -1,11 +1,11 @@
 """A CUDA GPU as a ``Device``: streams, events and graphs of torch, host functions of the driver.
 
-All of CUDA is in this file, and no decision: which work goes where is decided by those who queue
-it. torch has no host functions, so ``cuLaunchHostFunc`` is called in the driver's library, which
-is opened at run time; the build needs no CUDA. The driver calls back on a thread of its own, which
-takes the GIL. A function must not call CUDA; what it raises ends the stream's host functions until
-``synchronize`` raises it. The collector of cycles runs in any thread and may free a graph, which
-calls CUDA: it is paused while host functions are queued, and during a capture, which it would end.
+This file holds all CUDA calls and no scheduling decisions. torch has no host functions, so
+``cuLaunchHostFunc`` of the driver's library is called, which is opened at run time; the build needs
+no CUDA. The driver calls host functions on a thread of its own, which takes the GIL. They must not
+call CUDA. After an exception the stream skips its host functions until ``synchronize`` raises it.
+Python's garbage collector runs in any thread and may free a graph, which calls CUDA: so it is
+paused while host functions are queued, and during a capture, which it would abort.
 
 ``tools/hardware_check.py`` runs it on a GPU.
 """
@@ -29,12 +29,13 @@ HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Driver:
-    """The calls of the driver's library that torch does not make.
+    """Calls of the CUDA driver's library that torch does not offer.
 
     Args:
-        library: name or path of it.
+        library: name or path of the library.
 
-    Raises: UnsupportedError (not there, too old, or it refuses); the text says which.
+    Raises: UnsupportedError (the library is missing, too old, or finds no device; the text says
+        which).
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -57,11 +58,11 @@ class Driver:
             raise UnsupportedError("kernels.open_cuda", what)
 
     def launch_host(self, stream: int, function: Any) -> None:
-        """Queue a ``HOST_FUNCTION``, which the caller keeps alive until it has run.
+        """Queue a ``HOST_FUNCTION``, on a stream; the caller keeps it alive until it has run.
 
         Args:
             stream: handle of a stream.
-            function: called without an argument.
+            function: called with a null argument.
 
         Raises: InternalError (the driver refuses).
         """
@@ -77,7 +78,7 @@ class Driver:
 
 
 class _CollectionPause:
-    """Keeps the collector of cycles from running while anybody holds it; one per process."""
+    """A counter that pauses Python's garbage collector while it is above zero; one per process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -85,7 +86,7 @@ class _CollectionPause:
         self._was_enabled = False
 
     def acquire(self) -> None:
-        """Stop collections until ``release``."""
+        """Pause the garbage collector until ``release``."""
         with self._lock:
             if self._count == 0:
                 self._was_enabled = gc.isenabled()
@@ -93,7 +94,7 @@ class _CollectionPause:
             self._count += 1
 
     def release(self) -> None:
-        """Allow collections again if nobody else holds them back."""
+        """Resume the garbage collector if no other caller has paused it."""
         with self._lock:
             self._count -= 1
             if self._count == 0 and self._was_enabled:
@@ -104,10 +105,10 @@ _pause = _CollectionPause()
 
 
 class CudaStream:
-    """See ``Stream``.
+    """A CUDA stream with the host functions that it may still call.
 
     Args:
-        stream: of torch.
+        stream: torch's stream.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -115,17 +116,17 @@ class CudaStream:
         self.kept: list[Any] = []
         """Host functions that the driver may still call."""
         self.captured: list[Any] | None = None
-        """The same of the graph that is captured, if one is."""
+        """Host functions of the graph that is being captured; None outside of a capture."""
         self.failure: BaseException | None = None
         self._is_paused = False
 
     def wait(self, event: Event) -> None:
-        """See ``Stream``."""
+        """Let later work of this stream wait for an event."""
         assert isinstance(event, CudaEvent), "an event of another device"
         self.stream.wait_event(event.event)
 
     def synchronize(self) -> None:
-        """See ``Stream``."""
+        """Wait until all queued work is done; raise the first error of a host function."""
         try:
             self.stream.synchronize()
         finally:
@@ -136,7 +137,7 @@ class CudaStream:
             raise failure
 
     def pause_collection(self) -> None:
-        """Stop the collector of cycles until ``synchronize``: host functions are queued."""
+        """Pause the garbage collector until ``synchronize``, because host functions are queued."""
         if not self._is_paused:
             self._is_paused = True
             _pause.acquire()
@@ -150,7 +151,7 @@ class CudaStream:
         self._resume_collection()
 
     def wrap(self, function: Callable[[], None]) -> Any:
-        """Return a function that the driver can call; kept alive here."""
+        """Wrap a Python function for the driver to call; the wrapper is kept alive here."""
 
         def call(_: int | None) -> None:
             if self.failure is not None:
@@ -166,30 +167,30 @@ class CudaStream:
 
 
 class CudaEvent:
-    """See ``Event``."""
+    """A CUDA event."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event()
 
     def record(self, stream: Stream) -> None:
-        """See ``Event``."""
+        """Record the event after the work that the stream has queued."""
         self.event.record(_as_own(stream).stream)
 
     def is_done(self) -> bool:
-        """See ``Event``."""
+        """Return True if the work before the event is done."""
         return self.event.query()
 
     def synchronize(self) -> None:
-        """See ``Event``."""
+        """Wait until the work before the event is done."""
         self.event.synchronize()
 
 
 class CudaGraph:
-    """See ``Graph``.
+    """A captured CUDA graph.
 
     Args:
-        graph: of torch.
-        functions: that it calls; kept alive.
+        graph: torch's graph.
+        functions: host functions that the graph calls, kept alive.
     """
 
     def __init__(self, graph: Any, functions: list[Any]) -> None:
@@ -198,10 +199,10 @@ class CudaGraph:
 
 
 class CudaMemory:
-    """See ``DeviceMemory``: all of it is reserved from the start.
+    """GPU memory, all of which is allocated from the start.
 
     Args:
-        tensor: of all bytes.
+        tensor: the memory as bytes.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -209,18 +210,18 @@ class CudaMemory:
         self.reserved_bytes = tensor.nbytes
 
     def reserve(self, end_bytes: int) -> None:
-        """See ``Reservation``."""
+        """Check that ``end_bytes`` lie within the memory, which is all allocated already."""
         assert end_bytes <= self.reserved_bytes, "beyond the memory"
 
 
 class CudaDevice:
-    """See ``Device``.
+    """A CUDA GPU as a ``Device``.
 
     Args:
-        name: as torch writes it, such as ``cuda:0``.
+        name: device name as torch writes it, such as ``cuda:0``.
         driver: calls of the driver; None opens the library.
 
-    Raises: UnsupportedError (no such device here).
+    Raises: UnsupportedError (there is no such device).
     """
 
     is_host = False
@@ -231,16 +232,16 @@ class CudaDevice:
         self._driver = Driver() if driver is None else driver
 
     def name_arithmetic(self) -> str:
-        """See ``Device``: libraries choose the order of sums by the chip."""
+        """Return the GPU's name, since CUDA libraries choose the order of sums by the chip."""
         return torch.cuda.get_device_name(self.torch_device)
 
     def count_free_bytes(self) -> int:
-        """See ``Device``."""
+        """Return the GPU's free memory in bytes."""
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
         return free_bytes
 
     def allocate(self, size_bytes: int) -> Tensor:
-        """See ``Device``."""
+        """Return zeroed GPU memory. Raises: CapacityError."""
         try:
             return torch.zeros(size_bytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
@@ -248,15 +249,15 @@ class CudaDevice:
             raise CapacityError("kernels.allocate", what) from error
 
     def map_memory(self, size_bytes: int) -> CudaMemory:
-        """See ``Device``."""
+        """Allocate GPU memory, all of it at once."""
         return CudaMemory(self.allocate(size_bytes))
 
     def allocate_staging(self, size_bytes: int) -> Tensor:
-        """See ``Device``: pages that stay where they are."""
+        """Return pinned host memory, which the GPU copies from and to asynchronously."""
         return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream | None = None) -> None:
-        """See ``Device``."""
+        """Copy a tensor, at once or asynchronously on a stream."""
         if stream is None:
             target.copy_(source)
             return
@@ -264,25 +265,25 @@ class CudaDevice:
             target.copy_(source, non_blocking=True)
 
     def make_stream(self) -> CudaStream:
-        """See ``Device``."""
+        """Return a new stream."""
         return CudaStream(torch.cuda.Stream(self.torch_device))
 
     def follow(self, stream: Stream) -> None:
-        """See ``Device``."""
+        """Let a stream wait for the work that torch has queued on its current stream."""
         _as_own(stream).stream.wait_stream(torch.cuda.current_stream(self.torch_device))
 
     def make_event(self) -> CudaEvent:
-        """See ``Device``."""
+        """Return a new event."""
         return CudaEvent()
 
     def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
-        """See ``Device``."""
+        """Run ``work``, whose torch operators are queued on the stream."""
         del name
         with torch.cuda.stream(_as_own(stream).stream), torch.inference_mode():
             work()
 
     def call_host(self, stream: Stream, function: Callable[[], None], name: str = "") -> None:
-        """See ``Device``."""
+        """Queue a host function on the stream, by the driver."""
         del name
         own = _as_own(stream)
         if own.captured is None:
@@ -290,7 +291,7 @@ class CudaDevice:
         self._driver.launch_host(own.stream.cuda_stream, own.wrap(function))
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> CudaGraph:
-        """See ``Device``."""
+        """Capture the work that ``work`` queues on a stream, as a CUDA graph."""
         own, graph = _as_own(stream), torch.cuda.CUDAGraph()
         if own.captured is not None:
             raise InternalError("kernels.capture", "the stream is being captured already")
@@ -312,7 +313,7 @@ class CudaDevice:
         return CudaGraph(graph, functions)
 
     def launch(self, graph: Graph, stream: Stream) -> None:
-        """See ``Device``."""
+        """Launch a captured graph on a stream."""
         assert isinstance(graph, CudaGraph), "a graph of another device"
         own = _as_own(stream)
         if graph.functions:

@@ -1,1 +1,1 @@
-"""A device that is none, for tests: CPU operators behind the ``Device`` protocol."""
+"""Simulated devices for tests: CPU operators behind the ``Device`` protocol."""

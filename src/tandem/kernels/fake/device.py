@@ -1,8 +1,8 @@
-"""A device that is none, in threads: for the order of work.
+"""A simulated device whose streams are threads, for tests of the order of work.
 
-Each stream is a thread that does its work in order, later than it was queued and beside other
-streams and the host, as a GPU would. Operators are the CPU's. Nothing here measures time: ``delay``
-lets a test hold work back, which must change no result.
+Each stream is a thread that does its work in order, later than it was queued and in parallel with
+other streams and the host, as a GPU would. Operators are the CPU's. Time is not modelled: ``delay``
+lets a test hold work back, which must not change results.
 """
 
 import threading
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["FakeDevice"]
 
 WAIT_S = 60.0
-"""The longest wait of a host for the device: far above what a step takes."""
+"""Longest time in seconds that the host waits for the device, far above the length of a step."""
 
 Work = Callable[[], None]
 
 
 class FakeStream:
-    """See ``Stream``.
+    """A stream whose work runs in order on a thread of its own.
 
     Args:
-        delay: called with the name of a piece of work before it is done.
+        delay: called with the name of each piece of work before it runs.
     """
 
     def __init__(self, delay: Callable[[str], None]) -> None:
@@ -50,7 +50,7 @@ class FakeStream:
         self._thread.start()
 
     def put(self, name: str, work: Work) -> None:
-        """Queue a piece of work, or keep it for the graph."""
+        """Queue a piece of work, or record it during a capture."""
         if self.captured is not None:
             self.captured.append((name, work))
             return
@@ -62,12 +62,12 @@ class FakeStream:
             self._ready.notify_all()
 
     def wait(self, event: Event) -> None:
-        """See ``Stream``."""
+        """Let later work of this stream wait for an event."""
         own = _as_event(event)
         self.put("wait", partial(own.place.wait_done, own.number))
 
     def synchronize(self) -> None:
-        """See ``Stream``."""
+        """Wait until all queued work is done; raise the first error of it."""
         if self.captured is not None:
             raise InternalError("kernels.capture", "waiting for a stream while it is captured")
         with self._ready:
@@ -80,23 +80,23 @@ class FakeStream:
 
     @property
     def num_queued(self) -> int:
-        """Pieces of work that were ever queued."""
+        """Number of pieces of work that were ever queued."""
         with self._ready:
             return self._num_queued
 
     def is_done(self, number: int) -> bool:
-        """Return True if the first pieces of work, so many, are done."""
+        """Return True if the first ``number`` pieces of work are done."""
         with self._ready:
             return self._num_done >= number
 
     def wait_done(self, number: int) -> None:
-        """Wait until the first pieces of work, so many, are done."""
+        """Wait until the first ``number`` pieces of work are done."""
         with self._ready:
             if not self._ready.wait_for(lambda: self._num_done >= number, WAIT_S):
                 raise DeadlineError("kernels.fake_device", f"a stream stood still for {WAIT_S} s")
 
     def close(self) -> None:
-        """End the thread; what is queued still is done."""
+        """End the thread after the work that is still queued."""
         with self._ready:
             self._is_closed = True
             self._ready.notify_all()
@@ -124,33 +124,33 @@ class FakeStream:
 
 
 class FakeEvent:
-    """See ``Event``."""
+    """An event: a stream and the number of its pieces of work that the event follows."""
 
     def __init__(self, place: FakeStream) -> None:
         self.place = place
         self.number = 0
 
     def record(self, stream: Stream) -> None:
-        """See ``Event``."""
+        """Record the event after the work that the stream has queued."""
         self.place = _as_own(stream)
         if self.place.captured is not None:
             raise InternalError("kernels.capture", "an event of a captured stream is not kept")
         self.number = self.place.num_queued
 
     def is_done(self) -> bool:
-        """See ``Event``."""
+        """Return True if the work before the event is done."""
         return self.place.is_done(self.number)
 
     def synchronize(self) -> None:
-        """See ``Event``."""
+        """Wait until the work before the event is done."""
         self.place.wait_done(self.number)
 
 
 class FakeGraph:
-    """See ``Graph``.
+    """A captured graph: a list of named pieces of work.
 
     Args:
-        work: in order, each with its name; done at each launch.
+        work: (name, function), run in this order at each launch.
     """
 
     def __init__(self, work: list[tuple[str, Work]]) -> None:
@@ -158,10 +158,10 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """See ``Device``. Use as a context manager, or close it: streams are threads.
+    """A simulated device with a thread per stream; close it, or use it as a context manager.
 
     Args:
-        delay: called on a stream's thread with the name of each piece of work before it is done.
+        delay: called on a stream's thread with the name of each piece of work before it runs.
     """
 
     torch_device = torch.device("cpu")
@@ -185,56 +185,56 @@ class FakeDevice:
         self._streams = []
 
     def name_arithmetic(self) -> str:
-        """See ``Device``: operators are the CPU's."""
+        """Return the instruction set that torch's CPU operators use."""
         return CPU.name_arithmetic()
 
     def count_free_bytes(self) -> int:
-        """See ``Device``: memory is the host's."""
+        """Return the host's available memory in bytes."""
         return CPU.count_free_bytes()
 
     def allocate(self, size_bytes: int) -> Tensor:
-        """See ``Device``."""
+        """Return zeroed memory that the host may not read or write directly."""
         return hide(CPU.allocate(size_bytes))
 
     def map_memory(self, size_bytes: int) -> CpuMemory:
-        """See ``Device``; operators that run outside of a stream use it."""
+        """Return host memory, for operators that run outside of a stream."""
         return CPU.map_memory(size_bytes)
 
     def allocate_staging(self, size_bytes: int) -> Tensor:
-        """See ``Device``: memory of the host."""
+        """Return ordinary host memory."""
         return CPU.allocate(size_bytes)
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream | None = None) -> None:
-        """See ``Device``."""
+        """Copy a tensor, at once or as an operation of a stream."""
         if stream is None:
             _copy(source, target)
         else:
             _as_own(stream).put("copy", partial(_copy, source, target))
 
     def make_stream(self) -> FakeStream:
-        """See ``Device``."""
+        """Return a new stream with its thread."""
         self._streams.append(FakeStream(self._delay))
         return self._streams[-1]
 
     def follow(self, stream: Stream) -> None:
-        """See ``Device``: such operators are done when they return."""
+        """Do nothing: CPU operators are complete when they return."""
 
     def make_event(self) -> FakeEvent:
-        """See ``Device``."""
+        """Return a new event."""
         if not self._streams:
             self.make_stream()
         return FakeEvent(self._streams[0])
 
     def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
-        """See ``Device``."""
+        """Queue device work on a stream."""
         _as_own(stream).put(name or "run", partial(_run, work))
 
     def call_host(self, stream: Stream, function: Callable[[], None], name: str = "") -> None:
-        """See ``Device``; the stream's thread is the host meanwhile."""
+        """Queue a host function; the stream's thread runs it as the host, without device memory."""
         _as_own(stream).put(name or "host", function)
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> FakeGraph:
-        """See ``Device``."""
+        """Capture the work that ``work`` queues on a stream, as a graph."""
         own = _as_own(stream)
         if own.captured is not None:
             raise InternalError("kernels.capture", "the stream is being captured already")
@@ -246,7 +246,7 @@ class FakeDevice:
         return FakeGraph(captured)
 
     def launch(self, graph: Graph, stream: Stream) -> None:
-        """See ``Device``."""
+        """Queue the work of a captured graph on a stream."""
         assert isinstance(graph, FakeGraph), "a graph of another device"
         for name, work in graph.work:
             _as_own(stream).put(name, work)

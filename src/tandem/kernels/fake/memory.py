@@ -1,8 +1,8 @@
-"""Memory of a device that is none: tensors that the host must not look into.
+"""Memory of a simulated device: tensors whose values the host must not read or write.
 
-The bytes are ordinary memory, so that CPU operators run on them, but only where a stream of the
-fake device works. Elsewhere a tensor gives its shape, its place and views of itself; whatever
-would read or write its values raises, as it would be wrong or slow on a real device.
+The bytes are ordinary memory, on which CPU operators can run, but only inside a stream of the
+simulated device. On the host a tensor gives its shape, its address and views of itself; any access
+to values raises, as it would be wrong or slow on a real device.
 """
 
 import threading
@@ -44,12 +44,12 @@ PLACE_ONLY = frozenset(
         "view",
     }
 )
-"""Methods that look at where a tensor lies, not at what it holds."""
+"""Methods that use a tensor's shape and address but not its values."""
 
 
 @contextmanager
 def on_device() -> Iterator[None]:
-    """Let this thread use device memory meanwhile: it is a stream that does its work."""
+    """Allow this thread to access device memory, as a stream does while it works."""
     before = getattr(_state, "is_device", False)
     _state.is_device = True
     try:
@@ -59,7 +59,7 @@ def on_device() -> Iterator[None]:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the fake device."""
+    """A tensor in the memory of the simulated device."""
 
     @classmethod
     def __torch_function__(
@@ -87,5 +87,5 @@ class DeviceTensor(torch.Tensor):
 
 
 def hide(tensor: Tensor) -> Tensor:
-    """Return the tensor as memory of the device."""
+    """Return a view of the tensor as memory of the simulated device."""
     return tensor.as_subclass(DeviceTensor)

@@ -1,9 +1,10 @@
-"""A device that is none, whose graphs hold operators as a GPU's do: for what may be captured.
+"""A simulated device whose graphs record operators as a GPU's do, for tests of what can be
+captured.
 
-Memory is the host's, operators are torch's. While a stream is captured, each operator is noted with
-its tensors, and nothing else of what the work does; a launch repeats the operators on the same
-memory. So Python that a graph would not repeat is not repeated here either, memory that moved is
-read where it was, and a look at a value raises.
+Memory is the host's and operators are torch's. During a capture each operator is recorded with its
+tensors, and nothing else that the code does; a launch repeats the operators on the same memory. So,
+as on a GPU, Python code is not repeated, memory that was moved later is still read at its old
+address, and reading a tensor's value raises.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,17 +24,17 @@ __all__ = ["TapeDevice"]
 
 
 class Tape(TorchDispatchMode):
-    """Notes operators, so that they can be repeated."""
+    """A recorder of torch operators that can repeat them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[Callable[[], None]] = []
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
-        """By address, memory that operators write to, and what was there."""
+        """Memory that recorded operators write to, with its contents before them, by address."""
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Undo what the operators did, as a capture does nothing yet."""
+        """Undo the operators' writes, because a capture must not execute anything."""
         for memory, before in self._before.values():
             memory.copy_(before)
 
@@ -50,7 +51,7 @@ class Tape(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, and note it."""
+        """Run an operator and record it."""
         if torch.Tag.data_dependent_output in func.tags:
             raise InternalError("kernels.capture", f"{func} looks at a value in a graph")
         given = dict(kwargs or {})
@@ -73,14 +74,16 @@ def _list_tensors(values: Any) -> list[Tensor]:
 
 
 def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Tensor]) -> None:
-    """Run an operator again; what it makes goes where it went first."""
+    """Run an operator again and copy its new tensors into those of the first run."""
     for new, kept in zip(_list_tensors(func(*args, **kwargs)), made, strict=True):
         if new.data_ptr() != kept.data_ptr():
             kept.copy_(new)
 
 
 class TapeDevice(CpuDevice):
-    """See ``Device``; a stream does an operation before the call that queues it returns."""
+    """A device whose graphs are recorded operators; a stream completes work before the queueing
+    call returns.
+    """
 
     is_host = False
     has_native_kernels = False
@@ -89,7 +92,7 @@ class TapeDevice(CpuDevice):
         self._tapes: list[Tape] = []
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> CpuGraph:
-        """See ``Device``."""
+        """Capture the operators that ``work`` runs, then undo their writes."""
         try:
             return super().capture(stream, work)
         finally:
@@ -100,7 +103,7 @@ class TapeDevice(CpuDevice):
             self._tapes.clear()
 
     def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
-        """See ``Device``: captured, it runs once."""
+        """Run work at once; during a capture, record its operators."""
         assert isinstance(stream, CpuStream), "a stream of another device"
         if stream.captured is None:
             super().run(stream, work, name)

@@ -1,8 +1,9 @@
-"""A device that is none, on a virtual clock: when which lane would work, by modelled speeds.
+"""A simulated device on a virtual clock: when each stream would work, from modelled speeds.
 
-Nothing is computed. Each stream and the host's experts are lanes; work takes what ``costs`` says of
-its name, copies their bytes over the link. So the orchestration that runs on a GPU draws its
-timeline, and a change of it shows as idle time.
+Nothing is computed. Each stream is a lane of a timeline, and so are the host's experts; a piece of
+work takes the time that ``costs`` gives for its name, a copy takes its bytes over the link's speed.
+So the code that schedules work for a GPU produces a timeline, in which a change of scheduling shows
+as idle time.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ HOST_LANE = "host"
 
 
 class Span(NamedTuple):
-    """A piece of work of a lane."""
+    """A piece of work on the timeline."""
 
     lane: str
     name: str
@@ -31,7 +32,7 @@ class Span(NamedTuple):
 
 
 class TimelineStream:
-    """See ``Stream``: a lane, busy until ``now_s``."""
+    """A stream as a lane of the timeline, busy until ``now_s``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -39,44 +40,44 @@ class TimelineStream:
         self.captured: list[Callable[[], None]] | None = None
 
     def put(self, work: Callable[[], None]) -> None:
-        """Do a piece of work in virtual time, or keep it for the graph."""
+        """Run a piece of work in virtual time, or record it during a capture."""
         if self.captured is None:
             work()
         else:
             self.captured.append(work)
 
     def wait(self, event: Event) -> None:
-        """See ``Stream``."""
+        """Advance this stream's clock to the event's time."""
         assert isinstance(event, TimelineEvent), "an event of another device"
         self.now_s = max(self.now_s, event.at_s)
 
     def synchronize(self) -> None:
-        """See ``Stream``; the host reads no clock, so it waits for nothing."""
+        """Do nothing: the host has no clock here, so it never waits."""
 
 
 class TimelineEvent:
-    """See ``Event``."""
+    """An event with its virtual time."""
 
     def __init__(self) -> None:
         self.at_s = 0.0
 
     def record(self, stream: Stream) -> None:
-        """See ``Event``."""
+        """Set the event's time to the stream's present time."""
         self.at_s = _as_own(stream).now_s
 
     def is_done(self) -> bool:
-        """See ``Event``."""
+        """Return True: the host has no clock here."""
         return True
 
     def synchronize(self) -> None:
-        """See ``Event``."""
+        """Do nothing: the host has no clock here."""
 
 
 class TimelineGraph:
-    """See ``Graph``.
+    """A captured graph: a list of pieces of work.
 
     Args:
-        work: in order.
+        work: run in this order at each launch.
     """
 
     def __init__(self, work: list[Callable[[], None]]) -> None:
@@ -84,15 +85,15 @@ class TimelineGraph:
 
 
 class TimelineDevice:
-    """See ``Device``.
+    """A simulated device that only computes when work would run.
 
     Args:
-        costs: seconds of device work by name; of host functions, of what they submit to the host's
-            lane (0: they submit nothing).
-        link_bytes_per_s: between host and device.
-        launch_s: of each piece of work that is no part of a graph, on the stream.
-        handover_s: of each host function.
-        late_share: of what a host function submits, the part that nobody waits for in its layer.
+        costs: gives the seconds of device work by its name; for host functions, of the job that
+            they submit to the host's lane (0: they submit none).
+        link_bytes_per_s: speed of copies between host and device.
+        launch_s: seconds that the stream needs to launch work outside of a graph.
+        handover_s: seconds that the stream needs for each host function.
+        late_share: share of a host job for which its layer does not wait (deferred experts).
     """
 
     torch_device = torch.device("cpu")
@@ -116,55 +117,57 @@ class TimelineDevice:
         self._host_s = 0.0
         self._is_replay = False
         self._due: list[float] = []
-        """Ends of jobs of the host's lane that nobody has waited for, oldest first."""
+        """End times of host jobs that no stream has waited for yet, oldest first."""
         self.spans: list[Span] = []
 
     def name_arithmetic(self) -> str:
-        """See ``Device``; nothing is computed."""
+        """Return the CPU's name, although nothing is computed."""
         return CPU.name_arithmetic()
 
     def count_free_bytes(self) -> int:
-        """See ``Device``: memory is the host's."""
+        """Return the host's available memory in bytes."""
         return CPU.count_free_bytes()
 
     def allocate(self, size_bytes: int) -> Tensor:
-        """See ``Device``."""
+        """Return host memory."""
         return CPU.allocate(size_bytes)
 
     def map_memory(self, size_bytes: int) -> CpuMemory:
-        """See ``Device``."""
+        """Return host memory."""
         return CPU.map_memory(size_bytes)
 
     def allocate_staging(self, size_bytes: int) -> Tensor:
-        """See ``Device``."""
+        """Return host memory."""
         return CPU.allocate(size_bytes)
 
     def make_stream(self) -> TimelineStream:
-        """See ``Device``."""
+        """Return a new stream, a lane of the timeline."""
         self._num_streams += 1
         return TimelineStream(f"stream {self._num_streams}")
 
     def follow(self, stream: Stream) -> None:
-        """See ``Device``: such operators are done when they return."""
+        """Do nothing: such operators are complete when they return."""
 
     def make_event(self) -> TimelineEvent:
-        """See ``Device``."""
+        """Return a new event."""
         return TimelineEvent()
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream | None = None) -> None:
-        """See ``Device``."""
+        """Add a copy to the stream's lane; it takes its bytes over the link's speed."""
         assert stream is not None, "a copy that no stream does"
         own = _as_own(stream)
         own.put(partial(self._spend, own, "copy", target.nbytes / self._link))
 
     def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
-        """See ``Device``; the work is not called."""
+        """Add the cost of the work's name to the stream's lane; the work is not called."""
         del work
         own = _as_own(stream)
         own.put(partial(self._spend, own, name, self._costs(name)))
 
     def call_host(self, stream: Stream, function: Callable[[], None], name: str = "") -> None:
-        """See ``Device``; ``submit ...`` begins a job of the host's lane, ``wait ...`` ends it."""
+        """Model a host function: ``submit ...`` begins a job in the host's lane, ``wait ...`` waits
+        for its end.
+        """
         del function
         own = _as_own(stream)
         verb = name.partition(" ")[0]
@@ -173,7 +176,7 @@ class TimelineDevice:
         own.put(partial(self._submit if verb == "submit" else self._wait, own, name))
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> TimelineGraph:
-        """See ``Device``."""
+        """Capture the work that ``work`` queues on a stream, as a graph."""
         own = _as_own(stream)
         own.captured = captured = []
         try:
@@ -183,7 +186,7 @@ class TimelineDevice:
         return TimelineGraph(captured)
 
     def launch(self, graph: Graph, stream: Stream) -> None:
-        """See ``Device``: launched once, whatever is in it."""
+        """Run a captured graph in virtual time; it costs one launch, whatever it contains."""
         assert isinstance(graph, TimelineGraph), "a graph of another device"
         _as_own(stream).now_s += self._launch_s
         self._is_replay = True
@@ -194,12 +197,12 @@ class TimelineDevice:
             self._is_replay = False
 
     def count_busy_s(self, lane: str) -> float:
-        """Return the seconds that a lane worked."""
+        """Return the seconds for which a lane was busy."""
         return sum(span.end_s - span.begin_s for span in self.spans if span.lane == lane)
 
     @property
     def end_s(self) -> float:
-        """End of the last piece of work."""
+        """End time of the last piece of work, in seconds."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def _spend(self, stream: TimelineStream, name: str, seconds: float) -> None:

@@ -1,1 +1,1 @@
-"""Routed experts of the host on their way to a device, and the parts that both compute."""
+"""Routed experts of the host that a device computes after their weights are copied to it."""

@@ -1,9 +1,9 @@
-"""Routed experts of the host that a device computes, after their weights have come there.
+"""Routed experts of the host that a device computes after their weights are copied to it.
 
-``ExpertLoads`` says of a layer's experts how the host writes one to staging memory and how the
-device computes those that lie in its own. ``PackedLoads`` moves weights as they are packed, for a
-device that native kernels run on; ``UnpackedLoads`` moves numbers of the model's dtype, whatever
-the weight format, and multiplies by torch.
+``ExpertLoads`` describes, for a layer, how the host writes an expert to staging memory and how the
+device computes experts that are in its memory. ``PackedLoads`` copies packed weights, for a device
+that runs the native kernels; ``UnpackedLoads`` copies weights dequantized to the model's dtype, and
+multiplies with torch.
 
 Shapes: T or B tokens, D hidden, F intermediate of one expert, E experts, K experts per token, U
 experts in the device's memory.
@@ -28,58 +28,62 @@ __all__ = ["ExpertLoads", "LayerSum", "PackedLoads", "UnpackedLoads", "count_loa
 
 WORD_BYTES = 8
 GATHERED_COST = 3
-"""Experts that are multiplied where they lie in the time of one that is gathered before: a gathered
-one is read twice and written once."""
+"""Cost of an expert whose weights are gathered first, relative to one that is multiplied in place:
+its weights are read twice and written once.
+"""
 
 
 class LayerSum(Protocol):
-    """The sum of a prompt's experts of one layer, as ranges of them come."""
+    """A layer's weighted sum of experts for a prompt, built up as ranges of experts arrive."""
 
     def add(self, memory: Tensor, first: int, end: int) -> None:
-        """Add experts [first, end), which lie one after the other; ranges ascend and are whole."""
+        """Add experts [first, end), which lie one after the other in ``memory``; ranges ascend
+        without gaps.
+        """
         ...
 
     def take(self) -> Tensor:
-        """Return the sum, float32 [T, D], once all experts were added."""
+        """Return the sum, float32 [T, D], after all experts were added."""
         ...
 
 
 class ExpertLoads(Protocol):
-    """A layer's experts on their way to a device."""
+    """A layer's experts in the form in which they are copied to a device and computed there."""
 
     num_experts: int
     expert_bytes: int
     """Bytes of one expert in staging memory and on the device."""
 
     def stage(self, expert_id: int, place: Tensor) -> None:
-        """Write an expert to staging memory, uint8 [expert_bytes]; the host's work."""
+        """Write an expert to staging memory, uint8 [expert_bytes]; runs on the host."""
         ...
 
     def run_pairs(
         self, x_BD: Tensor, ids_BK: Tensor, owners_U: Tensor, memory: Tensor, out_BKD: Tensor
     ) -> None:
-        """Write each token's outputs of its experts, without their weights; the device's work.
+        """Compute each token's outputs of its experts, without router weights; runs on the device.
 
-        Nothing looks at a value, and shapes depend on none, so it can be captured.
+        No tensor's value is read by the host and no shape depends on one, so the call can be
+        captured in a graph.
 
         Args:
             x_BD: hidden states.
-            ids_BK: int64; -1: the output is 0.
-            owners_U: int64: whose weights lie in each place of the memory; -1: nobody's.
-            memory: uint8 [U * expert_bytes].
-            out_BKD: float32.
+            ids_BK: expert ids, int64; for -1 the output is 0.
+            owners_U: int64, the id of the expert in each place of ``memory``; -1: an empty place.
+            memory: packed or unpacked experts, uint8 [U * expert_bytes].
+            out_BKD: the outputs, float32.
         """
         ...
 
     def begin_sum(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> LayerSum:
-        """Begin to sum a prompt's experts, range by range; the device's work."""
+        """Begin a prompt's sum over a layer's experts, which are added range by range."""
         ...
 
 
 def make_loads(native: NativeExperts, pool: ThreadPool, device: Device) -> ExpertLoads:
-    """Return what moves a layer's experts to a device.
+    """Return the loads of a layer's experts that suit the device.
 
-    Raises: UnsupportedError (experts that are in no one piece of the host's memory).
+    Raises: UnsupportedError (the experts are not in one piece of host memory).
     """
     if device.has_native_kernels:
         return PackedLoads(native, pool)
@@ -90,10 +94,10 @@ def count_loaded(device: Device, num_weights: int, packed_bytes: int, *, is_floa
     """Return the bytes that one expert takes on a device.
 
     Args:
-        device: where it goes.
-        num_weights: of the expert.
-        packed_bytes: of it on the host.
-        is_float: whether its weight format is float32.
+        device: device that the expert is copied to.
+        num_weights: number of the expert's weights.
+        packed_bytes: size of the packed expert on the host.
+        is_float: True if the expert's weight format is float32.
     """
     if device.has_native_kernels:
         return packed_bytes
@@ -101,15 +105,15 @@ def count_loaded(device: Device, num_weights: int, packed_bytes: int, *, is_floa
 
 
 def _round_up(num_bytes: int) -> int:
-    """Return whole words, in which a device moves an expert from one place to another."""
+    """Round up to whole words, the unit in which a device moves experts."""
     return -(-num_bytes // WORD_BYTES) * WORD_BYTES
 
 
 class PackedLoads:
-    """Experts as they are packed; results are bitwise those of ``NativeExperts``.
+    """Experts copied as they are packed; results are bitwise those of ``NativeExperts``.
 
     Args:
-        native: loaded; borrowed.
+        native: the loaded experts; borrowed.
         pool: runs the kernels; borrowed.
 
     Raises: UnsupportedError (experts on disk, or in parts on NUMA nodes).
@@ -122,13 +126,15 @@ class PackedLoads:
         self._bank = native.make_apart()
 
     def stage(self, expert_id: int, place: Tensor) -> None:
-        """See ``ExpertLoads``."""
+        """Copy the expert's packed bytes to staging memory."""
         np.copyto(place.numpy(), self._packed[expert_id])
 
     def run_pairs(
         self, x_BD: Tensor, ids_BK: Tensor, owners_U: Tensor, memory: Tensor, out_BKD: Tensor
     ) -> None:
-        """See ``ExpertLoads``."""
+        """Compute each token's outputs of its experts with the native kernels, without router
+        weights.
+        """
         tokens, top_k = ids_BK.shape
         # Places that hold no expert write to one surplus entry at the end, which is cut off below.
         places = torch.full((self.num_experts + 1,), -1, dtype=torch.int64)
@@ -144,12 +150,12 @@ class PackedLoads:
         )
 
     def begin_sum(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> LayerSum:
-        """See ``ExpertLoads``."""
+        """Begin a prompt's sum over the layer's experts with the native kernels."""
         return _PackedSum(self._bank, self.expert_bytes, x_TD, ids_TK, w_TK)
 
 
 class _PackedSum:
-    """See ``LayerSum``; experts are summed in the order in which one call sums them."""
+    """A prompt's sum over packed experts, in the order in which a single call sums them."""
 
     def __init__(
         self, bank: PackedExperts, expert_bytes: int, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor
@@ -159,7 +165,7 @@ class _PackedSum:
         self._out = Buffer.allocate(*x_TD.shape, dtype=torch.float32)
 
     def add(self, memory: Tensor, first: int, end: int) -> None:
-        """See ``LayerSum``."""
+        """Add experts [first, end), which lie one after the other in ``memory``."""
         places = np.full(self._bank.num_experts, -1, np.int64)
         places[first:end] = np.arange(end - first) * self._expert_bytes
         self._bank.run_apart(
@@ -167,17 +173,17 @@ class _PackedSum:
         )
 
     def take(self) -> Tensor:
-        """See ``LayerSum``."""
+        """Return the sum, float32 [T, D]."""
         return self._out.tensor
 
 
 class UnpackedLoads:
-    """Experts as numbers of the model's dtype, for a device that no native kernels run on.
+    """Experts dequantized to the model's dtype, for a device without native kernels.
 
     Args:
-        native: loaded; borrowed.
-        pool: unpacks; borrowed.
-        device: where they go.
+        native: the loaded experts; borrowed.
+        pool: threads that dequantize; borrowed.
+        device: device that the experts are copied to.
 
     Raises: UnsupportedError (experts on disk, or in parts on NUMA nodes).
     """
@@ -190,7 +196,8 @@ class UnpackedLoads:
         self._activation = native.activation
         self._hidden, self._inner = native.hidden_size, native.intermediate_size
         self.dtype = torch.float32 if native.weight_format.bits == 32 else torch.bfloat16
-        """The dtype of the numbers: bfloat16 holds what codes times scales are to 8 bits."""
+        """Dtype of the copied weights; bfloat16's 8 significant bits suffice for quantized weights.
+        """
         self._num_items = 3 * self._hidden * self._inner
         self.expert_bytes = _round_up(self._num_items * self.dtype.itemsize)
         self._biases: tuple[Tensor, Tensor] | None = None
@@ -199,7 +206,7 @@ class UnpackedLoads:
             self._biases = (torch.cat((gate, up), 1), down)
 
     def stage(self, expert_id: int, place: Tensor) -> None:
-        """See ``ExpertLoads``."""
+        """Dequantize an expert and write its weights to staging memory."""
         numbers = place.view(self.dtype)
         half = 2 * self._hidden * self._inner
         gate_up, down = self._unpack(expert_id)
@@ -207,10 +214,10 @@ class UnpackedLoads:
         numbers[half : self._num_items].view_as(down).copy_(down)
 
     def _unpack(self, expert_id: int) -> tuple[Tensor, Tensor]:
-        """Return float32 [2 F, D] and [D, F].
+        """Return an expert's dequantized weights, float32 [2 F, D] and [D, F].
 
-        An expert is panels of gate and up in turns, then those of down; so it is two matrices, the
-        first with its outputs in another order.
+        A packed expert alternates panels of gate and up, followed by those of down. So it is
+        unpacked as two matrices, and the outputs of the first are put in order.
         """
         packed, hidden, inner = self._packed[expert_id], self._hidden, self._inner
         first_format, down_format = self._formats
@@ -251,10 +258,11 @@ class UnpackedLoads:
     def run_pairs(
         self, x_BD: Tensor, ids_BK: Tensor, owners_U: Tensor, memory: Tensor, out_BKD: Tensor
     ) -> None:
-        """See ``ExpertLoads``.
+        """Compute each token's outputs of its experts with torch, without router weights.
 
-        Each of a few experts takes all tokens, of which some are kept; of many, those that are
-        chosen are gathered, which reads and writes their weights once more.
+        If few experts are in memory, each computes all tokens and the unwanted outputs are masked;
+        if many, the chosen experts' weights are gathered first, which reads and writes them once
+        more.
         """
         if len(owners_U) > GATHERED_COST * ids_BK.numel():
             self._run_gathered(x_BD, ids_BK, owners_U, memory, out_BKD)
@@ -295,22 +303,26 @@ class UnpackedLoads:
         out_BKD.copy_(y_PD.view_as(out_BKD).masked_fill(ids_BK[..., None] < 0, 0))
 
     def begin_sum(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> LayerSum:
-        """See ``ExpertLoads``; the host reads the choices, as a prompt's are many."""
+        """Begin a prompt's sum; the choices are copied to the host, which costs little for many
+        tokens.
+        """
         return _UnpackedSum(self, x_TD, ids_TK, w_TK)
 
     def find_biases(self, expert_id: int) -> tuple[Tensor, Tensor] | None:
-        """Return an expert's biases of gate and up, and of down; None where there are none."""
+        """Return an expert's biases of gate and up together, and of down; None if it has none."""
         if self._biases is None:
             return None
         return self._biases[0][expert_id], self._biases[1][expert_id]
 
     def multiply(self, x_TD: Tensor, memory: Tensor, place: int, expert_id: int) -> Tensor:
-        """Return an expert's output for rows, float32."""
+        """Return the output of the expert at ``place`` of the memory, float32 [T, D]."""
         return self._multiply(x_TD, memory, place, self.find_biases(expert_id))
 
 
 class _UnpackedSum:
-    """See ``LayerSum``; each token's outputs are summed in ascending order of the experts."""
+    """A prompt's sum over dequantized experts; each token's outputs are added by ascending
+    expert.
+    """
 
     def __init__(self, loads: UnpackedLoads, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
         self._loads, self._x = loads, x_TD
@@ -323,7 +335,7 @@ class _UnpackedSum:
         self._out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
 
     def add(self, memory: Tensor, first: int, end: int) -> None:
-        """See ``LayerSum``."""
+        """Add experts [first, end), which lie one after the other in ``memory``."""
         for expert_id in range(first, end):
             begin, stop = self._ranges[expert_id]
             if begin == stop:
@@ -335,5 +347,5 @@ class _UnpackedSum:
             self._out.index_add_(0, rows, y * self._weights[begin:stop, None])
 
     def take(self) -> Tensor:
-        """See ``LayerSum``."""
+        """Return the sum, float32 [T, D]."""
         return self._out

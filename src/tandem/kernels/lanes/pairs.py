@@ -1,8 +1,9 @@
-"""The sum of a token's experts whose outputs come apart, in the order and rounding of one call.
+"""The weighted sum of a token's separately computed expert outputs, in the order and rounding of
+one call.
 
-Where some experts of a token are computed on the host and others on a device, each output comes by
-itself. Native kernels sum them in ascending order of the experts by fused multiply-adds; so does
-this, so that no bit depends on which lane an expert took.
+If some experts of a token are computed on the host and others on a device, each output arrives
+separately. The native kernels sum in ascending order of the experts with fused multiply-adds; this
+module does the same, so results do not depend on where an expert was computed.
 
 Shapes: B tokens, D hidden, K experts per token.
 """
@@ -14,14 +15,14 @@ __all__ = ["sum_pairs"]
 
 
 def sum_pairs(ids_BK: Tensor, w_BK: Tensor, out_BKD: Tensor) -> Tensor:
-    """Return the weighted sum of outputs, float32 [B, D], new; ids of -1 add nothing.
+    """Return the weighted sum of expert outputs, float32 [B, D], new; ids of -1 add nothing.
 
-    No value is looked at, and no shape depends on one.
+    No tensor's value is read and no shape depends on one, so the call can be captured in a graph.
 
     Args:
-        ids_BK: int64.
-        w_BK: float32.
-        out_BKD: float32, zero where the id is -1.
+        ids_BK: expert ids, int64.
+        w_BK: router weights, float32.
+        out_BKD: expert outputs, float32, zero where the id is -1.
     """
     order_BK = torch.argsort(ids_BK, dim=1, stable=True)
     weights_BK = w_BK.gather(1, order_BK)
@@ -34,10 +35,10 @@ def sum_pairs(ids_BK: Tensor, w_BK: Tensor, out_BKD: Tensor) -> Tensor:
 
 
 def _add_product(sum_BD: Tensor, w_B1: Tensor, y_BD: Tensor) -> Tensor:
-    """Return ``sum + w * y`` of float32 numbers, rounded once.
+    """Return ``sum + w * y`` of float32 numbers, rounded once as a fused multiply-add.
 
-    The product is exact in float64, the sum rounded to odd there, so that rounding it again to
-    float32 gives what one rounding would (Boldo and Melquiond, 2008).
+    The product is exact in float64. The sum is rounded to odd in float64, so that rounding it again
+    to float32 gives the result of a single rounding (Boldo and Melquiond, 2008).
     """
     product, known = w_B1.double() * y_BD.double(), sum_BD.double()
     total = product + known

@@ -1,4 +1,4 @@
-"""Memory at fixed places for what goes between a device and the experts of the host.
+"""Buffers at fixed addresses for data between a device and the host's experts.
 
 Shapes: B tokens of a graph, D hidden, K experts per token, U experts that are uploaded.
 """
@@ -12,12 +12,12 @@ __all__ = ["Landing", "Places", "Staging"]
 
 
 class Places:
-    """Memory for what goes between the device and the experts, of one layer at a time.
+    """Buffers for one layer's data between the device and the host's experts.
 
     Args:
-        allocate: gives the bytes.
+        allocate: allocates a number of bytes.
         shape: (B, D, K).
-        dtype: of the hidden states.
+        dtype: dtype of the hidden states.
     """
 
     def __init__(
@@ -34,27 +34,29 @@ class Places:
         self.x_BD = make(hidden, dtype)
         self.ids_BK = make(top_k, torch.int64)
         self.late_BK = make(top_k, torch.int64)
-        """Experts that are added one layer later; -1 where a choice is in ``ids_BK``."""
+        """Ids of deferred experts, whose outputs are added one layer later; -1 where the choice is
+        in ``ids_BK``.
+        """
         self.weights_BK = make(top_k, torch.float32)
         self.sum_BD = make(hidden, torch.float32)
 
 
 class Staging(Places):
-    """Places in the host's memory, with the sum of deferred experts."""
+    """Buffers in host memory, with the sum of deferred experts."""
 
     def __init__(
         self, allocate: Callable[[int], Tensor], shape: tuple[int, int, int], dtype: torch.dtype
     ) -> None:
         super().__init__(allocate, shape, dtype)
         self.carried_BD = torch.zeros(shape[0], shape[1], dtype=torch.float32)
-        """Written by the layer's deferred experts, read by the next layer's wait."""
+        """Sum of the layer's deferred experts, which the next layer adds."""
 
 
 class Pairs:
-    """Outputs of each token's experts apart, and which of them are the device's, in one memory.
+    """Separate outputs of each token's experts, and which of them the device computes.
 
     Args:
-        allocate: gives the bytes.
+        allocate: allocates a number of bytes.
         shape: (B, D, K).
     """
 
@@ -63,18 +65,18 @@ class Pairs:
         self.host_BKD = (
             allocate(size * top_k * hidden * 4).view(torch.float32).view(size, top_k, hidden)
         )
-        """Without their weights; 0 where the device computes, or nobody."""
+        """Outputs computed on the host, without router weights; 0 for all other experts."""
         self.on_device_BK = allocate(size * top_k * 8).view(torch.int64).view(size, top_k)
-        """Choices whose experts the device computes; -1 for others."""
+        """Ids of the chosen experts that the device computes; -1 for others."""
 
 
 class Landing:
-    """Experts on their way: a place each in one memory, and whose they are.
+    """Memory that experts are uploaded to, with the id of the expert in each place.
 
     Args:
-        allocate: gives the bytes.
+        allocate: allocates a number of bytes.
         num_experts: U.
-        expert_bytes: of each.
+        expert_bytes: size of one expert.
     """
 
     def __init__(
@@ -82,8 +84,8 @@ class Landing:
     ) -> None:
         self.memory = allocate(num_experts * expert_bytes)
         self.owners_U = allocate(num_experts * 8).view(torch.int64)
-        """The number of the expert in each place; -1: none."""
+        """Expert id of each place; -1: the place is empty."""
 
     def take(self, num_experts: int, expert_bytes: int) -> tuple[Tensor, Tensor]:
-        """Return the first places, and their owners."""
+        """Return the memory and the owners of the first ``num_experts`` places."""
         return self.memory[: num_experts * expert_bytes], self.owners_U[:num_experts]

@@ -1,8 +1,8 @@
-"""Routed experts of one layer that stay in a device's memory: the tier above the host's.
+"""Routed experts of one layer that stay in a device's memory, as a cache above the host's.
 
-A policy of ``placement.experts.cache`` decides which stay. An expert comes as an upload does, and
-is put into its slot on the device, so that a later step that chooses it moves nothing. Behind the
-slots are places for uploads that take none.
+A policy of ``placement.experts.cache`` decides which experts stay. A new expert is uploaded and
+then moved to its slot on the device, so a later step that chooses it copies nothing. After the
+slots come temporary places for uploads without a slot.
 
 Shapes: S slots, U uploads of a step, P = S + U places.
 """
@@ -20,26 +20,28 @@ __all__ = ["ExpertSlots", "SlotPolicy"]
 
 
 class SlotPolicy(Protocol):
-    """Decides which experts take slots; ``placement.experts.cache.CachePolicy`` is one."""
+    """Decision which experts hold slots; ``placement.experts.cache.CachePolicy`` implements it."""
 
     def touch(self, expert_ids: Sequence[int], max_insertions: int, /) -> Sequence[tuple[int, int]]:
-        """Note the experts of a step; return those that take slots, each with whose (or -1)."""
+        """Note the experts of a step; return pairs of (expert that takes a slot, expert evicted or
+        -1).
+        """
         ...
 
     def forget(self, expert_id: int, /) -> None:
-        """Note that an expert is not held after all."""
+        """Note that an expert no longer holds a slot."""
         ...
 
 
 class ExpertSlots:
-    """The slots of a layer on the device, and the host's account of them.
+    """A layer's slots on the device, and the host's record of their contents.
 
     Args:
-        device: has the memory.
-        expert_bytes: of one expert on the device, whole multiples of 8.
+        device: device that has the memory.
+        expert_bytes: size of one expert on the device, a multiple of 8.
         num_slots: S.
         num_uploads: U.
-        policy: made for S slots.
+        policy: decides which experts hold slots; made for S slots.
     """
 
     def __init__(
@@ -54,17 +56,19 @@ class ExpertSlots:
         self.num_slots, self.expert_bytes = num_slots, expert_bytes
         num_places = num_slots + num_uploads
         self.memory = device.allocate(num_places * expert_bytes)
-        """uint8 [P * bytes], on the device."""
+        """Slots, then temporary places, on the device: uint8 [P * expert_bytes]."""
         self.owners_P = device.allocate(num_places * 8).view(torch.int64)
-        """On the device: whose weights lie in each place; -1: nobody's that a step may use."""
+        """On the device, the expert id of each place; -1: nothing that a step may use."""
         self.owners_there_P = device.allocate_staging(num_places * 8).view(torch.int64)
-        """The same in staging memory."""
+        """The host's copy of ``owners_P``, in staging memory."""
         self.places_U = device.allocate(num_uploads * 8).view(torch.int64)
-        """On the device: the place of each upload."""
+        """On the device, the place that each upload is moved to."""
         self.places_there_U = device.allocate_staging(num_uploads * 8).view(torch.int64)
-        """The same in staging memory."""
+        """The host's copy of ``places_U``, in staging memory."""
         self.num_hits = self.num_missed = 0
-        """Experts of all steps, each counted once a step, that were in a slot, or were not."""
+        """Experts that steps chose and that were in a slot (hits) or in none (missed), once per
+        step.
+        """
         self._policy = policy
         self._slot_of: dict[int, int] = {}
         self._free = list(range(num_slots - 1, -1, -1))
@@ -74,7 +78,7 @@ class ExpertSlots:
 
     @property
     def is_full(self) -> bool:
-        """True if every slot has an expert."""
+        """True if every slot holds an expert."""
         return not self._free
 
     def holds(self, expert_id: int) -> bool:
@@ -82,12 +86,12 @@ class ExpertSlots:
         return expert_id in self._slot_of
 
     def admit(self, expert_ids: Sequence[int], max_uploads: int) -> list[int]:
-        """Note a step's experts; return those that are uploaded, in the order of their uploads.
+        """Note a step's experts; return those to upload, in the order of their uploads.
 
         Args:
-            expert_ids: distinct, those that most tokens chose first: of those that are in no slot
-                and take none, the first are uploaded.
-            max_uploads: at most U.
+            expert_ids: distinct ids, those that most tokens chose first. Of experts that neither
+                hold nor get a slot, the first are uploaded.
+            max_uploads: most experts to upload, at most U.
         """
         missed = [expert_id for expert_id in expert_ids if expert_id not in self._slot_of]
         self.num_missed += len(missed)
@@ -110,7 +114,7 @@ class ExpertSlots:
         return uploads
 
     def clear(self) -> None:
-        """Give up all slots."""
+        """Empty all slots."""
         for expert_id, slot in self._slot_of.items():
             self._free.append(slot)
             self._policy.forget(expert_id)
@@ -118,10 +122,10 @@ class ExpertSlots:
         self._owners[:] = -1
 
     def put(self, landing: Tensor) -> None:
-        """Move uploads from where they landed to their places; the device's work.
+        """Move uploaded experts to their places in the device's memory; runs on the device.
 
         Args:
-            landing: uint8, experts one after the other, at most U.
+            landing: uploaded experts one after the other, uint8, at most U.
         """
         rows = landing.view(torch.int64).view(-1, self.expert_bytes // 8)
         places = self.memory.view(torch.int64).view(-1, self.expert_bytes // 8)

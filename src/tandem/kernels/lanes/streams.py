@@ -1,9 +1,9 @@
-"""A prompt's routed experts, streamed to the device layer by layer.
+"""Streaming of a prompt's routed experts to the device, layer by layer.
 
-In a step of many tokens nearly all experts of a layer are used, so they come in order: a thread of
-the host writes a range of them to one of two places of staging memory while the other range is
-copied and computed. The thread goes on with the next layer while the device is still at work
-between the layers. Results do not depend on how a layer is cut into ranges.
+A step of many tokens uses nearly all experts of a layer, so they are copied in order: a host thread
+writes a range of experts to one of two staging buffers while the previous range is copied and
+computed. The thread continues with the next layer while the device works on other parts of the
+model. Results do not depend on how a layer is cut into ranges.
 """
 
 import queue
@@ -23,23 +23,23 @@ from tandem.kernels.operators.experts import MAX_RUN_S
 __all__ = ["RANGE_BYTES", "ExpertStream"]
 
 RANGE_BYTES = 64 << 20
-"""Experts that come together, so that a copy is far longer than what queueing it takes."""
+"""Bytes of experts that are copied together: a copy takes far longer than queueing it."""
 NUM_PLACES = 2
 
 
 class _Place(NamedTuple):
-    """Memory of a range on both sides."""
+    """Staging and device memory of one range of experts."""
 
     staging: Tensor
     memory: Tensor
     loaded: Event
-    """The range is on the device, and its staging memory free."""
+    """Event after the range's copy: the staging memory is free again."""
     used: Event
-    """The device has computed with it."""
+    """Event after the device has computed with the range: the device memory is free again."""
 
 
 class _Range(NamedTuple):
-    """Experts of a layer that have come, or are about to."""
+    """A range of a layer's experts that is being copied to the device, or has been."""
 
     layer: int
     place: _Place
@@ -48,12 +48,12 @@ class _Range(NamedTuple):
 
 
 class ExpertStream:
-    """Streams the experts of all layers, and sums them on the device. Not thread-safe.
+    """Streaming of all layers' experts to a device, which sums their outputs. Not thread-safe.
 
     Args:
-        device: takes and computes them.
-        loads: of the layers that have experts, in order.
-        range_bytes: of experts that come together, at most; one expert at least.
+        device: device that computes the experts.
+        loads: the layers that have experts, in order.
+        range_bytes: most bytes of experts copied together; at least one expert is.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class ExpertStream:
         self._free: queue.SimpleQueue[_Place | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[_Range | BaseException] = queue.SimpleQueue()
         self._next_layer = -1
-        """The layer that the thread is at, or -1: it does nothing."""
+        """Layer whose experts the thread loads next; -1: the thread is idle."""
 
     def close(self) -> None:
-        """End the thread; idempotent."""
+        """End the loading thread; idempotent."""
         self._stop()
         self._loader.shutdown()
 
@@ -80,12 +80,13 @@ class ExpertStream:
         """Return the weighted sum of a layer's experts, float32 [T, D] on the device, new.
 
         Args:
-            layer: number among those with experts. The experts of the one behind it are begun.
+            layer: index among the layers with experts. Loading of the next layer's experts begins
+                too.
             x_TD: hidden states.
-            ids_TK: int64; -1 adds nothing.
+            ids_TK: expert ids, int64; -1 adds nothing.
             w_TK: router weights.
 
-        Raises: what staging or the device raises; the next call begins anew.
+        Raises: errors of staging or of the device; the next call starts afresh.
         """
         if layer != self._next_layer:
             self._begin(layer)
@@ -128,7 +129,7 @@ class ExpertStream:
         return arrived
 
     def _begin(self, layer: int) -> None:
-        """Let the thread begin with a layer, after it has left what it was at."""
+        """Let the loading thread start with this layer, after stopping what it did before."""
         self._stop()
         if not self._places:
             self._places = self._make_places()
@@ -164,7 +165,9 @@ class ExpertStream:
         free: "queue.SimpleQueue[_Place | None]",
         ready: "queue.SimpleQueue[_Range | BaseException]",
     ) -> None:
-        """Bring range after range, as places become free; the thread's work."""
+        """Copy range after range to the device as buffers become free; runs in the loading
+        thread.
+        """
         try:
             for layer in range(first_layer, len(self._loads)):
                 loads = self._loads[layer]

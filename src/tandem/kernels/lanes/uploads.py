@@ -1,9 +1,9 @@
-"""The lane by which missed experts of a decode step are uploaded, beside the one of the host.
+"""Upload of a decode step's experts to the device, in parallel with the host's computation.
 
-Which experts go by it is decided when a layer has chosen; how many a layer uploads, once a step,
-as a graph has so many places. ``placement.experts.lanes`` learns that number from the times that
-are taken here. Where layers have slots in the device's memory, uploads fill them, and experts that
-are in one are the device's without an upload.
+The experts to upload are chosen in each layer after routing; how many each layer uploads is chosen
+once a step, since a captured graph has a fixed number of places. ``placement.experts.lanes`` learns
+that number from the times measured here. If layers have slots in the device's memory, uploads fill
+them, and the device computes experts in slots without an upload.
 """
 
 import time
@@ -21,8 +21,9 @@ from tandem.kernels.lanes.slots import ExpertSlots
 __all__ = ["Division", "Split", "UploadLane"]
 
 REFILL_STEPS = 8
-"""Steps of which one uploads an expert for the slots even where the host alone is faster: what is
-chosen most changes, and slots must follow."""
+"""Interval, in steps, at which an expert is uploaded for the slots even if the host alone is
+faster, so that the slots follow changes in which experts are chosen.
+"""
 
 
 class Division(NamedTuple):
@@ -30,31 +31,34 @@ class Division(NamedTuple):
 
     on_device: NDArray[np.int64]
     uploads: list[int]
-    """Those of them that are uploaded, in the order of their uploads."""
+    """Experts among them that are uploaded, in the order of their uploads."""
 
 
 class Split(Protocol):
-    """Divides a step's missed experts; ``placement.experts.lanes.LaneSplit`` is one."""
+    """Decision how many of a step's experts are uploaded; ``placement.experts.lanes.LaneSplit``
+    implements it.
+    """
 
     def choose(self, num_missed: int) -> int:
-        """Return how many of so many are uploaded."""
+        """Return how many of ``num_missed`` experts to upload."""
         ...
 
     def note(self, num_host: int, host_s: float, num_uploaded: int, upload_s: float) -> None:
-        """Take in how long each lane took."""
+        """Note the seconds that host and upload took for their numbers of experts."""
         ...
 
 
 class UploadLane:
-    """Places for uploaded experts, used by layers in turn, and the times of both lanes.
+    """Upload buffers that the layers share, and the measured times of host and upload.
 
     Args:
-        device: takes them.
-        loads: by layer; None where a layer has no experts.
-        split: decides how many.
-        max_uploads: of a layer, a power of two.
-        slots: by layer, made for as many uploads; empty: experts do not stay on the device.
-        read_clock: seconds.
+        device: device that experts are uploaded to.
+        loads: loads by layer; None if a layer has no experts.
+        split: decides how many experts are uploaded.
+        max_uploads: most uploads of a layer, a power of two.
+        slots: device slots by layer, made for as many uploads; empty: no expert stays on the
+            device.
+        read_clock: returns the time in seconds.
     """
 
     def __init__(
@@ -81,14 +85,14 @@ class UploadLane:
         self._split = split
         self._read_clock = read_clock
         self._num_missed = 0
-        """Experts of the step before, over all layers."""
+        """Experts of the previous step that were in no slot, over all layers."""
         self._begin_s = 0.0
         self.begin_step()
 
     def choose_count(self) -> int:
-        """Return how many experts each layer of the next step uploads: none or a power of two.
+        """Return how many experts each layer of the next step uploads: zero or a power of two.
 
-        The first step tells how many there are, and uploads none.
+        The first step uploads none; it only counts the experts.
         """
         each = min(round(self._split.choose(self._num_missed) / self._num_layers),
                    self._max_uploads)  # fmt: skip
@@ -100,32 +104,32 @@ class UploadLane:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Experts of all steps that were in a slot, and that were in none."""
+        """Experts of all steps that were in a slot, and that were not."""
         slots = self._held_slots
         return sum(one.num_hits for one in slots), sum(one.num_missed for one in slots)
 
     def find_slots(self, layer_idx: int) -> ExpertSlots | None:
-        """Return a layer's slots; None: its experts do not stay on the device."""
+        """Return a layer's slots; None: no experts stay on the device."""
         return self._slots[layer_idx] if self._slots else None
 
     def begin_step(self) -> None:
-        """Forget what the last step took."""
+        """Reset the counts and times of a step."""
         self._num_host = self._num_uploaded = 0
         self._host_s = self._upload_s = 0.0
 
     def end_step(self) -> None:
-        """Tell the split what the step took."""
+        """Report the step's counts and times to the split."""
         self._num_missed = self._num_host + self._num_uploaded
         if self._num_missed:
             self._split.note(self._num_host, self._host_s, self._num_uploaded, self._upload_s)
 
     def divide(self, layer_idx: int, ids_TK: NDArray[np.int64], count: int) -> Division:
-        """Divide a layer's experts: those that most tokens chose are uploaded.
+        """Divide a layer's experts: upload those that most tokens chose.
 
         Args:
-            layer_idx: of the layer.
-            ids_TK: its choices; -1 is none.
-            count: uploads at most.
+            layer_idx: layer number.
+            ids_TK: expert ids that the layer chose; -1 is none.
+            count: most experts to upload.
         """
         self._begin_s = self._read_clock()
         found, uses = np.unique(ids_TK[ids_TK >= 0], return_counts=True)
@@ -154,16 +158,16 @@ class UploadLane:
             loads.stage(expert_id, self.there.memory[place * size : (place + 1) * size])
 
     def clear(self) -> None:
-        """Give up all slots, after a step that has failed: it may have put anything there."""
+        """Empty all slots after a failed step, which may have left them with wrong contents."""
         for slots in self._held_slots:
             slots.clear()
 
     def note_uploaded(self) -> None:
-        """Note that the device has computed a layer's experts."""
+        """Note the time at which the device has computed a layer's experts."""
         self._upload_s += self._read_clock() - self._begin_s
 
     def time_host(self, work: Callable[[], None]) -> None:
-        """Do the host's part of a layer."""
+        """Run the host's part of a layer and measure its time."""
         begin_s = self._read_clock()
         work()
         self._host_s += self._read_clock() - begin_s

@@ -1,8 +1,8 @@
-"""Routed experts without a gate: two matrices each, in any format of a matrix.
+"""Routed experts without a gate: two matrices each, in any weight format.
 
-On the host a chosen expert runs over its tokens together; its products are those of a matrix, so
-that a row depends on nothing beside it, and a token adds its experts in the order of their ids. On
-another device a few tokens gather their experts' weights, so that no value is looked at.
+On the host an expert runs over all tokens that chose it. A row's result does not depend on other
+rows, and a token adds its experts in the order of their ids. On another device, for few tokens, the
+chosen experts' weights are gathered, so that no tensor's value is read by the host.
 
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
@@ -28,10 +28,10 @@ __all__ = ["UngatedExperts"]
 
 
 class UngatedExperts(RoutedExperts):
-    """Experts that are ``down(f(up(x)))``, each scaled by its router weight.
+    """Experts of the form ``down(f(up(x)))``, each scaled by its router weight.
 
     Args:
-        spec: their sizes and activation.
+        spec: sizes and activation of the experts.
         settings: how their matrices are stored and run.
     """
 
@@ -41,7 +41,7 @@ class UngatedExperts(RoutedExperts):
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read either layout: one tensor for all experts, or two for each."""
+        """Read either checkpoint layout: one tensor for all experts, or two for each."""
         size, hidden = self.intermediate_size, self.hidden_size
         shapes = (("up_proj", size, hidden), ("down_proj", hidden, size))
         self._matrices: list[tuple[Matrix, ...]] = []
@@ -80,7 +80,9 @@ class UngatedExperts(RoutedExperts):
     def _load_stacked(
         self, reader: WeightReader, name: str, shapes: tuple[tuple[str, int, int], ...]
     ) -> None:
-        """Read each part of all experts into one tensor on the device, whose matrices are views."""
+        """Read the up projections of all experts into one device tensor, likewise down; matrices
+        are views.
+        """
         is_one = reader.has(f"{name}.up_proj")
         for part, rows, columns in shapes:
             shape = (self.num_experts, rows, columns)
@@ -96,13 +98,13 @@ class UngatedExperts(RoutedExperts):
         ]
 
     def _own(self, weight: Tensor, reader: WeightReader) -> Tensor:
-        """Return a weight that is packed at once, or a tensor of its own on the model's device."""
+        """Return the weight itself if it will be packed, else a copy on the model's device."""
         if self.settings.weight_format is not None:
             return weight
         return weight.to(reader.device, copy=True)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
-        """Add the weighted sum; see ``RoutedExperts``."""
+        """Add the experts' weighted sum to the residual stream."""
         if ids_TK.shape != w_TK.shape or len(ids_TK) != len(x_TD):
             raise ShapeError(
                 "kernels.run_experts",
@@ -135,7 +137,9 @@ class UngatedExperts(RoutedExperts):
     def _add_gathered_(
         self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor
     ) -> None:
-        """Copy the chosen experts' weights together and multiply, so that it can be captured."""
+        """Gather the chosen experts' weights and multiply; reads no values, so it can be
+        captured.
+        """
         ids = ids_TK.flatten().clamp_min(0)
         up, down = (part.transpose(1, 2) for part in self._stacked)
         x = x_TD.repeat_interleave(ids_TK.shape[1], 0)[:, None]
