@@ -1,4 +1,4 @@
-"""Paged grouped-query attention: one projection for q, k and v, and what is special to a layer.
+"""Paged grouped-query attention: one projection for q, k and v, and a layer's special options.
 
 The operator holds weights and shapes; a ``Step`` writes the KV and attends.
 
@@ -29,12 +29,13 @@ __all__ = ["Attention"]
 class Attention(Operator):
     """Grouped-query attention over paged KV, with optional RMSNorm of q and k.
 
-    A layer that shares KV has queries alone, and ``layer_idx`` is that of the layer that has it.
+    A layer that shares another layer's KV projects only queries; its ``layer_idx`` is that of the
+    other layer.
 
     Args:
-        spec: its sizes, options and names. Rows of interleaved items are loaded in the order that
-            rotates halves, which changes no product.
-        layer_idx: whose slice of the KV cache.
+        spec: sizes, options and checkpoint names. Rows of an interleaved RoPE are loaded in the
+            order for rotating halves, which does not change any product.
+        layer_idx: index of the layer's slice in the KV cache.
         settings: how the projections are stored and run.
     """
 
@@ -54,7 +55,7 @@ class Attention(Operator):
         self.has_narrow_values = spec.value_dim < spec.head_dim
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the projections and, where there are such, norms of q and k, and ``sinks``."""
+        """Read the projections, and the norms of q and k and ``sinks`` if the layer has them."""
         spec, settings = self.spec, self.settings
         d, heads = spec.head_dim, spec.num_heads
         sizes = self._list_sizes()
@@ -108,7 +109,7 @@ class Attention(Operator):
             self.held_k = Buffer(weights[1])
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """See ``Operator``."""
+        """Make the q, k, v and output projections take LoRA adapters; return them by name."""
         self.qkv_matrix = qkv = wrapper.wrap_matrix(self.qkv_matrix)
         self.output_matrix = output = wrapper.wrap_matrix(self.output_matrix)
         spec, order, first = self.spec, self._order_rows(), 0
@@ -123,7 +124,7 @@ class Attention(Operator):
         return {**parts, f"{name}.{spec.out_name}": AdaptedRows(output, o_size, spec.hidden_size)}
 
     def _list_sizes(self) -> tuple[int, ...]:
-        """Return the outputs of each of ``qkv_names``."""
+        """Return the number of outputs of each projection in ``qkv_names``."""
         d, heads, kv_heads = self.spec.head_dim, self.spec.num_heads, self.spec.num_kv_heads
         queries = heads * d * (2 if self.spec.has_out_gate else 1)
         sizes = (queries, kv_heads * d, kv_heads * self.spec.value_dim)
@@ -132,9 +133,9 @@ class Attention(Operator):
         return sizes[: len(self.spec.qkv_names)]
 
     def _order_rows(self) -> Tensor | None:
-        """Return the checkpoint's row of q, k and v for each place; None: in their order.
+        """Return the checkpoint's row for each row of the q, k, v matrix; None: unchanged.
 
-        All heads' output gates, if there are such, come before their queries.
+        If heads have output gates, all gates come before all queries.
         """
         size, d = self.spec.interleaved_size, self.spec.head_dim
         if self.spec.has_out_gate:

@@ -1,4 +1,4 @@
-"""A whole decoder layer as one short list of calls. Shapes: T tokens, D hidden."""
+"""A decoder layer as one operator that calls its parts directly. Shapes: T tokens, D hidden."""
 
 from typing import NamedTuple
 
@@ -21,8 +21,7 @@ __all__ = ["BesideExperts", "DecoderLayer", "LayerInput", "LayerParts"]
 
 
 class LayerParts(NamedTuple):
-    """The parts that a layer runs, in order: two branches of the residual stream, each normed or
-    not.
+    """The parts of a decoder layer in order; each of the two branches may be normed.
 
     x += norm(attention(norm(x))), then x += norm(mlp(norm(x))).
     """
@@ -36,7 +35,9 @@ class LayerParts(NamedTuple):
 
 
 class BesideExperts(NamedTuple):
-    """The experts that a layer runs beside its MLP: x += out(mlp_norm(mlp) + norm(experts))."""
+    """Routed experts parallel to a layer's MLP: x += out_norm(mlp_norm(mlp) +
+    experts_norm(experts)).
+    """
 
     mlp_norm: RmsNorm
     router: Router
@@ -46,7 +47,7 @@ class BesideExperts(NamedTuple):
 
 
 class LayerInput(NamedTuple):
-    """The parts that add an input of the layer's own: x += norm(projection(f(gate(x)) * input))."""
+    """Parts that add a layer's additional input: x += norm(projection(f(gate(x)) * input))."""
 
     gate: Linear
     projection: Linear
@@ -55,19 +56,19 @@ class LayerInput(NamedTuple):
 
 
 class DecoderLayer(Operator):
-    """norm, attention, norm, residual, norm, MLP or MoE, norm, residual.
+    """Decoder layer: norm, attention, norm, residual, norm, MLP or MoE, norm, residual.
 
-    Module calls, keyword handling and temporaries between the parts are what a layer of the
-    skeleton spends most of its time on when the batch is small; here the parts are called
-    directly and add into the residual stream in place. How, is the business of the ``Step``.
+    For small batches transformers' layers spend most of their time on module calls, keyword
+    handling and temporaries. Here the parts are called directly and add to the residual stream in
+    place; the ``Step`` decides how.
 
     Args:
-        parts: the operators; which norms there are depends on the family.
-        names: what the checkpoint calls each of them.
-        scale_name: what it calls the factor on the result; empty is none.
-        beside: experts beside the MLP.
-        own_input: what adds an input of the layer's own.
-        layer_idx: number of the layer, whose input that is.
+        parts: the operators; the family decides which norms there are.
+        names: the operators by their checkpoint names.
+        scale_name: checkpoint name of the factor on the layer's output; empty: none.
+        beside: routed experts parallel to the MLP.
+        own_input: parts that add the layer's additional input.
+        layer_idx: layer number, by which that input is selected.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class DecoderLayer(Operator):
         self.own_input = own_input
         self.layer_idx = layer_idx
         self.scale_1: Tensor | None = None
-        """The factor on the layer's output; None: 1."""
+        """Factor on the layer's output; None: 1."""
         self._scale_name = scale_name
         for name, module in names.items():
             self.add_module(name, module)
@@ -94,18 +95,17 @@ class DecoderLayer(Operator):
         self.parts = parts
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the factor, if there is one: the parts, being modules of their own, are loaded by
-        name.
-        """
+        """Read the factor on the output, if there is one; the parts load themselves as modules."""
         if self._scale_name:
             # The factor stays a tensor on the device, so that no step waits for a copy to the host.
             self.scale_1 = torch.empty(1, dtype=reader.dtype, device=reader.device)
             reader.read_into(f"{name}.{self._scale_name}", self.scale_1)
 
     def forward(self, hidden_states: Tensor, **_: object) -> Tensor | tuple[Tensor, None]:
-        """Run as transformers' decoder layers do: [1, T, D] in, [1, T, D] out, new.
+        """Run the layer with transformers' interface: [1, T, D] in, [1, T, D] out, new.
 
-        None stands for what an index chose, where transformers' layers return it.
+        If transformers' layer also returns the tokens that an index chose, None is returned for
+        them.
         """
         step, x_TD = current_step(), hidden_states[0].clone()
         step.run_layer_(self, x_TD)

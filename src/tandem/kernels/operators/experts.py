@@ -1,4 +1,4 @@
-"""The routed experts of a layer: their interface, and how a checkpoint stores them.
+"""Interface of a layer's routed experts, and the layouts in which checkpoints store them.
 
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
@@ -25,25 +25,26 @@ __all__ = [
 ]
 
 MAX_GATHERED_BYTES = 512 << 20
-"""Weights of chosen experts that a step on a device gathers at most: a decode of a few tokens. More
-tokens are sorted by expert, for which the host reads the choices and so waits for the device."""
+"""Most bytes of chosen experts' weights that a step on a device gathers: a decode of a few tokens.
+With more tokens pairs are sorted by expert, for which the host must wait for the choices.
+"""
 
 MAX_RUN_S = 60.0
-"""Far above what the experts of a layer take for the longest prefill."""
+"""Timeout in seconds, far above what a layer's experts take for the longest prefill."""
 
 
 class PendingExperts:
-    """A result of ``RoutedExperts.submit`` that may not be there yet. Waited for by one thread."""
+    """Pending result of ``RoutedExperts.submit``; one thread waits for it."""
 
     def __init__(self, future: Future[None], finish: Callable[[], Tensor]) -> None:
         self._future = future
         self._finish = finish
 
     def wait(self, timeout_s: float = MAX_RUN_S) -> Tensor:
-        """Return what ``RoutedExperts.forward`` would have, [T, D], new; once only.
+        """Wait for the result of ``RoutedExperts.forward``, [T, D], new; call it once only.
 
-        Raises: what ``forward`` raises; DeadlineError (``timeout_s`` have passed; the computation
-            goes on, and may be waited for again).
+        Raises: the errors of ``forward``; DeadlineError (``timeout_s`` have passed; the computation
+            continues, and ``wait`` may be called again).
         """
         try:
             self._future.result(timeout_s)
@@ -54,10 +55,10 @@ class PendingExperts:
 
 
 class RoutedExperts(Operator):
-    """The routed experts of one layer: gated blocks, each scaled by its router weight.
+    """The routed experts of one layer: gated MLPs, each scaled by its router weight.
 
     Args:
-        spec: their sizes and activation, and how the checkpoint has them.
+        spec: sizes, activation and checkpoint layout of the experts.
     """
 
     def __init__(self, spec: ExpertsSpec) -> None:
@@ -88,7 +89,9 @@ class RoutedExperts(Operator):
         return out
 
     def _run_scaled(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
-        """Do as ``forward`` with the weights on the inputs: a row for each chosen expert."""
+        """Run ``forward`` with router weights applied to the inputs: one row for each chosen
+        expert.
+        """
         rows = (x_TD[:, None] * w_TK[..., None].to(x_TD.dtype)).flatten(0, 1)
         out = torch.zeros_like(rows)
         ids = ids_TK.reshape(-1, 1)
@@ -97,19 +100,19 @@ class RoutedExperts(Operator):
 
     @abstractmethod
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
-        """Add the weighted sum to ``residual_TD``, in place; as ``forward`` otherwise.
+        """Add the experts' weighted sum to ``residual_TD``, in place; otherwise as ``forward``.
 
-        Cost: each chosen expert's weights are read once, whatever the number of its tokens.
+        Cost: each chosen expert's weights are read once, however many tokens chose it.
         """
 
     def submit(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> PendingExperts:
-        """Begin what ``forward`` does, and return a handle that gives the result.
+        """Begin ``forward`` and return its pending result.
 
-        Where experts run natively they run in the background, one submission after the other, and
-        the caller may do something else meanwhile; elsewhere they run here. Until the wait has
-        returned, the tensors must keep their contents. Results are bitwise those of ``forward``.
+        Native experts run in the background, one submission after the other, so the caller can do
+        other work meanwhile; others run at once. The input tensors must not change until ``wait``
+        has returned. Results are bitwise those of ``forward``.
         """
         out = self.forward(hidden_states, top_k_index, top_k_weights)
         done: Future[None] = Future()
@@ -120,10 +123,10 @@ class RoutedExperts(Operator):
 def read_experts(
     reader: WeightReader, name: str, gate_up_EFD: Tensor, down_EDF: Tensor, *, first: int = 0
 ) -> None:
-    """Fill gate_up [E, 2 F, D] and down [E, D, F], whichever way the checkpoint stores them.
+    """Read gate_up [E, 2 F, D] and down [E, D, F] from either checkpoint layout.
 
-    transformers 5 saves one tensor for all experts; the hub's checkpoints have three for each. Of
-    these, E experts from ``first`` on are read.
+    transformers 5 stores one tensor for all experts; the hub's checkpoints have three for each
+    expert. Of the latter, E experts from ``first`` on are read.
     """
     if reader.has(f"{name}.gate_up_proj"):
         reader.read_into(f"{name}.gate_up_proj", gate_up_EFD)
@@ -137,7 +140,7 @@ def read_experts(
 
 
 def list_expert_weights(reader: WeightReader, name: str, num_experts: int) -> list[str]:
-    """Return the names of all experts' weights, whichever way the checkpoint stores them."""
+    """Return the names of all experts' weights in the checkpoint's layout."""
     if reader.has(f"{name}.gate_up_proj"):
         return [f"{name}.gate_up_proj", f"{name}.down_proj"]
     parts = ("gate_proj", "up_proj", "down_proj")
@@ -145,7 +148,7 @@ def list_expert_weights(reader: WeightReader, name: str, num_experts: int) -> li
 
 
 def is_down(weight: str) -> bool:
-    """Return True if a name of ``list_expert_weights`` is of down projections."""
+    """Return True if a name from ``list_expert_weights`` is of a down projection."""
     return weight.endswith(("down_proj", "down_proj.weight"))
 
 

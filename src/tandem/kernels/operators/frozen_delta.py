@@ -1,8 +1,9 @@
-"""Gated delta rules of transformers that train: their recurrence and gradient are native.
+"""Trainable mixers with transformers' gated delta rules, with native recurrence and gradient.
 
-Projections stay the module's own, so that adapters wrap them; convolution, gates and norms run in
-torch's graph. The module becomes one of a class between ours and its own, with all it had: its
-names, its weights, and its own forward pass, which takes the steps that continue from a cache.
+Projections remain the module's own, so that adapters can wrap them; convolution, gates and norms
+are torch operators. The module becomes an instance of a subclass of this module's class and its
+original class. It keeps its names, weights and original forward pass, which runs steps that
+continue from a cache.
 
 Shapes: B rows, T tokens, D hidden, C channels, V value heads.
 """
@@ -23,26 +24,28 @@ from tandem.kernels.torch.gated_delta import Scan, run_gated_delta
 __all__ = ["FrozenGatedDelta", "FrozenKimiDelta", "freeze_mixer"]
 
 CONTINUED = ("cache", "cache_params", "cu_seq_lens_q", "seq_idx")
-"""Arguments with which rows are no whole sequences: of a cache, and of several in one row."""
+"""Arguments of calls whose rows are no whole sequences: with a cache, or several sequences in one
+row.
+"""
 
 
 class FrozenDelta(nn.Module):
-    """The forward pass over whole sequences; see ``freeze_mixer``."""
+    """A mixer with a gated delta rule whose forward pass over whole sequences can be trained."""
 
     scan: Scan
 
     @property
     @abstractmethod
     def output(self) -> nn.Module:
-        """The projection behind the rule."""
+        """Output projection of the mixer."""
 
     @abstractmethod
     def project(self, x_TD: Tensor, ends: Sequence[int], slots: Sequence[int]) -> GatedDeltaRows:
-        """Return the rows that the projections give of all tokens."""
+        """Apply the input projections to all tokens; return the rows for the rule."""
 
     @abstractmethod
     def make_rule(self) -> GatedDeltaRule:
-        """Return the rule of the module's weights."""
+        """Build the gated delta rule from the module's weights."""
 
     def forward(
         self,
@@ -51,7 +54,7 @@ class FrozenDelta(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Return [B, T, D], new; tokens that the mask [B, T] leaves out are taken for zeros."""
+        """Run over whole sequences; return [B, T, D], new. Masked tokens [B, T] count as zeros."""
         if args or any(kwargs.get(name) is not None for name in CONTINUED):
             return super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
         x_BTD = hidden_states
@@ -60,7 +63,7 @@ class FrozenDelta(nn.Module):
         return self.output(self._mix(x_BTD))
 
     def _mix(self, x_BTD: Tensor) -> Tensor:
-        """Run what is between the projections, in float32 also where products are rounded."""
+        """Run the part between the projections, in float32 even under autocast."""
         num_rows, num_tokens = x_BTD.shape[:2]
         ends = range(0, num_rows * num_tokens + 1, num_tokens)
         rows = self.project(x_BTD.flatten(0, 1), ends, range(num_rows))
@@ -72,17 +75,17 @@ class FrozenDelta(nn.Module):
 
 
 class FrozenGatedDelta(FrozenDelta):
-    """A gated delta rule; see ``FrozenDelta``."""
+    """A trainable mixer with a gated delta rule."""
 
     spec: GatedDeltaSpec
 
     @property
     def output(self) -> nn.Module:
-        """See ``FrozenDelta``."""
+        """Output projection of the mixer."""
         return getattr(self, self.spec.out_name)
 
     def project(self, x_TD: Tensor, ends: Sequence[int], slots: Sequence[int]) -> GatedDeltaRows:
-        """See ``FrozenDelta``."""
+        """Apply the q, k, v, z, b and a projections to all tokens; return the rows for the rule."""
         spec = self.spec
         qkvz, ba = (
             torch.cat([getattr(self, name)(x_TD) for name in names], -1)
@@ -96,7 +99,7 @@ class FrozenGatedDelta(FrozenDelta):
         return GatedDeltaRows(x_TC, z_TVv, a_TV, b_TV, ends, slots)
 
     def make_rule(self) -> GatedDeltaRule:
-        """See ``FrozenDelta``."""
+        """Build the gated delta rule from the module's weights."""
         parts: tuple[Any, ...] = (self.conv1d, self.A_log, self.dt_bias)
         conv, a_log, dt_bias = parts
         norm = getattr(self, self.spec.norm_name).weight
@@ -104,33 +107,34 @@ class FrozenGatedDelta(FrozenDelta):
 
 
 class FrozenKimiDelta(FrozenDelta):
-    """Kimi delta attention; see ``FrozenDelta``."""
+    """A trainable Kimi delta attention."""
 
     spec: KimiDeltaSpec
 
     @property
     def output(self) -> nn.Module:
-        """See ``FrozenDelta``."""
+        """Output projection of the mixer."""
         return self.get_submodule("o_proj")
 
     def project(self, x_TD: Tensor, ends: Sequence[int], slots: Sequence[int]) -> GatedDeltaRows:
-        """See ``FrozenDelta``."""
+        """Apply the input projections to all tokens; return the rows for the rule."""
         return project_kimi_delta(self, x_TD, ends, slots)
 
     def make_rule(self) -> GatedDeltaRule:
-        """See ``FrozenDelta``."""
+        """Build the Kimi delta rule from the module's weights."""
         parts: tuple[Any, ...] = (self.conv1d, self.forget_gate, self.o_norm)
         conv, gate, norm = parts
         return make_kimi_delta_rule(self.spec, conv.weight, gate.A_log, gate.dt_bias, norm.weight)
 
 
 def freeze_mixer(module: Any, spec: GatedDeltaSpec | KimiDeltaSpec, scan: Scan) -> Any:
-    """Return a mixer of transformers with the forward pass of ``FrozenDelta``.
+    """Return a transformers mixer with the trainable forward pass of ``FrozenDelta``.
 
     Args:
-        module: has what ``spec`` names; not used afterwards, the result has its parts.
-        spec: of the rule that it computes.
-        scan: runs the recurrence, differentiable.
+        module: module with the parts that ``spec`` names; the result takes over its parts, so do
+            not use it afterwards.
+        spec: sizes and names of the module's rule.
+        scan: differentiable recurrence.
     """
     kind = type(module)
     own = FrozenKimiDelta if isinstance(spec, KimiDeltaSpec) else FrozenGatedDelta

@@ -1,4 +1,4 @@
-"""A frozen linear layer with packed weights that PEFT takes for ``nn.Linear``.
+"""A frozen linear layer with packed weights that PEFT accepts as ``nn.Linear``.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -18,14 +18,14 @@ __all__ = ["FrozenLinear"]
 
 
 class FrozenLinear(Operator, nn.Linear):
-    """``y = x W^T + b`` whose W [N, K] is packed and takes no gradient; x takes one.
+    """``y = x W^T + b`` with W [N, K] packed and without gradient; x gets a gradient.
 
-    PEFT wraps what is an ``nn.Linear`` and asks its ``weight`` for device and dtype alone: here
-    that is a tensor without elements. To merge an adapter, export from the checkpoint.
+    PEFT wraps instances of ``nn.Linear`` and reads only device and dtype of ``weight``, which is an
+    empty tensor here. To merge an adapter, export from the checkpoint instead.
 
     Args:
         spec: sizes, and whether the checkpoint has a bias.
-        weight_format: of W.
+        weight_format: format in which W is packed.
         pool: runs the kernels; borrowed for the life of the layer.
     """
 
@@ -42,7 +42,7 @@ class FrozenLinear(Operator, nn.Linear):
         self.bias = None  # type: ignore[assignment]
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read and pack ``weight`` and, if there is one, ``bias``."""
+        """Read and pack ``weight``, and ``bias`` if there is one."""
         rows = [(f"{name}.weight", self.out_features)]
         weight = read_rows(reader, rows, self.in_features, is_scratch=True)
         biases = [(f"{name}.bias", self.out_features)]

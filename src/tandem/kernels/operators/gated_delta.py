@@ -1,6 +1,7 @@
-"""A layer's gated delta rule with its projections: two products before it, one behind it.
+"""A layer's gated delta rule with its projections: two products before it, one after it.
 
-The operator holds weights and shapes; a ``Step`` runs the rule over the slots of its sequences.
+The operator holds weights and shapes; a ``Step`` runs the rule over the state slots of its
+sequences.
 
 Shapes: T tokens, D hidden, W convolution width, C channels, V value heads.
 """
@@ -19,15 +20,15 @@ __all__ = ["GatedDelta", "list_rows", "make_rule"]
 
 
 class GatedDelta(Operator):
-    """A gated delta rule over the states of sequences.
+    """A gated delta rule over the recurrent states of sequences.
 
     Args:
-        spec: its sizes, options and names. Rows that a checkpoint has by key head are loaded in the
-            order of ``GatedDeltaRule``.
-        state_idx: its number among the layers with a state.
-        settings: how the projections to queries, keys, values and z, and that of the output, are
+        spec: sizes, options and checkpoint names. Rows that a checkpoint groups by key head are
+            loaded in the order of ``GatedDeltaRule``.
+        state_idx: index of the layer among those with a state.
+        settings: how the projections to queries, keys, values and z, and the output projection, are
             stored and run.
-        gate_settings: the same of those to b and a.
+        gate_settings: how the projections to b and a are stored and run.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class GatedDelta(Operator):
         self.gate_settings = gate_settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the projections, and in float32 the convolution, the gates' and the norm's."""
+        """Read the projections, and in float32 the convolution's, the gates' and the norm's
+        weights.
+        """
         spec = self.spec
         orders = list_rows(spec)
         rows = _list_sizes(spec)
@@ -82,7 +85,7 @@ class GatedDelta(Operator):
         self.rule = make_rule(spec, *read)
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """See ``Operator``."""
+        """Make the projections take LoRA adapters; return them by checkpoint name."""
         spec, orders, sizes = self.spec, list_rows(self.spec), _list_sizes(self.spec)
         self.qkvz_matrix = qkvz = wrapper.wrap_matrix(self.qkvz_matrix)
         self.ba_matrix = ba = wrapper.wrap_matrix(self.ba_matrix)
@@ -102,7 +105,7 @@ class GatedDelta(Operator):
         return {**parts, f"{name}.{spec.out_name}": out}
 
     def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
-        """Run as transformers' mixers with a state do: [1, T, D] in, [1, T, D] out."""
+        """Run with the interface of transformers' recurrent mixers: [1, T, D] in, [1, T, D] out."""
         mixed = current_step().mix(self, hidden_states[0])
         return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None]
 
@@ -110,7 +113,7 @@ class GatedDelta(Operator):
 def make_rule(
     spec: GatedDeltaSpec, conv_C1W: Tensor, a_log_V: Tensor, dt_bias_V: Tensor, norm_v: Tensor
 ) -> GatedDeltaRule:
-    """Return the rule of a layer between its projections, of a checkpoint's tensors."""
+    """Build a layer's gated delta rule from the checkpoint's tensors."""
     return GatedDeltaRule(
         conv_C1W[:, 0].T,
         a_log_V.float().exp(),
@@ -125,10 +128,10 @@ def make_rule(
 
 
 def list_rows(spec: GatedDeltaSpec) -> tuple[Tensor | None, Tensor | None]:
-    """Return which rows of the checkpoint's projections come where; None: in their order.
+    """Return the checkpoint's row for each row of the two input products; None: unchanged.
 
-    First of those to queries, keys, values and z, then of those to b and a. All heads' queries
-    come first, then all keys, values and z; all b, then all a.
+    The first product has all heads' queries, then all keys, values and z; the second all b, then
+    all a.
     """
     if not spec.is_by_key_head:
         return None, None
@@ -141,13 +144,15 @@ def list_rows(spec: GatedDeltaSpec) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _regroup(num_heads: int, sizes: tuple[int, ...]) -> Tensor:
-    """Return the rows of [heads, sum of sizes] such that each kind's rows are together."""
+    """Return row numbers that regroup [heads, sum of sizes] so that rows of each kind are
+    together.
+    """
     rows = torch.arange(num_heads * sum(sizes)).view(num_heads, -1)
     return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
 
 def _list_sizes(spec: GatedDeltaSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the outputs of each of ``qkvz_names`` and of ``ba_names``."""
+    """Return the numbers of outputs of each of ``qkvz_names``, and of each of ``ba_names``."""
     keys, values, heads = spec.all_keys, spec.all_values, spec.num_v_heads
     qkvz = {
         1: (2 * keys + 2 * values,),

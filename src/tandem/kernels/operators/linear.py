@@ -1,6 +1,6 @@
-"""Linear, Embedding and LmHead: the operators that are one matrix.
+"""Linear, Embedding and LmHead: operators with a single matrix.
 
-Shapes: T tokens, K inputs, N outputs, V vocabulary, D hidden, R rows whose logits are wanted.
+Shapes: T tokens, K inputs, N outputs, V vocabulary, D hidden, R rows whose logits are computed.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Linear(Operator):
     Args:
         in_features: K.
         out_features: N.
-        has_bias: whether the checkpoint has ``bias`` beside ``weight``.
+        has_bias: True if the checkpoint has ``bias`` beside ``weight``.
         settings: how the matrix is stored and run.
     """
 
@@ -44,19 +44,19 @@ class Linear(Operator):
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``weight`` and, if there is one, ``bias``."""
+        """Read ``weight``, and ``bias`` if there is one."""
         parts, size = [(name, self.out_features)], self.in_features
         self.matrix = read_matrix(
             self, "", reader, self.settings, parts, size, has_bias=self.has_bias
         )
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """See ``Operator``."""
+        """Make the matrix take LoRA adapters; return it by name."""
         self.matrix = matrix = wrapper.wrap_matrix(self.matrix)
         return {name: AdaptedRows(matrix, self.in_features, self.out_features)}
 
     def forward(self, x_TK: Tensor) -> Tensor:
-        """Return [..., N], new; a NaN in a row of ``x_TK`` stays in that row."""
+        """Return ``x W^T + b`` [..., N], new; a NaN in a row of ``x_TK`` stays in that row."""
         return self.matrix.forward(x_TK, dtype=x_TK.dtype)
 
 
@@ -66,9 +66,9 @@ class Embedding(Operator):
     Args:
         vocab_size: V.
         hidden_size: D.
-        scale: on the rows.
-        stored: a weight format keeps the codes that the checkpoint has in it, from which rows are
-            read: bitwise those of the decoded matrix. Without one W is a tensor.
+        scale: factor on the rows.
+        stored: with a weight format, W keeps the checkpoint's codes in that format, and rows are
+            decoded from them, bitwise as from the decoded matrix. Without one, W is a tensor.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Embedding(Operator):
         self.scale = scale
         self.stored = stored
         self.packed: PackedLinear | None = None
-        """W in codes; None: ``weight`` has it."""
+        """W in codes; None: W is the tensor ``weight``."""
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``weight``."""
+        """Read ``weight``, as codes or as a tensor."""
         self.scale = torch.tensor(self.scale, dtype=reader.dtype).item()
         self._dtype = reader.dtype
         if self.stored.weight_format is not None:
@@ -101,12 +101,15 @@ class Embedding(Operator):
         self.weight = freeze(read_rows(reader, rows, self.hidden_size))
 
     def read_weight(self) -> Tensor:
-        """Return W [V, D]: the tensor, or new from codes, in the dtype of the model."""
+        """Return W [V, D] in the model's dtype: the tensor itself, or a new one decoded
+        from codes.
+        """
         return self.weight if self.packed is None else self.packed.unpack().to(self._dtype)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Return [..., D], new; an id outside of [0, V) raises torch's ``IndexError``, or
-        ``ShapeError`` where W is in codes.
+        """Return the rows of the tokens, [..., D], new.
+
+        An id outside of [0, V) raises torch's ``IndexError``, or ``ShapeError`` if W is in codes.
         """
         if self.packed is None:
             found = functional.embedding(token_ids, self.weight)
@@ -117,17 +120,18 @@ class Embedding(Operator):
 
 
 class LmHead(Linear):
-    """The projection to the vocabulary; its weight may be the embedding's.
+    """Projection of hidden states to the vocabulary; it may share the embedding's weight.
 
     Args:
         hidden_size: D.
         vocab_size: V.
-        tied_to: gives the embedding whose weight this one shares, at loading; None is a head
-            with a weight of its own.
-        soft_cap: a logit becomes cap * tanh(logit / cap); 0 is none.
-        scale: on the logits, before the cap.
-        settings: how the matrix is stored and run; a packed one is a copy of the embedding's,
-            unless that is in codes of the same format.
+        has_bias: True if the checkpoint has ``bias`` beside ``weight``.
+        tied_to: returns the embedding whose weight is shared, at loading; None: the head has a
+            weight of its own.
+        soft_cap: a logit becomes cap * tanh(logit / cap); 0: no cap.
+        scale: factor on the logits, before the cap.
+        settings: how the matrix is stored and run; a packed head copies the embedding's weight,
+            unless the embedding has codes of the same format.
     """
 
     def __init__(
@@ -147,7 +151,7 @@ class LmHead(Linear):
         self._tied_to = tied_to
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``weight``, or share the embedding's, which must have been loaded before."""
+        """Read ``weight``, or share the embedding's, which must be loaded before."""
         self._execution = reader.execution
         tied = None if self._tied_to is None else self._tied_to()
         codes = tied.packed if isinstance(tied, Embedding) else None
@@ -170,7 +174,9 @@ class LmHead(Linear):
         self.matrix = make_matrix(self, "", self.settings, weight, bias)
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """Adapt nothing: logits are computed for some rows of a step alone."""
+        """Return no adapted parts: a head computes only some rows of a step, so it takes no
+        adapters.
+        """
         del wrapper, name
         return {}
 

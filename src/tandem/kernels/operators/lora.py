@@ -1,10 +1,9 @@
 """LoRA adapters on the matrices of operators: ``y = x W^T + b + scale * (x A^T) B^T``.
 
-An ``AdaptedMatrix`` stands in the place of an operator's matrix and adds, for the rows of a step
-that belong to an adapter, what that adapter changes. The product and the change are summed in
-float32 and rounded once. A row's change is one sum over K and one over the rank, each in a fixed
-order, so it does not depend on the other rows; rows without an adapter get the bits that they get
-from a model that has none.
+An ``AdaptedMatrix`` replaces an operator's matrix and adds, for a step's rows that belong to an
+adapter, that adapter's product. Both products are summed in float32 and rounded once. A row's LoRA
+product is one sum over K and one over the rank, each in a fixed order, so it does not depend on
+other rows; rows without an adapter get bitwise the results of a model without adapters.
 
 Shapes: T rows, K inputs, N outputs, r rank.
 """
@@ -33,27 +32,27 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """An ``AdaptedPart`` that is some outputs of a matrix."""
+    """A linear module of the checkpoint that is a range of a matrix's outputs."""
 
     matrix: AdaptableMatrix
     in_features: int
     out_features: int
     first_output: int = 0
     order: Tensor | None = None
-    """int64 [N]: which output of the checkpoint becomes which of these."""
+    """Checkpoint's output for each output of this part, int64 [N]; None: unchanged."""
 
     def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
-        """See ``AdaptedPart``."""
+        """Set an adapter's factors for these outputs, in the order of the matrix."""
         ordered = b_NR if self.order is None else b_NR[self.order]
         self.matrix.add_parts(slot, [LoraPart(a_RK, ordered, scale, self.first_output)])
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLatents:
-    """The ``AdaptedPart`` of an up-projection that multi-head latent attention has absorbed.
+    """The checkpoint's up-projection that multi-head latent attention has absorbed.
 
-    Head h of it has outputs [n + v]: keys, whose matrix is applied to queries the other way
-    around, and values. Its input is the latent.
+    Its input is the latent. Head h has n + v outputs: n for keys, whose matrix is applied
+    transposed to queries, and v for values.
     """
 
     key_heads: AdaptableHeads
@@ -61,17 +60,17 @@ class AdaptedLatents:
     in_features: int
     num_heads: int
     key_size: int
-    """n."""
+    """Key items of a head without RoPE, n."""
     value_size: int
-    """v."""
+    """Value items of a head, v."""
 
     @property
     def out_features(self) -> int:
-        """See ``AdaptedPart``."""
+        """Number of outputs of the checkpoint's up-projection."""
         return self.num_heads * (self.key_size + self.value_size)
 
     def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
-        """See ``AdaptedPart``."""
+        """Set an adapter's factors for each head's key and value matrices."""
         heads = b_NR.view(self.num_heads, -1, len(a_RK))
         keys, values = heads[:, : self.key_size], heads[:, self.key_size :]
         up = a_RK.t()
@@ -90,18 +89,18 @@ class RowGroup:
 
     slot: int
     rows: Tensor
-    """int64, ascending."""
+    """Row numbers, int64, ascending."""
 
 
 class StepAdapters:
-    """The rows of the running step by adapter: one for all matrices of a model.
+    """The rows of the running step by adapter; all matrices of a model share this object.
 
-    One thread: ``begin`` and ``end`` enclose a step.
+    Use from one thread; ``begin`` and ``end`` enclose a step.
 
     Args:
-        num_slots: of adapters.
-        is_native: whether the native kernels compute what adapters add, else torch.
-        pool: runs the native kernels; None: the caller's thread.
+        num_slots: number of adapters that can be loaded.
+        is_native: True if native kernels compute the adapters' products, False for torch.
+        pool: threads for the native kernels; None: the caller's thread.
     """
 
     def __init__(self, num_slots: int, *, is_native: bool, pool: ThreadPool | None = None) -> None:
@@ -110,12 +109,14 @@ class StepAdapters:
         self.pool = pool
         self.groups: tuple[RowGroup, ...] = ()
         self.native: LoraRows | None = None
-        """The same rows; None outside of a step, and in one without adapters."""
+        """The rows by adapter for the native kernels; None outside of a step, and in a step without
+        adapters.
+        """
         self.num_rows = 0
         self._sums: dict[tuple[int, ...], Buffer] = {}
 
     def begin(self, num_rows: int, rows_by_slot: Mapping[int, list[int]]) -> None:
-        """Begin a step of so many rows."""
+        """Begin a step of ``num_rows`` rows."""
         if num_rows != self.num_rows:
             self._sums.clear()
         self.num_rows = num_rows
@@ -129,11 +130,11 @@ class StepAdapters:
             )
 
     def end(self) -> None:
-        """End the step: rows belong to nobody."""
+        """End the step: no row belongs to an adapter any more."""
         self.groups, self.native = (), None
 
     def sum_buffer(self, *shape: int) -> Buffer:
-        """Return float32 [T, *shape], with whatever it held last."""
+        """Return the step's float32 buffer [T, *shape], with its previous contents."""
         found = self._sums.get(shape)
         if found is None:
             found = Buffer.allocate(self.num_rows, *shape, dtype=torch.float32)
@@ -142,20 +143,20 @@ class StepAdapters:
 
 
 class _Adapted:
-    """The addend of adapters to the product of a matrix, or of one a head.
+    """Addition of adapters' products to the result of a matrix, or of one matrix per head.
 
     Args:
-        step: whose rows are whose; shared by all matrices of a model.
+        step: the rows of each adapter; shared by all matrices of a model.
     """
 
     def __init__(self, step: StepAdapters) -> None:
         self._step = step
         self._bank = LoraBank(step.num_slots) if step.is_native else None
         self._parts: dict[int, list[LoraPart]] = {}
-        """By slot of the adapter, where torch computes."""
+        """Factors by adapter slot, if torch computes."""
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
-        """Give an adapter parts; no step has rows of it yet."""
+        """Add factors of an adapter that no running step uses yet."""
         if self._bank is None:
             self._parts[slot] = [*self._parts.get(slot, ()), *parts]
             return
@@ -166,14 +167,14 @@ class _Adapted:
             self._bank.add_part(slot, down, up, part.scale, part.first_output, size, part.head)
 
     def remove_parts(self, slot: int) -> None:
-        """Forget an adapter; no step has rows of it any more."""
+        """Remove an adapter's factors, when no running step uses it any more."""
         self._parts.pop(slot, None)
         if self._bank is not None:
             self._bank.clear(slot)
 
     @property
     def _is_needed(self) -> bool:
-        """True if the step has rows of an adapter that changes the matrix."""
+        """True if the step has rows of an adapter that changes this matrix."""
         if self._bank is not None:
             rows = self._step.native
             return rows is not None and self._bank.is_needed(rows)
@@ -181,7 +182,9 @@ class _Adapted:
         return any(group.slot in parts for group in self._step.groups)
 
     def _add(self, x: Buffer, sums: Buffer, out: Buffer | None, *, is_added: bool) -> None:
-        """Add to float32 sums, in place, and round these to ``out``; [T, ...] or [T, H, ...]."""
+        """Add adapters' products to float32 sums in place, and round these to ``out``; [T, ...] or
+        [T, H, ...].
+        """
         step, num_rows = self._step, len(x.tensor)
         if num_rows != step.num_rows:
             what = f"{num_rows} rows of a step of {step.num_rows}: whose are they?"
@@ -209,18 +212,18 @@ class _Adapted:
 
 
 def _pack_panels(b_NR: Tensor) -> Tensor:
-    """Return [panels, r, 64]: columns side by side, zeros beyond the last."""
+    """Return B in panels of 64 columns, [panels, r, 64], padded with zeros."""
     padding = -len(b_NR) % PANEL_COLUMNS
     padded = functional.pad(b_NR, (0, 0, 0, padding))
     return padded.unflatten(0, (-1, PANEL_COLUMNS)).transpose(1, 2).contiguous()
 
 
 class AdaptedMatrix(_Adapted):
-    """A ``Matrix`` with adapters.
+    """A ``Matrix`` with LoRA adapters.
 
     Args:
-        base: the matrix without; owned.
-        step: as of ``_Adapted``.
+        base: the matrix without adapters; owned.
+        step: the rows of each adapter in the running step.
     """
 
     def __init__(self, base: Matrix, step: StepAdapters) -> None:
@@ -230,11 +233,11 @@ class AdaptedMatrix(_Adapted):
 
     @property
     def out_dtype(self) -> torch.dtype | None:
-        """See ``Matrix``."""
+        """Dtype of the base matrix's results."""
         return self.base.out_dtype
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """See ``Matrix``."""
+        """Return ``x W^T + b`` with the adapters' products, in ``dtype``."""
         if not self._is_needed:
             return self.base.forward(x_TK, dtype=dtype)
         sums = self.base.forward(x_TK, dtype=torch.float32)
@@ -243,14 +246,16 @@ class AdaptedMatrix(_Adapted):
         return sums.to(dtype)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
-        """See ``Matrix``."""
+        """Add ``x W^T + b`` with the adapters' products to the residual in place."""
         if self._is_needed:
             residual_TN += self.forward(x_TK, dtype=torch.float32)
         else:
             self.base.add_into_(residual_TN, x_TK)
 
     def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
-        """See ``Matrix``."""
+        """Write ``x W^T + b`` with the adapters' products to a buffer, or add it if
+        ``is_added``.
+        """
         if not self._is_needed:
             self.base.run(x_TK, out_TN, is_added=is_added)
             return
@@ -260,11 +265,11 @@ class AdaptedMatrix(_Adapted):
 
 
 class AdaptedHeads(_Adapted):
-    """A ``HeadMatrix`` with adapters.
+    """A ``HeadMatrix`` with LoRA adapters.
 
     Args:
-        base: the matrices without; owned.
-        step: as of ``_Adapted``.
+        base: the matrices without adapters; owned.
+        step: the rows of each adapter in the running step.
     """
 
     def __init__(self, base: HeadMatrix, step: StepAdapters) -> None:
@@ -273,7 +278,7 @@ class AdaptedHeads(_Adapted):
         self.out_shape = base.out_shape
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        """See ``HeadMatrix``."""
+        """Multiply each head's input with its matrix, with the adapters' products."""
         if not self._is_needed:
             return self.base.forward(x_THK)
         out = Buffer(x_THK.new_empty(len(x_THK), *self.out_shape))
@@ -281,7 +286,7 @@ class AdaptedHeads(_Adapted):
         return out.tensor
 
     def run(self, x_THK: Buffer, out_THN: Buffer) -> None:
-        """See ``HeadMatrix``."""
+        """Multiply each head's input with its matrix into a buffer, with the adapters' products."""
         if not self._is_needed:
             self.base.run(x_THK, out_THN)
             return

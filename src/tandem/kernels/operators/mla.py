@@ -2,14 +2,14 @@
 
 A token's cache is one latent, normed, and the rotated part of a key that all heads share
 (DeepSeek-V2, arXiv:2405.04434, section 2.1). The up-projection of keys is absorbed into the queries
-and that of values into the outputs, so that nothing of the context is ever expanded:
-q_h . (U_h c) = (U_h^T q_h) . c. A prefill runs the same way, or its values would not be bitwise
-those of a decode.
+and that of values into the outputs, so that keys and values of the context are never expanded: q_h
+. (U_h c) = (U_h^T q_h) . c. A prefill runs the same way, so that its results are bitwise those of
+decodes.
 
-A layer with a ``top`` attends to so many tokens alone (DeepSeek Sparse Attention): those whose keys
-in an index score best with the token's queries in it, of equals the earlier, which a ``Step``
-finds before it attends. The index's products are part of the others': its queries are made of the
-same compressed ones, its key of the hidden state.
+A layer with a ``top`` attends to that many tokens only (DeepSeek Sparse Attention): those whose
+index keys score best with the token's index queries, the earlier of equal ones, which a ``Step``
+finds before it attends. The index's projections are part of the layer's products: its queries come
+from the same compressed queries, its key from the hidden state.
 
 Shapes: T tokens, D hidden, H heads, R rank of the latent, P rotated items, n items of a query that
 are not rotated, v items of a head's value.
@@ -44,14 +44,14 @@ __all__ = ["Index", "MlaAttention"]
 
 
 class MlaAttention(Operator):
-    """Latent attention of one layer; what it attends is found by the ``Step``.
+    """Latent attention of one layer; the ``Step`` finds the context that it attends to.
 
     Args:
-        spec: its sizes and options. Rotated items that are pairs of neighbours in the checkpoint
-            are put in halves at loading, queries' and keys' alike, so that products do not change.
-        layer_idx: whose slice of the KV cache.
+        spec: sizes and options. If rotated items are pairs of neighbours in the checkpoint, they
+            are loaded as halves, for queries and keys alike, so that products do not change.
+        layer_idx: index of the layer's slice in the KV cache.
         settings: how the matrices are stored and run.
-        score_settings: the same of the weights that an index gives its heads.
+        score_settings: how the projection to an index's head weights is stored and run.
     """
 
     def __init__(
@@ -70,9 +70,10 @@ class MlaAttention(Operator):
         self.rule = PLAIN
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``q_proj``, or ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``, and the rest.
+        """Read ``q_proj``, or ``q_a_proj``, ``q_a_layernorm`` and ``q_b_proj``, and the other
+        projections.
 
-        Of an index, read ``indexer.wq_b``, ``wk``, ``k_norm`` and ``weights_proj``.
+        With an index, also read ``indexer.wq_b``, ``wk``, ``k_norm`` and ``weights_proj``.
         """
         spec, settings = self.spec, self.settings
         self._load_first(reader, name)
@@ -111,7 +112,9 @@ class MlaAttention(Operator):
         )
 
     def _load_first(self, reader: WeightReader, name: str) -> None:
-        """Read what multiplies the hidden state: queries, compressed or not, and latents."""
+        """Read the matrices that multiply the hidden state: for queries (compressed or not) and
+        latents.
+        """
         spec = self.spec
         part = f"{name}.q_a_proj" if spec.q_rank else f"{name}.q_proj"
         latent = f"{name}.kv_a_proj_with_mqa"
@@ -154,7 +157,7 @@ class MlaAttention(Operator):
         )
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """See ``Operator``."""
+        """Make the projections take LoRA adapters; return them by checkpoint name."""
         spec, hidden = self.spec, self.spec.hidden_size
         self.first_matrix = first = wrapper.wrap_matrix(self.first_matrix)
         self.key_heads = keys = wrapper.wrap_heads(self.key_heads)
@@ -195,19 +198,20 @@ class MlaAttention(Operator):
         return parts
 
     def _order_queries(self, weight: Tensor) -> None:
-        """Put the rotated rows of each head's query in halves, in place."""
+        """Reorder the rotated rows of each head's query from pairs to halves, in place."""
         heads = weight.view(self.spec.num_heads, self.spec.head, -1)
         self._order_rotated(heads[:, self.spec.nope :].transpose(0, 1))
 
     def _order_rotated(self, rows: Tensor) -> None:
-        """Put rows [P, ...] that rotate as pairs of neighbours in halves, in place."""
+        """Reorder rows [P, ...] that rotate as pairs of neighbours into halves, in place."""
         if self.spec.is_interleaved:
             rows.copy_(torch.cat((rows[0::2], rows[1::2])))
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor | None, ...]:
-        """Run as transformers' attention modules do: [1, T, D] in, ([1, T, D], None) out.
+        """Run with transformers' attention interface: [1, T, D] in, ([1, T, D], None) out.
 
-        The step remembers what an index chose, so that None stands for it where layers return it.
+        The step keeps the tokens that an index chose, so None is returned for them where
+        transformers returns them.
         """
         mixed = current_step().mix(self, hidden_states[0])
         out = self.output_matrix.forward(mixed, dtype=mixed.dtype)[None]
@@ -215,15 +219,15 @@ class MlaAttention(Operator):
 
 
 class Index:
-    """The parts of a layer's index that no other matrix has: weights of heads, the keys' norm.
+    """The separate parts of a layer's index: projection to head weights, and the keys' norm.
 
     Args:
-        owner: the operator; the tensors become its parameters.
-        spec: sizes and options.
-        rope: items that are rotated, from the first on.
-        settings: how the matrix of the heads' weights is stored and run.
-        reader: gives ``{name}.indexer``.
-        name: of the operator.
+        owner: operator that gets the tensors as parameters.
+        spec: sizes and options of the index.
+        rope: number of rotated items, which come first.
+        settings: how the projection to head weights is stored and run.
+        reader: reads ``{name}.indexer``.
+        name: checkpoint name of the operator.
     """
 
     def __init__(
@@ -253,12 +257,14 @@ class Index:
         owner.index_norm, owner.index_bias = self.norm, self.bias
 
     def list_query_rows(self) -> Tensor:
-        """Return which of the checkpoint's rows of the index's queries comes where."""
+        """Return the checkpoint's row for each row of the index's query projection."""
         firsts = torch.arange(self.spec.num_heads) * self.spec.dim
         return (firsts[:, None] + self._rows).flatten()
 
     def norm_keys(self, keys_TI: Tensor) -> Tensor:
-        """Return the normed keys, new, of the same dtype; a row depends on that row alone."""
+        """Return the normed index keys, new, in the same dtype; each row is independent of
+        others.
+        """
         weight, bias = self.norm.float(), self.bias.float()
         normed = functional.layer_norm(
             keys_TI.float(), weight.shape, weight, bias, self.spec.norm_eps
@@ -267,7 +273,7 @@ class Index:
 
 
 def list_index_rows(spec: IndexSpec, rope: int) -> Tensor:
-    """Return which item of the checkpoint's index keys comes where: rotated ones in halves."""
+    """Return the checkpoint's item for each item of an index key: rotated items in halves."""
     items = torch.arange(spec.dim)
     if not spec.is_interleaved:
         return items

@@ -1,4 +1,4 @@
-"""The dense block, gated or not. Shapes: T tokens, D hidden, F intermediate."""
+"""The dense MLP, gated or not. Shapes: T tokens, D hidden, F intermediate."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ class Mlp(Operator):
     Without a gate it is ``down(f(up(x)))``.
 
     Args:
-        spec: its sizes, activation (a plain one) and names.
+        spec: sizes, activation (one that needs no parameters) and checkpoint names.
         settings: how the matrices are stored and run.
     """
 
@@ -31,7 +31,7 @@ class Mlp(Operator):
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read gate, up and ``down_proj``."""
+        """Read the gate, up and down projections."""
         spec, settings = self.spec, self.settings
         size, bias = spec.intermediate_size, spec.has_bias
         rows = spec.num_up_rows // len(spec.gate_up_names)
@@ -46,7 +46,7 @@ class Mlp(Operator):
         )
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """See ``Operator``."""
+        """Make the projections take LoRA adapters; return them by checkpoint name."""
         gate_up, down = (wrapper.wrap_matrix(matrix) for matrix in self.matrices)
         self.matrices = (gate_up, down)
         spec = self.spec
@@ -59,15 +59,15 @@ class Mlp(Operator):
         return {**parts, f"{name}.{spec.down_name}": down_part}
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return [..., D], new."""
+        """Return the MLP's output [..., D], new."""
         gate_up, down = self.matrices
         hidden = self._activate(gate_up.forward(x_TD, dtype=x_TD.dtype))
         return down.forward(hidden, dtype=x_TD.dtype)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, gate_T1: Tensor | None = None) -> None:
-        """Add the block's output for ``x_TD`` to ``residual_TD``, in place.
+        """Add the MLP's output for ``x_TD`` to ``residual_TD``, in place.
 
-        ``gate_T1``: its sigmoid multiplies each token's output.
+        Each token's output is multiplied by the sigmoid of ``gate_T1`` if that is given.
         """
         gate_up, down = self.matrices
         hidden = self._activate(gate_up.forward(x_TD, dtype=x_TD.dtype))

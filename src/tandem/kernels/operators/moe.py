@@ -1,4 +1,4 @@
-"""Mixture of experts: the router, and its block with the experts.
+"""Mixture of experts: the router, and the block of router and experts.
 
 Shapes: T tokens, D hidden, E experts, K experts per token.
 """
@@ -21,10 +21,10 @@ __all__ = ["ExpertChoice", "MoeBlock", "Router"]
 
 
 class Router(Operator):
-    """Choose each token's K experts by a linear score; of equals, the lower id.
+    """Choice of each token's K experts by a linear score; of equal scores, the lower id.
 
     Args:
-        spec: its sizes, rule and names.
+        spec: sizes, routing rule and checkpoint names.
         settings: how the matrix is stored and run.
     """
 
@@ -39,7 +39,7 @@ class Router(Operator):
         self.choice_bias: Buffer | None = None
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``weight`` [E, D] and, if there are such, the biases [E]."""
+        """Read ``weight`` [E, D], and the biases [E] if there are any."""
         own = name if self.spec.norm_eps is None else f"{name}.proj"
         parts, size = [(own, self.num_experts)], self.hidden_size
         self._execution = reader.execution
@@ -62,17 +62,17 @@ class Router(Operator):
             self.per_expert_scale = freeze(scales)
 
     def prepare(self, x_TD: Tensor) -> Tensor:
-        """Return what the scores are of: the input, or its norm."""
+        """Return the input of the router's matrix: the hidden states, or their norm."""
         eps = self.spec.norm_eps
         return x_TD if eps is None else self._execution.norm(x_TD, self.held_scale, eps)
 
     def scale_logits_(self, logits_TE: Tensor) -> None:
-        """Give logits the size that the rule is of, in place."""
+        """Scale logits in place by 1 / sqrt(D), if the router norms its input."""
         if self.spec.norm_eps is not None:
             logits_TE *= self.hidden_size**-0.5
 
     def scale_weights_(self, weights_TK: Tensor, ids_TK: Tensor) -> None:
-        """Multiply weights by the factors of their experts, in place, where there are such."""
+        """Multiply router weights by their experts' factors in place, if the router has any."""
         if self.spec.has_expert_scale:
             weights_TK *= self.per_expert_scale[ids_TK]
 
@@ -85,19 +85,20 @@ class Router(Operator):
         return logits, weights, ids
 
     def forward(self, hidden_states: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-        """Run as transformers' routers do: any leading dimensions, flattened.
+        """Run with the interface of transformers' routers; leading dimensions are flattened.
 
-        Some blocks pass the bias of the choice, which is held here.
+        Some of transformers' blocks pass the bias of the choice, which is ignored, as the router
+        holds it.
         """
         return self.route(hidden_states.reshape(-1, self.hidden_size))
 
 
 class MoeBlock(Operator):
-    """A router and its experts; any part may still be the skeleton's own module.
+    """A router and its experts; any part may still be transformers' own module.
 
     Args:
-        spec: its names.
-        parts: the modules by those names. The router returns (logits, weights [T, K], ids [T, K]),
+        spec: checkpoint names of the parts.
+        parts: modules by these names. The router returns (logits, weights [T, K], ids [T, K]);
             experts are called as ``experts(hidden, ids, weights)``.
     """
 
@@ -117,7 +118,7 @@ class MoeBlock(Operator):
         self._shared_gate = parts[spec.shared_gate_name] if spec.shared_gate_name else None
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Do nothing: the parts, being modules of their own, are loaded by name."""
+        """Do nothing: the parts load themselves as modules."""
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the block's output, shaped as ``hidden_states``, new."""
@@ -135,25 +136,27 @@ class MoeBlock(Operator):
 
     @property
     def operators(self) -> tuple[Router, RoutedExperts]:
-        """The parts of a block that is all operators."""
+        """Router and routed experts of a block whose parts are all operators."""
         assert self._operators is not None, f"parts of transformers: {self._parts}"
         return self._operators
 
     @property
     def shared(self) -> Mlp | None:
-        """The experts that every token uses, of a block that is all operators."""
+        """Shared experts of a block whose parts are all operators; None: there are none."""
         assert self._shared is None or isinstance(self._shared, Mlp), self._shared
         return self._shared
 
     @property
     def shared_gate(self) -> Linear | None:
-        """The score of the shared experts, of a block that is all operators."""
+        """Projection to the shared experts' gate, of a block whose parts are all operators; None:
+        none.
+        """
         assert self._shared_gate is None or isinstance(self._shared_gate, Linear)
         return self._shared_gate
 
 
 class ExpertChoice(NamedTuple):
-    """A layer's choice of experts; a step on native kernels writes its buffers again in the next.
+    """A layer's choice of experts; a native step overwrites its buffers in the next layer.
 
     Shapes: T tokens, D hidden, K experts per token.
     """
@@ -161,10 +164,10 @@ class ExpertChoice(NamedTuple):
     block: MoeBlock
     experts: RoutedExperts
     residual: Buffer
-    """[T, D]"""
+    """Residual stream, [T, D]."""
     x: Buffer
-    """[T, D]: normed, for the experts."""
+    """Normed hidden states, the experts' input, [T, D]."""
     ids: Buffer
-    """[T, K], int64."""
+    """Chosen expert ids, int64 [T, K]."""
     weights: Buffer
-    """[T, K]"""
+    """Router weights, [T, K]."""

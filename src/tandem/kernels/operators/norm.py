@@ -30,7 +30,7 @@ class RmsNorm(Operator):
         self._execution = reader.execution
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return [..., D], new."""
+        """Return the norm of ``x_TD`` [..., D], new."""
         return self._execution.norm(x_TD, self.held, self.eps, self.offset)
 
 
@@ -46,7 +46,7 @@ class LayerNorm(Operator):
         self.spec = spec
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``weight`` and, where there is one, ``bias``."""
+        """Read ``weight``, and ``bias`` if there is one."""
         size = self.spec.size
         weight = read_rows(reader, [(f"{name}.weight", size)]).float() + self.spec.offset
         self.weight = freeze(weight)
@@ -55,7 +55,7 @@ class LayerNorm(Operator):
             self.bias = freeze(read_rows(reader, [(f"{name}.bias", size)]).float())
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return [..., D], new."""
+        """Return the norm of ``x_TD`` [..., D], new."""
         normed = functional.layer_norm(
             x_TD.float(), self.weight.shape, self.weight, self.bias, self.spec.eps
         )

@@ -1,6 +1,4 @@
-"""The part that all operators share: reading their own weights from a source that knows the
-checkpoint.
-"""
+"""Base class of operators, which read their own weights from a checkpoint's reader."""
 
 import mmap
 from abc import ABC, abstractmethod
@@ -22,9 +20,9 @@ _STEP: ContextVar[Step] = ContextVar("tandem_step")
 
 @contextmanager
 def running(step: Step) -> Iterator[None]:
-    """Give a step to the operators that are called meanwhile, through modules of transformers.
+    """Make a step available to operators that transformers' modules call in this context.
 
-    Not every decoder layer passes arguments on that it does not know.
+    The step cannot be passed as an argument, because some decoder layers drop unknown arguments.
     """
     token = _STEP.set(step)
     try:
@@ -34,48 +32,49 @@ def running(step: Step) -> Iterator[None]:
 
 
 def current_step() -> Step:
-    """Return the step of ``running``. Raises: LookupError (called outside of one)."""
+    """Return the step set by ``running``. Raises: LookupError (called outside of ``running``)."""
     return _STEP.get()
 
 
 class Operator(nn.Module, ABC):
-    """An operator of ours in the place of a module of the skeleton.
+    """An operator that replaces a module of transformers' model.
 
     Weights do not exist before ``load``; after it they are parameters without gradient, or packed.
     """
 
     packed_bytes: int = 0
-    """Bytes of the weights that are packed, and so are no parameters of the module."""
+    """Bytes of packed weights, which are not parameters of the module."""
     code_formats: Mapping[str, str] = MappingProxyType({})
-    """Formats of matrices that have others than the operator's, by their prefix in it."""
+    """Weight formats of matrices that differ from the operator's, by the matrices' name prefix."""
     is_misplaced: bool = False
-    """True if packed weights should lie on several NUMA nodes and the kernel refused."""
+    """True if packed weights should lie on several NUMA nodes and the operating system refused."""
 
     @abstractmethod
     def load(self, reader: WeightReader, name: str) -> None:
         """Allocate the weights and read them; ``name`` is the module's dotted path.
 
-        Raises: what ``WeightReader.read_into`` raises.
+        Raises: the errors of ``WeightReader.read_into``.
         """
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """Make the operator's own matrices take LoRA adapters, once, after ``load``.
+        """Make the operator's matrices take LoRA adapters; call it once, after ``load``.
 
         Args:
-            wrapper: makes each matrix take them.
+            wrapper: wraps each matrix.
             name: the module's dotted path.
 
-        Returns: the linear modules of the checkpoint that may be adapted, by dotted name; none of
-            an operator whose matrices may not.
+        Returns: the checkpoint's linear modules that can be adapted, by dotted name; empty for an
+            operator that takes no adapters.
         """
         del wrapper, name
         return {}
 
 
 def allocate_scratch(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return zeroed memory on the CPU that goes back to the machine when it is freed.
+    """Return zeroed CPU memory that is returned to the operating system when freed.
 
-    The C library keeps freed blocks of some MiB; what is read to be packed should leave nothing.
+    The C library would keep freed blocks of some MiB; weights that are read only to be packed
+    should leave no memory behind.
     """
     return torch.frombuffer(mmap.mmap(-1, prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
@@ -88,9 +87,9 @@ def read_rows(
 ) -> Tensor:
     """Read tensors stacked along their first dimension; ``parts`` are (name, rows).
 
-    ``is_scratch``: the result is packed at once and freed; see ``allocate_scratch``.
+    ``is_scratch``: True if the result is packed and freed at once; see ``allocate_scratch``.
 
-    Raises: what ``WeightReader.read_into`` raises.
+    Raises: the errors of ``WeightReader.read_into``.
     """
     shape = (sum(count for _, count in parts), *tail)
     if is_scratch:
@@ -105,5 +104,5 @@ def read_rows(
 
 
 def freeze(weight: Tensor) -> nn.Parameter:
-    """Make ``weight`` a parameter that autograd leaves alone."""
+    """Return ``weight`` as a parameter that gets no gradient."""
     return nn.Parameter(weight, requires_grad=False)

@@ -1,11 +1,11 @@
-"""Rotary position embedding: frequencies of the known scalings, and the rotation itself.
+"""Rotary position embedding (RoPE): frequencies of the known scalings, and the rotation.
 
 Shapes: T tokens, N heads (queries and keys together), d head_dim, r rotated items of a head, which
-come first and are all of them unless the rotation is partial. Heads are stored as two halves
-(the "rotate half" convention of transformers), so rotating swaps halves.
+come first and are all items unless the rotation is partial. Heads are stored as two halves (the
+"rotate half" convention of transformers), so rotating swaps halves.
 
-Invariant: a token's angles depend on its position alone, never on the batch, on the chunk or on
-how long the sequence is. Keys can therefore be cached and shared.
+Invariant: a token's angles depend on its position alone, never on the batch, the chunk or the
+sequence's length. Keys can therefore be cached and shared.
 """
 
 import math
@@ -26,7 +26,7 @@ def _base_frequencies(p: RopeSpec) -> Tensor:
 
 
 def _yarn_frequencies(p: RopeSpec, inv_freq: Tensor, context: int) -> Tensor:
-    """Interpolate slow dimensions, keep fast ones, ramp between (arXiv:2309.00071, eq. 23)."""
+    """Interpolate slow frequencies, keep fast ones, blend in between (arXiv:2309.00071, eq. 23)."""
 
     def dim_of(rotations: float) -> float:
         log_base = 2 * math.log(p.rope_theta)
@@ -55,7 +55,7 @@ def _yarn_attention_factor(p: RopeSpec) -> float:
 
 
 def _llama3_frequencies(p: RopeSpec, inv_freq: Tensor, context: int) -> Tensor:
-    """Divide long wavelengths by ``factor``, keep short ones, blend between (Llama 3.1)."""
+    """Divide low frequencies by ``factor``, keep high ones, blend in between (Llama 3.1)."""
     wavelength = 2 * math.pi / inv_freq
     blend = (context / wavelength - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
     keep = blend.clamp(0, 1)
@@ -63,7 +63,7 @@ def _llama3_frequencies(p: RopeSpec, inv_freq: Tensor, context: int) -> Tensor:
 
 
 def compute_frequencies(p: RopeSpec) -> tuple[Tensor, float]:
-    """Return (inverse frequencies float32 [d/2], the factor on cos and sin)."""
+    """Return (inverse frequencies, float32 [d/2]; factor on cos and sin)."""
     inv_freq = _base_frequencies(p)
     context = p.original_max_position_embeddings
     context = p.max_position_embeddings if context is None else context
@@ -89,16 +89,17 @@ def compute_frequencies(p: RopeSpec) -> tuple[Tensor, float]:
 
 
 class Rope(Operator):
-    """cos and sin of each position's angles; holds no weights.
+    """RoPE: cosines and sines of each position's angles; holds no weights.
 
-    ``dynamic`` NTK: a token at position p beyond the trained length uses the base that a sequence
-    of length p + 1 would have. Decoding token by token gives exactly transformers' values; a
-    prefill beyond the trained length differs from transformers, whose angles depend on the longest
-    sequence of the batch, which no cached key could follow.
+    ``dynamic`` NTK: a token at position p beyond the trained length uses the base of a sequence of
+    length p + 1. Decoding token by token gives exactly transformers' values; a prefill beyond the
+    trained length differs from transformers, whose angles depend on the longest sequence of the
+    batch, so that cached keys would be invalid.
 
     Args:
-        parameters: what determines the angles.
-        is_half: ``forward`` returns the angles of half a head, as gpt-oss's attention takes them.
+        parameters: type, base and scaling of the RoPE.
+        is_half: True if ``forward`` returns the angles of half a head, as gpt-oss's attention
+            needs.
     """
 
     def __init__(self, parameters: RopeSpec, *, is_half: bool = False) -> None:
@@ -109,7 +110,7 @@ class Rope(Operator):
 
     @property
     def ropes(self) -> "tuple[Rope, ...]":
-        """Itself alone, as the RoPEs of a model whose layers share one."""
+        """A tuple of this RoPE alone, for a model whose layers share one."""
         return (self,)
 
     def load(self, reader: WeightReader, name: str) -> None:
@@ -118,7 +119,7 @@ class Rope(Operator):
         self.inv_freq = self.inv_freq.to(reader.device)
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return (cos, sin), each [T, r] of ``dtype``; both halves of r carry the same angles.
+        """Return (cos, sin), each [T, r] of ``dtype``; both halves of r have the same angles.
 
         Args:
             positions: int64 [T] or [1, T].
@@ -143,7 +144,7 @@ class Rope(Operator):
         return (1.0 / base**exponents).float()
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Run as transformers' rotary embedding does: ``x`` gives only the dtype."""
+        """Run with the interface of transformers' rotary embedding; ``x`` gives only the dtype."""
         cos, sin = self.compute(position_ids, x.dtype)
         if self.is_half:
             half = cos.shape[-1] // 2
@@ -152,11 +153,11 @@ class Rope(Operator):
 
 
 class LayeredRope(Operator):
-    """Several RoPEs, by type of layer.
+    """Several RoPEs, one for each type of layer.
 
     Args:
-        ropes: by ``layer_types`` of the configuration; under the empty name that of all layers
-            that rotate, beside one that rotates nothing.
+        ropes: RoPE by its name in the configuration's ``layer_types``; the empty name is for all
+            layers that rotate, in a model where others do not.
     """
 
     def __init__(self, ropes: dict[str, Rope]) -> None:
@@ -167,37 +168,38 @@ class LayeredRope(Operator):
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """One for each type of layer, in the order that they were given in."""
+        """The RoPEs, in the order of the layer types given."""
         return tuple(self._ropes.values())
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Do nothing: the RoPEs, being modules of their own, are loaded by name."""
+        """Do nothing: the RoPEs load themselves as modules."""
 
     def forward(
         self, x: Tensor, position_ids: Tensor, layer_type: str = ""
     ) -> tuple[Tensor, Tensor]:
-        """Run as transformers' rotary embedding does."""
+        """Run with the interface of transformers' rotary embedding, for one type of layer."""
         return self._ropes[layer_type](x, position_ids)
 
 
 class Unrotated:
-    """The ``Angles`` of a model without positions: they turn nothing, and change no bit.
+    """Angles of 0 for layers without RoPE: the rotation leaves every value unchanged.
 
     Args:
-        size: items that they are for, all that latent attention rotates or some of a head.
+        size: number of items to rotate: all rotated items of latent attention, or some items of a
+            head.
     """
 
     def __init__(self, size: int = 2) -> None:
         self._size = size
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See ``Angles``."""
+        """Return cosines of 1 and sines of 0, [T, size]."""
         cos = torch.ones(len(positions), self._size, dtype=dtype, device=positions.device)
         return cos, torch.zeros_like(cos)
 
 
 def scale_positions(scale: PositionScale, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the factor on the queries of each position [T], of ``dtype``."""
+    """Return the factor on the queries at each position, [T], in ``dtype``."""
     count = torch.floor((positions + scale.offset) / scale.length)
     return (1 + scale.beta * torch.log(1 + count)).to(dtype)
 
@@ -209,7 +211,7 @@ def apply_rope_(out: Tensor, x_TNd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) ->
         out: [T, N, r], any strides with a dense last dimension.
         x_TNd: [T, N, r], heads before rotation.
         cos_T1d: cosines.
-        sin_T1d: sines with the first half negated, which turns "rotate half" into a plain swap.
+        sin_T1d: sines with the first half negated, so that "rotate half" becomes a swap of halves.
     """
     swapped = torch.roll(x_TNd, x_TNd.shape[-1] // 2, -1)
     torch.mul(x_TNd, cos_T1d, out=out)

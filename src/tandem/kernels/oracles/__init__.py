@@ -1,1 +1,1 @@
-"""Float64 oracles of the operators, which tests and benches compare kernels with."""
+"""Float64 oracles of the operators; tests and benchmarks compare kernels with them."""

@@ -1,10 +1,11 @@
-"""The oracle of the gated delta rule in float64 numpy, and how far a kernel may be from it.
+"""Float64 NumPy oracle of the gated delta rule, and bounds on a kernel's error.
 
 Gated DeltaNet, arXiv:2412.06464, equation 10, as in transformers' ``qwen3_next``; Kimi delta
-attention, arXiv:2510.26692, equation 1, as in ``kimi_linear``, whose items of a key decay apart.
+attention, arXiv:2510.26692, equation 1, as in ``kimi_linear``, where each item of a key has a decay
+of its own.
 
-Shapes: T tokens of one sequence, W convolution width, C channels, G key heads, V value heads, v and
-k sizes of their heads, d decays of a head: 1 or k.
+Shapes: T tokens of one sequence, W convolution width, C channels, G key heads, V value heads; v and
+k sizes of value and key heads; d decays of a head: 1 or k.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ LENGTH_EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """A layer's weights, wide."""
+    """A layer's weights in float64."""
 
     conv_WC: Array  # noqa: N815 - a shape suffix
     decay_rate_V: Array  # noqa: N815
@@ -38,7 +39,7 @@ class DeltaWeights:
     gate: str = "silu"
 
     def split(self, mixed_TC: Array) -> tuple[Array, Array, Array]:
-        """Return queries and keys [T, V, k] and values [T, V, v] of the channels."""
+        """Split the channels into queries and keys [T, V, k] and values [T, V, v]."""
         heads, keys = len(self.decay_rate_V), self.num_k_heads * self.key_dim
         q, k, v = np.split(mixed_TC, [keys, 2 * keys], axis=-1)
         size = (len(mixed_TC), self.num_k_heads, self.key_dim)
@@ -47,7 +48,7 @@ class DeltaWeights:
         return q, k, v.reshape(len(mixed_TC), heads, -1)
 
     def find_rises(self, a_TVd: Array) -> tuple[Array, Array]:
-        """Return what softplus is taken of, and the decays' rates: [T, V, d] and [V, 1]."""
+        """Return the inputs of softplus [T, V, d] and the decay rates [V, 1]."""
         heads = len(self.decay_rate_V)
         raw = a_TVd + self.decay_bias_Vd
         return raw.reshape(len(raw), heads, -1), self.decay_rate_V[:, None]
@@ -56,7 +57,9 @@ class DeltaWeights:
 def gated_delta(
     x_TC: Array, z_TVv: Array, a_TVd: Array, b_TV: Array, w: DeltaWeights
 ) -> tuple[Array, Array]:
-    """Return the gated outputs [T, V * v] of a whole sequence, and its last state [V, k, v]."""
+    """Run the rule over a whole sequence; return gated outputs [T, V * v] and last state
+    [V, k, v].
+    """
     q, k, v = w.split(silu(_convolve(x_TC, w.conv_WC)))
     q = q / np.sqrt((q**2).sum(-1, keepdims=True) + LENGTH_EPS) * w.key_dim**-0.5
     k = k / np.sqrt((k**2).sum(-1, keepdims=True) + LENGTH_EPS)
@@ -77,11 +80,11 @@ def gated_delta(
 def gated_delta_bound(
     x_TC: Array, z_TVv: Array, a_TVd: Array, b_TV: Array, w: DeltaWeights, dtype: torch.dtype
 ) -> tuple[Array, Array]:
-    """Bound the error of ``gated_delta`` to first order: [T, V * v], and [V, k, v] of the state.
+    """Bound the error of ``gated_delta`` to first order: of outputs [T, V * v] and state [V, k, v].
 
-    An error of the state passes on by decay (I - beta k k^T), which lengthens no column while beta
-    is at most 2; so what a column is off is bounded by its length, to which each token adds what it
-    rounds. Elementwise bounds would grow by 1 + beta a token.
+    A state's error is propagated by decay (I - beta k k^T), which lengthens no column while beta is
+    at most 2. So a column's error is bounded in length, and each token adds its own rounding
+    errors. Elementwise bounds would grow by a factor 1 + beta per token.
     """
     eps, widest = ACCUMULATE_EPS, EXP_ULPS + 4
     mixed = _convolve(x_TC, w.conv_WC)
@@ -152,7 +155,7 @@ def gated_delta_bound(
 
 
 def _convolve(x_TC: Array, w_WC: Array) -> Array:
-    """Sum the products of each channel's last W inputs; zeros come before the first."""
+    """Sum the products of each channel's last W inputs with W; zeros precede the first input."""
     width = len(w_WC)
     padded = np.concatenate([np.zeros((width - 1, x_TC.shape[1])), x_TC])
     return sum((padded[j : j + len(x_TC)] * w_WC[j] for j in range(width)), np.zeros_like(x_TC))
@@ -167,7 +170,7 @@ def _open(z: Array, gate: str) -> Array:
 
 
 def _scale_to_length(x: Array, error: Array, scale: float) -> tuple[Array, Array]:
-    """Return x / length * scale, and what that is off."""
+    """Return x / length * scale, and the bound on its error."""
     inverse = 1 / np.sqrt((x**2).sum(-1, keepdims=True) + LENGTH_EPS)
     relative = (np.abs(x) * error).sum(-1, keepdims=True) * inverse**2
     relative = relative + (x.shape[-1] / 2 + 6) * ACCUMULATE_EPS

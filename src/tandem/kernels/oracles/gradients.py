@@ -1,12 +1,12 @@
-"""The oracle of gradients through packed experts, and how far a kernel may be from it.
+"""Float64 NumPy oracle of gradients through packed experts, and bounds on a kernel's error.
 
-The chain rule written out in float64 numpy over decoded weights. A kernel rounds three times to
-bf16: gate and up, their gradients, and the weights of turned panels with what they are multiplied
-with. ``check_stages`` takes the first two from the kernel, so that each stage is compared with
-bounds of fp32 sums and one rounding; ``run_gradients`` rounds nothing.
+The chain rule is written out over decoded weights. A kernel rounds to bf16 in three places: gate
+and up; their gradients; and the transposed weights together with their multiplicands.
+``check_stages`` takes the first two from the kernel, so that each stage is compared within the
+bound of fp32 sums and one rounding; ``run_gradients`` rounds nothing.
 
-Shapes: T tokens, K experts per token, P pairs of them, E experts, D hidden, F intermediate of one
-expert, C columns of a pair: gate, then up.
+Shapes: T tokens, K experts per token, P (token, expert) pairs, E experts, D hidden, F intermediate
+of one expert, C columns of a pair: gate, then up.
 """
 
 import math
@@ -37,25 +37,27 @@ Array = NDArray[np.float64]
 BF16_EPS = 2.0**-8
 """Relative error of one rounding to bf16."""
 FLUSHED = 1e-30
-"""The error of gates below the exponential's cut-off."""
+"""Error bound of gates below the exponential's cut-off."""
 TURNED_OUTPUTS = 1024
-"""Outputs that are turned at a time; their sums are added."""
+"""Outputs whose weights are transposed at a time; the sums of these blocks are added."""
 
 
 def choose_rounding(weight_format: WeightFormat) -> WeightFormat:
-    """Return what gradients and turned panels are in: f32 of weights in it, else bf16."""
+    """Return the format of gradients and transposed weights: f32 if weights are f32, else bf16."""
     return weight_format if weight_format.bits == 32 else find_format("bf16")
 
 
 def bound_turned(rows_TN: Array, weights_NK: Array) -> Array:
-    """Bound the error of a product with turned weights, from operands that are rounded already."""
+    """Bound the error of a product with transposed weights, given operands that are already
+    rounded.
+    """
     parts = 1 + rows_TN.shape[1] // TURNED_OUTPUTS
     magnitude = np.abs(rows_TN) @ np.abs(weights_NK)
     return bound_product(rows_TN, weights_NK.T, find_format("bf16")) + parts * EPS * magnitude
 
 
 def list_pairs(ids_TK: NDArray[np.integer]) -> tuple[NDArray[np.integer], ...]:
-    """Return (experts, tokens, slots) of the pairs that are here, in the kernel's order."""
+    """Return (experts, tokens, slots) of the pairs whose id is not -1, in the kernel's order."""
     tokens, slots = np.nonzero(ids_TK >= 0)
     experts = ids_TK[tokens, slots]
     order = np.argsort(experts, kind="stable")
@@ -63,7 +65,7 @@ def list_pairs(ids_TK: NDArray[np.integer]) -> tuple[NDArray[np.integer], ...]:
 
 
 def differentiate(g: Array, activation: Activation) -> tuple[tuple[Array, Array], ...]:
-    """Return (value, error) of the activation of the limited gate and of its derivative."""
+    """Return (value, error bound) of the activation of the clamped gate, and of its derivative."""
     f = activate(g, activation)
     if activation.name == "gelu":
         part = np.array([(1 + math.erf(v / math.sqrt(2))) / 2 for v in g.flat]).reshape(g.shape)
@@ -83,7 +85,7 @@ def differentiate(g: Array, activation: Activation) -> tuple[tuple[Array, Array]
 
 @dataclass
 class Stages:
-    """The intermediate results of a kernel: [P, 2, F] gate and up and their gradients, then the
+    """Intermediate results of a kernel: gate and up and their gradients [P, 2, F], then final
     results.
     """
 
@@ -104,17 +106,17 @@ def check_stages(
     delta: Array | float = 0.0,
     extra: Array | float = 0.0,
 ) -> dict[str, int]:
-    """Count the values of each stage that are further from exact than they may be.
+    """Count the values of each stage that deviate from exact ones by more than their bound.
 
     Args:
         layer: decoded weights.
-        x_TD: float32, as the kernel gets it.
+        x_TD: float32 input of the kernel.
         ids_TK: expert ids; -1 adds nothing.
         weights_TK: router weights.
         d_out_TD: float32, gradient with respect to the output.
-        stages: of the kernel.
-        delta: [P, 2, F], what was added to gate and up.
-        extra: [P, F], what was added to the weighted gradient of the intermediate.
+        stages: the kernel's intermediate and final results.
+        delta: [P, 2, F], addend to gate and up.
+        extra: [P, F], addend to the weighted gradient of the intermediate.
     """
     wants = {name: np.zeros(getattr(stages, name).shape) for name in vars(stages)}
     bounds = {name: np.full(wants[name].shape, TINY) for name in vars(stages)}

@@ -1,8 +1,8 @@
-"""The oracle of products over packed weights, and how far a kernel may be from it.
+"""Float64 NumPy oracle of products over packed weights, and bounds on a kernel's error.
 
-Float64 numpy over naively decoded weights and naively coded activations. Tolerances are elementwise
-and derived: the rounding of every fp32 operation in the order of magnitude of its terms, and codes
-of activations that may fall on the other side of a tie.
+Weights are decoded and activations quantized in a straightforward way. Tolerances are elementwise
+and derived: the rounding of every fp32 operation at the magnitude of its terms, and activation
+codes that may fall on the other side of a tie.
 
 Shapes: T rows, K inputs, N outputs, E experts, D hidden, F intermediate of one expert.
 """
@@ -43,35 +43,37 @@ Array = NDArray[np.float64]
 EPS = 2.0**-24
 """Relative error of one fp32 rounding."""
 TINY = 2.0**-126
-"""The error of an operation where denormals are flushed, as vdpbf16ps does."""
+"""Error of an operation that flushes denormals to zero, as vdpbf16ps does."""
 SMALLEST_AMAX = 1e-30
-"""Groups of activations below are coded as zeros."""
+"""Largest magnitude in a group of activations below which the group is coded as zeros."""
 SLOPE = 1.14
-"""The largest derivative of silu is 1.0998, that of GELU 1.129, of its tanh form 1.130."""
+"""Bound on the derivative of activations: SiLU's is at most 1.0998, GELU's 1.129, its tanh form's
+1.130.
+"""
 ACTIVATION_ROUNDINGS = 16
-"""Roundings of an activation: the exponential's 2 ulp, a sum, a division, products."""
+"""Roundings in an activation: the exponential's 2 ulp, a sum, a division, products."""
 ARGUMENT_ROUNDINGS = 4
-"""Roundings of the argument of its exponential, which is off by that part of itself."""
+"""Roundings of the exponential's argument, each relative to the argument."""
 LARGEST_ARGUMENT = 87.0
-"""The argument at which it is cut off."""
+"""Largest argument of the exponential; larger ones are cut off."""
 
 
 def decode(weights: NDArray[np.floating], weight_format: WeightFormat) -> Array:
-    """Return the weights [N, K] that a format keeps of these."""
+    """Return the weights [N, K] after quantization to a format and back."""
     if weight_format.holds_values:
         return round_values(weights, weight_format)
     return dequantize(quantize(weights, weight_format))
 
 
 def round_values(values: NDArray[np.floating], weight_format: WeightFormat) -> Array:
-    """Round what is multiplied without codes: to float32 in f32, else to bf16."""
+    """Round operands that are multiplied unquantized: to float32 in f32, else to bf16."""
     is_wide = weight_format.bits == 32
     rounded = values.astype(np.float32) if is_wide else round_to_bf16(values)
     return rounded.astype(np.float64)
 
 
 def _group(x: NDArray[np.floating], weight_format: WeightFormat) -> NDArray[np.floating]:
-    """Return [groups, group size], a last group completed by zeros."""
+    """Return x in groups [groups, group size]; a row's last group is padded with zeros."""
     size = weight_format.activation_group_size
     padding = -x.shape[-1] % size
     return np.pad(x, ((0, 0), (0, padding))).reshape(-1, size)
@@ -83,7 +85,7 @@ def _ungroup(groups: Array, shape: tuple[int, ...]) -> Array:
 
 
 def code_exactly(x_TK: NDArray[np.floating], weight_format: WeightFormat) -> Array:
-    """Code an input as the kernels do: it is float32, so the codes can be the same ones."""
+    """Quantize a float32 input exactly as the kernels do."""
     if not weight_format.is_integer:
         return round_values(x_TK, weight_format)
     groups = _group(x_TK.astype(np.float32), weight_format)
@@ -96,10 +98,10 @@ def code_exactly(x_TK: NDArray[np.floating], weight_format: WeightFormat) -> Arr
 
 
 def code_nearly(h_TK: Array, error_TK: Array, weight_format: WeightFormat) -> tuple[Array, Array]:
-    """Code the intermediate; return it and how far the kernel's codes may be from it.
+    """Quantize the intermediate; return it and a bound on the kernel's deviation from it.
 
-    The kernel's value lies in [h - error, h + error]. Coding is monotonic, so the codes of the two
-    ends enclose the kernel's.
+    The kernel's value lies in [h - error, h + error]. Quantization is monotonic, so the codes of
+    the two ends enclose the kernel's.
     """
     if weight_format.bits == 32:
         return h_TK, error_TK + EPS * np.abs(h_TK)
@@ -126,7 +128,7 @@ def code_nearly(h_TK: Array, error_TK: Array, weight_format: WeightFormat) -> tu
 
 
 def bound_product(rows_TK: Array, weights_NK: Array, weight_format: WeightFormat) -> Array:
-    """Bound the error of rows times weights, [T, N], from exact operands."""
+    """Bound the error of the product of rows and weights, [T, N], given exact operands."""
     size = rows_TK.shape[1]
     magnitude = np.abs(rows_TK) @ np.abs(weights_NK).T
     if not weight_format.is_integer:
@@ -159,7 +161,7 @@ def run_linear(
 
 
 def activate(g: Array, activation: Activation) -> tuple[Array, Array]:
-    """Return the activation of the limited gate, and its error from an exact gate."""
+    """Return the activation of the clamped gate, and its error bound for an exact gate."""
     if activation.name == "gelu":
         f = np.array([v / 2 * (1 + math.erf(v / math.sqrt(2))) for v in g.flat]).reshape(g.shape)
         # erf has an absolute error of 2 ulp of 1, so 1 + erf has no small relative error where erf
@@ -187,7 +189,7 @@ class Layer:
 
 
 def run_expert(layer: Layer, expert: int, rows_TD: Array) -> tuple[Array, Array]:
-    """Return one expert's output for coded rows, and its error bound."""
+    """Return one expert's output for quantized rows, and its error bound."""
     gate, up, down = layer.gate[expert], layer.up[expert], layer.down[expert]
     activation = layer.activation
     g, u = rows_TD @ gate.T, rows_TD @ up.T

@@ -1,10 +1,10 @@
-"""The oracles: what each operator means, in float64 numpy, with no cleverness.
+"""Oracles: the definition of each operator in plain float64 NumPy.
 
-A kernel is right when it agrees with these within ``tandem.kernels.tolerance``. Loops are over
-the thing that the text of a paper indexes; speed does not matter.
+A kernel is right if it agrees with its oracle within ``tandem.kernels.tolerance``. Loops follow the
+indices of the papers' formulas; speed does not matter.
 
-Shapes: T tokens, D hidden, F intermediate, N outputs, H query heads, K KV heads, d head_dim,
-C context tokens, E experts, P experts per token, V vocabulary.
+Shapes: T tokens, D hidden, F intermediate, N outputs, H query heads, K KV heads, d head_dim, C
+context tokens, E experts, P experts per token, V vocabulary.
 """
 
 import math
@@ -41,23 +41,23 @@ Ids = npt.NDArray[np.int64]
 
 
 def linear(x_TD: Array, w_ND: Array, b_N: Array | None = None) -> Array:
-    """``y = x W^T + b``; also the LM head."""
+    """Return ``x W^T + b``; also used for the LM head."""
     y_TN = x_TD @ w_ND.T
     return y_TN if b_N is None else y_TN + b_N
 
 
 def embedding(ids_T: Ids, w_VD: Array) -> Array:
-    """Row of each id."""
+    """Return the embedding row of each token id."""
     return w_VD[ids_T]
 
 
 def rms_norm(x_TD: Array, w_D: Array, eps: float) -> Array:
-    """arXiv:1910.07467, equation 4, with epsilon under the root."""
+    """Apply RMSNorm (arXiv:1910.07467, equation 4), with epsilon under the root."""
     return x_TD / np.sqrt(np.mean(x_TD**2, axis=-1, keepdims=True) + eps) * w_D
 
 
 def rope_frequencies(p: RopeSpec, position: int) -> tuple[Array, float]:
-    """Return (radians per token of each pair, factor on cos and sin) at a position."""
+    """Return (radians per token of each pair; factor on cos and sin) at a position."""
     d, n = p.head_dim, p.max_position_embeddings
     context = p.original_max_position_embeddings or n
     base = p.rope_theta
@@ -76,7 +76,7 @@ def rope_frequencies(p: RopeSpec, position: int) -> tuple[Array, float]:
 
 
 def _yarn(p: RopeSpec, freq: Array, context: int) -> tuple[Array, float]:
-    """arXiv:2309.00071, section 3.2 and equation 22."""
+    """Scale frequencies by YaRN (arXiv:2309.00071, section 3.2 and equation 22)."""
 
     def pair_of(turns: float) -> float:
         return p.head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(p.rope_theta))
@@ -97,7 +97,7 @@ def _yarn(p: RopeSpec, freq: Array, context: int) -> tuple[Array, float]:
 
 
 def rope(p: RopeSpec, positions_T: Ids) -> tuple[Array, Array]:
-    """Return cos and sin [T, d] of each position, halves repeated."""
+    """Return cosines and sines [T, d] of each position; both halves of d are equal."""
     rows = []
     for position in positions_T.tolist():
         freq, factor = rope_frequencies(p, position)
@@ -107,14 +107,14 @@ def rope(p: RopeSpec, positions_T: Ids) -> tuple[Array, Array]:
 
 
 def rotate(x_THd: Array, cos_Td: Array, sin_Td: Array) -> Array:
-    """Rotate each pair (x[i], x[i + d/2])."""
+    """Rotate each pair (x[i], x[i + d/2]) by its angle."""
     half = x_THd.shape[-1] // 2
     turned = np.concatenate([-x_THd[..., half:], x_THd[..., :half]], axis=-1)
     return x_THd * cos_Td[:, None] + turned * sin_Td[:, None]
 
 
 def gather_context(cache: Array, block_table: list[int], layer_idx: int, length: int) -> Array:
-    """Return keys and values [2, C, K, d] of a sequence from blocks [n, L, 2, K, size, d]."""
+    """Return a sequence's keys and values [2, C, K, d] from blocks [n, L, 2, K, size, d]."""
     size = cache.shape[4]
     tokens = [cache[block_table[i // size], layer_idx, :, :, i % size] for i in range(length)]
     return np.stack(tokens, axis=1)
@@ -130,7 +130,8 @@ def attention(
     soft_cap: float = 0.0,
     sinks_H: Array | None = None,
 ) -> Array:
-    """Causal GQA: query t sees the first C - T + t + 1 keys; head h reads KV head h // (H / K).
+    """Attend causally (GQA): query t sees the first C - T + t + 1 keys; head h reads KV head h //
+    (H / K).
 
     With a window it sees the last of those only; a cap bends scores, cap * tanh(score / cap); a
     sink is one more score of its head, whose value is zero. Values may be narrower than keys.
@@ -165,10 +166,11 @@ def latent_attention(
     eps: float,
     is_interleaved: bool,
 ) -> Array:
-    """Multi-head latent attention of a whole sequence, every key and value expanded.
+    """Run multi-head latent attention over a whole sequence, with all keys and values expanded.
 
-    DeepSeek-V2, arXiv:2405.04434, equations 37 to 47. ``w`` by checkpoint name, without the
-    module's; a missing bias is none. Interleaved, the rotated items are pairs of neighbours.
+    DeepSeek-V2, arXiv:2405.04434, equations 37 to 47. ``w`` holds weights by checkpoint name
+    without the module's prefix; a missing bias counts as none. With ``is_interleaved`` the rotated
+    items are pairs of neighbours.
     """
     rope_dim = p.head_dim
     order = np.arange(rope_dim)
@@ -198,18 +200,20 @@ def latent_attention(
 
 
 def silu(x: Array) -> Array:
-    """``x * sigmoid(x)``, without overflow."""
+    """Return ``x * sigmoid(x)``, computed without overflow."""
     return x * 0.5 * (1 + np.tanh(x / 2))
 
 
 def mlp(x_TD: Array, gate_up: Array, down_DF: Array) -> Array:
-    """SwiGLU, arXiv:2002.05202; ``gate_up`` [2 F, D] holds the gate's rows first."""
+    """Run a SwiGLU MLP (arXiv:2002.05202); ``gate_up`` [2 F, D] has the gate's rows first."""
     gate, up = np.split(x_TD @ gate_up.T, 2, axis=-1)
     return (silu(gate) * up) @ down_DF.T
 
 
 def router(x_TD: Array, w_ED: Array, top_k: int, *, is_normalised: bool) -> tuple[Array, Ids]:
-    """Return weights and ids [T, P], best first: softmax over all experts, then the P best."""
+    """Return router weights and expert ids [T, P], best first: softmax over all experts, then top
+    P.
+    """
     scoring = "softmax_normalised" if is_normalised else "softmax"
     return choose_experts(x_TD @ w_ED.T, top_k, scoring)
 
@@ -224,12 +228,12 @@ def choose_experts(
     num_top_groups: int = 1,
     num_group_choices: int = 2,
 ) -> tuple[Array, Ids]:
-    """Return weights and ids [T, P], best first; of equals the lower id.
+    """Return router weights and expert ids [T, P], best first; of equal scores the lower id.
 
-    Scores are softmax or sigmoid of the logits; the choice is by score (of a softmax: by logit)
-    plus bias, among the groups whose best choices have the largest sum: two of each (DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2) or one (DeepSeek-V2, arXiv:2405.04434, section 2.2.2); the
-    weights are scores, ``_normalised`` to a sum of one.
+    Scores are the softmax or sigmoid of the logits. Experts are chosen by score (for a softmax, by
+    logit) plus bias, within the groups whose best choices have the largest sum: of two choices each
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2) or of one (DeepSeek-V2, arXiv:2405.04434, section
+    2.2.2). The weights are the scores; with ``_normalised`` they are divided by their sum.
     """
     is_sigmoid = scoring.startswith("sigmoid")
     p = np.exp(logits_TE - logits_TE.max(axis=-1, keepdims=True))
@@ -249,7 +253,7 @@ def choose_experts(
 
 
 def experts(x_TD: Array, ids_TP: Ids, w_TP: Array, gate_up: Array, down: Array) -> Array:
-    """Weighted sum of the chosen experts; id -1 is computed elsewhere and adds nothing."""
+    """Return the weighted sum of the chosen experts; id -1 adds nothing."""
     out = np.zeros_like(x_TD)
     for t in range(len(x_TD)):
         for e, weight in zip(ids_TP[t], w_TP[t], strict=True):
@@ -261,13 +265,13 @@ def experts(x_TD: Array, ids_TP: Ids, w_TP: Array, gate_up: Array, down: Array) 
 def moe_block(
     x_TD: Array, gate_ED: Array, gate_up: Array, down: Array, top_k: int, *, is_normalised: bool
 ) -> Array:
-    """Router and experts."""
+    """Run the router and the experts that it chooses."""
     weights, ids = router(x_TD, gate_ED, top_k, is_normalised=is_normalised)
     return experts(x_TD, ids, weights, gate_up, down)
 
 
 def log_softmax(logits_RV: Array) -> Array:
-    """Natural log-probabilities."""
+    """Return natural log-probabilities."""
     shifted = logits_RV - logits_RV.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
@@ -281,7 +285,7 @@ def edit_logits(
     frequency: float = 0.0,
     presence: float = 0.0,
 ) -> Array:
-    """Repetition as in CTRL (arXiv:1909.05858), the other penalties as OpenAI's."""
+    """Apply the repetition penalty of CTRL (arXiv:1909.05858), and OpenAI's other penalties."""
     out = logits_V.copy()
     for i in {*prompt_ids, *output_ids}:
         out[i] = out[i] / repetition if out[i] > 0 else out[i] * repetition
@@ -293,7 +297,7 @@ def edit_logits(
 def keep_tokens(
     logits_V: Array, *, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> tuple[Ids, Array]:
-    """Return the tokens that may be drawn, in the order of drawing, and their cumulated mass."""
+    """Return the tokens that may be sampled, in sampling order, and their cumulative weights."""
     weights = np.exp((logits_V - logits_V.max()) / temperature)
     order = np.arange(len(logits_V))
     if top_k or top_p < 1.0 or min_p > 0.0:
@@ -306,6 +310,6 @@ def keep_tokens(
 
 
 def choose_token(order: Ids, mass: Array, draw: float) -> int:
-    """Return the place of the first token at which the mass exceeds the draw's share of it."""
+    """Return the index of the first token whose cumulative weight exceeds the draw's share."""
     place = np.searchsorted(mass, draw * mass[-1], side="right")
     return min(int(place), len(order) - 1)

@@ -1,7 +1,7 @@
-"""The oracles of state spaces in float64 numpy, and how far a kernel may be from them.
+"""Float64 NumPy oracles of state spaces, and bounds on a kernel's error.
 
-Mamba2, arXiv:2405.21060, section 3, as in transformers' ``granitemoehybrid``; the short
-convolution of LFM2, as in ``lfm2``.
+Mamba2, arXiv:2405.21060, section 3, as in transformers' ``granitemoehybrid``; the short convolution
+of LFM2, as in ``lfm2``.
 
 Shapes: T tokens of one sequence, W convolution width, C channels, H heads, P items of a head, G
 groups, N items of B and C.
@@ -22,7 +22,7 @@ Array = npt.NDArray[np.float64]
 
 
 def short_conv(x_T3C: Array, conv_WC: Array, bias_C: Array | None = None) -> Array:
-    """Return C * conv(B * x) [T, C] of a whole sequence, whose rows are B, C, x."""
+    """Return C * conv(B * x) [T, C] of a whole sequence, whose rows are (B, C, x)."""
     b, c, x = np.split(x_T3C, 3, axis=-1)
     return c * _convolve(b * x, conv_WC, bias_C)
 
@@ -50,7 +50,7 @@ def _convolve(x_TC: Array, conv_WC: Array, bias_C: Array | None) -> Array:
 
 @dataclass(frozen=True)
 class Mamba2Weights:
-    """A layer's weights, wide."""
+    """A layer's weights in float64."""
 
     conv_WC: Array  # noqa: N815 - a shape suffix
     decay_rate_H: Array  # noqa: N815
@@ -64,7 +64,7 @@ class Mamba2Weights:
     conv_bias_C: Array | None = None  # noqa: N815
 
     def split(self, mixed_TC: Array) -> tuple[Array, Array, Array]:
-        """Return x [T, H, P], B and C [T, H, N] of the channels."""
+        """Split the channels into x [T, H, P], B and C [T, H, N]."""
         heads, keys = len(self.decay_rate_H), self.num_groups * self.state_dim
         values = mixed_TC.shape[-1] - 2 * keys
         x, b, c = np.split(mixed_TC, [values, values + keys], axis=-1)
@@ -73,12 +73,14 @@ class Mamba2Weights:
         return x.reshape(len(x), heads, -1), b, c
 
     def find_steps(self, dt_TH: Array) -> Array:
-        """Return the time steps [T, H]."""
+        """Return the time steps dt [T, H]: softplus of the biased input, clamped to the limits."""
         return np.clip(np.logaddexp(0, dt_TH + self.dt_bias_H), *self.dt_limits)
 
 
 def mamba2(x_TC: Array, z_THP: Array, dt_TH: Array, w: Mamba2Weights) -> tuple[Array, Array]:
-    """Return the normed outputs [T, H * P] of a whole sequence, and its last state [H, N, P]."""
+    """Run Mamba2 over a whole sequence; return normed outputs [T, H * P] and last state [H,
+    N, P].
+    """
     x, b, c = w.split(silu(_convolve(x_TC, w.conv_WC, w.conv_bias_C)))
     dt = w.find_steps(dt_TH)
     decay = np.exp(-w.decay_rate_H * dt)
@@ -96,10 +98,10 @@ def mamba2(x_TC: Array, z_THP: Array, dt_TH: Array, w: Mamba2Weights) -> tuple[A
 def mamba2_bound(
     x_TC: Array, z_THP: Array, dt_TH: Array, w: Mamba2Weights, dtype: torch.dtype
 ) -> tuple[Array, Array]:
-    """Bound the error of ``mamba2`` to first order: [T, H * P], and [H, N, P] of the state.
+    """Bound the error of ``mamba2`` to first order: of outputs [T, H * P] and state [H, N, P].
 
-    An element of the state depends on the one before it by its decay alone, so that its error is
-    decayed as it is, and each token adds what it rounds.
+    Each element of the state depends on its predecessor only through its decay, so its error decays
+    likewise, and each token adds its own rounding errors.
     """
     eps, widest = ACCUMULATE_EPS, EXP_ULPS + 4
     mixed = _convolve(x_TC, w.conv_WC, w.conv_bias_C)

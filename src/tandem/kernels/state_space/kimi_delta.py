@@ -1,4 +1,4 @@
-"""Kimi delta attention with its projections: a gated delta rule whose items of a key decay apart.
+"""Kimi delta attention with its projections: a gated delta rule with one decay per key item.
 
 Shapes: T tokens, D hidden, H heads, d items of a head's query, key and value.
 """
@@ -23,21 +23,21 @@ __all__ = ["KimiDelta", "make_kimi_delta_rule", "project_kimi_delta"]
 
 QKV_NAMES = ("q_proj", "k_proj", "v_proj")
 DECAY_NAMES = ("forget_gate.f_a_proj", "forget_gate.f_b_proj")
-"""Names of the two projections that give decays."""
+"""Checkpoint names of the two projections that give the decays."""
 GATE_NAMES = ("g_a_proj", "g_b_proj")
-"""Names of those that give the gate of the output."""
+"""Checkpoint names of the two projections that give the output's gate."""
 
 
 class KimiDelta(StateSpace):
-    """A gated delta rule over the tokens of sequences, with decays of its own for each item.
+    """A gated delta rule over the tokens of sequences, with a decay for each key item.
 
-    What says how a state decays, and how far an update goes, has matrices of its own, in a format
-    that loses nothing.
+    The projections to decays and betas, which control the state, are separate matrices in a format
+    without loss.
 
     Args:
-        spec: its sizes.
-        state_idx: see ``StateSpace``.
-        settings: see ``StateSpace``.
+        spec: sizes of the layer.
+        state_idx: index of the layer among those with a state.
+        settings: how the other projections are stored and run.
         decay_settings: how the projections to decays and betas are stored and run.
     """
 
@@ -54,7 +54,9 @@ class KimiDelta(StateSpace):
         self.decay_settings = decay_settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the projections, and in float32 the convolution, the decays' and the norm's."""
+        """Read the projections, and in float32 the convolution's, the decays' and the norm's
+        weights.
+        """
         spec, values, hidden = self.spec, self.spec.num_values, self.spec.hidden_size
         qkv = [(part, values) for part in QKV_NAMES]
         first_decay, last_decay = DECAY_NAMES
@@ -97,7 +99,7 @@ class KimiDelta(StateSpace):
         )
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """See ``Operator``."""
+        """Make the projections take LoRA adapters; return them by checkpoint name."""
         spec, values, hidden = self.spec, self.spec.num_values, self.spec.hidden_size
         self.in_matrix = first = wrapper.wrap_matrix(self.in_matrix)
         self.gate_matrix = gate = wrapper.wrap_matrix(self.gate_matrix)
@@ -118,7 +120,9 @@ class KimiDelta(StateSpace):
         return {f"{name}.{part}": rows for part, rows in parts.items()}
 
     def mix_native(self, h_TD: Buffer, native: NativeRows, slots: StateSlots) -> Buffer:
-        """See ``StateSpace``."""
+        """Project natively and run the rule; return the output projection's input, a step's
+        buffer.
+        """
         spec, values, rows = self.spec, self.spec.num_values, native.rows
         end = spec.num_channels + spec.gate_waist
         projected = native.make("kimi_in", end, None)
@@ -149,7 +153,7 @@ class KimiDelta(StateSpace):
         return mixed
 
     def mix_torch(self, h_TD: Tensor, rows: StateRows, slots: StateSlots) -> Tensor:
-        """See ``StateSpace``."""
+        """Project and run the rule in torch; return the output projection's input, new."""
         spec, dtype = self.spec, h_TD.dtype
         projected = self.in_matrix.forward(h_TD, dtype=dtype)
         x_TC, waist = projected.split([spec.num_channels, spec.gate_waist], -1)
@@ -164,7 +168,7 @@ class KimiDelta(StateSpace):
 def make_kimi_delta_rule(
     spec: KimiDeltaSpec, conv_C1W: Tensor, a_log_H: Tensor, dt_bias_Hd: Tensor, norm_d: Tensor
 ) -> GatedDeltaRule:
-    """Return the rule of a layer between its projections, of a checkpoint's tensors."""
+    """Build a layer's Kimi delta rule from the checkpoint's tensors."""
     return GatedDeltaRule(
         conv_C1W[:, 0].T,
         a_log_H.float().flatten().exp(),
@@ -180,13 +184,13 @@ def make_kimi_delta_rule(
 def project_kimi_delta(
     module: Any, x_TD: Tensor, query_start: Sequence[int], slot_ids: Sequence[int]
 ) -> GatedDeltaRows:
-    """Return the rows that the projections of transformers' module give.
+    """Apply the input projections of a transformers module; return the rows for the rule.
 
     Args:
-        module: has the linear modules of ``KimiDelta.load``.
+        module: module with the linear modules that ``KimiDelta.load`` reads.
         x_TD: hidden states.
-        query_start: see ``GatedDeltaRows``.
-        slot_ids: see ``GatedDeltaRows``.
+        query_start: first row of each sequence, and the number of rows.
+        slot_ids: state slot of each sequence.
     """
     gate = module.forget_gate
     qkv = torch.cat([getattr(module, name)(x_TD) for name in QKV_NAMES], -1)

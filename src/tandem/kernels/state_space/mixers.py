@@ -1,6 +1,6 @@
-"""Layers' state spaces with their projections: one product before them, one behind.
+"""State spaces of layers with their projections: one product before the rule, one after it.
 
-The operators hold weights and shapes; a ``Step`` runs them over the slots of its sequences.
+The operators hold weights and shapes; a ``Step`` runs them over the state slots of its sequences.
 
 Shapes: T tokens, D hidden, W convolution width, C channels, H heads, P items of a head.
 """
@@ -30,44 +30,44 @@ __all__ = ["Mamba2", "NativeRows", "ShortConv", "StateSpace", "make_mamba2_rule"
 
 
 class NativeRows(NamedTuple):
-    """The parts of a native step that a mixer runs with."""
+    """The parts of a native step that a mixer needs."""
 
     rows: StateRows
     pool: ThreadPool | None
     make: Callable[[str, int, torch.dtype | None], Buffer]
-    """Gives the step's buffer [T, size] of a name; None is the model's dtype."""
+    """Function that returns the step's buffer [T, size] of a name; dtype None is the model's."""
     cut: Callable[[Buffer, int, int], Buffer]
-    """Gives columns [first, end) of a buffer."""
+    """Function that returns columns [first, end) of a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedStack:
-    """The ``AdaptedPart`` of a projection whose rows are those of several matrices."""
+    """A projection of the checkpoint whose rows are spread over several matrices."""
 
     parts: tuple[AdaptedRows, ...]
 
     @property
     def in_features(self) -> int:
-        """See ``AdaptedPart``."""
+        """Number of the projection's inputs."""
         return self.parts[0].in_features
 
     @property
     def out_features(self) -> int:
-        """See ``AdaptedPart``."""
+        """Number of the projection's outputs, over all matrices."""
         return sum(part.out_features for part in self.parts)
 
     def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
-        """See ``AdaptedPart``."""
+        """Set an adapter's factors, split over the matrices."""
         sizes = [part.out_features for part in self.parts]
         for part, own in zip(self.parts, b_NR.split(sizes), strict=True):
             part.set_delta(slot, a_RK, own.contiguous(), scale)
 
 
 class StateSpace(Operator):
-    """A mixer whose state is moved on by each token.
+    """A mixer with a recurrent state that each token updates.
 
     Args:
-        state_idx: its number among the layers with a state.
+        state_idx: index of the layer among those with a state.
         settings: how the projections are stored and run.
     """
 
@@ -80,19 +80,19 @@ class StateSpace(Operator):
 
     @abstractmethod
     def mix_native(self, h_TD: Buffer, native: NativeRows, slots: StateSlots) -> Buffer:
-        """Return what the output projection takes, in a buffer of the step."""
+        """Run the mixer natively; return the output projection's input, in a buffer of the step."""
 
     @abstractmethod
     def mix_torch(self, h_TD: Tensor, rows: StateRows, slots: StateSlots) -> Tensor:
-        """Return the same, new."""
+        """Run the mixer in torch; return the output projection's input, new."""
 
     def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
-        """Run as transformers' mixers with a state do: [1, T, D] in, [1, T, D] out."""
+        """Run with the interface of transformers' recurrent mixers: [1, T, D] in, [1, T, D] out."""
         mixed = current_step().mix(self, hidden_states[0])
         return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None]
 
     def _read_vector(self, reader: WeightReader, name: str, *shape: int) -> Tensor:
-        """Read a weight in float32, whatever the model's dtype."""
+        """Read a weight as float32, whatever the model's dtype is."""
         read = torch.empty(shape, dtype=torch.float32, device=reader.device)
         reader.read_into(name, read)
         return read
@@ -102,9 +102,9 @@ class ShortConv(StateSpace):
     """A short convolution over the tokens of sequences.
 
     Args:
-        spec: its sizes and names.
-        state_idx: see ``StateSpace``.
-        settings: see ``StateSpace``.
+        spec: sizes and checkpoint names.
+        state_idx: index of the layer among those with a state.
+        settings: how the projections are stored and run.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ShortConv(StateSpace):
         self.spec = spec
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the projections, and in float32 the convolution."""
+        """Read the projections, and the convolution in float32."""
         spec, size = self.spec, self.spec.hidden_size
         self.in_matrix, self.output_matrix = (
             read_matrix(
@@ -137,7 +137,7 @@ class ShortConv(StateSpace):
         self.rule = ShortConvRule(weight[:, 0].T, bias)
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """See ``Operator``."""
+        """Make the projections take LoRA adapters; return them by checkpoint name."""
         spec, size = self.spec, self.spec.hidden_size
         self.in_matrix = first = wrapper.wrap_matrix(self.in_matrix)
         self.output_matrix = last = wrapper.wrap_matrix(self.output_matrix)
@@ -147,7 +147,9 @@ class ShortConv(StateSpace):
         }
 
     def mix_native(self, h_TD: Buffer, native: NativeRows, slots: StateSlots) -> Buffer:
-        """See ``StateSpace``."""
+        """Project natively and run the convolution; return the output projection's input, a step's
+        buffer.
+        """
         projected = native.make("conv_in", 3 * self.spec.hidden_size, None)
         mixed = native.make("state_mixed", self.spec.hidden_size, None)
         self.in_matrix.run(h_TD, projected)
@@ -163,23 +165,23 @@ class ShortConv(StateSpace):
         return mixed
 
     def mix_torch(self, h_TD: Tensor, rows: StateRows, slots: StateSlots) -> Tensor:
-        """See ``StateSpace``."""
+        """Project and run the convolution in torch; return the output projection's input, new."""
         return run_short_conv(
             self.rule, self.in_matrix.forward(h_TD, dtype=h_TD.dtype), rows, slots
         )
 
 
 class Mamba2(StateSpace):
-    """A state space over the tokens of sequences.
+    """A Mamba2 state space over the tokens of sequences.
 
-    Time steps have a matrix of their own, in a format that loses nothing: they say how a state
-    decays.
+    The projection to time steps, which control the state's decay, is a separate matrix in a format
+    without loss.
 
     Args:
-        spec: its sizes.
-        state_idx: see ``StateSpace``.
-        settings: see ``StateSpace``.
-        step_settings: how the rows that give time steps are stored and run.
+        spec: sizes of the layer.
+        state_idx: index of the layer among those with a state.
+        settings: how the other projections are stored and run.
+        step_settings: how the projection to time steps is stored and run.
     """
 
     def __init__(
@@ -195,7 +197,9 @@ class Mamba2(StateSpace):
         self.step_settings = step_settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read the projections, and in float32 the convolution, the steps' and the norm's."""
+        """Read the projections, and in float32 the convolution's, the time steps' and the norm's
+        weights.
+        """
         spec, part = self.spec, f"{name}.in_proj"
         first = spec.num_values + spec.num_channels
         whole = first + spec.num_heads
@@ -240,7 +244,7 @@ class Mamba2(StateSpace):
         self.rule = make_mamba2_rule(spec, conv, a_log, dt_bias, skip, norm, bias)
 
     def adapt(self, wrapper: MatrixWrapper, name: str) -> dict[str, AdaptedPart]:
-        """See ``Operator``."""
+        """Make the projections take LoRA adapters; return them by checkpoint name."""
         spec = self.spec
         self.in_matrix = first = wrapper.wrap_matrix(self.in_matrix)
         self.step_matrix = steps = wrapper.wrap_matrix(self.step_matrix)
@@ -255,7 +259,9 @@ class Mamba2(StateSpace):
         }
 
     def mix_native(self, h_TD: Buffer, native: NativeRows, slots: StateSlots) -> Buffer:
-        """See ``StateSpace``."""
+        """Project natively and run the state space; return the output projection's input, a step's
+        buffer.
+        """
         spec, rows = self.spec, native.rows
         values, end = spec.num_values, spec.num_values + spec.num_channels
         projected = native.make("mamba_in", end, None)
@@ -279,7 +285,7 @@ class Mamba2(StateSpace):
         return mixed
 
     def mix_torch(self, h_TD: Tensor, rows: StateRows, slots: StateSlots) -> Tensor:
-        """See ``StateSpace``."""
+        """Project and run the state space in torch; return the output projection's input, new."""
         values = self.spec.num_values
         projected = self.in_matrix.forward(h_TD, dtype=h_TD.dtype)
         steps = self.step_matrix.forward(h_TD, dtype=torch.float32)
@@ -296,7 +302,7 @@ def make_mamba2_rule(
     norm_HP: Tensor,
     conv_bias_C: Tensor | None,
 ) -> Mamba2Rule:
-    """Return the rule of a layer between its projections, of a checkpoint's tensors."""
+    """Build a layer's Mamba2 rule from the checkpoint's tensors."""
     return Mamba2Rule(
         conv_C1W[:, 0].T,
         a_log_H.float().exp(),

@@ -1,4 +1,4 @@
-"""Reading some rows of a matrix of the checkpoint as if they were all of it."""
+"""Reading of some rows of the checkpoint's matrices as if they were whole matrices."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ __all__ = ["PartReader"]
 
 
 class PartReader:
-    """A ``WeightReader`` that gives rows [begin, end) of every weight.
+    """A ``WeightReader`` that returns only rows [begin, end) of every weight.
 
     Args:
-        reader: has the weights.
+        reader: reads the whole weights.
         begin: first row.
-        end: one past the last.
-        size: rows that a weight has.
+        end: one past the last row.
+        size: number of rows of each whole weight.
     """
 
     def __init__(self, reader: WeightReader, begin: int, end: int, size: int) -> None:
@@ -31,29 +31,29 @@ class PartReader:
         self.execution = reader.execution
 
     def has(self, name: str) -> bool:
-        """See ``WeightReader``."""
+        """Return True if the checkpoint has the weight."""
         return self._reader.has(name)
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """See ``WeightReader``."""
+        """Read rows [begin, end) of a weight."""
         assert shard is None, "a part of a part"
         self._reader.read_into(name, out, self._shard)
 
     def find_storage(self, name: str) -> str:
-        """See ``WeightReader``."""
+        """Return how the checkpoint stores the weight."""
         return self._reader.find_storage(name)
 
     def find_format(self, name: str) -> WeightFormat | None:
-        """See ``WeightReader``."""
+        """Return the weight's quantized format; None if the rows would split a block of codes."""
         return self._reader.find_format(name) if self._is_whole else None
 
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
-        """See ``WeightReader``."""
+        """Return the codes of rows [begin, end) of a weight."""
         assert shard is None, "a part of a part"
         return self._reader.read_packed(name, expert_id, self._shard)
 
     def skip(self, prefix: str) -> None:
-        """See ``WeightReader``."""
+        """Note that weights with this prefix are not read."""
         self._reader.skip(prefix)

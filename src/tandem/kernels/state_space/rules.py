@@ -1,6 +1,6 @@
-"""The computations of state spaces between their projections: weights in float32, native rules.
+"""State spaces without their projections: weights in float32, and native rules.
 
-A sequence's state is a function of its tokens alone, and does not grow with them.
+A sequence's state depends on its tokens alone, and its size does not grow with their number.
 
 Shapes: T rows, W convolution width, C channels, H heads, P items of a head, N items of B and C.
 """
@@ -21,20 +21,20 @@ __all__ = ["Mamba2Rule", "ShortConvRule", "StateRows"]
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The sequences of a step's rows."""
+    """The sequences to which a step's rows belong."""
 
     query_start: Sequence[int]
-    """First row of each sequence, and T."""
+    """First row of each sequence, followed by T."""
     slot_ids: Sequence[int]
-    """Slot ids of the sequences, no two alike."""
+    """State slot of each sequence, all different."""
 
 
 class ShortConvRule:
-    """C * conv(B * x); products B * x are rounded to the dtype of the rows.
+    """Short convolution C * conv(B * x); products B * x are rounded to the dtype of the rows.
 
     Args:
-        conv_WC: the oldest product first.
-        bias_C: None is none.
+        conv_WC: the convolution's weights, for the oldest product first.
+        bias_C: bias of the convolution; None: none.
     """
 
     def __init__(self, conv_WC: Tensor, bias_C: Tensor | None = None) -> None:
@@ -43,41 +43,43 @@ class ShortConvRule:
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of a sequence's matrices: none."""
+        """Shape of a sequence's state matrices: (0,), as this rule has none."""
         return (0,)
 
     @property
     def carried_shape(self) -> tuple[int, int]:
-        """Shape of the last products that the convolution still sees: [W - 1, C]."""
+        """Shape [W - 1, C] of the last products, which the convolution needs for the next
+        tokens.
+        """
         return (len(self.conv_WC) - 1, self.conv_WC.shape[1])
 
     @cached_property
     def native(self) -> _native.ShortConv:
-        """The native rule, over the same weights.
+        """Native rule over the same weights.
 
-        Raises: ShapeError (a convolution wider than the native kernels take).
+        Raises: ShapeError (the convolution is wider than the native kernels support).
         """
         bias = None if self.bias_C is None else view_tensor(self.bias_C)
         return _native.ShortConv(view_tensor(self.conv_WC), bias)
 
 
 class Mamba2Rule:
-    """A state space between its projections (arXiv:2405.21060).
+    """A Mamba2 state space without its projections (arXiv:2405.21060).
 
     Args:
-        conv_WC: of the short convolution, the oldest input first; channels are x of all heads, then
-            B and C of all groups.
-        decay_rate_H: exp(A_log): a decay is exp(-rate * dt).
-        dt_bias_H: dt is softplus(dt + bias), within the limits.
-        skip_H: D.
-        norm_HP: weight of the RMSNorm of each group of the gated output.
-        num_groups: each serves as many consecutive heads.
+        conv_WC: weights of the short convolution, for the oldest input first; channels are x of all
+            heads, then B and C of all groups.
+        decay_rate_H: exp(A_log); a decay is exp(-rate * dt).
+        dt_bias_H: bias of the time step: dt is softplus(dt + bias), clamped to the limits.
+        skip_H: factor D of the skip connection.
+        norm_HP: weight of the RMSNorm over each group of the gated output.
+        num_groups: groups of B and C; each serves equally many consecutive heads.
         state_dim: N.
-        norm_eps: of that norm.
-        dt_limits: the smallest and the largest dt; infinity is no limit.
-        conv_bias_C: None is none.
+        norm_eps: epsilon of the RMSNorm.
+        dt_limits: smallest and largest dt; infinity: no limit.
+        conv_bias_C: bias of the convolution; None: none.
 
-    Raises: ShapeError of ``native`` (sizes that do not fit).
+    Raises: ShapeError by ``native`` (sizes that do not fit together).
     """
 
     def __init__(
@@ -104,22 +106,22 @@ class Mamba2Rule:
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """Number of heads, H."""
         return len(self.decay_rate_H)
 
     @property
     def head_dim(self) -> int:
-        """P."""
+        """Items of a head, P."""
         return len(self.norm_HP) // self.num_heads
 
     @property
     def num_values(self) -> int:
-        """Items of x of all heads."""
+        """Items of x over all heads, H * P."""
         return len(self.norm_HP)
 
     @property
     def num_channels(self) -> int:
-        """C."""
+        """Channels of the convolution, C."""
         return self.num_values + 2 * self.num_groups * self.state_dim
 
     @property
@@ -130,15 +132,15 @@ class Mamba2Rule:
 
     @property
     def carried_shape(self) -> tuple[int, int]:
-        """Shape of the last inputs that the convolution still sees: [W - 1, C]."""
+        """Shape [W - 1, C] of the last inputs, which the convolution needs for the next tokens."""
         return (len(self.conv_WC) - 1, self.num_channels)
 
     @cached_property
     def native(self) -> _native.Mamba2:
-        """The native rule, over the same weights.
+        """Native rule over the same weights.
 
         Raises:
-            ShapeError: sizes that do not fit, or are larger than the native kernels take.
+            ShapeError: sizes do not fit together, or exceed what the native kernels support.
         """
         return _native.Mamba2(
             view_tensor(self.conv_WC),

@@ -18,7 +18,7 @@ __all__ = ["run_mamba2", "run_short_conv"]
 def run_short_conv(
     rule: ShortConvRule, x_T3C: Tensor, rows: StateRows, slots: StateSlots
 ) -> Tensor:
-    """Return [T, C], new, of the dtype of ``x_T3C``, which is B, C and x; moves the slots on."""
+    """Return [T, C], new, in the dtype of ``x_T3C`` (its rows are B, C, x); update the slots."""
     outs = [x_T3C[:0, : x_T3C.shape[1] // 3]]
     for part, slot in _list_parts(rows):
         b, c, x = x_T3C[part].chunk(3, -1)
@@ -37,15 +37,16 @@ def run_mamba2(
     rows: StateRows,
     slots: StateSlots,
 ) -> Tensor:
-    """Return [T, H * P], new, of the dtype of ``x_TC``; moves the slots on.
+    """Return the layer's normed outputs [T, H * P], new, in the dtype of ``x_TC``; update the
+    slots.
 
     Args:
-        rule: gives the weights.
-        x_TC: before the convolution.
-        z_THP: [T, H * P], the gate.
-        dt_TH: before its bias.
-        rows: of the sequences.
-        slots: of their states.
+        rule: the weights.
+        x_TC: input of the convolution.
+        z_THP: gate, [T, H * P].
+        dt_TH: time steps before their bias.
+        rows: sequences of the rows.
+        slots: states of the sequences.
     """
     outs = [z_THP[:0]]
     for part, slot in _list_parts(rows):
@@ -73,7 +74,7 @@ def _convolve(seen: Tensor, conv_WC: Tensor, bias_C: Tensor | None) -> Tensor:
 
 
 def _scan(rule: Mamba2Rule, mixed_TC: Tensor, dt_TH: Tensor, state_HKNc: Tensor) -> Tensor:
-    """Return what is read of the state, with the skip, [T, H * P]; moves the state on."""
+    """Run the recurrence; return outputs with the skip connection, [T, H * P]; update the state."""
     heads, groups, size = rule.num_heads, rule.num_groups, rule.head_dim
     keys = groups * rule.state_dim
     x, b, c = mixed_TC.split([rule.num_values, keys, keys], -1)

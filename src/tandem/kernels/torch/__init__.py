@@ -1,1 +1,1 @@
-"""Operators in torch, on any device: what runs a step where there are no native kernels."""
+"""Operators in torch, on any device; they run steps where there are no native kernels."""

@@ -1,12 +1,13 @@
-"""Paged attention in torch: what is planned once a step, and the attending of a layer.
+"""Paged attention in torch: the plan made once a step, and attention in each layer.
 
-Shapes: T tokens, S sequences, H query heads, K KV heads, G = H / K queries of a KV head,
-d head_dim, C tokens of context.
+Shapes: T tokens, S sequences, H query heads, K KV heads, G = H / K queries of a KV head, d
+head_dim, C tokens of context.
 
-The sequences that compute one token are attended together, gathered in groups of similar length so
-that padding is bounded; the others one by one, their own tokens causally, their earlier context in
-tiles whose partial results are merged by their log-sum-exp, so that memory is bounded whatever the
-context. Windows are masked and tiles that no query sees skipped; a sink is one more part to merge.
+Sequences that compute one token (decodes) are attended together, gathered in groups of similar
+length, so that padding is bounded. The others (prefills) run one by one: the new tokens causally,
+the earlier context in tiles whose partial results are merged by their log-sum-exp, so that memory
+is bounded for any context. Windows are masked and tiles that no query sees are skipped; an
+attention sink is merged like one more part.
 """
 
 from dataclasses import dataclass
@@ -21,41 +22,46 @@ from tandem.kernels.paged import PagedBatch, PagedKvCache
 __all__ = ["DecodeGroup", "Prefill", "attend_decodes", "attend_prefill", "plan_attention"]
 
 MAX_GATHER_BYTES = 32 << 20
-"""Keys and values that one decode group gathers at most: a few L2s, far below the model."""
+"""Most bytes of keys and values that a group of decodes gathers: a few times the L2 cache, far
+below the model's size.
+"""
 
 TILE_TOKENS = 4096
-"""Earlier context that a prefill attends at a time."""
+"""Tokens of earlier context that a prefill attends to at a time."""
 
 WIDE_HEAD = 128
-"""From this head size on, and in half precision, a decode's scores are computed keys first: the
-library packs its second operand, and that must not be the long one. Measured two to three times."""
+"""Smallest head size from which, in half precision, a decode's scores are computed as keys times
+queries: the library packs the second operand, which should not be the long one. Measured two to
+three times as fast.
+"""
 
 CAUSAL_ROWS = 256
-"""Queries whose scores torch holds at a time."""
+"""Query rows whose scores torch holds at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences with one query each, attended as one batch."""
+    """Decoding sequences (one query each) that are attended as one batch."""
 
     rows: Tensor | None
-    """Their rows in the batch; None where they are all rows, in order."""
+    """Rows of these sequences in the batch; None if they are all rows in order."""
     index: Tensor
-    """Rows of the cache's chunks that hold their context."""
+    """Rows of the cache's chunks that hold the sequences' context."""
     gathered: Tensor
-    """Room for those rows, shared by all layers and steps: part of the cache's scratch."""
+    """Memory for the gathered rows, shared by all layers and steps: part of the cache's scratch."""
     num_keys: int
-    """Context tokens to read of each; less than the gathered ones where all lengths agree."""
+    """Context tokens to read of each sequence; fewer than are gathered if all lengths are equal."""
     lens: Tensor
-    """int64 [S * K]: context of each."""
+    """Context length of each sequence and KV head, int64 [S * K]."""
     is_even: bool
-    """True if all lengths agree."""
+    """True if all context lengths are equal."""
     masks: dict[tuple[int, int], Tensor | None]
-    """By window and chunk, made once a step: [S * K, 1, C] of 0 and -inf; None where every key is
-    seen."""
+    """Masks by (window, chunk), made once a step: [S * K, 1, C] of 0 and -inf; None if every key is
+    seen.
+    """
 
     def find_mask(self, rule: AttentionRule, dtype: torch.dtype) -> Tensor | None:
-        """Return what is added to scores."""
+        """Return the mask to add to the scores; None if every key is seen."""
         key = (rule.window, rule.chunk)
         if key not in self.masks:
             self.masks[key] = self._make_mask(*key, dtype)
@@ -77,18 +83,18 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A sequence with several queries, or with a context too long to be gathered at once."""
+    """A sequence with several queries, or with a context too long to gather at once."""
 
     first_row: int
     num_rows: int
     tiles: tuple[tuple[Tensor, int], ...]
-    """Earlier context: (rows of the cache's chunks, tokens to read of them)."""
+    """Tiles of earlier context: (rows of the cache's chunks, number of tokens to read of them)."""
 
 
 def plan_attention(
     batch: PagedBatch, cache: PagedKvCache
 ) -> tuple[list[DecodeGroup], list[Prefill]]:
-    """Divide the sequences of a step into those that decode, grouped, and the others."""
+    """Divide a step's sequences into groups of decodes and single prefills."""
     size = batch.block_size
     max_blocks = max(1, MAX_GATHER_BYTES // cache.layout.bytes_per_layer)
     groups: dict[int, list[int]] = {}
@@ -152,7 +158,7 @@ def attend_decodes(
     scale: float,
     rule: AttentionRule,
 ) -> Tensor:
-    """Attend sequences of one query each; returns [S, H * d], new."""
+    """Attend the decoding sequences of a group; return [S, H * d], new."""
     layout = cache.layout
     sequences, num_heads, head_dim = q_SHd.shape
     batch = sequences * layout.num_kv_heads
@@ -190,7 +196,9 @@ def _cap(scores: Tensor, cap: float) -> Tensor:
 def _split_kv(
     layout: KVLayout, rows: Tensor, num_heads: int, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values [n, C, d] of gathered rows; a latent's value is its key's start."""
+    """Return keys and values [n, C, d] of gathered rows; MLA's value is the beginning of
+    its key.
+    """
     if isinstance(layout, MlaLayout):
         keys = rows.view(num_heads, -1, layout.row_size)[:, :num_keys]
         return keys, keys[..., : layout.kv_lora_rank]
@@ -208,7 +216,9 @@ def attend_prefill(
     rule: AttentionRule,
     out_THd: Tensor,
 ) -> None:
-    """Attend one sequence; writes ``out_THd``. Of latents ``kv_T2Kd`` is the keys [T, 1, d]."""
+    """Attend one prefill and write ``out_THd``. For MLA ``kv_T2Kd`` holds only the keys [T,
+    1, d].
+    """
     layout = cache.layout
     num_tokens, num_heads, _ = q_THd.shape
     heads = layout.num_kv_heads
@@ -265,10 +275,12 @@ def _attend_part(
     *,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return float32 (mixed values [K, G, T, d], log-sum-exp of the scores [K, G, T]).
+    """Attend to one part of the context; return float32 (values [K, G, T, d], log-sum-exp [K, G,
+    T]).
 
-    ``place``: position of the first query, and its distance from the first key, in tokens. Causal:
-    the last T keys are the queries' own. A query that sees no key has a log-sum-exp of -inf.
+    ``place`` is (position of the first query, its distance from the first key), in tokens. If
+    causal, the last T keys belong to the queries themselves. A query that sees no key has a
+    log-sum-exp of -inf.
     """
     position, distance = place
     scores = torch.matmul(q_KGTd, k_KCd[:, None].transpose(-1, -2)).float() * scale

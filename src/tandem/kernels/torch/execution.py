@@ -1,4 +1,4 @@
-"""The operators' implementations in torch, on any device."""
+"""Implementations of the operators in torch, on any device."""
 
 from collections.abc import Callable
 
@@ -19,10 +19,10 @@ __all__ = ["TorchExecution"]
 
 
 class TorchExecution:
-    """See ``Execution``.
+    """Operators in torch, on any device.
 
     Args:
-        is_host: whether the host reads the device's values.
+        is_host: True if the device's memory is the host's.
     """
 
     is_native = False
@@ -40,11 +40,11 @@ class TorchExecution:
         states: StateCache | None = None,
         routing: StepRouting | None = None,
     ) -> Step:
-        """See ``Execution``."""
+        """Return a torch step, with its attention planned."""
         return TorchStep(batch, cache, ropes, dtype, on_layer, states, routing)
 
     def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
-        """See ``Execution``."""
+        """Apply an RMS norm with weight ``offset + weight``."""
         weight = weight_D.tensor
         if offset:
             normed = torch.rms_norm(x_TD.float(), weight.shape, offset + weight.float(), eps)
@@ -52,17 +52,17 @@ class TorchExecution:
         return torch.rms_norm(x_TD, weight.shape, weight, eps)
 
     def gated_delta(self, rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
-        """See ``Execution``."""
+        """Run the gated delta rule over the rows in torch."""
         return run_gated_delta(rule, rows, slots)
 
     def soft_cap_(self, x_TV: Tensor, cap: float) -> None:
-        """See ``Execution``."""
+        """Apply the soft cap ``cap * tanh(x / cap)`` in place."""
         x_TV.div_(cap).tanh_().mul_(cap)
 
     def route(
         self, logits_TE: Tensor, top_k: int, rule: RoutingRule, bias_E: Buffer | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See ``Execution``."""
+        """Choose the ``top_k`` experts of each token; return their weights and ids."""
         is_softmax = rule.scoring == "softmax"
         logits = logits_TE.float()
         scores = torch.softmax(logits, -1) if is_softmax else torch.sigmoid(logits)

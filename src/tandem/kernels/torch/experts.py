@@ -1,4 +1,4 @@
-"""The routed experts of a layer as tensors of the model's dtype, on any device.
+"""Routed experts of a layer as tensors of the model's dtype, on any device.
 
 Shapes: T tokens, D hidden, F intermediate of one expert, E experts, K experts per token.
 """
@@ -22,14 +22,18 @@ from tandem.kernels.operators.operator import allocate_scratch, freeze
 __all__ = ["Experts"]
 
 TOKENS_PER_SUM = 64
-"""Their outputs of all slots, in float32, stay in a cache: 4 MiB where K = 8 and D = 2048."""
+"""Tokens whose expert outputs are summed at a time: in float32 they fit in a cache, 4 MiB for K = 8
+and D = 2048.
+"""
 
 
 class Experts(RoutedExperts):
     """Experts whose weights are tensors of the model's dtype, on any device."""
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read any layout: one tensor for all experts, either way around, or three for each."""
+        """Read any checkpoint layout: one tensor for all experts, either way around, or three for
+        each.
+        """
         e, d, f = self.num_experts, self.hidden_size, self.intermediate_size
         # Weights are stored with the input dimension first: float32 products of a few rows take a
         # quarter less time than with W's usual layout, products of many rows an eighth less. The
@@ -57,7 +61,7 @@ class Experts(RoutedExperts):
             self.down_bias = freeze(down_bias)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
-        """Add the weighted sum; see ``RoutedExperts``."""
+        """Add the experts' weighted sum to the residual stream."""
         if ids_TK.shape != w_TK.shape or len(ids_TK) != len(x_TD):
             raise ShapeError(
                 "kernels.run_experts",
@@ -75,9 +79,9 @@ class Experts(RoutedExperts):
     def _add_gathered_(
         self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor
     ) -> None:
-        """Copy the chosen experts' weights together and multiply; no value is looked at.
+        """Gather the chosen experts' weights and multiply, without reading values on the host.
 
-        So it can be captured. An id beyond the experts is an error of the device.
+        So the call can be captured. An id beyond the experts is an error on the device.
         """
         tokens, top_k = ids_TK.shape
         ids = ids_TK.flatten().clamp_min(0)

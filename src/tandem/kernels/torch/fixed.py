@@ -1,9 +1,10 @@
-"""Decode steps in torch whose memory stays where it is, so that a graph of them can be launched.
+"""Decode steps in torch at fixed memory addresses, so that they can be captured in a graph.
 
-A ``FixedDecode`` has the tensors of a step of so many tokens and blocks. ``fill_`` copies a batch
-into them, before each launch; everything else is computed from them by operators of the step, and
-no value or length is looked at. A batch of fewer tokens repeats its first one, which computes and
-writes the same again; attention sees all blocks of the step, and masks what a token does not see.
+A ``FixedDecode`` holds the tensors of a step for given numbers of tokens and blocks. ``fill_``
+copies a batch into them before each launch; operators of the step compute everything else from
+them, without the host reading a value or length. A batch with fewer tokens repeats its first token,
+which computes and writes the same result again; attention sees all blocks of the step and masks
+what a token does not see.
 
 Shapes: B tokens of the step, T of the batch, W blocks of each.
 """
@@ -23,13 +24,14 @@ __all__ = ["FixedDecode", "count_width"]
 
 
 def count_width(batch: PagedBatch, cache: PagedKvCache, size: int) -> int:
-    """Return the blocks of each token that a step has, a power of two.
+    """Return the number of blocks per token of a fixed decode step: a power of two, or 0.
 
-    0: what its attention gathers of a layer is more than is gathered at once, or is chosen.
+    0 means that no fixed step is possible: attention would gather too many bytes of a layer, or it
+    gathers rows that an index chooses.
 
     Args:
-        batch: of decodes.
-        cache: of its blocks.
+        batch: decodes only.
+        cache: cache of the batch's blocks.
         size: tokens of the step.
     """
     if cache.index_slots:
@@ -42,16 +44,16 @@ def count_width(batch: PagedBatch, cache: PagedKvCache, size: int) -> int:
 
 
 class FixedDecode:
-    """The memory of decode steps of one size.
+    """Memory of decode steps with a fixed number of tokens.
 
     Args:
         size: B.
         width: W.
         cache: the block pool.
-        hidden_size: of the residual stream.
-        ropes: give the angles.
-        dtype: the model's.
-        moe: the layers that choose experts; None: none do.
+        hidden_size: size of a token's hidden state.
+        ropes: give the RoPE angles.
+        dtype: the model's dtype.
+        moe: layers with routed experts; None: there are none.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class FixedDecode:
         self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.token_ids)
         self.hidden = torch.zeros(size, hidden_size, dtype=dtype, device=device)
-        """[B, D], the residual stream."""
+        """Residual stream, [B, D]."""
         caches = [cache] if cache.windows is None else [cache, cache.windows]
         self.groups = [_FixedGroup(held, size, width, device) for held in caches]
         self.routing: StepRouting | None = None
@@ -80,7 +82,7 @@ class FixedDecode:
         self.step = FixedStep(self, cache, ropes, dtype)
 
     def _make_batch(self, cache: PagedKvCache) -> PagedBatch:
-        """Return a batch of these tensors, all of whose tokens are of answers."""
+        """Return a batch of these tensors, in which every token belongs to an answer."""
         group = self.groups[0]
         return PagedBatch(
             token_ids=self.token_ids,
@@ -101,7 +103,7 @@ class FixedDecode:
         )
 
     def fill_(self, batch: PagedBatch, hidden_TD: Tensor) -> None:
-        """Copy a batch and its embedded tokens into the memory; not part of a graph."""
+        """Copy a batch and its embedded tokens into the fixed memory; runs outside of the graph."""
         _put(self.token_ids, batch.token_ids)
         _put(self.positions, batch.positions)
         _put(self.hidden, hidden_TD)
@@ -116,13 +118,13 @@ class FixedDecode:
 
 
 def _put(target: Tensor, source: Tensor) -> None:
-    """Copy rows; those that are left over repeat the first."""
+    """Copy ``source`` into the first rows of ``target``; the rest repeats the first row."""
     target[: len(source)] = source
     target[len(source) :] = source[:1]
 
 
 class _FixedGroup(Group):
-    """The blocks of layers that keep the same tokens; see ``Group``."""
+    """The blocks of one group of layers in a fixed decode step."""
 
     def __init__(self, cache: PagedKvCache, size: int, width: int, device: torch.device) -> None:
         self.slot_blocks = torch.zeros(size, dtype=torch.int64, device=device)
@@ -138,7 +140,7 @@ class _FixedGroup(Group):
         )
 
     def fill_(self, batch: PagedBatch) -> None:
-        """Copy the places of a batch's tokens."""
+        """Copy the slots and block tables of a batch's tokens."""
         _put(self.slot_blocks, batch.slot_blocks)
         _put(self.slot_offsets, batch.slot_offsets)
         width = min(batch.block_table.shape[1], self.table.shape[1])
@@ -147,7 +149,7 @@ class _FixedGroup(Group):
         _put(self.table[:, width:], known[:, :1].expand(-1, self.table.shape[1] - width))
 
     def begin_(self, positions: Tensor) -> None:
-        """Plan the attention, by operators of the step."""
+        """Plan the attention on the device, by operators that a graph can hold."""
         cache = self.cache
         if not cache.layout.num_layers:
             return
@@ -159,7 +161,7 @@ class _FixedGroup(Group):
 
 
 class FixedStep(TorchStep):
-    """A step over a ``FixedDecode``; ``begin_`` comes first."""
+    """A torch step over the fixed memory of a ``FixedDecode``; call ``begin_`` first."""
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class FixedStep(TorchStep):
         )
 
     def begin_(self) -> None:
-        """See ``kernels.hybrid.LayeredStep``."""
+        """Compute angles and attention plan on the device from the fixed memory."""
         self._written = {}
         if self._memory.routing is not None:
             self._memory.routing.restart()

@@ -1,7 +1,7 @@
-"""The gated delta rule in torch: on any device, and differentiable in its rows.
+"""The gated delta rule in torch, on any device, differentiable in its rows.
 
-Shapes: T rows, W convolution width, C channels, G key heads, V value heads, v and k sizes of their
-heads, d decays of a head, P panels of a state.
+Shapes: T rows, W convolution width, C channels, G key heads, V value heads; v and k sizes of value
+and key heads; d decays of a head, P panels of a state.
 """
 
 from collections.abc import Callable
@@ -15,18 +15,21 @@ from tandem.kernels.gated_delta import GatedDeltaRows, GatedDeltaRule, StateSlot
 __all__ = ["Scan", "run_gated_delta", "scan_tokens"]
 
 LENGTH_EPS = 1e-6
-"""Under the root of the lengths of queries and keys; the families' own."""
+"""Epsilon under the root when queries and keys are scaled to unit length; the model families'
+value.
+"""
 
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Runs the recurrence over a sequence's tokens: see ``scan_tokens``."""
+"""Recurrence over a sequence's tokens, with the signature of ``scan_tokens``."""
 
 
 def run_gated_delta(
     rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots, scan: Scan | None = None
 ) -> Tensor:
-    """Return [T, V * v], new, of the dtype of ``rows.x_TC``; moves the slots on.
+    """Return the layer's outputs [T, V * v], new, in the dtype of ``rows.x_TC``; update the state
+    slots.
 
-    Gradients flow to the rows, not into the slots. ``scan`` None is ``scan_tokens``.
+    Gradients flow to the rows, not into the slots. ``scan`` defaults to ``scan_tokens``.
     """
     outs = [rows.z_TVv[:0]]
     for i, slot in enumerate(rows.slot_ids):
@@ -83,15 +86,15 @@ def scan_tokens(
     beta_TV: Tensor,
     state_VPkc: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return what the tokens read [T, V, v], and the state after them, new.
+    """Run the recurrence token by token; return outputs [T, V, v] and the last state, both new.
 
     Args:
         q_TGk: queries, normed and scaled.
         k_TGk: keys, normed.
         v_TVv: values.
-        decay: what is left of a state, [T, V], or [T, V, k] of its rows.
-        beta_TV: how far an update goes.
-        state_VPkc: in panels of value columns; not modified.
+        decay: factor by which the state decays, [T, V], or [T, V, k] for each of its rows.
+        beta_TV: strength of the state's update.
+        state_VPkc: initial state in panels of value columns; not modified.
     """
     group, size = v_TVv.shape[1] // k_TGk.shape[1], v_TVv.shape[2]
     q_TVk, k_TVk = (heads.repeat_interleave(group, 1) for heads in (q_TGk, k_TGk))

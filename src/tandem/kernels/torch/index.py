@@ -1,7 +1,7 @@
-"""Sparse attention in torch: the tokens that an index chooses, and attention to these alone.
+"""Sparse attention in torch: an index chooses tokens, and attention reads only these.
 
 Shapes: T tokens, S sequences, H heads, I items of an index key, R rank of the latent, P rotated
-items, C tokens of context, n chosen ones.
+items, C tokens of context, n chosen tokens.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tandem.kernels.paged import PagedBatch, PagedKvCache
 __all__ = ["attend_chosen", "choose_tokens", "project_index"]
 
 MAX_ITEMS = 8 << 20
-"""Scores, or items of chosen rows, that are held at a time."""
+"""Most items of scores, or of chosen rows, that are held at a time."""
 
 
 def project_index(
@@ -26,12 +26,12 @@ def project_index(
     cos_T1P: Tensor,
     signed_sin_T1P: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [T, H, I], keys [T, I] and weights of heads, float32 [T, H], of an index.
+    """Return an index's queries [T, H, I], keys [T, I] and head weights, float32 [T, H].
 
     Args:
-        attention: holds the weights.
-        h_TD: the normed hidden states.
-        parts: queries [T, H * I] and keys [T, I] as they are projected; changed.
+        attention: layer that holds the weights.
+        h_TD: normed hidden states.
+        parts: projected queries [T, H * I] and keys [T, I]; changed in place.
         cos_T1P: cosines.
         signed_sin_T1P: sines with the first half negated.
     """
@@ -54,10 +54,11 @@ def choose_tokens(
     weights_TH: Tensor,
     top: int,
 ) -> Tensor:
-    """Return the positions that score best with each token: int64 [T, n], ascending.
+    """Return the positions with the best scores for each token: int64 [T, n], ascending.
 
-    A token that sees fewer is given later positions too, which it does not attend. Of equal scores
-    the lowest position is chosen. The keys of the step were written before.
+    A token that sees fewer than n positions also gets later ones, which it does not attend to.
+    Among equal scores the lowest position is chosen. The index keys of the step must have been
+    written before.
     """
     chosen = torch.arange(top, device=q_THI.device).repeat(len(q_THI), 1)
     for first, end, blocks, context in _list_sequences(batch):
@@ -85,7 +86,7 @@ def attend_chosen(
     chosen_Tn: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attend each token to the chosen ones up to its own position; returns [T, H * R], new."""
+    """Attend each token to its chosen positions up to its own; return [T, H * R], new."""
     rank, size = cache.layout.value_size, batch.block_size
     out = q_THd.new_empty(len(q_THd), q_THd.shape[1], rank)
     for first, end, blocks, context in _list_sequences(batch):
@@ -104,7 +105,7 @@ def attend_chosen(
 
 
 def _list_sequences(batch: PagedBatch) -> Iterator[tuple[int, int, Tensor, int]]:
-    """Yield first and last row, blocks and tokens of context of each sequence."""
+    """Yield each sequence's first row, end row, blocks and context length."""
     for s, context in enumerate(batch.context_lens):
         num_blocks = -(-context // batch.block_size)
         table = batch.block_table[s, :num_blocks]
@@ -112,7 +113,9 @@ def _list_sequences(batch: PagedBatch) -> Iterator[tuple[int, int, Tensor, int]]
 
 
 def _cut(first: int, end: int, items: int) -> Iterator[slice]:
-    """Yield pieces of rows that hold so many items each, at most ``MAX_ITEMS`` together."""
+    """Yield slices of rows that together hold at most ``MAX_ITEMS`` items, with ``items`` for each
+    row.
+    """
     step = max(1, MAX_ITEMS // items)
     for begin in range(first, end, step):
         yield slice(begin, min(end, begin + step))

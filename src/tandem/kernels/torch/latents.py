@@ -1,4 +1,4 @@
-"""The queries and keys of multi-head latent attention, in torch.
+"""Queries and keys of multi-head latent attention in torch.
 
 Shapes: T tokens, D hidden, H heads, R rank of the latent, P rotated items; see
 ``kernels.operators.mla``.
@@ -16,13 +16,13 @@ __all__ = ["project_latents"]
 def project_latents(
     attention: MlaAttention, h_TD: Tensor, cos_T1P: Tensor, signed_sin_T1P: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Return queries over latents [T, H, R + P] and the key [T, 1, R + P], both new.
+    """Return queries over latents [T, H, R + P] and keys [T, 1, R + P], both new.
 
-    The third are an index's queries and keys as they are projected; empty without one.
+    The third result is an index's projected queries and keys; empty without an index.
 
     Args:
-        attention: holds the weights.
-        h_TD: the normed hidden states.
+        attention: layer that holds the weights.
+        h_TD: normed hidden states.
         cos_T1P: cosines.
         signed_sin_T1P: sines with the first half negated.
     """

@@ -1,4 +1,4 @@
-"""A step in torch: the angles, the slots and the plan of its attention, for all layers.
+"""A forward step in torch: RoPE angles, cache slots and attention plan, shared by all layers.
 
 Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim.
 """
@@ -41,7 +41,7 @@ __all__ = ["Group", "TorchStep", "compute_angles"]
 
 
 def compute_angles(rope: Angles, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin as ``apply_rope_`` takes it), each [T, 1, r]."""
+    """Return cosines, and sines with their first half negated, each [T, 1, r]."""
     cos, sin = rope.compute(positions, dtype)
     half = sin.shape[-1] // 2
     signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
@@ -49,7 +49,7 @@ def compute_angles(rope: Angles, positions: Tensor, dtype: torch.dtype) -> tuple
 
 
 def _norm_heads(attention: Attention, qk_THd: Tensor) -> Tensor:
-    """Return queries and keys after their norm, new; themselves where there is none."""
+    """Return normed queries and keys, new; the inputs themselves if the layer has no such norm."""
     spec, norm = attention.spec, attention.spec.qk_norm
     if norm is None:
         return qk_THd
@@ -69,7 +69,9 @@ def _norm_heads(attention: Attention, qk_THd: Tensor) -> Tensor:
 
 
 def _place_values(attention: Attention, product_TN: Tensor) -> Tensor:
-    """Return queries, keys and values, each of as many items: keys again, or with zeros."""
+    """Return queries, keys and values with equal head sizes: values are keys again, or
+    zero-padded.
+    """
     spec = attention.spec
     heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
     end = (heads + kv_heads) * d
@@ -80,24 +82,24 @@ def _place_values(attention: Attention, product_TN: Tensor) -> Tensor:
 
 
 def _norm_values(attention: Attention, v_TKd: Tensor) -> None:
-    """Norm values in place, where the layer does."""
+    """Norm the values in place if the layer has a norm of values."""
     spec = attention.spec
     if spec.has_value_norm and spec.qk_norm is not None:
         v_TKd.copy_(torch.rms_norm(v_TKd, (spec.head_dim,), None, spec.qk_norm.eps))
 
 
 class TorchStep:
-    """See ``Step``; built once a step.
+    """A step that runs a model's layers with torch operators.
 
     Args:
         batch: the tokens; borrowed.
         cache: the block pool.
-        ropes: give the angles.
-        dtype: the model's.
-        on_layer: called with the number of each layer in the cache's own blocks, not in those of
-            windows, once its KV of this step is there.
-        states: the slots that the sequences go on with; None where no layer has a state.
-        routing: takes the routers' choices, and defers experts; None: neither.
+        ropes: give the RoPE angles.
+        dtype: the model's dtype.
+        on_layer: called once a layer's KV of this step is stored, with the layer's index in the
+            cache; not called for layers with a sliding window whose blocks are separate.
+        states: the sequences' state slots; None if no layer has a state.
+        routing: records the routers' choices and defers experts; None: neither.
     """
 
     def __init__(
@@ -139,23 +141,25 @@ class TorchStep:
         self._state_rows: tuple[Sequence[int], list[int]] = ((), [])
         self._routing = routing
         self._batch: PagedBatch | None = None
-        """The tokens, of which sparse attention looks up the sequences."""
+        """The step's batch, in which sparse attention looks up the sequences."""
         self._chosen: Tensor | None = None
-        """The tokens that the last index chose, [T, n]."""
+        """Positions that the last index chose, [T, n]."""
         self._written: dict[int, Tensor] = {}
-        """Keys and values of the step, by layer with KV, for layers that share them."""
+        """Keys and values of the step by layer, for layers that share them."""
         self._residual: Tensor | None = None
-        """The residual stream of the layer that has chosen experts."""
+        """Residual stream of the layer whose experts are still to be added."""
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._positions = positions
         self.layer_inputs: Tensor | None = None
-        """[T, layers, items], of models whose layers have inputs of their own; set before them."""
+        """Inputs [T, layers, items] of models whose layers have an additional input; set before the
+        layers run.
+        """
 
     def begin_(self) -> None:
-        """See ``kernels.hybrid.LayeredStep``: planned when it was made."""
+        """Do nothing: the step was planned when it was constructed."""
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
-        """See ``Step``."""
+        """Run one decoder layer on the residual stream ``x_TD``, in place."""
         choice = self.choose_experts_(layer, x_TD)
         if choice is None:
             return
@@ -169,7 +173,7 @@ class TorchStep:
             experts.add_into_(x_TD, x, ids, weights)
 
     def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> ExpertChoice | None:
-        """See ``kernels.hybrid.LayeredStep``."""
+        """Run a layer up to its router's choice; None: the layer has no experts and is complete."""
         assert isinstance(layer, DecoderLayer), "a layer that is not fused"
         first_norm, attention, attention_out_norm, second_norm, mlp, mlp_out_norm = layer.parts
         mixed = self.mix(attention, x_TD if first_norm is None else first_norm(x_TD))
@@ -201,7 +205,7 @@ class TorchStep:
     def _run_beside_(
         self, beside: BesideExperts, mlp: Mlp, out_norm: RmsNorm, x_TD: Tensor, h_TD: Tensor
     ) -> None:
-        """Add an MLP and the experts beside it to the residual stream."""
+        """Add an MLP and the experts parallel to it to the residual stream."""
         _, weights, ids = beside.router.route(x_TD)
         if self._routing is not None:
             self._routing.find_choices().tensor.copy_(ids)
@@ -209,7 +213,7 @@ class TorchStep:
         x_TD += out_norm(beside.mlp_norm(mlp(h_TD)) + beside.experts_norm(chosen))
 
     def _add_input_(self, layer: DecoderLayer, parts: LayerInput, x_TD: Tensor) -> None:
-        """Add a layer's own input to the residual stream."""
+        """Gate and norm a layer's additional input and add it to the residual stream."""
         assert self.layer_inputs is not None, "a layer with an input of its own without inputs"
         gate = apply_function(parts.activation, parts.gate(x_TD))
         gated = gate * self.layer_inputs[:, layer.layer_idx]
@@ -225,22 +229,22 @@ class TorchStep:
         return ExpertChoice(block, experts, *given)
 
     def run_shared_(self, choice: ExpertChoice) -> None:
-        """See ``kernels.hybrid.LayeredStep``."""
+        """Add the output of the shared experts, if the layer has any, to the residual stream."""
         shared, gate, x_TD = choice.block.shared, choice.block.shared_gate, choice.x.tensor
         if shared is not None:
             scale = None if gate is None else gate(x_TD)
             shared.add_into_(choice.residual.tensor, x_TD, scale)
 
     def leave_sum_(self, out_TD: Buffer) -> None:
-        """See ``kernels.hybrid.LayeredStep``: added at once."""
+        """Add the experts' sum to the residual stream at once."""
         assert self._residual is not None, "no layer has chosen experts"
         self._residual += out_TD.tensor
 
     def complete_(self, x_TD: Tensor) -> None:
-        """See ``Step``: nothing is left over."""
+        """Do nothing: no sum is pending in a torch step."""
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
-        """See ``Step``."""
+        """Return the output of attention, or of a recurrence, for the normed hidden states."""
         if isinstance(attention, MlaAttention):
             return self._mix_latents(attention, h_TD)
         if isinstance(attention, GatedDelta):
@@ -308,7 +312,9 @@ class TorchStep:
     def _choose_tokens(
         self, attention: MlaAttention, spec: IndexSpec, made: tuple[Tensor, Tensor, Tensor]
     ) -> None:
-        """Write the index keys, and choose by them what this layer and those that share attend."""
+        """Store index keys and choose by them the tokens that this layer, and those that share,
+        attend to.
+        """
         assert self._batch is not None, "an index in a step whose memory stays where it is"
         place = self._places[attention.layer_idx]
         group, (queries, keys, weights) = self._groups[place.group], made
@@ -329,7 +335,7 @@ class TorchStep:
         return attend_chosen(cache, self._batch, place.layer_idx, q_THd, self._chosen, scale)
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
-        """See ``Step``."""
+        """Store keys and values of the step's tokens in a layer's cache blocks."""
         place = self._places[layer_idx]
         self._groups[place.group].write(place.layer_idx, kv_T2Kd)
         self._written[layer_idx] = kv_T2Kd
@@ -339,20 +345,20 @@ class TorchStep:
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
-        """See ``Step``."""
+        """Attend with the given queries to a layer's keys and values; return [T, H * d]."""
         place = self._places[layer_idx]
         return self._groups[place.group].attend(place.layer_idx, q_THd, kv_T2Kd, scale, rule)
 
 
 class Group:
-    """The blocks of layers that keep the same tokens, and what a step does with them.
+    """A group of layers whose blocks hold the same tokens, with its attention plan for a step.
 
     Args:
-        cache: their pool.
+        cache: pool of the group's blocks.
         slots: block and offset of each token.
-        runs: the same slots as runs of rows within a block, where copying them is cheaper.
-        decodes: sequences with one query each.
-        prefills: the others.
+        runs: the same slots as runs of rows within a block, where copying runs is cheaper.
+        decodes: groups of sequences with one query each.
+        prefills: the other sequences.
     """
 
     def __init__(
@@ -368,14 +374,14 @@ class Group:
         self.decodes, self._prefills = decodes, prefills
 
     def write(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
-        """Write the tokens' KV of one of these layers."""
+        """Write the tokens' KV in one of the group's layers."""
         cache = self.cache
         if kv_T2Kd.dtype != cache.dtype:
             kv_T2Kd = kv_T2Kd.to(cache.dtype)
         self._put(cache.slots[layer_idx], kv_T2Kd)
 
     def write_index(self, layer_idx: int, keys_TI: Tensor) -> None:
-        """Write the tokens' index keys of one of these layers."""
+        """Write the tokens' index keys in one of the group's layers."""
         self._put(self.cache.index_slots[layer_idx], keys_TI.to(self.cache.dtype))
 
     def _put(self, slots: Tensor, rows: Tensor) -> None:
@@ -388,7 +394,7 @@ class Group:
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
-        """Attend in one of these layers; see ``Step.attend``."""
+        """Attend in one of the group's layers; return [T, H * d]."""
         cache = self.cache
         num_tokens, num_heads, _ = q_THd.shape
         value_dim = cache.layout.value_size

@@ -1,8 +1,8 @@
-"""Matrices whose codes lie in blocks, as a GGUF file has them, on the way to the native packer.
+"""Matrices whose quantized codes lie in blocks, as in a GGUF file, as input of the native packer.
 
-A ``BlockMatrix`` says where the blocks of each output are and in which of our formats they will be
-laid out; nothing is decoded or copied before the packer takes it. docs/design/models/gguf.md lists
-the kinds of blocks.
+A ``BlockMatrix`` tells where the blocks of each output are and in which weight format they will be
+packed; nothing is decoded or copied before packing. docs/design/models/gguf.md lists the kinds of
+blocks.
 """
 
 from dataclasses import dataclass, replace
@@ -25,37 +25,41 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
-    """A matrix [N, K] in blocks; see ``QuantizedMatrix`` for one whose codes are taken apart."""
+    """A matrix [N, K] whose codes lie in a file's blocks; ``QuantizedMatrix`` holds
+    separate codes.
+    """
 
     weight_format: WeightFormat
-    """The format that it is laid out in; holds the codes of every part."""
+    """Weight format that the matrix is packed in; it can hold the codes of every part."""
     num_inputs: int
-    """K."""
+    """Number of inputs, K."""
     parts: tuple[tuple[str, NDArray[np.uint8]], ...]
-    """(kind, bytes [rows, bytes of a row]), outputs after outputs. Borrowed, such as from a map."""
+    """Parts, concatenated by outputs: (kind of block, bytes [rows, bytes of a row]). Borrowed, such
+    as from a memory map.
+    """
     order: NDArray[np.int64] | None = None
-    """[N]: which row of all parts each output is; None = all of them as they are."""
+    """Row of the concatenated parts for each output, [N]; None: all rows in their order."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
+        """Numbers of outputs and inputs, (N, K)."""
         stored = sum(len(rows) for _, rows in self.parts)
         return (stored if self.order is None else len(self.order)), self.num_inputs
 
     @property
     def blocks(self) -> tuple[list[tuple[str, object]], object | None]:
-        """Parts and order, as the native core takes them."""
+        """Parts and order in the form that the native core takes."""
         return list(self.parts), self.order
 
 
 CodedMatrix = QuantizedMatrix | BlockMatrix
-"""Codes, taken apart or in blocks."""
+"""A quantized matrix, with separate codes or in a file's blocks."""
 
 
 def convert_codes(matrix: CodedMatrix, wide: WeightFormat) -> CodedMatrix:
     """Return the same weights in another format; see ``recode``.
 
-    REQUIRES: ``can_hold(wide, matrix.weight_format)``.
+    REQUIRES: ``can_represent(wide, matrix.weight_format)``.
     """
     if isinstance(matrix, QuantizedMatrix):
         return recode(matrix, wide)
@@ -64,7 +68,7 @@ def convert_codes(matrix: CodedMatrix, wide: WeightFormat) -> CodedMatrix:
 
 
 def select_outputs(matrix: CodedMatrix, rows: slice | NDArray[np.int64]) -> CodedMatrix:
-    """Return some outputs of a matrix; see ``select_rows``."""
+    """Return some outputs of a matrix, as ``select_rows`` does for separate codes."""
     if isinstance(matrix, QuantizedMatrix):
         return select_rows(matrix, rows)
     order = np.arange(matrix.shape[0]) if matrix.order is None else matrix.order
@@ -72,9 +76,9 @@ def select_outputs(matrix: CodedMatrix, rows: slice | NDArray[np.int64]) -> Code
 
 
 def stack_outputs(matrices: list[CodedMatrix]) -> CodedMatrix:
-    """Return matrices of one format and width as one, outputs after outputs.
+    """Concatenate the outputs of matrices of one format and width.
 
-    REQUIRES: all are in blocks, or none; as ``stack``.
+    REQUIRES: all matrices are in blocks, or none; otherwise as for ``stack``.
     """
     if len(matrices) == 1:
         return matrices[0]
@@ -96,5 +100,7 @@ def stack_outputs(matrices: list[CodedMatrix]) -> CodedMatrix:
 
 
 def interleave_rows(count: int, num_parts: int) -> NDArray[np.int64]:
-    """Return the order that takes outputs of stacked parts of ``count`` in turn."""
+    """Return the row order that alternates between ``num_parts`` stacked parts of ``count``
+    outputs.
+    """
     return np.arange(count * num_parts).reshape(num_parts, count).T.ravel()

@@ -1,4 +1,4 @@
-"""Weight formats as data, and the naive float64 arithmetic that says what each of them means.
+"""Weight formats as data, and plain float64 arithmetic that defines their meaning.
 
 A format codes groups of consecutive weights of one output. ``quantize`` and ``dequantize`` are the
 oracle of the native packer and kernels: numpy, a line a step, no code shared with them. They also
@@ -38,21 +38,21 @@ LARGEST_FP16 = 65504.0
 LARGEST_E4M3 = 448.0
 LARGEST_E2M1 = 6.0
 ROW_GROUP_SIZE = 128
-"""Activations that share a step where weights share one scale a row."""
+"""Activations that share a scale if all weights of a row share one scale."""
 BLOCK_ROWS = 128
-"""Outputs that share a scale in fp8."""
+"""Outputs that share a scale in ``fp8``."""
 SUPERBLOCK_SIZE = 256
-"""Inputs whose scales and minima are integers times the same fp16 numbers."""
+"""Inputs in a superblock: their scales and minima are integers times common fp16 numbers."""
 TABLES = ("", "iq4nl", "e2m1", "iq2xxs", "iq2xs", "iq2s", "iq3xxs", "iq3s")
-"""The same as the native core counts them."""
+"""Code tables by the native core's index; the first entry is no table."""
 LEVELS_ASIDE = ("iq2xxs", "iq3xxs")
-"""Codebooks whose levels lie above the signs, within the bits of codes."""
+"""Codebooks that store the scale bits above the signs, within the bits counted for codes."""
 UPPER_BITS = ("iq2s", "iq3s")
-"""Codebooks whose indices have upper bits of their own, one for every four inputs."""
+"""Codebooks whose indices have separate upper bits, one for every four inputs."""
 
 
 class FormatFields(TypedDict):
-    """The fields by which the native core knows a format."""
+    """Fields that describe a weight format to the native core."""
 
     bits: int
     group_size: int
@@ -73,60 +73,69 @@ class WeightFormat:
     output (``fp8row``), e2m1 with a power of two for each 32 inputs (``mxfp4``); or the weight
     itself in float32 or bf16.
 
-    Formats that hold a file's codes as they are (``is_stored_only``): scales and minima of groups
-    are integers times an fp16 number of 256 weights (``q4k``), codes are looked up in a table
-    (``iq4nl``), or a group has an integer zero point (``int4g128zp``: ``scale * (code - zero)``).
-    ``nvfp4`` has e2m1 codes, a scale in e4m3 for 16 inputs and a float32 factor for each output.
-    They are laid out from blocks and codes, never coded from values.
+    Formats that only hold codes of a file unchanged (``is_stored_only``): scales and minima of
+    groups are integers times an fp16 number of 256 weights (``q4k``), codes are looked up in a
+    table (``iq4nl``), or a group has an integer zero point (``int4g128zp``: ``scale * (code -
+    zero)``). ``nvfp4`` has e2m1 codes, a scale in e4m3 for 16 inputs and a float32 factor for each
+    output. These formats are packed from stored blocks and codes; values are never quantized to
+    them.
     """
 
     name: str
     bits: int
-    """32 (float32) and 16 (bf16), which have no groups, 8, or 2 to 6."""
+    """Bits of a code: 32 (float32) and 16 (bf16), which have no groups, 8, or 2 to 6."""
     group_size: int = 0
-    """Inputs that share a scale; 0 for values, and for one scale a row."""
+    """Inputs that share a scale; 0 for unquantized values, and for one scale per row."""
     has_minimum: bool = False
     is_float: bool = False
-    """True if codes of 8 bits are e4m3 and of 4 bits e2m1; values are floats either way."""
+    """True if codes are floats (e4m3 with 8 bits, e2m1 with 4), or weights are unquantized
+    floats.
+    """
     scale_bits: int = 0
-    """Scale bits of the integers that scales and minima are in a superblock; 0: fp16 numbers a
-    group."""
+    """Bits of the integers that code scales and minima in a superblock; 0: each group has fp16
+    scales.
+    """
     table: str = ""
-    """The type of GGUF that has what codes are looked up in: iq4nl, whose values they are indices
-    of, or one with a codebook of eight or four magnitudes an entry, beside which signs lie."""
+    """GGUF type of the table in which codes are looked up: iq4nl, a table of values, or a type with
+    a codebook of four or eight magnitudes per entry and separate signs; empty: no table.
+    """
     has_zeros: bool = False
-    """True if minima are ``-scale * zero``, the zero an integer of 4 bits."""
+    """True if minima are ``-scale * zero``, where zero is a 4-bit integer."""
     down: "WeightFormat | None" = None
-    """Down of experts alone: another format of their down projections."""
+    """Format of the down projections of experts, if it differs from gate's and up's."""
 
     @property
     def is_integer(self) -> bool:
-        """True if weights are integer codes, multiplied with int8 activations."""
+        """True if weights are integer codes that are multiplied with int8 activations."""
         return self.bits < 16 and not self.is_float
 
     @property
     def is_stored_only(self) -> bool:
-        """True if weights come from codes of a file alone, as nothing here codes values so."""
+        """True if weights come only from a file's codes, since values are never quantized to this
+        format.
+        """
         return self.scale_bits > 0 or bool(self.table) or self.has_zeros
 
     @property
     def has_factor(self) -> bool:
-        """True if scales are multiplied by a number of the output, or divided by its opposite."""
+        """True if scales are multiplied by an output's factor, or divided by its absolute value if
+        negative.
+        """
         return self.table == "e2m1"
 
     @property
     def holds_values(self) -> bool:
-        """True if weights are stored as they are, without codes and scales."""
+        """True if weights are stored unquantized."""
         return self.bits >= 16
 
     @property
     def has_blocks(self) -> bool:
-        """True if outputs share scales, those of a block of ``BLOCK_ROWS``."""
+        """True if a block of ``BLOCK_ROWS`` outputs shares scales."""
         return self.is_float and self.bits == 8 and self.group_size > 0
 
     @property
     def fields(self) -> FormatFields:
-        """The format as the native core takes it, where names mean nothing."""
+        """The format's fields as keyword arguments of the native core."""
         return {
             "bits": self.bits,
             "group_size": self.group_size,
@@ -139,7 +148,7 @@ class WeightFormat:
 
     @property
     def field_tuple(self) -> tuple[int, int, bool, bool, int, int, bool]:
-        """The same, where a second format is an argument of its own."""
+        """The format's fields as a tuple, for a second format in a call of the native core."""
         return (
             self.bits,
             self.group_size,
@@ -152,12 +161,12 @@ class WeightFormat:
 
     @property
     def activation_group_size(self) -> int:
-        """Inputs whose activations share a step; 0 where activations are bf16 or float32."""
+        """Inputs whose activations share an int8 scale; 0 if activations are bf16 or float32."""
         return (self.group_size or ROW_GROUP_SIZE) if self.is_integer else 0
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits, scales included, of a large matrix."""
+        """Average bits that a weight takes in a large matrix, scales included."""
         if self.is_float and self.group_size > 0:
             # Both float formats with groups store 64 bytes of scales for a group of 64 outputs: 8
             # bits for each group of inputs of an output.
@@ -214,17 +223,18 @@ def _list_formats() -> list[WeightFormat]:
 
 
 WEIGHT_FORMATS = {weight_format.name: weight_format for weight_format in _list_formats()}
-"""By name. ``int4...`` and ``int5...`` have a minimum unless they say ``sym``, ``int8...`` if it
-says ``min``; ``q...`` and ``iq...`` hold blocks of the GGUF types of these names, ``nvfp4`` what
-modelopt and compressed-tensors call so."""
+"""All weight formats by name. ``int4...`` and ``int5...`` have a minimum unless they say ``sym``,
+``int8...`` only if it says ``min``; ``q...`` and ``iq...`` hold blocks of the GGUF types of these
+names; ``nvfp4`` is the format of modelopt and compressed-tensors of that name.
+"""
 
 _ALIASES = {"int8": "int8g128", "int4": "int4g32"}
 
 
 def find_format(name: str) -> WeightFormat:
-    """Return the format of this name; ``int8`` means int8g128, ``int4`` means int4g32.
+    """Return the weight format of this name; ``int8`` means int8g128, ``int4`` means int4g32.
 
-    ``q4k+q6k`` is that of experts whose down projections are in the second format.
+    A name such as ``q4k+q6k`` is a pair for experts: the second format holds the down projections.
 
     Raises: NotFoundError.
     """
@@ -239,9 +249,9 @@ def find_format(name: str) -> WeightFormat:
 
 
 def pair_formats(gate_up: WeightFormat, down: WeightFormat) -> WeightFormat:
-    """Return the format of experts of these two.
+    """Return the format of experts with one format for gate and up and another for down.
 
-    Raises: NotFoundError (two that are no integer formats, or of which one is a pair).
+    Raises: NotFoundError (a format that is not integer, or is a pair itself).
     """
     if gate_up == down:
         return gate_up
@@ -253,7 +263,7 @@ def pair_formats(gate_up: WeightFormat, down: WeightFormat) -> WeightFormat:
 
 
 def split_pair(weight_format: WeightFormat) -> tuple[WeightFormat, WeightFormat]:
-    """Return the formats of gate and up, and of down."""
+    """Return the format of gate and up, and the format of down."""
     if weight_format.down is None:
         return weight_format, weight_format
     first, _, _ = weight_format.name.partition("+")
@@ -262,7 +272,7 @@ def split_pair(weight_format: WeightFormat) -> tuple[WeightFormat, WeightFormat]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix [N, K] in a format of codes.
+    """A quantized matrix [N, K] with separate codes and scales.
 
     Codes are uint8 [N, K]. Scales are [N, G], fp16; float32 for fp8, one row for 128 outputs, for
     fp8row, and for mxfp4, powers of two; e4m3 codes for nvfp4. Minima are fp16 [N, G], the zero
@@ -277,20 +287,20 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """N and K."""
+        """Numbers of outputs and inputs, (N, K)."""
         num_outputs, num_inputs = self.codes.shape
         return num_outputs, num_inputs
 
     @property
     def arrays(self) -> tuple[object, object, object]:
-        """Codes, scales and minima, as the native core takes them."""
+        """Codes, scales and minima in the form that the native core takes."""
         return self.codes, self.scales, self.minima
 
 
 def stack(matrices: "list[QuantizedMatrix]") -> QuantizedMatrix:
-    """Return matrices of one format and width as one, outputs after outputs.
+    """Concatenate the outputs of matrices of one format and width.
 
-    REQUIRES: all but the last of fp8 are whole blocks of outputs.
+    REQUIRES: in ``fp8`` all matrices but the last have whole blocks of outputs.
     """
     first = matrices[0]
     if len(matrices) == 1:
@@ -305,9 +315,9 @@ def stack(matrices: "list[QuantizedMatrix]") -> QuantizedMatrix:
 
 
 def select_rows(matrix: QuantizedMatrix, rows: slice | NDArray[np.int64]) -> QuantizedMatrix:
-    """Return some outputs of a matrix; contiguous.
+    """Return some outputs of a matrix, contiguous.
 
-    Raises: ShapeError (outputs of fp8 that are not whole blocks, each of which shares scales).
+    Raises: ShapeError (fp8 outputs that are not whole blocks, whose scales they share).
     """
     if matrix.weight_format.has_blocks:
         blocks = None if isinstance(rows, slice) else find_whole_blocks(rows)
@@ -329,7 +339,9 @@ def select_rows(matrix: QuantizedMatrix, rows: slice | NDArray[np.int64]) -> Qua
 def find_whole_blocks(
     order: NDArray[np.integer], size: int = BLOCK_ROWS
 ) -> NDArray[np.integer] | None:
-    """Return which block each run of ``size`` is in an order; None if one is not whole."""
+    """Return the block number of each run of ``size`` rows in an order; None if a run is no whole
+    block.
+    """
     if len(order) % size:
         return None
     runs = np.reshape(order, (-1, size))
@@ -346,7 +358,9 @@ def round_to_bf16(values: NDArray[np.floating]) -> NDArray[np.float32]:
 
 
 def list_floats(bits: int) -> NDArray[np.float32]:
-    """Return what the codes of e4m3 (8 bits) or e2m1 (4 bits) stand for; e4m3's NaNs are NaN."""
+    """Return the values of all codes of e4m3 (8 bits) or e2m1 (4 bits); e4m3's NaN codes
+    are NaN.
+    """
     mantissa, bias = (3, 7) if bits == 8 else (1, 1)
     codes = np.arange(2**bits)
     magnitude = codes % 2 ** (bits - 1)
@@ -359,7 +373,7 @@ def list_floats(bits: int) -> NDArray[np.float32]:
 
 
 def _round_to_codes(values: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
-    """Return the codes of the nearest floats, ties to the even code."""
+    """Return the codes of the nearest representable floats, ties to the even code."""
     positive = list_floats(bits)[: 2 ** (bits - 1)]
     positive = positive[np.isfinite(positive)].astype(np.float64)
     magnitude = np.minimum(np.abs(values).astype(np.float64), positive[-1])
@@ -371,10 +385,11 @@ def _round_to_codes(values: NDArray[np.float32], bits: int) -> NDArray[np.uint8]
 
 
 def quantize(weights: NDArray[np.floating], weight_format: WeightFormat) -> QuantizedMatrix:
-    """Code a matrix [N, K]; the arithmetic is float32, operation by operation.
+    """Quantize a matrix [N, K]; each operation is in float32.
 
-    Raises: ShapeError (K is not whole groups, where the format wants them); UnsupportedError (the
-        format holds values; a weight that is not finite, or too large for an fp16 scale).
+    Raises: ShapeError (K is not whole groups of the format); UnsupportedError (the format holds
+        unquantized values or stored codes only; a weight is not finite, or too large for an fp16
+        scale).
     """
     if weight_format.holds_values:
         what = f"{weight_format.name} has no codes: use round_to_bf16, or the values themselves"
@@ -418,7 +433,7 @@ def quantize(weights: NDArray[np.floating], weight_format: WeightFormat) -> Quan
 
 
 def _quantize_float(w_NK: NDArray[np.float32], weight_format: WeightFormat) -> QuantizedMatrix:
-    """Choose scales that the largest weight of a block fills, or nearly."""
+    """Quantize to a float format; each block's largest weight gets (nearly) the largest code."""
     size = weight_format.group_size or w_NK.shape[1]
     rows = BLOCK_ROWS if weight_format.has_blocks else 1
     amax = np.array(
@@ -444,7 +459,7 @@ def _quantize_float(w_NK: NDArray[np.float32], weight_format: WeightFormat) -> Q
 def _spread(
     scales: NDArray[np.float32], rows: int, size: int, shape: tuple[int, ...]
 ) -> NDArray[np.float32]:
-    """Return the scale of each weight."""
+    """Return the scale of each weight, [N, K]."""
     return scales.repeat(rows, 0).repeat(size, 1)[: shape[0], : shape[1]]
 
 
@@ -454,7 +469,7 @@ def _refuse(weights: NDArray[np.floating]) -> UnsupportedError:
 
 
 def dequantize(matrix: QuantizedMatrix) -> FloatArray:
-    """Return the weights that the codes stand for, [N, K]."""
+    """Return the dequantized weights, float64 [N, K]."""
     weight_format = matrix.weight_format
     if weight_format.is_float:
         rows = BLOCK_ROWS if weight_format.has_blocks else 1
@@ -477,7 +492,7 @@ def dequantize(matrix: QuantizedMatrix) -> FloatArray:
 
 
 def _dequantize_nvfp4(matrix: QuantizedMatrix) -> FloatArray:
-    """Return the weights in the arithmetic of the checkpoint's own decoders, float32."""
+    """Dequantize nvfp4 in the float32 arithmetic of the checkpoint's own decoders."""
     assert matrix.minima is not None, "no factors"
     factors = matrix.minima.astype(np.float32)
     scales = list_floats(8)[matrix.scales.astype(np.uint8)]

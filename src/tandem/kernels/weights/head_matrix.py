@@ -1,7 +1,8 @@
-"""Matrices of heads: each head of a row is multiplied with a matrix of its own.
+"""Matrices by head: each head's input is multiplied with a matrix of its own.
 
-Multi-head latent attention absorbs its up-projections into queries and outputs this way. As
-``kernels.weights.matrix``: tensors for torch, or packed in a weight format for the native kernels.
+Multi-head latent attention absorbs its up-projections into queries and outputs this way. As in
+``kernels.weights.matrix``, the matrices are tensors for torch, or packed in a weight format for the
+native kernels.
 
 Shapes: T rows, H heads, K inputs and N outputs of a head.
 """
@@ -23,9 +24,9 @@ __all__ = ["choose_head_format", "count_head_bytes", "make_head_matrix"]
 
 
 def choose_head_format(weight_format: WeightFormat | None, in_features: int) -> WeightFormat | None:
-    """Return the format that a head's matrix is stored in; None as it came.
+    """Return the format in which a head's matrix is stored; None: as a tensor.
 
-    A head has few inputs: where they are not whole groups of the wanted format it is bf16.
+    A head has few inputs: if they are not whole groups of the wanted format, bf16 is used.
     """
     if weight_format is None:
         return None
@@ -39,7 +40,7 @@ def choose_head_format(weight_format: WeightFormat | None, in_features: int) -> 
 def count_head_bytes(
     weight_format: WeightFormat, num_heads: int, in_features: int, out_features: int
 ) -> int:
-    """Return the packed bytes of the matrices of all heads, of K inputs and N outputs each."""
+    """Return the packed bytes of all heads' matrices, with K inputs and N outputs each."""
     chosen = choose_head_format(weight_format, in_features)
     assert chosen is not None
     return count_bytes(chosen, in_features, num_heads * _pad(out_features))
@@ -50,23 +51,23 @@ def _pad(out_features: int) -> int:
 
 
 class TensorHeads:
-    """One tensor [H, N, K]."""
+    """The matrices of all heads as one tensor [H, N, K]."""
 
     def __init__(self, weight_HNK: nn.Parameter) -> None:
         self._weight_t = weight_HNK.transpose(1, 2)
         self.out_shape = (weight_HNK.shape[0], weight_HNK.shape[1])
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        """See ``HeadMatrix``."""
+        """Multiply each head's input with its matrix in torch."""
         return torch.matmul(x_THK.transpose(0, 1), self._weight_t).transpose(0, 1)
 
     def run(self, x_THK: Buffer, out_THN: Buffer) -> None:
-        """See ``HeadMatrix``."""
+        """Multiply in torch and copy the result to a buffer."""
         out_THN.tensor.copy_(self.forward(x_THK.tensor))
 
 
 class PackedHeads:
-    """One packed matrix: the outputs of a head in whole panels, one head after the other."""
+    """The matrices of all heads packed as one, each padded to whole panels of outputs."""
 
     def __init__(self, weight_format: WeightFormat, weight_HNK: Tensor, pool: ThreadPool) -> None:
         self.out_shape = (weight_HNK.shape[0], weight_HNK.shape[1])
@@ -80,26 +81,26 @@ class PackedHeads:
         return self._linear.size_bytes
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        """See ``HeadMatrix``."""
+        """Multiply each head's input with its matrix natively."""
         out = x_THK.new_empty(len(x_THK), *self.out_shape)
         self.run(Buffer(x_THK), Buffer(out))
         return out
 
     def run(self, x_THK: Buffer, out_THN: Buffer) -> None:
-        """See ``HeadMatrix``."""
+        """Multiply natively into a buffer."""
         self._linear.run_heads(x_THK, out_THN)
 
 
 def make_head_matrix(
     owner: Operator, name: str, settings: MatrixSettings, weight_HNK: Tensor
 ) -> HeadMatrix:
-    """Store the matrices of all heads.
+    """Store the matrices of all heads, as a tensor or packed.
 
     Args:
-        owner: the operator; a tensor becomes its parameter ``{name}weight``.
-        name: prefix of it.
-        settings: how to store them; see ``choose_head_format``.
-        weight_HNK: not kept where it is packed.
+        owner: operator that gets a tensor as its parameter ``{name}weight``.
+        name: prefix of the parameter's name.
+        settings: how to store the matrices; see ``choose_head_format``.
+        weight_HNK: the weights; not kept if they are packed.
     """
     weight_format = choose_head_format(settings.weight_format, weight_HNK.shape[2])
     if weight_format is None:

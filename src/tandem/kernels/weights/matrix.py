@@ -1,7 +1,7 @@
-"""The matrices of operators: ``y = x W^T + b`` over tensors of the model's dtype, or packed.
+"""Matrices of operators: ``y = x W^T + b`` with tensors of the model's dtype, or packed.
 
-An operator reads a ``Matrix`` when it loads and does not care which one it got. ``TensorMatrix``
-runs in torch, on any device; ``PackedLinear`` runs on the native kernels, in a weight format.
+An operator reads a ``Matrix`` when it loads and works with either kind. ``TensorMatrix`` runs in
+torch, on any device; ``PackedLinear`` runs on the native kernels, in a weight format.
 
 Shapes: T rows, K inputs, N outputs.
 """
@@ -28,23 +28,24 @@ __all__ = ["TENSORS", "MatrixSettings", "TensorMatrix", "make_matrix", "read_mat
 
 @dataclass(frozen=True, slots=True)
 class MatrixSettings:
-    """The settings by which matrices are stored and run."""
+    """Settings that determine how an operator's matrices are stored and run."""
 
     weight_format: WeightFormat | None = None
-    """None: tensors of the model's dtype."""
+    """Weight format to pack in; None: tensors of the model's dtype."""
     pool: ThreadPool | None = None
-    """Runs the kernels of a format; borrowed for the life of the matrices."""
+    """Threads that run the packed kernels; borrowed for the life of the matrices."""
     keeps_codes: bool = False
-    """True if a matrix that the checkpoint has in codes keeps them, each of its parts in the format
-    of its own, whatever ``weight_format`` is."""
+    """True if a matrix that is quantized in the checkpoint keeps its codes, each part in its own
+    format, whatever ``weight_format`` is.
+    """
 
 
 TENSORS = MatrixSettings()
-"""The same as the checkpoint has them, for torch."""
+"""Settings for plain torch tensors in the checkpoint's values."""
 
 
 class TensorMatrix:
-    """A matrix as tensors [N, K] and, if there is a bias, [N]."""
+    """A matrix as a tensor [N, K], with a bias [N] or None."""
 
     def __init__(self, weight_NK: nn.Parameter, bias_N: nn.Parameter | None = None) -> None:
         self.weight = weight_NK
@@ -55,21 +56,21 @@ class TensorMatrix:
 
     @property
     def out_dtype(self) -> torch.dtype | None:
-        """See ``Matrix``."""
+        """None: results have the dtype of the model."""
         return None
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """See ``Matrix``."""
+        """Return ``x W^T + b`` in ``dtype``."""
         return functional.linear(x_TK, self.weight, self.bias).to(dtype)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
-        """See ``Matrix``."""
+        """Add ``x W^T + b`` to the residual in place."""
         residual_TN.addmm_(x_TK, self._weight_t)
         if self.bias is not None:
             residual_TN += self.bias
 
     def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
-        """See ``Matrix``."""
+        """Write ``x W^T + b`` to a buffer, or add it if ``is_added``."""
         if is_added:
             self.add_into_(out_TN.tensor, x_TK.tensor)
         elif self.bias is None:
@@ -89,20 +90,20 @@ def read_matrix(
     has_bias: bool = False,
     order: Tensor | None = None,
 ) -> Matrix:
-    """Read the matrix whose outputs are those of ``parts``, one after the other.
+    """Read a matrix whose outputs are those of ``parts``, concatenated.
 
     Args:
-        owner: the operator; tensors become its parameters ``{name}weight`` and ``{name}bias``.
-        name: prefix of these.
-        reader: gives ``{part}.weight`` and, where ``has_bias``, ``{part}.bias``.
-        settings: how to store it.
-        parts: (checkpoint name of the linear module, outputs).
+        owner: operator that gets tensors as its parameters ``{name}weight`` and ``{name}bias``.
+        name: prefix of the parameters' names.
+        reader: reads ``{part}.weight`` and, with ``has_bias``, ``{part}.bias``.
+        settings: how to store the matrix.
+        parts: (checkpoint name of the linear module, number of outputs).
         in_features: K.
-        has_bias: of all parts alike.
-        order: int64 [N]: which output of the checkpoint becomes which of the matrix, within each
-            part.
+        has_bias: True if all parts have a bias.
+        order: int64 [N], the checkpoint's output for each output of the matrix, within each part;
+            None: unchanged.
 
-    Raises: what the reader raises; as ``PackedLinear``.
+    Raises: errors of the reader; those of ``PackedLinear``.
     """
     weights = [(f"{part}.weight", rows) for part, rows in parts]
     biases = [(f"{part}.bias", rows) for part, rows in parts]
@@ -126,7 +127,7 @@ def read_matrix(
 def make_matrix(
     owner: Operator, name: str, settings: MatrixSettings, weight_NK: Tensor, bias_N: Tensor | None
 ) -> Matrix:
-    """Return the matrix of tensors that are read already; else as ``read_matrix``."""
+    """Return the matrix of tensors that are already read; otherwise as ``read_matrix``."""
     if settings.weight_format is None:
         weight = weight_NK if isinstance(weight_NK, nn.Parameter) else freeze(weight_NK)
         bias = None if bias_N is None else freeze(bias_N)
@@ -148,8 +149,10 @@ def _read_codes(
     in_features: int,
     order: Tensor | None,
 ) -> list[CodedMatrix] | None:
-    """Return the codes of parts whose formats the wanted one holds, stacked; of several formats,
-    where they are kept, stacks of parts that follow each other in one.
+    """Return the parts' codes, stacked, if the wanted format can hold them; else None.
+
+    If codes are kept in several formats, one stack for each run of parts of the same format is
+    returned.
     """
     formats = [reader.find_format(name) for name, _ in parts]
     wanted = settings.weight_format

@@ -1,10 +1,10 @@
-"""Codes of one integer format in another that holds the same weights.
+"""Conversion of integer codes to another integer format that holds the same weights.
 
-What shares a panel, such as the rows of several experts' gates, has one format. Where a checkpoint
-stores its parts in several, the parts are kept in the smallest format that holds all of them
-exactly: groups are halved by repeating their scale, codes of four bits are codes of eight, and a
-symmetric group is one whose minimum is its scale times the lowest code. Formats that hold a file's
-blocks as they are join others as their plain ones: fp16 scales for each group, codes instead of
+Outputs that share a panel, such as the rows of several experts' gates, have one format. If a
+checkpoint stores its parts in several formats, they are kept in the smallest format that holds all
+of them exactly: groups are halved by repeating their scale, 4-bit codes become 8-bit codes, and a
+symmetric group gets a minimum of its scale times the lowest code. Formats of a file's blocks are
+joined with others as their plain formats: fp16 scales for each group, and codes instead of table
 indices.
 """
 
@@ -37,17 +37,18 @@ PLAIN_FORMATS = {
     "iq3xxs": "int8g32",
     "iq3s": "int8g32",
 }
-"""By name, what holds the same codes without superblocks, tables and zero points; scales of
-superblocks, and minima of zero points, are products, which it has rounded to fp16."""
+"""Plain format of each format with superblocks, tables or zero points, by name. Scales of
+superblocks and minima of zero points are products, which the plain format rounds to fp16.
+"""
 
 
 def make_plain(weight_format: WeightFormat) -> WeightFormat:
-    """Return the format itself, or its plain one."""
+    """Return the plain format of a format; a format that is already plain returns itself."""
     return WEIGHT_FORMATS[PLAIN_FORMATS.get(weight_format.name, weight_format.name)]
 
 
 def can_represent(wide: WeightFormat, narrow: WeightFormat) -> bool:
-    """Return True if codes of ``narrow`` can be laid out in ``wide``."""
+    """Return True if codes of ``narrow`` can be converted to ``wide``."""
     if wide == narrow:
         return True
     if wide.is_stored_only or narrow.has_factor:
@@ -67,7 +68,9 @@ def can_represent(wide: WeightFormat, narrow: WeightFormat) -> bool:
 def group_formats(
     formats: Sequence[WeightFormat | None],
 ) -> list[tuple[WeightFormat, list[int]]] | None:
-    """Return runs of equal formats with the places of their parts; None if a part has none."""
+    """Return runs of parts with equal formats, with the parts' indices; None if a part has no
+    format.
+    """
     groups: list[tuple[WeightFormat, list[int]]] = []
     for i, held in enumerate(formats):
         if held is None:
@@ -79,7 +82,7 @@ def group_formats(
 
 
 def join_formats(formats: Sequence[WeightFormat | None]) -> WeightFormat | None:
-    """Return the smallest format that holds all of these exactly; None if there is none."""
+    """Return the smallest format that holds all given formats exactly; None if there is none."""
     joined = formats[0] if formats else None
     for other in formats[1:]:
         if joined is None or other is None:
@@ -114,9 +117,11 @@ def _join(a: WeightFormat, b: WeightFormat) -> WeightFormat | None:
 def recode(matrix: QuantizedMatrix, wide: WeightFormat) -> QuantizedMatrix:
     """Return the same weights in another format.
 
-    A minimum beyond fp16 becomes infinite, which packing refuses; one of a zero point is rounded.
+    A minimum beyond fp16 becomes infinite, which packing refuses; a minimum from a zero point is
+    rounded.
 
-    REQUIRES: ``can_hold(wide, matrix.weight_format)``; neither holds blocks alone.
+    REQUIRES: ``can_represent(wide, matrix.weight_format)``; neither format is for stored blocks
+        only.
     """
     narrow = matrix.weight_format
     assert can_represent(wide, narrow), f"{wide.name} does not hold {narrow.name}"
