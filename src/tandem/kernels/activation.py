@@ -1,4 +1,4 @@
-"""The function between gate, up and down of an MLP or an expert. Shapes: F intermediate."""
+"""Activation functions between gate, up and down of an MLP or expert. Shapes: F intermediate."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,9 @@ __all__ = ["activate", "apply_function"]
 
 
 def activate(activation: Activation, gate_up: Tensor) -> Tensor:
-    """Return the activation of [..., 2 F] whose first half is the gate; [..., F], new."""
+    """Apply a gated activation to [..., 2 F], whose first half is the gate; return [...,
+    F], new.
+    """
     gate, up = gate_up.chunk(2, -1)
     if activation == SILU:
         return functional.silu(gate).mul_(up)
@@ -26,7 +28,9 @@ def activate(activation: Activation, gate_up: Tensor) -> Tensor:
 
 
 def apply_function(name: str, x: Tensor) -> Tensor:
-    """Return a plain function of each item, new; ``name`` as in ``Activation``."""
+    """Apply a parameterless function to each item; ``name`` as in ``Activation``. The result is
+    new.
+    """
     match name:
         case "silu":
             return functional.silu(x)

@@ -1,8 +1,9 @@
-"""Measures this machine for planning: bandwidth, peaks, and what our kernels reach of them.
+"""Measurement of this machine for planning: bandwidth, peaks, and the share that our kernels reach.
 
-``calibrate`` takes a few seconds; ``read_calibration`` keeps the result by the machine's
-fingerprint, under ``~/.cache/tandem``. Rounds are interleaved, so that a neighbour who slows the
-machine slows all alike, and shares of the peaks stay right where the peaks themselves do not.
+``calibrate`` takes a few seconds; ``read_calibration`` stores the result by the machine's
+fingerprint, under ``~/.cache/tandem``. The measurements are interleaved in rounds, so that other
+load on the machine slows all of them alike: then the shares of the peaks are right even if the
+peaks are not.
 """
 
 import hashlib
@@ -45,48 +46,52 @@ __all__ = [
 DEFAULT_ROOT = Path("~/.cache/tandem/hardware")
 GIB = 1 << 30
 HIDDEN, INNER, TOP_K = 2048, 768, 8
-"""Sizes of an expert of Qwen3-30B-A3B."""
+"""Sizes of an expert of Qwen3-30B-A3B: hidden size, intermediate size, experts per token."""
 NUM_EXPERTS = 48
-"""Banks of 230 MB in int8, 130 in int4 and 450 in bf16, read in turn: together more than a cache
-holds."""
+"""Experts in a bank: 230 MB in int8, 130 in int4, 450 in bf16; read in turn, they exceed
+any cache.
+"""
 PREFILL_TOKENS = 128
 MACS = 2_000_000_000
 TINY = 128
 CALLS_A_LAYER = 8
 """Native calls of a layer: two norms, three products, RoPE, attention, experts."""
 BUDGET_S = 6.0
-"""Seconds of the rounds; filling the bank comes before."""
+"""Seconds for the measuring rounds; filling the banks comes before."""
 ROUNDS = 9
 DISTURBED = 0.5
-"""Load of others, as a share of the cores, above which rates are those of a busy machine."""
+"""Load of other processes, as a share of the cores, above which a calibration counts as
+disturbed.
+"""
 FORMAT = "3"
-"""Format of what is kept; another one is measured again."""
+"""Version of the stored calibration; another version is measured again."""
 PEAKS = {"int8": "int8", "int4g32": "int8", "bf16": "bf16"}
-"""Formats that are measured, each with the one that has its multiply-adds."""
+"""Weight formats to measure, each with the format whose multiply-adds it uses."""
 FILLER = 0x3F
-"""Byte of which codes, fp16 and bf16 scales are all ordinary numbers."""
+"""Byte that fills the banks: as code, fp16 or bf16 scale it is an ordinary number."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """This machine as it was measured, and the shares of its peaks that our kernels reach."""
+    """Measured rates of this machine, and the shares of its peaks that our kernels reach."""
 
     fingerprint: str
     hardware: HardwareSpec
     efficiencies: Efficiencies
     rounds: int
-    """Rounds of each measurement, of which the medians are taken."""
+    """Rounds of each measurement; results are medians."""
     load: float
-    """Load of others, in processors, while it was measured: the load average of the minute
-    before."""
+    """Load of other processes during the measurement, in processors: the load average of the minute
+    before.
+    """
 
     @property
     def is_disturbed(self) -> bool:
-        """True if others ran so much meanwhile that rates are too low."""
+        """True if other processes took so much of the machine that the rates are too low."""
         processor = self.hardware.processor
         return processor is not None and self.load > DISTURBED * processor.cores
 
     def describe(self) -> str:
-        """Return where the rates come from, for people."""
+        """Return a phrase for people that says how the rates were measured."""
         text = f"as this machine was measured in {self.rounds} rounds"
         if not self.is_disturbed:
             return text
@@ -94,7 +99,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def find_fingerprint() -> str:
-    """Return a hash of what decides the result: CPU, cores, memory, instruction sets, version."""
+    """Return a hash of what determines the rates: CPU, cores, memory, instruction sets, version."""
     cpu, topology = cpu_features(), read_topology()
     parts = (
         cpu.vendor,
@@ -115,12 +120,12 @@ def _name_file(root: Path | None, fingerprint: str) -> Path:
 
 
 def find_kept(root: Path | None = None) -> Calibration | None:
-    """Return the calibration of this machine as it was kept; None: it was not measured yet.
+    """Return the stored calibration of this machine; None: it was not measured yet.
 
-    One of another fingerprint is of another machine, or of this one before it changed.
+    A calibration with another fingerprint is of another machine, or of this one before a change.
 
     Args:
-        root: folder of calibrations; None is the user's cache.
+        root: folder of calibrations; None: the user's cache.
     """
     fingerprint = find_fingerprint()
     try:
@@ -131,12 +136,12 @@ def find_kept(root: Path | None = None) -> Calibration | None:
 
 
 def read_calibration(root: Path | None = None, *, is_new: bool = False) -> Calibration:
-    """Return the calibration of this machine: as it was kept, or measured now and kept.
+    """Return the calibration of this machine: the stored one, or a new one that is then stored.
 
     Args:
-        root: folder of calibrations; None is the user's cache. One that cannot be written keeps
-            nothing.
-        is_new: whether it is measured although one was kept.
+        root: folder of calibrations; None: the user's cache. If it cannot be written, nothing is
+            stored.
+        is_new: True to measure even if a calibration is stored.
     """
     kept = None if is_new else find_kept(root)
     if kept is not None:
@@ -154,7 +159,7 @@ def read_calibration(root: Path | None = None, *, is_new: bool = False) -> Calib
 
 
 class _Bank:
-    """Packed experts of one format, and what is measured of them."""
+    """Packed experts of one format, and the measurements on them."""
 
     def __init__(self, name: str, pool: ThreadPool, *, hidden: int, inner: int, num: int) -> None:
         fields = find_format(name).fields
@@ -178,29 +183,29 @@ class _Bank:
         self._num_calls = 0
 
     def time_reading(self) -> float:
-        """Return the bytes a second of reading the bank."""
+        """Return the speed of reading the bank, in bytes per second."""
         seconds = _time(lambda: self._bank.read_weights(self._pool, self._num))
         return self.size_bytes / seconds
 
     def time_peak(self) -> float:
-        """Return the operations a second of multiply-adds in registers."""
+        """Return the speed of multiply-adds in registers, in operations per second."""
         return 2 * MACS / _time(lambda: self._bank.multiply_registers(self._pool, MACS))
 
     def time_token(self) -> float:
-        """Return the bytes a second at which one token's experts are computed."""
+        """Return the weight bytes per second at which one token's experts are computed."""
         first = self._num_calls * TOP_K % (self._num - TOP_K + 1)
         self._num_calls += 1
         ids = np.arange(first, first + TOP_K, dtype=np.int64)[None]
         return TOP_K * self._bank.expert_bytes / self.time_forward(ids)
 
     def time_prompt(self) -> float:
-        """Return the operations a second of a prompt's experts."""
+        """Return the operations per second at which a prompt's experts are computed."""
         ids = np.stack([self._random.permutation(self._num)[:TOP_K] for _ in range(PREFILL_TOKENS)])
         seconds = self.time_forward(ids.astype(np.int64))
         return 2 * PREFILL_TOKENS * TOP_K * self._weights / seconds
 
     def time_forward(self, ids: NDArray[np.int64]) -> float:
-        """Return the seconds of one call."""
+        """Return the seconds that one forward call takes."""
         x = self._random.standard_normal((len(ids), self._hidden)).astype(np.float32)
         weights = np.full(ids.shape, 1 / ids.shape[1], np.float32)
         out = np.empty((len(ids), self._hidden), np.float32)
@@ -214,10 +219,10 @@ def _time(call: Callable[[], object]) -> float:
 
 
 class Calibrator:
-    """Banks of experts to measure this machine with, a round at a time.
+    """Banks of experts on which this machine is measured, one round at a time.
 
     Args:
-        num_experts: of a bank that is read.
+        num_experts: experts in each bank.
     """
 
     def __init__(self, *, num_experts: int = NUM_EXPERTS) -> None:
@@ -232,12 +237,12 @@ class Calibrator:
         self.rounds = 0
 
     def forget(self) -> None:
-        """Begin anew: what was measured before does not count."""
+        """Discard all measurements."""
         self._samples.clear()
         self.rounds = 0
 
     def measure(self) -> None:
-        """Measure everything once more."""
+        """Measure everything once, as one round."""
         self.rounds += 1
         few = np.arange(TOP_K, dtype=np.int64)[None]
         self._samples.setdefault(("tiny", "call"), []).append(self._tiny.time_forward(few))
@@ -251,7 +256,7 @@ class Calibrator:
                 self._samples.setdefault((name, what), []).append(measure())
 
     def sum_up(self) -> Calibration:
-        """Return the medians of the rounds; there must be one."""
+        """Return the medians of all rounds; at least one must have been measured."""
         assert self.rounds, "nothing was measured"
         cpu = cpu_features()
         read = max(self._middle(name, "read") for name in self._banks)
@@ -300,12 +305,12 @@ class Calibrator:
         return statistics.median(self._samples[name, what])
 
     def _share(self, what: str, of: str) -> float:
-        """Return the median of the rounds' own ratios, over all formats."""
+        """Return the median over rounds and formats of the ratio of two measurements."""
         pairs = [(self._samples[n, what], self._samples[PEAKS[n], of]) for n in self._banks]
         return _divide(*(chain.from_iterable(side) for side in zip(*pairs, strict=True)))
 
     def _find_shares(self, name: str) -> FormatShares:
-        """Return the shares of one format, medians of the rounds' own ratios."""
+        """Return a format's shares of the peaks: medians of the ratios in each round."""
         reads = zip(*(self._samples[each, "read"] for each in self._banks), strict=True)
         peaks = self._samples[PEAKS[name], "peak"]
         return FormatShares(
@@ -320,11 +325,11 @@ def _divide(reached: Iterable[float], peaks: Iterable[float]) -> float:
 
 
 def calibrate(*, budget_s: float = BUDGET_S, num_experts: int = NUM_EXPERTS) -> Calibration:
-    """Measure this machine, in under ten seconds where it is not loaded.
+    """Measure this machine, in under ten seconds if no other process loads it.
 
     Args:
-        budget_s: seconds after which no further round begins; there are at least two.
-        num_experts: of the banks that are read.
+        budget_s: seconds after which no further round begins; there are at least two rounds.
+        num_experts: experts in each bank.
     """
     calibrator = Calibrator(num_experts=num_experts)
     end = time.monotonic() + budget_s

@@ -1,7 +1,7 @@
-"""The interface of a device: memory, the order of work, and graphs of it.
+"""Interface of a device: memory, order of work, and graphs.
 
-All orchestration around a device goes through ``Device``, so that it runs on every kind of one, and
-in tests on a device that is none. ``kernels.devices.open_device`` finds the implementation.
+All code that schedules work on a device uses ``Device``, so that it runs on every kind of device,
+and in tests on simulated ones. ``kernels.devices.open_device`` returns the implementation.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,16 @@ __all__ = ["Device", "DeviceMemory", "Event", "Graph", "Reservation", "Stream"]
 
 
 class Stream(Protocol):
-    """A queue of work that the device does in order, beside the host and other streams."""
+    """A queue of work that the device does in order, in parallel with the host and other
+    streams.
+    """
 
     def wait(self, event: "Event") -> None:
-        """Let later work of this stream begin when ``event`` has happened; do not block."""
+        """Let later work of this stream begin only after ``event``; does not block."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until all work of the stream is done. Raises: what a host function raised."""
+        """Wait until all work of the stream is done. Raises: the error of a host function."""
         ...
 
 
@@ -29,11 +31,11 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def record(self, stream: Stream) -> None:
-        """Take the place behind all work that ``stream`` has now; replaces an earlier place."""
+        """Place the event after all work that ``stream`` has now, replacing an earlier place."""
         ...
 
     def is_done(self) -> bool:
-        """Return True if the work before the event is done, or none was recorded."""
+        """Return True if the work before the event is done, or the event was never recorded."""
         ...
 
     def synchronize(self) -> None:
@@ -42,121 +44,126 @@ class Event(Protocol):
 
 
 class Graph(Protocol):
-    """Captured work that is launched as a whole; its memory must stay where it was."""
+    """Captured work that is launched as a whole; the memory that it uses must not move."""
 
 
 class Reservation(Protocol):
-    """A range of addresses with memory behind its beginning."""
+    """A range of addresses, of which a beginning part has physical memory."""
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes from the start that have memory."""
+        """Bytes from the start that have physical memory."""
         ...
 
     def reserve(self, end_bytes: int) -> None:
-        """Reserve memory of the first ``end_bytes``. Raises: CapacityError (refused)."""
+        """Reserve memory for the first ``end_bytes``. Raises: CapacityError (the system
+        refuses).
+        """
         ...
 
 
 class DeviceMemory(Reservation, Protocol):
-    """A reservation on a device."""
+    """A range of device addresses whose memory is reserved in steps."""
 
     @property
     def tensor(self) -> Tensor:
-        """All bytes, uint8; those beyond ``reserved_bytes`` must not be touched."""
+        """The whole range as uint8; bytes beyond ``reserved_bytes`` must not be accessed."""
         ...
 
 
 class Device(Protocol):
-    """One device, and what is asked of every kind of one."""
+    """The operations that every kind of device offers."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Place of its tensors, as torch names it."""
+        """The device as torch names it, for tensors."""
         ...
 
     @property
     def is_host(self) -> bool:
-        """True if the host reads and writes its memory, so that nothing needs staging."""
+        """True if the host can access the device's memory directly, so no copies are needed."""
         ...
 
     @property
     def has_native_kernels(self) -> bool:
-        """True if the native kernels run here: weight formats, coded KV, batch invariance."""
+        """True if native kernels run on the device: weight formats, coded KV, batch invariance."""
         ...
 
     def name_arithmetic(self) -> str:
-        """Return what torch's libraries choose the order of sums by, for rounding classes."""
+        """Return a name for the arithmetic of torch's libraries here: equal names round equally."""
         ...
 
     def count_free_bytes(self) -> int:
-        """Return how much memory of the device is free now."""
+        """Return the device's free memory in bytes."""
         ...
 
     def allocate(self, size_bytes: int) -> Tensor:
-        """Return zeros, uint8 [size_bytes], new.
+        """Return new zeroed memory, uint8 [size_bytes].
 
-        Raises: CapacityError (more than there is).
+        Raises: CapacityError (the device has less memory).
         """
         ...
 
     def map_memory(self, size_bytes: int) -> DeviceMemory:
-        """Return addresses that never move, zeros, whose memory is taken as it is reserved.
+        """Return zeroed memory at addresses that never move, to be reserved in steps.
 
-        A device that cannot reserve in parts has reserved all of it.
+        A device that cannot reserve in steps reserves all of it at once.
 
-        Raises: CapacityError (more than there is).
+        Raises: CapacityError (the device has less memory).
         """
         ...
 
     def allocate_staging(self, size_bytes: int) -> Tensor:
-        """Return zeros, uint8 [size_bytes], in host memory that ``copy`` moves without waiting."""
+        """Return zeroed host memory, uint8 [size_bytes], from and to which ``copy`` is
+        asynchronous.
+        """
         ...
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream | None = None) -> None:
-        """Copy between the host and the device, or within it; shapes and dtypes are equal.
+        """Copy between host and device, or within the device; shapes and dtypes must be equal.
 
         With a stream the copy is queued, and both tensors must live until it is done.
         """
         ...
 
     def make_stream(self) -> Stream:
-        """Return a stream without work."""
+        """Return a new stream without work."""
         ...
 
     def follow(self, stream: Stream) -> None:
-        """Let later work of ``stream`` begin when operators called outside of streams are done."""
+        """Let later work of ``stream`` begin only after operators called outside of streams."""
         ...
 
     def make_event(self) -> Event:
-        """Return an event that is not recorded."""
+        """Return a new event that is not recorded."""
         ...
 
     def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
         """Queue the operators that ``work`` calls, on tensors of the device.
 
-        A GPU runs ``work`` now, and what it queues later; captured, ``work`` runs once. So it must
-        not look at values, and decide nothing by what changes between launches.
+        A GPU calls ``work`` at once and runs its operators later; in a capture ``work`` is called
+        once only. So ``work`` must not read values or depend on anything that changes between
+        launches.
 
         Args:
-            stream: whose order the operators keep.
-            work: calls operators.
-            name: for timelines.
+            stream: stream in which the operators run in order.
+            work: function that calls operators.
+            name: name of the work in timelines.
         """
         ...
 
     def call_host(self, stream: Stream, function: Callable[[], None], name: str = "") -> None:
-        """Queue a function that runs on the host when the stream gets there.
+        """Queue a function that runs on the host when the stream reaches it.
 
-        It must not use the device. Captured, it runs at each launch. What it raises is raised by
-        ``Stream.synchronize``; later work of the stream may be left out.
+        The function must not use the device. If captured, it runs at each launch. Its error is
+        raised by ``Stream.synchronize``; later work of the stream may then be skipped.
         """
         ...
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
-        """Return a graph of what ``work`` queues on ``stream``; none of it is done yet."""
+        """Return a graph of the work that ``work`` queues on ``stream``; none of it is executed."""
         ...
 
     def launch(self, graph: Graph, stream: Stream) -> None:
-        """Queue all work of a graph."""
+        """Queue all work of a graph on a stream."""
         ...

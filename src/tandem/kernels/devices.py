@@ -1,6 +1,6 @@
-"""The devices that this build runs on, and what is made once around one.
+"""The devices that this build supports, and the objects made once for each device.
 
-The top of ``kernels``: everything else there takes what is chosen here, and asks for no device.
+This is the top module of ``kernels``: the others get the choices made here and open no device.
 """
 
 from collections.abc import Callable
@@ -33,29 +33,33 @@ __all__ = [
 ]
 
 _OPENERS: dict[str, Callable[[str], Device]] = {"cpu": lambda _name: CPU, "cuda": CudaDevice}
-"""The opener of a device of torch's name, by its type."""
+"""Function that opens a device, by torch's device type."""
 
 
 def has_native_kernels(name: str) -> bool:
-    """Return True if native kernels run on a device of that name, here or elsewhere.
+    """Return True if native kernels run on devices of this type, present or not.
 
     Args:
-        name: as torch writes it, such as ``cuda:0``; planning knows devices that are not here.
+        name: device name as torch writes it, such as ``cuda:0``; planning uses devices of other
+            machines.
     """
     return torch.device(name).type == CPU.torch_device.type
 
 
 def name_arithmetic(name: str) -> str:
-    """Return ``Device.name_arithmetic``; the name itself of a device that this build has not."""
+    """Return ``Device.name_arithmetic``; the name itself for a device type that this build
+    lacks.
+    """
     is_known = torch.device(name).type in _OPENERS
     return open_device(name).name_arithmetic() if is_known else name
 
 
 @cache
 def open_device(name: str) -> Device:
-    """Return the device of that name, the same each time.
+    """Return the device of this name; the same object each time.
 
-    Raises: UnsupportedError (this build does not run on such a device, or none is here).
+    Raises: UnsupportedError (this build does not support the device type, or there is no such
+        device).
     """
     opener = _OPENERS.get(torch.device(name).type)
     if opener is None:
@@ -69,12 +73,12 @@ def open_device(name: str) -> Device:
 def choose_execution(
     device: Device, dtype: torch.dtype, pool: ThreadPool | None = None
 ) -> Execution:
-    """Return what runs the operators of a model.
+    """Return the implementation of a model's operators.
 
     Args:
-        device: of the model.
-        dtype: of the model.
-        pool: shares the native kernels' work, kept; None: they run on the caller's thread.
+        device: the model's device.
+        dtype: the model's dtype.
+        pool: threads for native kernels, kept; None: the caller's thread.
     """
     if device.has_native_kernels and dtype in NATIVE_DTYPES:
         return CpuExecution(pool)
@@ -82,10 +86,10 @@ def choose_execution(
 
 
 class DeviceContext:
-    """A device and what is made once around it.
+    """A device with the objects that are made once for it.
 
     Args:
-        device: where models run.
+        device: device on which models run.
         pool: threads of the native kernels and of the sampler; kept.
     """
 
@@ -93,7 +97,7 @@ class DeviceContext:
         self.device = device
         self.pool = pool
         self.choose_execution = cache(self._choose_execution)
-        """Returns what runs a model of a dtype, the same for all its operators."""
+        """Cached function that returns the execution for a model's dtype."""
         self._staging: torch.Tensor | None = None
 
     def _choose_execution(self, dtype: torch.dtype) -> Execution:
@@ -107,7 +111,7 @@ class DeviceContext:
         windows: PagedKvCache | None = None,
         window_layers: tuple[int, ...] = (),
     ) -> PagedKvCache:
-        """Return a pool of KV blocks on the device; see ``PagedKvCache``."""
+        """Return a pool of KV blocks on the device; arguments as for ``PagedKvCache``."""
         return PagedKvCache(
             layout,
             num_blocks,
@@ -123,13 +127,13 @@ class DeviceContext:
         num_slots: int,
         memory: torch.Tensor | memoryview | NDArray[np.uint8] | None = None,
     ) -> StateCache:
-        """Return slots of states on the device; see ``StateCache``."""
+        """Return slots of recurrent states on the device; arguments as for ``StateCache``."""
         return StateCache(layout, num_slots, device=self.device, memory=memory)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's values in host memory: itself where the host reads the device's.
+        """Return a tensor's values in host memory: the tensor itself if the host can access it.
 
-        Elsewhere they lie in the staging memory, which the next ``fetch`` writes.
+        Otherwise the values are copied to staging memory, which the next ``fetch`` overwrites.
         """
         if self.device.is_host:
             return tensor

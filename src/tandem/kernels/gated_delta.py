@@ -1,11 +1,11 @@
-"""The gated delta rule of a layer: its weights, and the slots of sequences that go on with it.
+"""The gated delta rule of a layer: its weights, and the state slots of its sequences.
 
-A sequence's state is a function of its tokens alone, and does not grow with them: for each value
-head a float32 matrix, in panels of 32 value columns, and the last inputs of the short convolution.
-``Execution.gated_delta`` runs the rule.
+A sequence's state depends on its tokens alone, and its size does not grow with their number: a
+float32 matrix for each value head, in panels of 32 value columns, and the last inputs of the short
+convolution. ``Execution.gated_delta`` runs the rule.
 
-Shapes: T rows, W convolution width, C channels, V value heads, v and k sizes of their heads, d
-decays of a head: 1, or k in Kimi delta attention, whose items of a key decay apart.
+Shapes: T rows, W convolution width, C channels, V value heads; v and k sizes of value and key
+heads; d decays of a head: 1, or k in Kimi delta attention, where each key item has its own decay.
 """
 
 from collections.abc import Sequence
@@ -27,22 +27,22 @@ GATES = ("silu", "sigmoid")
 
 
 class GatedDeltaRule:
-    """A layer between its projections; float32 throughout, whatever the model's dtype.
+    """Weights of a layer's gated delta rule, without the projections; always float32.
 
     Args:
-        conv_WC: of the short convolution, the oldest input first; channels are the queries and the
-            keys of all key heads, then the values of all value heads.
-        decay_rate_V: exp(A_log): a decay is exp(-rate * softplus(a + bias)).
-        decay_bias_Vd: dt_bias, [V * d]; its size says what d is.
+        conv_WC: weights of the short convolution, for the oldest input first; channels are the
+            queries and the keys of all key heads, then the values of all value heads.
+        decay_rate_V: exp(A_log); a decay is exp(-rate * softplus(a + bias)).
+        decay_bias_Vd: dt_bias, [V * d]; its size determines d.
         norm_v: weight of the RMSNorm of each head's output.
-        num_k_heads: each serves as many consecutive value heads.
+        num_k_heads: key heads; each serves equally many consecutive value heads.
         key_dim: k.
-        norm_eps: of that norm.
-        beta_scale: beta is this times sigmoid(b).
-        gate: of z on the normed output, ``silu`` or ``sigmoid``.
+        norm_eps: epsilon of the RMSNorm.
+        beta_scale: factor on sigmoid(b), which gives beta.
+        gate: function of z that gates the normed output, ``silu`` or ``sigmoid``.
 
     Raises:
-        ShapeError: sizes that do not fit.
+        ShapeError: sizes do not fit together.
         ConfigError: an unknown gate.
     """
 
@@ -85,7 +85,7 @@ class GatedDeltaRule:
 
     @property
     def num_channels(self) -> int:
-        """C."""
+        """Channels of the convolution, C."""
         return self.conv_WC.shape[1]
 
     @property
@@ -101,15 +101,15 @@ class GatedDeltaRule:
 
     @property
     def carried_shape(self) -> tuple[int, int]:
-        """Shape of the last inputs that the convolution still sees: [W - 1, C]."""
+        """Shape [W - 1, C] of the last inputs, which the convolution needs for the next tokens."""
         return (len(self.conv_WC) - 1, self.num_channels)
 
     @cached_property
     def native(self) -> _native.GatedDelta:
-        """The native rule, over the same weights.
+        """Native rule over the same weights.
 
         Raises:
-            ShapeError: heads or a convolution wider than the native kernels take.
+            ShapeError: heads or a convolution larger than the native kernels support.
         """
         return _native.GatedDelta(
             view_tensor(self.conv_WC),
@@ -125,27 +125,27 @@ class GatedDeltaRule:
 
 
 class StateRule(Protocol):
-    """A mixer with a state, as far as its slots go."""
+    """The shapes of a recurrent mixer's state, by which its slots are allocated."""
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of a sequence's matrices."""
+        """Shape of a sequence's state matrices."""
         ...
 
     @property
     def carried_shape(self) -> tuple[int, ...]:
-        """Shape of the last inputs of its convolution."""
+        """Shape of the last inputs of the mixer's convolution."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StateSlots:
-    """The states that sequences go on with, by slot; a slot of zeros begins one."""
+    """Recurrent states of sequences by slot; a new sequence starts from a slot of zeros."""
 
     states: Buffer
-    """float32 [slots, *state_shape]."""
+    """State matrices, float32 [slots, *state_shape]."""
     carried: Buffer
-    """[slots, *carried_shape], of the model's dtype."""
+    """Last inputs of the convolution, [slots, *carried_shape], in the model's dtype."""
 
     @classmethod
     def allocate(
@@ -155,7 +155,7 @@ class StateSlots:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> "StateSlots":
-        """Return slots of zeros."""
+        """Allocate slots of zeros."""
         states = torch.zeros(num_slots, *rule.state_shape, device=device)
         carried = torch.zeros(num_slots, *rule.carried_shape, dtype=dtype, device=device)
         return cls(Buffer(states), Buffer(carried))
@@ -163,17 +163,17 @@ class StateSlots:
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaRows:
-    """A step's rows of a layer's projections, and the slots of their sequences."""
+    """A step's projected rows of a layer with a delta rule, and the slots of their sequences."""
 
     x_TC: Tensor  # noqa: N815 - a shape suffix
     """Queries, keys and values before the convolution."""
     z_TVv: Tensor  # noqa: N815
-    """[T, V * v], of the dtype of ``x_TC``."""
+    """Gates z, [T, V * v], in the dtype of ``x_TC``."""
     a_TVd: Tensor  # noqa: N815
-    """[T, V * d], before the bias; float32 or of the dtype of ``x_TC``."""
+    """Inputs a of the decays, [T, V * d], before the bias; float32 or in the dtype of ``x_TC``."""
     b_TV: Tensor  # noqa: N815
-    """Before the sigmoid; of the dtype of ``a_TVd``."""
+    """Inputs b of beta, before the sigmoid; in the dtype of ``a_TVd``."""
     query_start: Sequence[int]
-    """First row of each sequence, and T."""
+    """First row of each sequence, followed by T."""
     slot_ids: Sequence[int]
-    """Slot ids of the sequences, no two alike."""
+    """State slot of each sequence, all different."""

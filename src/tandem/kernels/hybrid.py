@@ -1,19 +1,19 @@
 """A decode step with attention on a device and routed experts on the host, as one graph.
 
-The device's stream computes a layer up to its router's choice, copies what experts need to staging
-memory, and reaches a host function that submits them to a thread of the host. Then the device goes
-on with the shared experts, until a second host function waits for the sum, which is copied back.
-Host functions are work of the stream like any other, so that all layers are captured in one graph,
-made once for each batch size. A smaller batch launches the graph of the next size: what the host
-computes is the rows that live.
+The device's stream computes a layer up to its router's choice, copies the experts' inputs to
+staging memory, and reaches a host function that submits the experts to a thread of the host. The
+device continues with the shared experts, until a second host function waits for the sum, which is
+copied back. Host functions are ordinary work of the stream, so all layers are captured in one
+graph, made once for each batch size. A smaller batch launches the graph of the next size; the host
+computes only the batch's own rows.
 
-Staging memory has fixed places, two for each batch size, used by layers in turn: a layer's may be
-written while the deferred experts of the layer before are computed from the other. Deferral is that
-of ``kernels.routing``, in the graph: late experts are submitted behind the immediate ones, and the
-next layer's wait adds their sum.
+Staging memory has fixed places, two for each batch size, which layers use alternately: one layer's
+may be written while the previous layer's deferred experts are computed from the other. Deferral
+follows ``kernels.routing`` and is part of the graph: late experts are submitted after the immediate
+ones, and the next layer's wait adds their sum.
 
-What an expert raises on the host is kept; later host functions of that launch do nothing, the
-device ends its work, and ``run`` raises it.
+An error of an expert on the host is kept; later host functions of that launch do nothing, the
+device completes its work, and ``run`` raises the error.
 
 Shapes: B tokens of the graph, T of the batch, D hidden, K experts per token.
 """
@@ -42,87 +42,89 @@ from tandem.kernels.routing import StepRouting
 __all__ = ["BATCH_SIZES", "HostExperts", "HybridDecoder", "LayeredStep", "find_size"]
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Tokens of graphs: a batch is at most doubled on the device, and there are few graphs to make."""
+"""Token counts of graphs: padding at most doubles a batch, and only few graphs are made."""
 
 
 def find_size(num_tokens: int) -> int:
-    """Return the tokens of the graph that a batch launches."""
+    """Return the token count of the graph that a batch of ``num_tokens`` launches."""
     return next((size for size in BATCH_SIZES if size >= num_tokens), num_tokens)
 
 
 class LayeredStep(Protocol):
-    """A step whose layers stop where experts are computed."""
+    """A step that can be interrupted in each layer, for the experts to be computed elsewhere."""
 
     def begin_(self) -> None:
-        """Compute what all layers take from the batch, in a step that is captured."""
+        """Compute what all layers derive from the batch, such as angles, inside a captured step."""
         ...
 
     def choose_experts_(self, layer: nn.Module, x_TD: Tensor) -> ExpertChoice | None:
-        """Run a layer up to its router's choice; None: it has no experts, and has run."""
+        """Run a layer up to its router's choice; None: it has no experts and is complete."""
         ...
 
     def run_shared_(self, choice: ExpertChoice) -> None:
-        """Add the experts that every token uses to the residual stream."""
+        """Add the output of the shared experts to the residual stream."""
         ...
 
     def leave_sum_(self, out_TD: Buffer) -> None:
-        """Leave the experts' sum to the next norm."""
+        """Let the next norm add the experts' sum to the residual."""
         ...
 
     def complete_(self, x_TD: Tensor) -> None:
-        """Add what the last layer left to the residual stream."""
+        """Add the last layer's pending sum to the residual stream."""
         ...
 
 
 class HostExperts(Protocol):
-    """Routed experts of a layer on the host."""
+    """A layer's routed experts on the host."""
 
     def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer, /) -> None:
-        """Write the weighted sum to a float32 buffer."""
+        """Write the experts' weighted sum to a float32 buffer."""
         ...
 
 
 @dataclass(slots=True)
 class _Batch:
-    """A graph's memory, and the step that it computes now."""
+    """Memory of the graphs for one batch size, and the step that is running."""
 
     size: int
     on_device: Places
     staging: tuple[Staging, Staging]
     pairs: tuple[Pairs, Pairs] | None = None
-    """On the device and in staging memory, for experts that are uploaded."""
+    """Buffers on the device and in staging memory for separate expert outputs; None: none are
+    uploaded.
+    """
     graphs: dict[int, Graph] = field(default_factory=dict)
-    """By the number of experts that a layer uploads."""
+    """Graphs by the number of experts that each layer uploads."""
     step: LayeredStep | None = None
     routing: StepRouting | None = None
     hidden: Tensor | None = None
-    """[T, D], the residual stream."""
+    """Residual stream, [T, D]."""
     num_live: int = 0
     choice: ExpertChoice | None = None
     computed: Tensor | None = None
-    """[B, K, D], outputs of the layer's experts that the device computes."""
+    """Expert outputs that the device computed in this layer, [B, K, D]."""
     jobs: "list[Future[None]]" = field(default_factory=list)
-    """Jobs of the layer that runs, and the deferred ones of the layer before it, oldest first."""
+    """Host jobs of the running layer, after the deferred ones of the previous layer."""
     failure: BaseException | None = None
 
 
 class HybridDecoder:
-    """Runs the layers of decode steps, experts on the host.
+    """Runs decode steps layer by layer, with routed experts on the host.
 
     Not thread-safe: one step at a time.
 
     Args:
-        device: computes all but routed experts.
-        layers: of the model, in order; given to the step.
-        experts: on the host, by layer; None where a layer has none.
-        has_shared: by layer, whether the step has work for ``run_shared_``.
+        device: device that computes everything but routed experts.
+        layers: the model's layers in order; passed to the step.
+        experts: experts on the host, by layer; None for a layer without.
+        has_shared: by layer, True if the step has work for ``run_shared_``.
         shape: (D, K).
-        dtype: the model's.
+        dtype: the model's dtype.
         num_deferred: experts of a token that are added one layer later.
-        is_captured: whether steps are graphs; otherwise the same work is queued each time.
-        lane: uploads some of the experts, which the device computes; None: the host has all.
+        is_captured: True if steps are captured as graphs; otherwise their work is queued each time.
+        lane: uploads some experts, which the device then computes; None: the host computes all.
 
-    Raises: UnsupportedError (experts are deferred into a layer that has none).
+    Raises: UnsupportedError (experts would be deferred into a layer that has none).
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class HybridDecoder:
         self._batches: dict[tuple[int, int], _Batch] = {}
 
     def close(self) -> None:
-        """End the thread of the experts and free the graphs, whose functions refer to them."""
+        """End the experts' thread and free the graphs, whose host functions refer to them."""
         self._worker.shutdown()
         self._batches.clear()
 
@@ -170,8 +172,9 @@ class HybridDecoder:
     ) -> None:
         """Run all layers on the residual stream, in place.
 
-        A GPU captures operators once, with the memory that they had: its steps of a size must have
-        theirs, ``hidden_TD`` included, at the same places. The fake device calls the step anew.
+        A captured graph keeps the addresses of its operators' memory: later steps of the same size
+        must use the same addresses, also for ``hidden_TD``. The simulated device calls the step
+        anew.
 
         Args:
             step: runs the layers.
@@ -179,7 +182,7 @@ class HybridDecoder:
             hidden_TD: of all the step's tokens.
             num_live: tokens whose experts are computed; None: all.
             is_captured: whether this step is a graph; None: as the decoder's steps are.
-            key: tells graphs of as many tokens apart, whose memory is not the same.
+            key: distinguishes graphs of equally many tokens that use different memory.
 
         Raises: what experts or the device raise; the step may then be run again.
         """
@@ -230,9 +233,9 @@ class HybridDecoder:
         return batch
 
     def _queue(self, batch: _Batch, count: int) -> None:
-        """Queue the work of a step that uploads so many experts a layer.
+        """Queue a step's work on the stream, with ``count`` uploaded experts in each layer.
 
-        Nothing here looks at its values.
+        This reads no tensor's values, so it can be captured.
         """
         device, stream, here = self._device, self._stream, batch.on_device
         device.run(stream, partial(self._begin, batch), "begin")
@@ -266,7 +269,7 @@ class HybridDecoder:
         device.run(stream, partial(self._complete, batch), "end")
 
     def _queue_lane(self, batch: _Batch, layer_idx: int, count: int) -> None:
-        """Queue the copies of a layer's uploaded experts, and what the device computes of it."""
+        """Queue the upload of a layer's experts and the device's computation with them."""
         device, stream, lane = self._device, self._stream, self._lane
         assert lane is not None, "no lane"
         assert batch.pairs is not None, "no lane"
@@ -361,7 +364,9 @@ class HybridDecoder:
     # which the thread that runs the device's callbacks has not entered.
     @torch.inference_mode()
     def _submit(self, batch: _Batch, layer_idx: int, count: int) -> None:
-        """Give the host's thread the layer's experts; return at once, or when some are staged."""
+        """Submit the layer's experts to the host's thread; return at once, or after staging
+        uploads.
+        """
         lane = self._lane
         if batch.failure is not None:
             if batch.pairs is not None:
@@ -397,9 +402,10 @@ class HybridDecoder:
     def _divide(
         self, batch: _Batch, experts: HostExperts, there: Staging, on_device: NDArray[np.int64]
     ) -> Callable[[], None]:
-        """Return the host's part of a layer some of whose experts are the device's.
+        """Return the host's part of a layer whose other experts the device computes.
 
-        Each output comes by itself, so that its place in the sum is the same in either lane.
+        Each expert's output is kept separate, so that the order of the sum is the same wherever it
+        was computed.
         """
         assert batch.pairs is not None, "no lane"
         pairs, num_live, top_k = batch.pairs[1], batch.num_live, self._shape[1]
@@ -416,7 +422,9 @@ class HybridDecoder:
 
     @torch.inference_mode()
     def _wait(self, batch: _Batch, layer_idx: int, count: int) -> None:
-        """Wait for the layer's immediate experts, and for what the layer before deferred."""
+        """Wait for the layer's immediate experts, and for those that the previous layer
+        deferred.
+        """
         if batch.failure is not None:
             return
         there, before = batch.staging[layer_idx % 2], batch.staging[1 - layer_idx % 2]
@@ -439,9 +447,9 @@ class HybridDecoder:
         self._fill_up(batch, there, shares=shares)
 
     def _fill_up(self, batch: _Batch, there: Staging, *, shares: bool) -> None:
-        """Give the rows of a graph that do not live what the first row has.
+        """Copy the first row's expert outputs to the padding rows of a graph.
 
-        They repeat its token, and write its KV once more: it must be the same.
+        Padding rows repeat the first token and write its KV again, which must be the same.
         """
         assert batch.hidden is not None, "no step"
         num_live, num_rows = batch.num_live, len(batch.hidden)
@@ -459,7 +467,7 @@ class HybridDecoder:
         return count > 0 or (lane is not None and lane.find_slots(layer_idx) is not None)
 
     def _is_carried(self, layer_idx: int) -> bool:
-        """Return True if the layer before deferred experts."""
+        """Return True if the previous layer deferred experts."""
         return layer_idx > 0 and self._defers(layer_idx - 1)
 
     def _defers(self, layer_idx: int) -> bool:

@@ -1,6 +1,6 @@
-"""The interfaces of the kernels: what operators ask for, and what runs them.
+"""Interfaces of the kernels: what operators need and what executes them.
 
-They lie below all other modules of ``kernels``. ``kernels.devices`` chooses who implements them.
+This module imports no other module of ``kernels``. ``kernels.devices`` chooses the implementations.
 """
 
 from collections.abc import Callable
@@ -40,115 +40,117 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """The options of a layer's attention: window, soft cap, sinks."""
+    """Options of a layer's attention: window, soft cap, sinks, chunk."""
 
     window: int = 0
-    """A token sees itself and ``window - 1`` before it; 0 is all."""
+    """Tokens that a token attends to, itself included; 0: all."""
     soft_cap: float = 0.0
-    """A score becomes cap * tanh(score / cap); 0 is none."""
+    """Soft cap of scores: a score becomes cap * tanh(score / cap); 0: none."""
     sinks: Buffer | None = None
-    """float32 [H]: a logit that takes weight and adds nothing."""
+    """Attention sinks, float32 [H]: an extra score per head that takes weight and adds no value."""
     chunk: int = 0
-    """A token sees none before the last multiple of this up to its position; 0 is no border."""
+    """Chunk size: a token attends only from the last multiple of this size on; 0: no chunks."""
 
 
 PLAIN = AttentionRule()
 
 
 class Matrix(Protocol):
-    """A matrix of an operator; x is [T, K] and contiguous, of the model's dtype."""
+    """A matrix of an operator; its input x is [T, K], contiguous, in the model's dtype."""
 
     out_features: int
 
     @property
     def out_dtype(self) -> torch.dtype | None:
-        """The dtype that ``run`` writes best: float32 to leave sums unrounded, None = as ``x``."""
+        """Dtype that ``run`` should write: float32 leaves sums unrounded, None: the dtype
+        of ``x``.
+        """
         ...
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:
-        """Return [..., N], new, float32 or of the dtype of ``x_TK``; any leading dimensions."""
+        """Return ``x W^T + b`` [..., N], new, as float32 or in the dtype of ``x_TK``."""
         ...
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
-        """Add the product to ``residual_TN``, in place."""
+        """Add ``x W^T + b`` to ``residual_TN`` in place."""
         ...
 
     def run(self, x_TK: Buffer, out_TN: Buffer, *, is_added: bool = False) -> None:
-        """Write the product to a buffer of a native step, or add it to what that holds."""
+        """Write ``x W^T + b`` to a buffer of a native step, or add it if ``is_added``."""
         ...
 
 
 class HeadMatrix(Protocol):
-    """A matrix for each head; x is [T, H, K], dense heads, of the model's dtype."""
+    """A matrix for each head; its input x is [T, H, K], heads contiguous, in the model's dtype."""
 
     out_shape: tuple[int, int]
-    """(H, N)."""
+    """Output shape of a row, (H, N)."""
 
     def forward(self, x_THK: Tensor) -> Tensor:
-        """Return [T, H, N], new, of the dtype of ``x_THK``."""
+        """Return each head's product [T, H, N], new, in the dtype of ``x_THK``."""
         ...
 
     def run(self, x_THK: Buffer, out_THN: Buffer) -> None:
-        """Write the product to a buffer of a native step; any strides of T and H."""
+        """Write each head's product to a buffer of a native step; T and H may have any strides."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """An adapter's change of some outputs of a matrix, or of one head's."""
+    """LoRA factors of an adapter for some outputs of a matrix, or for one head's."""
 
     a_RK: Tensor  # noqa: N815 - a shape suffix
-    """Contiguous, of the model's dtype."""
+    """First factor A, contiguous, in the model's dtype."""
     b_NR: Tensor  # noqa: N815
-    """The second factor, in the dtype of the first."""
+    """Second factor B, in the dtype of the first."""
     scale: float
     first_output: int = 0
     head: int = 0
 
 
 class AdaptableMatrix(Matrix, Protocol):
-    """A matrix that takes adapters."""
+    """A matrix to which LoRA adapters can be added."""
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
-        """Give an adapter parts; no step has rows of it yet."""
+        """Add factors of an adapter that no running step uses yet."""
         ...
 
 
 class AdaptableHeads(HeadMatrix, Protocol):
-    """Matrices of heads that take adapters."""
+    """Matrices of heads to which LoRA adapters can be added."""
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
-        """Give an adapter parts; no step has rows of it yet."""
+        """Add factors of an adapter that no running step uses yet."""
         ...
 
 
 class AdaptedPart(Protocol):
-    """A linear module of the checkpoint, wherever it is within an operator."""
+    """A linear module of the checkpoint, located within an operator."""
 
     @property
     def in_features(self) -> int:
-        """K of the checkpoint's module."""
+        """Inputs K of the checkpoint's module."""
         ...
 
     @property
     def out_features(self) -> int:
-        """N of the checkpoint's module."""
+        """Outputs N of the checkpoint's module."""
         ...
 
     def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
-        """Give an adapter its change of the module; the tensors are of the model's dtype."""
+        """Set an adapter's factors for the module; the tensors are in the model's dtype."""
         ...
 
 
 class MatrixWrapper(Protocol):
-    """Makes matrices of operators take adapters."""
+    """Conversion of operators' matrices into ones that take LoRA adapters."""
 
     def wrap_matrix(self, matrix: Matrix) -> AdaptableMatrix:
-        """Return the matrix with adapters."""
+        """Return the matrix wrapped to take adapters."""
         ...
 
     def wrap_heads(self, matrix: HeadMatrix) -> AdaptableHeads:
-        """Return the matrices of heads with adapters."""
+        """Return the matrices of heads wrapped to take adapters."""
         ...
 
 
@@ -156,38 +158,39 @@ class Angles(Protocol):
     """A rotary embedding: cosines and sines by position."""
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return (cos, sin), each [T, r], of the dtype, which depend on the position alone."""
+        """Return (cos, sin), each [T, r], in ``dtype``; they depend on the position alone."""
         ...
 
 
 class Step(Protocol):
-    """One step: its plan, and how its layers run.
+    """One forward step: its attention plan, and how layers run in it.
 
-    Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim. One thread; layers in order.
+    Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim. Use from one thread; layers
+    run in order.
     """
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
         """Run a fused layer on the residual stream, in place; writes the layer's KV.
 
-        What it adds last may be left to the next layer's norm: ``complete_`` says the end.
+        The last addend may be left to the next layer's norm; ``complete_`` adds the final one.
         """
         ...
 
     def complete_(self, x_TD: Tensor) -> None:
-        """Add what the last layer left to a next one, if it did, to the residual stream."""
+        """Add the last layer's pending addend, if any, to the residual stream."""
         ...
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
-        """Return the attended heads before the output projection; writes the KV.
+        """Return attention's result before the output projection; writes the KV.
 
-        [T, H * size of a head's value], valid until the next layer's.
+        [T, H * value size of a head], valid until the next layer runs.
         """
         ...
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
-        """Put the step's keys and values, [T, 2, K, d] with any strides, into their slots.
+        """Write the step's keys and values, [T, 2, K, d] with any strides, into their cache slots.
 
-        For attention that is not ours: ``mix`` and ``run_layer_`` do this themselves.
+        Only for transformers' own attention: ``mix`` and ``run_layer_`` write the KV themselves.
         """
         ...
 
@@ -197,10 +200,10 @@ class Step(Protocol):
         """Attend each token to its sequence's context up to itself; KV must have been written.
 
         Args:
-            layer_idx: whose KV.
+            layer_idx: layer whose KV is read.
             q_THd: queries after RoPE; any strides.
-            kv_T2Kd: this step's own keys and values.
-            scale: on the products.
+            kv_T2Kd: keys and values of this step's tokens.
+            scale: factor on the scores.
             rule: window, soft cap, sinks.
 
         Returns: [T, H * d], new.
@@ -209,12 +212,12 @@ class Step(Protocol):
 
 
 class Execution(Protocol):
-    """The operators' implementations for one kind of device."""
+    """Implementations of the operators for one kind of device."""
 
     is_native: bool
-    """True if native kernels compute, so that what operators hold is packed for them."""
+    """True if native kernels compute, so that operators hold their weights in the kernels' form."""
     is_host: bool
-    """True if the host reads values at once; elsewhere a look at one waits for the device."""
+    """True if the host can read values at once; otherwise reading one waits for the device."""
 
     def begin_step(
         self,
@@ -230,12 +233,12 @@ class Execution(Protocol):
 
         Args:
             batch: the tokens; borrowed.
-            cache: the block pool; the layers write this step's KV to it.
-            ropes: give the angles; layers choose by ``Attention.rope_idx``.
-            dtype: the model's.
-            on_layer: called with each KV layer's number once its KV of this step is in the blocks.
-            states: the slots that the sequences go on with; None where no layer has a state.
-            routing: takes the choices of fused layers' routers, and defers experts; None: neither.
+            cache: the block pool, to which layers write this step's KV.
+            ropes: give the RoPE angles; layers choose by ``Attention.rope_idx``.
+            dtype: the model's dtype.
+            on_layer: called with each KV layer's index once its KV of this step is in the blocks.
+            states: the sequences' state slots; None if no layer has a state.
+            routing: records the choices of fused layers' routers and defers experts; None: neither.
         """
         ...
 
@@ -244,29 +247,30 @@ class Execution(Protocol):
         ...
 
     def gated_delta(self, rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
-        """Run a layer's gated delta rule over a step's rows; moves their slots on.
+        """Run a layer's gated delta rule over a step's rows; updates their state slots.
 
-        Native, a row's result is bitwise the same in any chunk, batch and number of threads.
+        In native kernels a row's result is bitwise the same for any chunk, batch and number of
+        threads.
 
-        Returns: [T, V * v], new, of the dtype of ``rows.x_TC``, for the output projection.
+        Returns: [T, V * v], new, in the dtype of ``rows.x_TC``, for the output projection.
 
         Raises:
-            ShapeError: sizes that do not fit, or two sequences with one slot.
+            ShapeError: sizes do not fit together, or two sequences share a slot.
         """
         ...
 
     def soft_cap_(self, x_TV: Tensor, cap: float) -> None:
-        """Make float32 ``x`` to ``cap * tanh(x / cap)``, in place."""
+        """Replace float32 ``x`` by ``cap * tanh(x / cap)``, in place."""
         ...
 
     def route(
         self, logits_TE: Tensor, top_k: int, rule: RoutingRule, bias_E: Buffer | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Choose each token's experts; of equals, the lower id.
+        """Choose each token's experts; of equal scores, the lower id.
 
-        ``bias_E``, float32, counts for the choice and not for the weights.
+        ``bias_E``, float32, affects the choice but not the weights.
 
-        Returns: (weights [T, top_k] of the logits' dtype, expert ids int64 [T, top_k]).
+        Returns: (weights [T, top_k] in the logits' dtype, expert ids int64 [T, top_k]).
         """
         ...
 
@@ -276,12 +280,12 @@ class Shard:
     """A part of a weight along one of its axes, such as the rows or columns of one rank."""
 
     axis: int
-    """Axis of the weight's shape; of codes [N, K], 0 is outputs and 1 inputs."""
+    """Axis of the weight's shape; for codes [N, K], 0 is outputs and 1 inputs."""
     start: int
     stop: int
-    """Exclusive."""
+    """End of the part, exclusive."""
     size: int
-    """Size of the whole axis, as the configuration has it."""
+    """Size of the whole axis, as in the configuration."""
 
     def __post_init__(self) -> None:
         if self.axis < 0 or not 0 <= self.start < self.stop <= self.size:
@@ -289,9 +293,9 @@ class Shard:
             raise ShapeError("kernels.read_shard", f"{what}: give a part that is not empty")
 
     def widen(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the weight whose part has this shape.
+        """Return the whole weight's shape for a part of this shape.
 
-        Raises: ShapeError (the part has another shape).
+        Raises: ShapeError (the part has another size along the axis).
         """
         if self.axis >= len(shape) or shape[self.axis] != self.stop - self.start:
             what = f"{self.start} to {self.stop} along axis {self.axis} do not fit {list(shape)}"
@@ -300,12 +304,12 @@ class Shard:
 
 
 class WeightReader(Protocol):
-    """Tensors by checkpoint name, in the dtype and on the device that the model runs in."""
+    """Reader of the checkpoint's tensors by name, in the model's dtype and on its device."""
 
     dtype: torch.dtype
     device: torch.device
     execution: Execution
-    """Runs the operators that read their weights here."""
+    """Implementation of the operators that read their weights from this reader."""
 
     def has(self, name: str) -> bool:
         """Return True if the checkpoint holds ``name``; does not mark it as used."""
@@ -315,26 +319,28 @@ class WeightReader(Protocol):
         """Copy ``name`` into ``out``, converting its dtype; marks it as used.
 
         Args:
-            name: of the weight.
-            out: of its shape, or of that of its part.
-            shard: the part to read; None is all. Values are read as far as they are wanted; codes
-                that have to be decoded are decoded whole first, into scratch memory.
+            name: name of the weight.
+            out: tensor of the weight's shape, or of its part's.
+            shard: the part to read; None: all. Only the wanted values are read; codes that must be
+                decoded are first decoded whole, into scratch memory.
 
         Raises:
             NotFoundError: the checkpoint has no such tensor.
-            ShapeError: its shape is not that of ``out``, or its dtype is not floating.
-            CorruptionError: its bytes are not all there.
+            ShapeError: the shapes differ, or the stored dtype is not floating.
+            CorruptionError: some of the tensor's bytes are missing.
         """
         ...
 
     def find_storage(self, name: str) -> str:
-        """Return in words how ``name`` is coded; empty for values. Marks nothing as used."""
+        """Return a description of the stored codes; empty for plain values. Marks nothing
+        as used.
+        """
         ...
 
     def find_format(self, name: str) -> WeightFormat | None:
-        """Return the format in which ``read_packed`` gives ``name``; marks nothing as used.
+        """Return the format in which ``read_packed`` returns ``name``; marks nothing as used.
 
-        None where the checkpoint stores values, or codes that none of our formats holds.
+        None if the checkpoint stores plain values, or codes that no weight format can hold.
         """
         ...
 
@@ -343,15 +349,15 @@ class WeightReader(Protocol):
     ) -> CodedMatrix:
         """Return the codes [N, K] of a matrix in the format of ``find_format``; marks it as used.
 
-        Outputs come first, whichever way around ``read_into`` gives the values.
+        Outputs are the first dimension, even if ``read_into`` returns the transposed matrix.
 
         Args:
-            name: of the weight.
-            expert_id: which expert, where the checkpoint has those of a layer in one tensor.
-            shard: the part of the matrix [N, K]; None is all. It ends where groups of codes that
-                share a scale end, or a ShapeError says so.
+            name: name of the weight.
+            expert_id: expert to read, if the checkpoint has a layer's experts in one tensor.
+            shard: the part of the matrix [N, K]; None: all. Its ends must not split groups of codes
+                that share a scale, else ShapeError.
 
-        Raises: as ``read_into``; UnsupportedError if there is no such format.
+        Raises: the errors of ``read_into``; UnsupportedError if there is no such format.
         """
         ...
 

@@ -1,8 +1,8 @@
-"""Tensors as native operators take them, and which tensors those are.
+"""Views of tensors for native operators, and which tensors those accept.
 
-Native operators take CPU tensors of float32 or bfloat16 that need no gradient. A tensor crosses by
-DLPack, which costs as much as a small operator; so what outlives a call (weights, the buffers of a
-step) is viewed once.
+Native operators accept CPU tensors of float32 or bfloat16 that need no gradient. Passing a tensor
+by DLPack costs as much as a small operator, so tensors that outlive a call (weights, buffers of a
+step) are viewed once.
 """
 
 import torch
@@ -13,11 +13,11 @@ from tandem import _native
 __all__ = ["NATIVE_DTYPES", "Buffer", "is_native", "view_tensor"]
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-"""The dtypes that native operators take, of activations, weights and the cache alike."""
+"""Dtypes that native operators accept for activations, weights and the cache."""
 
 
 def is_native(tensor: Tensor) -> bool:
-    """Return True if native operators take ``tensor``; torch computes with the others."""
+    """Return True if native operators accept ``tensor``; otherwise torch computes."""
     return (
         tensor.device.type == "cpu"
         and tensor.dtype in NATIVE_DTYPES
@@ -32,11 +32,11 @@ def view_tensor(tensor: Tensor) -> _native.TensorView:
 
 
 class Buffer:
-    """A tensor that outlives a call, and its view, which is made when native code first asks.
+    """A tensor that outlives a call, with a native view that is made on first use.
 
     Args:
         tensor: weights, or memory of a step.
-        view: the same memory in another shape; None is the tensor's own.
+        view: the same memory viewed in another shape; None: the tensor's own shape.
     """
 
     tensor: Tensor

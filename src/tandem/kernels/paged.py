@@ -1,10 +1,11 @@
-"""The inputs of one engine step: the tokens, where their KV goes, and the block pool itself.
+"""Inputs of one engine step: the tokens, the slots of their KV, and the pool of blocks.
 
 ``PagedBatch`` is plain data built from Python lists; ``PagedKvCache`` owns the pool of blocks and
-the views that operators index. Neither knows of requests. A block is the KV of ``block_size``
-tokens in all layers, contiguous: [layers, *chunks, block_size, row_size], or where KV is coded the
-bytes of each layer, codes and then scales (``KVLayout``; chunks are [2, kv_heads] for GQA). Where
-some layers have index keys behind their latents, layers have no one size, and a block is a row.
+the views that operators index. Neither deals with requests. A block is the KV of ``block_size``
+tokens in all layers, contiguous: [layers, *chunks, block_size, row_size], or, if KV is quantized,
+the bytes of each layer, codes and then scales (``KVLayout``; chunks are [2, kv_heads] for GQA).
+If some layers also store index keys after their latents, layers differ in size, and a block is one
+row of bytes.
 
 Invariants: a token's KV lives at slot (block_table[position // block_size], position %
 block_size); within a batch no two tokens share a slot; the tail of a block that is being filled
@@ -46,10 +47,14 @@ TORCH_DTYPES = {
 """torch's dtype for each name in ``tandem.core.spec.DTYPE_BYTES``."""
 
 POOL_ALIGNMENT = 64
-"""Bytes: a cache line, the widest vector load, and what direct I/O and devices are content with."""
+"""Alignment of the pool in bytes: a cache line, the widest vector load, and enough for direct I/O
+and devices.
+"""
 
 MIN_RUN_TOKENS = 8
-"""Mean length from which copying runs beats scattering tokens: a copy costs as much as 8 do."""
+"""Mean run length in tokens from which copying runs beats scattering tokens: a copy costs as much
+as 8.
+"""
 
 
 class SequenceChunk(msgspec.Struct, frozen=True):
@@ -57,23 +62,25 @@ class SequenceChunk(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     start: int
-    """Position of the first of ``token_ids``; the KV of all earlier ones is in the cache."""
+    """Position of the first of ``token_ids``; the KV of all earlier tokens is in the cache."""
     block_table: Sequence[int] | NDArray[np.int32]
     """Blocks of the sequence in order; must reach the last of ``token_ids``, may be longer."""
     wants: str = "last"
-    """Rows whose logits are wanted: ``none``, ``last`` or ``all``."""
+    """Rows whose logits are computed: ``none``, ``last`` or ``all``."""
     adapter: str = ""
-    """Digest of the LoRA adapter that computes them; empty is the model alone."""
+    """Digest of the LoRA adapter that the tokens use; empty: none."""
     state_slot: int = NO_SLOT
-    """Slot of the sequence's state, which is that before the first of ``token_ids``, and whatever
-    it is where ``start`` is 0; read by models whose layers have one."""
+    """Slot of the sequence's recurrent state before the first of ``token_ids``; with ``start`` 0
+    its contents are ignored. Used by models whose layers have a state.
+    """
     prompt_len: int = NO_OUTPUT
-    """Position from which tokens are output, whether they are decoded or computed once more."""
+    """Position from which tokens are output, whether they are decoded or recomputed."""
     window_first: int = 0
-    """Position, in blocks, of the first of ``window_blocks``."""
+    """Position, counted in blocks, of the first of ``window_blocks``."""
     window_blocks: Sequence[int] | NDArray[np.int32] = ()
-    """Blocks of the layers with a window, where these have blocks of their own: from the first that
-    the first token sees to that of the last token."""
+    """Blocks of the layers with a sliding window, if these have blocks of their own: from the first
+    block that the first token sees to the block of the last token.
+    """
 
 
 class LayerPlace(NamedTuple):
@@ -82,11 +89,11 @@ class LayerPlace(NamedTuple):
     group: int
     """0: the cache's own blocks; 1: those of ``PagedKvCache.windows``."""
     layer_idx: int
-    """Layer index of the layer within these."""
+    """Index of the layer within these blocks."""
 
 
 class BatchPlaces(NamedTuple):
-    """The places of a batch's tokens in the blocks of one group; fields as of ``PagedBatch``."""
+    """The places of a batch's tokens in the blocks of one group; fields as in ``PagedBatch``."""
 
     slot_blocks: list[int]
     slot_offsets: list[int]
@@ -98,55 +105,59 @@ class BatchPlaces(NamedTuple):
 class PagedBatch(msgspec.Struct, frozen=True):
     """A step's tokens, flattened: sequence s owns rows query_start[s] to query_start[s + 1].
 
-    Shapes: T tokens, S sequences, B longest block table, R rows whose logits are wanted.
+    Shapes: T tokens, S sequences, B longest block table, R rows whose logits are computed.
     """
 
     token_ids: Tensor
-    """int64 [T]."""
+    """Token ids, int64 [T]."""
     positions: Tensor
-    """int64 [T]."""
+    """Positions in their sequences, int64 [T]."""
     slot_blocks: Tensor
-    """int64 [T]: block that takes a token's KV."""
+    """Block that takes each token's KV, int64 [T]."""
     slot_offsets: Tensor
-    """int64 [T]: its place within that block."""
+    """Place of each token's KV within its block, int64 [T]."""
     block_table: Tensor
-    """int64 [S, B]; short rows repeat their own first block, so every entry may be read."""
+    """Blocks of each sequence, int64 [S, B]; short rows repeat their own first block, so every
+    entry may be read.
+    """
     logit_rows: Tensor
-    """int64 [R], ascending."""
+    """Rows whose logits are computed, int64 [R], ascending."""
     query_start: tuple[int, ...]
-    """S + 1 row numbers."""
+    """First row of each sequence, followed by T: S + 1 numbers."""
     context_lens: tuple[int, ...]
-    """Tokens of each sequence including this step's."""
+    """Tokens of each sequence, including this step's."""
     fresh_blocks: tuple[int, ...]
-    """Blocks that this step begins but does not fill."""
+    """Blocks that this step begins to fill without completing them."""
     adapter_rows: dict[str, list[int]]
-    """Rows of each adapter, by its digest; others are of the model alone."""
+    """Rows of each adapter, by its digest; other rows use no adapter."""
     slot_runs: tuple[tuple[int, int, int, int], ...] | None
-    """The same slots as runs of rows within a block, (block, offset, first row, end row); None
-    where runs are short, as in a decode, and writing by slot is cheaper."""
+    """The slots as runs of rows within a block, (block, offset, first row, end row); None if runs
+    are short, as in a decode, and writing by slot is cheaper.
+    """
     block_size: int
     state_slots: tuple[int, ...]
-    """Slot of each sequence's state; ``NO_SLOT`` where it has none."""
+    """Slot of each sequence's recurrent state; ``NO_SLOT`` if it has none."""
     fresh_slots: tuple[int, ...]
-    """Those of sequences that begin with this step; they hold whatever they held last."""
+    """Slots of sequences that begin with this step; they still hold old contents."""
     prompt_lens: tuple[int, ...] = ()
-    """By sequence; empty where no token is output."""
+    """Position of each sequence from which tokens are output; empty if no token is output."""
     windows: "PagedBatch | None" = None
-    """The same tokens in the blocks of the layers with a window; None where these have none of
-    their own. Blocks that no token sees are represented by one that some token sees."""
+    """The same tokens in the blocks of the layers with a window; None if these have no blocks of
+    their own. A block that no token sees is replaced by one that some token sees.
+    """
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return self.query_start[-1]
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """Number of sequences, S."""
         return len(self.context_lens)
 
     def find_output_rows(self) -> NDArray[np.bool_]:
-        """Return which tokens are output and not of a prompt, [T]."""
+        """Return a mask [T] of tokens that are output, not of a prompt."""
         is_output = np.zeros(self.num_tokens, np.bool_)
         for s, prompt_len in enumerate(self.prompt_lens):
             first, end = self.query_start[s], self.query_start[s + 1]
@@ -161,7 +172,7 @@ class PagedBatch(msgspec.Struct, frozen=True):
         block_size: int,
         device: torch.device | str = "cpu",
     ) -> "PagedBatch":
-        """Flatten ``sequences``, in order, into one batch; an empty list is an empty batch.
+        """Flatten ``sequences``, in order, into one batch; an empty list gives an empty batch.
 
         Raises:
             ShapeError: a chunk without tokens, a negative start, or a block table too short.
@@ -236,7 +247,7 @@ def _find_places(
 
     Args:
         sequences: the tokens.
-        tables: for each, the position of its first block, and its blocks from there.
+        tables: for each sequence, the position of its first block and its blocks from there on.
         block_size: tokens of a block.
     """
     blocks: list[int] = []
@@ -319,24 +330,24 @@ def _check_chunk(chunk: SequenceChunk, num_sequences: int, block_size: int) -> N
 
 
 class PagedKvCache:
-    """The pool of KV blocks of one model on one device, and the views operators index.
+    """The pool of KV blocks of one model on one device, and the views that operators index.
 
     Args:
         layout: shape and dtype of a block.
         num_blocks: blocks in the pool; ids are 0 to num_blocks - 1.
-        device: where the pool lives.
-        memory: memory to use instead of allocating: any writable, contiguous buffer of at least
-            ``num_blocks * layout.bytes_per_block`` bytes on the CPU, at an address that is a
-            multiple of 64, such as an array of the transfer engine or a mapping of a peer's. Held,
-            not copied. What blocks hold that are in use must be finite. A tensor is
-            ``DeviceMemory`` of ``device``.
-        windows: the blocks of the layers that see a window; None: all layers are in this one.
-        window_layers: numbers of those layers among all with KV.
+        device: device of the pool.
+        memory: memory to use instead of allocating: any writable, contiguous CPU buffer of at least
+            ``num_blocks * layout.bytes_per_block`` bytes at an address that is a multiple of 64,
+            such as an array of the transfer engine or a mapping of a peer's memory. Kept, not
+            copied. Blocks in use must contain finite values. A tensor must be ``DeviceMemory`` of
+            ``device``.
+        windows: pool of the layers with a sliding window; None: this pool holds all layers.
+        window_layers: indices of those layers among all layers with KV.
 
     Raises:
         ShapeError: ``memory`` is too small, not contiguous or not aligned.
-        UnsupportedError: read-only ``memory``, or ``memory`` for another device; coded KV off the
-            CPU, where no operator reads it.
+        UnsupportedError: read-only ``memory``, or ``memory`` for another device; quantized KV on a
+            device other than the CPU, where no operator reads it.
     """
 
     def __init__(
@@ -374,18 +385,20 @@ class PagedKvCache:
         self.tensor = tensor
         self.windows = windows
         self.is_paired = False
-        """True if blocks of ``windows`` have the numbers of the blocks of the same tokens here, so
-        that one table names both."""
+        """True if a block of ``windows`` has the same number as the block of the same tokens here,
+        so that one table serves both.
+        """
         self.window_layers = tuple(window_layers)
         self.places = _place_layers(layout, windows, self.window_layers)
-        """By number among the layers with KV."""
+        """Place of each layer with KV, by its index among them."""
         self.native = _view_natively(tensor, layout)
-        """The same memory as native attention takes it; None where torch attends, or no layer."""
+        """The blocks as native attention reads them; None if torch attends, or there are no
+        layers.
+        """
         self.native_index: KvPool | None = None
-        """The index keys alone, of the layers of ``index_slots`` in their order."""
+        """The index keys of the layers in ``index_slots``, in their order, for native attention."""
         self.index_slots: dict[int, Tensor] = {}
-        """By layer with index keys, [num_blocks, block_size, index_dim]; where they are coded, of
-        codes."""
+        """Index keys by layer, [num_blocks, block_size, index_dim]; codes if KV is quantized."""
         self._step_buffers: tuple[object, dict[tuple[object, ...], Any]] = (None, {})
         if isinstance(layout, MlaLayout) and layout.index_layers:
             latents, self.index_slots, scales = _view_indexed(tensor, layout)
@@ -406,11 +419,15 @@ class PagedKvCache:
         self._by_token = (tensor,)
         layers = range(layout.num_layers)
         self.slots = [tensor[:, layer].movedim(-2, 1) for layer in layers]
-        """Per layer, [num_blocks, block_size, *chunk_shape, row_size]: where a step's KV goes."""
+        """Slots of each layer, [num_blocks, block_size, *chunk_shape, row_size], to which a step's
+        KV is written.
+        """
         rows = tensor.view(-1, layout.block_size * layout.row_size)
         self.chunks = [rows[layer * layout.chunks_per_layer :] for layer in layers]
-        """Per layer, [chunks, block_size * row_size]: one chunk of one block. Row ``block *
-        rows_per_block + chunk`` whatever the layer; GQA's chunk is ``kind * kv_heads + head``."""
+        """Chunks of each layer, [chunks, block_size * row_size], each a chunk of one block. In
+        every layer row ``block * rows_per_block + chunk`` is that block's chunk; for GQA chunk is
+        ``kind * kv_heads + head``.
+        """
         self._scratch = tensor.new_empty(0, layout.block_size * layout.row_size)
         self.rows_per_block = layout.num_layers * layout.chunks_per_layer
 
@@ -421,12 +438,12 @@ class PagedKvCache:
 
     @property
     def is_native(self) -> bool:
-        """True if native attention takes the blocks of all layers."""
+        """True if native attention can read the blocks of all layers."""
         caches = [self] if self.windows is None else [self, self.windows]
         return all(c.native is not None for c in caches if c.layout.num_layers)
 
     def view_bytes(self) -> NDArray[np.uint8]:
-        """Return all blocks as bytes, one block after the other; the same memory.
+        """Return all blocks as bytes, one block after the other; shares the memory.
 
         Raises: UnsupportedError (the cache is not in host memory).
         """
@@ -438,13 +455,17 @@ class PagedKvCache:
         return self.tensor.view(-1).view(torch.uint8).numpy()
 
     def place_windows(self, batch: PagedBatch) -> PagedBatch | None:
-        """Return a batch's tokens in the blocks of ``windows``; None where there are none."""
+        """Return the batch with its tokens' places in the blocks of ``windows``; None without
+        ``windows``.
+        """
         return batch if self.is_paired else batch.windows
 
     def scratch_for(self, num_rows: int) -> Tensor:
-        """Return room for ``num_rows`` rows of ``chunks``; the next call may return the same.
+        """Return memory for ``num_rows`` rows of ``chunks``; the next call may return the same
+        memory.
 
-        Kept and grown, as memory fresh from the system costs more to touch than to fill.
+        It is kept and grown, since touching memory fresh from the system costs more than filling
+        it.
         """
         if len(self._scratch) < num_rows:
             width = self.layout.block_size * self.layout.row_size
@@ -452,20 +473,21 @@ class PagedKvCache:
         return self._scratch[:num_rows]
 
     def step_buffers(self, num_tokens: int, dtype: torch.dtype) -> dict[tuple[object, ...], Any]:
-        """Return the buffers that the last native step of as many rows left, or none.
+        """Return the buffers of the last native step with as many rows, or an empty dict.
 
-        Decoding has the same number of rows again and again; memory for a long prefill is given
-        back by the next step.
+        Decodes have the same number of rows again and again; the memory of a long prefill is freed
+        by the next step.
         """
         if self._step_buffers[0] != (num_tokens, dtype):
             self._step_buffers = ((num_tokens, dtype), {})
         return self._step_buffers[1]
 
     def copy_block(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first ``num_tokens`` tokens of a block to another and zero the rest of it.
+        """Copy the first ``num_tokens`` tokens of a block to another block and zero the rest of
+        that.
 
         Raises:
-            ShapeError: more tokens than a block holds, or fewer than none.
+            ShapeError: ``num_tokens`` is negative or more than a block holds.
         """
         size = self.layout.block_size
         if not 0 <= num_tokens <= size:
@@ -479,14 +501,14 @@ class PagedKvCache:
             self.windows.copy_block(source, target, num_tokens)
 
     def gather_index(self, block_ids: Tensor) -> Tensor:
-        """Rows of ``chunks[layer]`` that hold the given blocks of several sequences.
+        """Return the rows of ``chunks[layer]`` that hold the given blocks of several sequences.
 
         Args:
             block_ids: int64 [S, n].
 
-        Returns: int64 [chunks * S * n], so that the gathered rows view as
-            [2, S * kv_heads, n * block_size, head_dim], keys and then values, or for latents as
-            [S, n * block_size, row_size].
+        Returns: int64 [chunks * S * n], ordered so that the gathered rows can be viewed as [2, S *
+            kv_heads, n * block_size, head_dim] (keys, then values), or for latents as [S, n *
+            block_size, row_size].
         """
         kinds, heads = self.layout.chunk_shape or (1, 1)
         kind_ids = torch.arange(kinds, device=block_ids.device).view(kinds, 1, 1, 1) * heads
@@ -508,7 +530,9 @@ def _place_layers(
 
 
 def wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device: Device) -> Tensor:
-    """View the first ``size_bytes`` of somebody's memory as uint8; the tensor keeps it alive."""
+    """View the first ``size_bytes`` of a given buffer as uint8; the tensor keeps the buffer
+    alive.
+    """
     where, field = "kernels.wrap_kv_cache", "memory"
     exporter: Any = memory  # numpy's stubs do not say that arrays have the buffer protocol.
     view = memoryview(exporter)
@@ -540,7 +564,7 @@ def _view_indexed(
 ) -> tuple[list[Tensor], dict[int, Tensor], list[Tensor]]:
     """Return latents by layer, index keys by layer, and the scales of both.
 
-    The first two are [num_blocks, block_size, size], scales [num_blocks, block_size, 2] bytes.
+    The first two are [num_blocks, block_size, size]; scales are [num_blocks, block_size, 2] bytes.
     """
     size, item = layout.block_size, 1 if layout.is_coded else layout.item_bytes
     scale_bytes = 2 if layout.is_coded else 0

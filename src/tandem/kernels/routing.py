@@ -1,12 +1,12 @@
-"""A step's choices of experts in all layers, and the experts that it defers.
+"""A step's choices of experts in all layers, and the experts whose output is deferred.
 
-Deferral is a recurrence over the layers, each token's own: of the experts that a layer chose, the
-least weighted are added one layer later,
+Deferral is a recurrence over the layers, for each token separately: of the experts that a layer
+chose, those with the least weight are added one layer later,
 
     y_L = shared_L + immediate_L + deferred_{L-1},
 
-with no ``deferred`` before the first layer and of the last one. Only tokens of the output defer, so
-a prompt is computed as without it.
+with no ``deferred`` before the first layer and none from the last one. Only output tokens defer, so
+prompts are computed as without deferral.
 
 Shapes: T tokens, K experts per token, E experts, M layers that have experts.
 """
@@ -24,10 +24,10 @@ __all__ = ["MoeLayers", "StepRouting", "split_deferred"]
 
 
 class MoeLayers(NamedTuple):
-    """The layers of a model that have routed experts, all with as many."""
+    """The layers of a model that have routed experts, all with equally many."""
 
     places: dict[int, int]
-    """Place among them, 0 to M - 1, by layer index."""
+    """Index among the layers with experts, 0 to M - 1, by layer number."""
     num_layers: int
     """Layers of the model, those without experts included."""
     num_experts: int
@@ -37,13 +37,13 @@ class MoeLayers(NamedTuple):
 
 
 class StepRouting:
-    """The choices of one step, by layer, and which of them are deferred.
+    """The experts chosen in one step, by layer, and which of them are deferred.
 
     Args:
-        moe: the layers.
+        moe: the layers with experts.
         batch: the tokens; borrowed.
-        cache: keeps the memory of choices from one step to the next of as many tokens.
-        dtype: the model's, by which the cache tells its buffers apart.
+        cache: keeps the memory of choices for the next step with as many tokens.
+        dtype: the model's dtype, by which the cache distinguishes its buffers.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class StepRouting:
             found = buffers[key] = (made, [Buffer(layer_TK) for layer_TK in made])
         self._moe = moe
         self.choices, self._by_layer = found
-        """int64 [M, T, K]: the experts that each layer's router chose; complete after the step."""
+        """Experts that each layer's router chose, int64 [M, T, K]; complete after the step."""
         self.layer_idx = -1
-        """The index of the layer that runs."""
+        """Number of the layer that is running."""
         self._late: Tensor | None = None
         self._output_T: Tensor | None = None
         if moe.num_deferred:
@@ -71,28 +71,28 @@ class StepRouting:
         """True if any token of the step defers experts."""
 
     def restart(self) -> None:
-        """Go back to before the first layer, for a step in the same memory."""
+        """Return to before the first layer, for the next step in the same memory."""
         self.layer_idx = -1
         self._late = None
 
     def set_outputs(self, rows_T: Tensor) -> None:
-        """Say which tokens defer experts, in the same memory; those that are left over do."""
+        """Set in place which tokens defer experts; rows beyond ``rows_T`` defer too."""
         assert self._output_T is not None, "a step that defers nothing"
         self._output_T.fill_(True)
         self._output_T[: len(rows_T)] = rows_T
 
     def enter_layer(self) -> None:
-        """Go on to the next layer of the model, whatever its kind."""
+        """Advance to the next layer of the model, with or without experts."""
         self.layer_idx += 1
 
     def find_choices(self) -> Buffer:
-        """Return where the layer's choices go, [T, K]."""
+        """Return the buffer for the running layer's choices, [T, K]."""
         return self._by_layer[self._moe.places[self.layer_idx]]
 
     def split(self, ids_TK: Tensor, w_TK: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the layer's immediate and deferred choices, -1 in the others' places.
+        """Return the layer's immediate and deferred choices, each with -1 in place of the others.
 
-        The second is None where nothing is deferred: in the last layer, and in a step of prompts.
+        The second is None if nothing is deferred: in the last layer, and in a step of prompts.
         """
         if self._output_T is None or self.layer_idx == self._moe.num_layers - 1:
             return ids_TK, None
@@ -107,7 +107,9 @@ class StepRouting:
         late_TK: Tensor | None,
         w_TK: Tensor,
     ) -> None:
-        """Add immediate experts, and what the layer before deferred, by whatever runs experts."""
+        """Add the immediate experts and the previous layer's deferred ones; defer this layer's late
+        ones.
+        """
         out = experts(x_TD, immediate_TK, w_TK)
         carried = self.take_carried()
         residual_TD += out if carried is None else out + carried
@@ -119,7 +121,7 @@ class StepRouting:
         self._late = late_TD
 
     def take_carried(self) -> Tensor | None:
-        """Return the sum that the layer before left, once; None where it left none."""
+        """Return the sum that the previous layer deferred, once; None if there is none."""
         late, self._late = self._late, None
         return late
 
@@ -127,16 +129,16 @@ class StepRouting:
 def split_deferred(
     ids_TK: Tensor, w_TK: Tensor, num_deferred: int, rows_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Split each token's choices into those summed now and the least weighted, summed later.
+    """Split each token's choices into immediate ones and those with the least weight, added later.
 
     Args:
-        ids_TK: int64.
+        ids_TK: expert ids, int64.
         w_TK: router weights; of equal ones the first in the row counts as larger.
-        num_deferred: of a token; K or more defers all.
+        num_deferred: deferred experts of a token; K or more defers all.
         rows_T: bool, the tokens that defer at all.
 
-    Returns: (immediate, deferred), both int64 [T, K], -1 where a choice is in the other. A token's
-        split depends on its own row alone.
+    Returns: (immediate, deferred), both int64 [T, K], with -1 where a choice is in the other. A
+        token's split depends on its own row alone.
     """
     num_kept = max(ids_TK.shape[1] - num_deferred, 0)
     order_TK = torch.argsort(w_TK, dim=1, descending=True, stable=True)

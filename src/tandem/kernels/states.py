@@ -1,7 +1,8 @@
-"""The states of sequences: a pool of slots, beside the pool of KV blocks.
+"""Recurrent states of sequences: a pool of slots, beside the pool of KV blocks.
 
-A sequence that runs has a slot, which each of its steps reads and moves on; a slot that no step has
-is a snapshot. A slot is contiguous (``StateLayout``), so that it is copied, sent and stored whole.
+A running sequence has a slot, which each of its steps reads and updates; a slot that no running
+sequence uses is a snapshot. A slot is contiguous (``StateLayout``), so it can be copied, sent and
+stored as a whole.
 """
 
 from math import prod
@@ -24,14 +25,14 @@ __all__ = ["StateCache"]
 
 
 class StateCache:
-    """The slots of one model on one device, and the views of them that operators take.
+    """The state slots of one model on one device, and the views of them that operators use.
 
     Args:
-        layout: of a state.
-        num_slots: ids are 0 to ``num_slots - 1``.
-        device: where the slots live.
-        memory: as of ``PagedKvCache``, ``num_slots * layout.bytes_per_state`` bytes. Contents do
-            not matter: a sequence's first token clears its slot.
+        layout: layout of a state.
+        num_slots: slots in the pool; ids are 0 to ``num_slots - 1``.
+        device: device of the slots.
+        memory: memory to use as in ``PagedKvCache``, of ``num_slots * layout.bytes_per_state``
+            bytes. Its contents do not matter: a sequence's first token clears its slot.
 
     Raises:
         ShapeError: ``memory`` is too small, not contiguous or not aligned.
@@ -57,9 +58,9 @@ class StateCache:
         self.device = device
         self.num_slots = num_slots
         self.tensor = tensor.view(torch.uint8).view(num_slots, layout.bytes_per_state)
-        """uint8 [slots, bytes of a state]."""
+        """All slots as bytes, uint8 [slots, bytes of a state]."""
         self.layers = [self._view_layer(i) for i in range(layout.num_layers)]
-        """By number among the layers that have a state."""
+        """Views of the slots for each layer, by its index among the layers with a state."""
 
     def _view_layer(self, state_idx: int) -> StateSlots:
         layout, place = self.layout, self.layout.layer_slice(state_idx)
@@ -76,21 +77,21 @@ class StateCache:
     def copy(self, source: int, target: int) -> None:
         """Copy a slot to another.
 
-        Raises: ShapeError (no such slot).
+        Raises: ShapeError (there is no such slot).
         """
         self._check(source, target)
         self.tensor[target] = self.tensor[source]
 
     def clear(self, slot: int) -> None:
-        """Make a slot the state before a sequence's first token: zeros.
+        """Zero a slot: the state before a sequence's first token.
 
-        Raises: ShapeError (no such slot).
+        Raises: ShapeError (there is no such slot).
         """
         self._check(slot)
         self.tensor[slot] = 0
 
     def view_bytes(self) -> NDArray[np.uint8]:
-        """Return all slots as bytes, one after the other; the same memory.
+        """Return all slots as bytes, one after the other; shares the memory.
 
         Raises: UnsupportedError (the slots are not in host memory).
         """
