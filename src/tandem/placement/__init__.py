@@ -1,1 +1,3 @@
-"""The operator, device and format of each part of a model: plain data in, a plan out."""
+"""Choice of operator, device and weight format for each part of a model: plain data in, a
+plan out.
+"""

@@ -1,8 +1,8 @@
-"""The machines, models and published measurements that Tandem knows by name.
+"""Machines, models and published measurements that Tandem knows by name.
 
-They are files of the package under ``data/``: parts (processors, accelerators) and machines made
-of them, configurations of models without weights, and rows of published speeds. A user's own
-machine is a file of the same form as one entry of ``machines.yaml``.
+They are files of the package under ``data/``: parts (processors, accelerators) and machines made of
+them, configurations of models without weights, and rows of published speeds. A user's own machine
+is a file in the form of one entry of ``machines.yaml``.
 """
 
 from functools import cache
@@ -38,52 +38,53 @@ Rate = Annotated[float, Meta(gt=0)]
 
 
 class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A published model's configuration: facts, no weights."""
+    """A published model's configuration, without weights."""
 
     name: str = ""
     title: str
     source: str
     stored_format: str
-    """The format of its routed experts, or of all matrices, as its makers publish it."""
+    """Weight format that its makers publish, of routed experts, or of all matrices."""
     config: dict[str, Any]
-    """The same as ``config.json`` has it, without what does not change sizes."""
+    """Fields of ``config.json`` that affect sizes."""
 
 
 class PublishedRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One published measurement: a machine, a model, how it ran, and its tokens a second."""
+    """One published speed measurement: machine, model, settings, and tokens per second."""
 
     id: Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
     machine: str
     model: str
     expert_format: str
-    """Expert format of routed experts on the CPU."""
+    """Weight format of routed experts on the CPU."""
     dense_format: str
-    """Dense format of all other matrices, which are on the GPU."""
+    """Weight format of all other matrices, which are on the GPU."""
     kernels: Literal["avx512", "amx"]
     """Instruction set of the CPU's matrix products."""
     prefill: Literal["cpu", "streamed"]
-    """The device on which routed experts of a prompt run: on the CPU, or on the GPU, their weights
-    streamed."""
+    """Device that computes a prompt's routed experts: the CPU, or the GPU with weights streamed to
+    it.
+    """
     sockets: Annotated[int, Meta(ge=1)] = 2
     accelerators: Annotated[int, Meta(ge=1)] = 1
     experts_per_token: Annotated[int, Meta(ge=0)] = 0
-    """The number that was used, if fewer than the model has; 0 is as the model has."""
+    """Experts per token if fewer than the model's own number; 0: the model's number."""
     gpu_experts: Annotated[int, Meta(ge=0)] = 0
-    """GPU experts of each layer, as published; 0 also where it is not told."""
+    """Experts of each layer on the GPU, as published; 0 also if not published."""
     chunk_tokens: Annotated[int, Meta(ge=1)] = 8192
-    """Tokens that one step of prefill computes; KTransformers' own default, where not told."""
+    """Tokens that one prefill step computes; KTransformers' default if not published."""
     prompt_tokens: Annotated[int, Meta(ge=1)]
     users: Annotated[int, Meta(ge=1)] = 1
     prefill_rate: Rate | None = None
-    """Tokens of prompts a second; None is not published."""
+    """Prompt tokens per second; None: not published."""
     decode_rate: Rate | None = None
-    """Tokens generated a second, by all users together."""
+    """Generated tokens per second, all users together."""
     source: str
     note: str = ""
 
 
 class PublishedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One published run of fine-tuning: a machine, a model, its batch, speed and memory."""
+    """One published fine-tuning run: machine, model, batch, speed and memory."""
 
     id: Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
     machine: str
@@ -93,27 +94,27 @@ class PublishedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     accumulation: Annotated[int, Meta(ge=1)] = 16
     rank: Annotated[int, Meta(ge=1)] = 8
     is_checkpointed: bool = True
-    """The same as LLaMA-Factory trains unless told otherwise."""
+    """True if activations are checkpointed, LLaMA-Factory's default."""
     rate: Rate
-    """Tokens a second, end to end."""
+    """Tokens per second, end to end."""
     vram_gb: Rate
-    """Vram gb of all GPUs together, decimal."""
+    """Memory of all GPUs together, in decimal GB."""
     dram_gb: Rate
     source: str
     note: str = ""
 
 
 class PublishedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All published rows that give enough facts, and the ones that do not."""
+    """All published rows with enough facts to predict, and those without."""
 
     fitted: tuple[str, ...]
-    """Ids of the rows that fit the efficiencies; chosen before any fit."""
+    """Ids of the rows to which efficiencies are fitted, chosen before any fit."""
     fitted_because: str
     rows: tuple[PublishedRow, ...]
     training: tuple[PublishedTraining, ...]
-    """Runs of fine-tuning; none fits anything."""
+    """Published fine-tuning runs; no efficiency is fitted to them."""
     left_out: dict[str, str]
-    """Other published figures, each with the fact that is missing."""
+    """Published figures that are not predicted, each with the missing fact."""
 
 
 def _data() -> Traversable:
@@ -142,12 +143,12 @@ def _read_machines() -> dict[str, dict[str, Any]]:
 
 
 def list_hardware() -> list[str]:
-    """Return the names of the machines that are known, as the file orders them."""
+    """Return the names of the known machines, in the file's order."""
     return list(_read_machines())
 
 
 def find_hardware(name: str) -> HardwareSpec:
-    """Return a known machine.
+    """Return the description of a known machine.
 
     Raises: NotFoundError.
     """
@@ -159,12 +160,12 @@ def find_hardware(name: str) -> HardwareSpec:
 
 
 def parse_hardware(text: str, where: str) -> HardwareSpec:
-    """Return the machine that a file describes.
+    """Parse a file that describes a machine.
 
     Args:
-        text: YAML with the fields of ``HardwareSpec``; ``processor`` and ``accelerator`` are
-            names of known parts or mappings of their fields.
-        where: the file's name, for messages and where it has no ``name``.
+        text: YAML with the fields of ``HardwareSpec``; ``processor`` and ``accelerator`` are names
+            of known parts or mappings of their fields.
+        where: the file's name, for messages and as the machine's name if the file gives none.
 
     Raises: ConfigError that names the field.
     """
@@ -177,10 +178,10 @@ def parse_hardware(text: str, where: str) -> HardwareSpec:
 
 
 def read_hardware(name_or_file: str) -> HardwareSpec:
-    """Return a known machine by its name, or the one that a file describes.
+    """Return a known machine by its name, or the machine that a file describes.
 
     Raises:
-        NotFoundError: neither is there.
+        NotFoundError: there is neither such a machine nor such a file.
         ConfigError: the file does not describe a machine.
     """
     if name_or_file in _read_machines():

@@ -1,7 +1,7 @@
-"""The rules by which a plan takes one of several values, here and on machines that are elsewhere.
+"""Rules by which a plan chooses a value from predicted rates, for this machine or another one.
 
-Each takes predicted rates and returns a value, so that `tandem serve` and `tandem plan --hardware`
-cannot come to decide differently.
+Each rule takes predicted rates and returns a value; `tandem serve` and `tandem plan --hardware`
+share the rules so that they decide alike.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,19 @@ import msgspec
 __all__ = ["CHUNKS", "MIN_IMMEDIATE", "Choice", "choose_chunk", "choose_deferral"]
 
 CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
-"""Tokens of a step among which a plan chooses."""
+"""Chunk sizes, in tokens of a step, from which a plan chooses."""
 NEAR = 0.98
-"""Share of the best rate that a smaller chunk must reach: it delays decodes less."""
+"""Share of the best rate that a smaller chunk must reach to be preferred, as it delays decodes
+less.
+"""
 MIN_IMMEDIATE = 2
 """Experts of a token that are never deferred: KTransformers' rule for accuracy."""
 SATURATED = 0.01
-"""A step that is so little above the shortest counts as it."""
+"""Relative difference from the best rate that counts as equal."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice, or one alternative that was rejected, and why."""
+    """A choice, or a rejected alternative, with the reason."""
 
     what: str
     value: str
@@ -29,20 +31,20 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_chunk(rates: Mapping[int, float]) -> int:
-    """Return the tokens of a step: the fewest that are within 2 % of the fastest.
+    """Return the chunk size: the smallest whose rate is within 2 % of the best.
 
     Args:
-        rates: tokens of a prompt a second by tokens of a step; there is one.
+        rates: prompt tokens per second by tokens of a step; at least one.
     """
     best = max(rates.values())
     return min(chunk for chunk, rate in rates.items() if rate >= NEAR * best)
 
 
 def choose_deferral(rates: Sequence[float]) -> int:
-    """Return how many experts of a token to defer: the fewest that saturate the CPU.
+    """Return how many experts of a token to defer: the fewest that keep the CPU fully used.
 
     Args:
-        rates: tokens a second in decode by deferred experts, from none on.
+        rates: decoded tokens per second by number of deferred experts, from 0 on.
     """
     best = (1 - SATURATED) * max(rates)
     return next(count for count, rate in enumerate(rates) if rate >= best)

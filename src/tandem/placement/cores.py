@@ -1,4 +1,4 @@
-"""The cores of each instance of a machine. Pure arithmetic; the caller measures."""
+"""Division of a machine's cores between instances. Pure arithmetic; the caller measures."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,8 @@ __all__ = ["divide_cores"]
 def divide_cores(cores: Sequence[Sequence[int]], num_instances: int) -> list[tuple[int, ...]]:
     """Divide a machine's cores between instances, as evenly as whole cores allow.
 
-    With fewer cores than instances each gets one, in turn, so that instances of one role that
-    follow each other are on different cores; those on one core wait for each other.
+    With fewer cores than instances, cores are assigned in rotation, so that consecutive instances
+    of one role are on different cores; instances on one core wait for each other.
 
     Neighbours stay together, so that an instance spans as few NUMA nodes as possible; the SMT
     siblings of a core stay with one instance, since they share its units.

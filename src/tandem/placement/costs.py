@@ -1,8 +1,9 @@
 """The cost model: how long a step takes, by a roofline per operator class.
 
-A class takes the longer of its bytes over the bandwidth and its operations over the peak, each
-times an efficiency. Few efficiencies are fitted, to three published rows that were named before
-(``fitting.py``); the others are given, with their sources. Nothing is fitted to a row of its own.
+The time of a class is the larger of its bytes over the bandwidth and its operations over the peak,
+each peak times an efficiency. Five efficiencies are fitted to three published rows chosen
+beforehand (``fitting.py``); the others are given, with their sources. No row has a parameter of its
+own.
 """
 
 from typing import Annotated, Literal
@@ -18,100 +19,111 @@ __all__ = ["Efficiencies", "FormatShares", "Parts", "Placement", "StepTime", "ch
 
 Share = Annotated[float, Meta(gt=0, le=1)]
 INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m"}
-"""Formats whose products are of int8; the others' are of bf16."""
+"""Weight formats whose products are of int8; other formats' products are of bf16."""
 F32_SHARE: dict[Isa, float] = {"avx2": 1.0, "avx512": 0.5, "amx": 1 / 16}
-"""Operations of float32 for one of bf16: AMX has none, AVX2 has no bf16."""
+"""Speed of float32 products relative to bf16: AMX has no float32, AVX2 no bf16."""
 AMX_ROWS = 4
-"""Tokens of an expert above which AMX tiles pay: KTransformers' own rule."""
+"""Tokens of an expert above which AMX tiles pay off: KTransformers' own rule."""
 ACTIVATION_BYTES = 2
 HOP_US = 10.0
 """Microseconds of one collective between GPUs, whatever its size."""
 
 
 class FormatShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shares of the CPU's peaks that the products of one weight format reach."""
+    """Shares of the CPU's peaks that products of one weight format reach."""
 
     bandwidth: Share
-    """Share of the memory's, while a few tokens' weights are read."""
+    """Share of the memory bandwidth that reading a few tokens' weights reaches."""
     compute: Share
-    """Share of the multiply-adds', while prompts are computed."""
+    """Share of the peak multiply-adds that computing prompts reaches."""
 
 
 class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shares of the peaks that are reached."""
+    """Shares of the hardware's peaks that are reached."""
 
     cpu_bandwidth: Share
-    """Fitted: of the memory's peak, while a few tokens' experts are read."""
+    """Fitted: share of the memory bandwidth that reading a few tokens' experts reaches."""
     cpu_avx: Share
-    """Fitted: of the peak of AVX2 or AVX-512, while prompts are computed."""
+    """Fitted: share of the peak of AVX2 or AVX-512 that computing prompts reaches."""
     cpu_amx: Share
-    """Fitted: the same of AMX."""
+    """Fitted: share of AMX's peak that computing prompts reaches."""
     staging: Share
-    """Fitted: weights for a GPU, copied to pinned memory, as a share of the memory's peak."""
+    """Fitted: share of the memory bandwidth at which weights for a GPU are copied to pinned
+    memory.
+    """
     formats: dict[str, FormatShares] = {}
-    """Measured: shares of weight formats by name, before ``cpu_bandwidth``, ``cpu_avx`` and
-    ``cpu_amx``; a format that is not here has those."""
+    """Measured: shares by weight format, which replace ``cpu_bandwidth``, ``cpu_avx`` and
+    ``cpu_amx``; a format that is missing uses those.
+    """
     handover_us: Annotated[float, Meta(ge=0)]
-    """Fitted: GPU to CPU and back, once a layer with experts on the CPU."""
+    """Fitted: microseconds from GPU to CPU and back, once for each layer with experts on
+    the CPU.
+    """
     layer_us: Annotated[float, Meta(ge=0)] = 0.0
-    """Measured: of a layer's calls on the CPU, whatever their size; 0 where GPUs run the layer."""
+    """Measured: microseconds of a layer's calls on the CPU, whatever their size; 0 for layers on
+    GPUs.
+    """
     gpu_bandwidth: Share = 0.8
-    """Given: what decode kernels of attention and matrices are published to reach."""
+    """Given: share of the GPU's bandwidth that published decode kernels of attention and matrices
+    reach.
+    """
     gpu_compute: Share = 0.5
-    """Given: matrix products of prompts, all kernels of a layer together."""
+    """Given: share of the GPU's peak that matrix products of prompts reach, all kernels of a layer
+    together.
+    """
     link: Share = 0.8
-    """Given: payload of a PCIe link, headers and flow control left out."""
+    """Given: share of a PCIe link's rate left for payload, without headers and flow control."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """The device and format of each class of operators."""
+    """Device and weight format of each class of operators."""
 
     expert_format: str
     dense_format: str
-    """Dense format of everything but routed experts."""
+    """Weight format of all matrices except routed experts."""
     expert_item_bytes: float = 0.0
-    """Bytes of a weight of routed experts, scales included; 0 is by the format."""
+    """Bytes per weight of routed experts, scales included; 0: from the format."""
     dense_item_bytes: float = 0.0
-    """The same of all others."""
+    """Bytes per weight of all other matrices, scales included; 0: from the format."""
     accelerators: int = 0
-    """GPUs that are used."""
+    """Number of GPUs used."""
     sockets: int = 1
     parallel: Literal["tensor", "expert", "pipeline"] = "tensor"
-    """The way in which several GPUs share a layer, or the layers."""
+    """How several GPUs share work: within each layer, or by dividing the layers."""
     gpu_experts: int = 0
-    """Routed experts of each layer on the GPUs; further ones are on the CPU."""
+    """Routed experts of each layer on the GPUs; the others are on the CPU."""
     is_dense_on_gpu: bool = True
-    """Dense MLPs, shared experts and routers."""
+    """True if dense MLPs, shared experts and routers are on the GPU."""
     is_attention_on_gpu: bool = True
     prefill: Literal["cpu", "streamed"] = "cpu"
-    """The device on which experts of a prompt run that have no place on the GPU."""
+    """Device that computes a prompt's experts that have no place on the GPU."""
     isa: Isa | None = None
     deferred: int = 0
-    """Experts of a token that may come one layer late."""
+    """Experts of a token that may be added one layer late."""
     chunk_tokens: int = 8192
 
     @property
     def expert_bytes(self) -> float:
-        """Bytes of a weight of routed experts."""
+        """Bytes per weight of routed experts, scales included."""
         return self.expert_item_bytes or FORMAT_BYTES[self.expert_format]
 
     @property
     def dense_bytes(self) -> float:
-        """Bytes of a weight of everything else."""
+        """Bytes per weight of all other matrices, scales included."""
         return self.dense_item_bytes or FORMAT_BYTES[self.dense_format]
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one layer, by who works."""
+    """Seconds of one layer by resource."""
 
     gpu: float
-    """Attention, dense matrices and collectives."""
+    """GPU time of attention, dense matrices and collectives."""
     gpu_experts: float = 0.0
     cpu: float = 0.0
-    """Attention and dense matrices that are on the CPU."""
+    """CPU time of attention and dense matrices that are on the CPU."""
     cpu_experts: float = 0.0
     stream: float = 0.0
-    """Weights on their way to the GPU."""
+    """Time in which weights are copied to the GPU."""
     handover: float = 0.0
 
 
@@ -120,19 +132,18 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
 
     parts: Parts
     shared_gpu: float
-    """Shared GPU of ``parts.gpu``, experts that every token uses; they may run beside those on the
-    CPU."""
+    """Share of ``parts.gpu`` spent in shared experts, which may overlap with experts on the CPU."""
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step, and what they are spent on, summed over the layers."""
+    """Seconds of a step, and their parts summed over the layers."""
 
     seconds: float
     parts: Parts
 
 
 class _Machine:
-    """Rates of a machine as they are reached."""
+    """Rates that a machine reaches with given efficiencies."""
 
     def __init__(self, spec: HardwareSpec, place: Placement, eff: Efficiencies) -> None:
         self._spec, self._place, self._eff = spec, place, eff
@@ -140,7 +151,7 @@ class _Machine:
         gpu = spec.accelerator
         self.num = place.accelerators
         self.width = self.num if place.parallel != "pipeline" else 1
-        """GPUs that share a layer."""
+        """Number of GPUs that share a layer."""
         self.gpu_bandwidth = gpu.bandwidth_gbps * 1e9 * eff.gpu_bandwidth if gpu else 1.0
         self.peer_link = gpu.peer_link_gbps * 1e9 * eff.link if gpu else 1.0
         self.host_link = gpu.host_link_gbps * 1e9 * eff.link if gpu else 1.0
@@ -170,12 +181,12 @@ class _Machine:
         return max(reads, ops / (peak * 1e12 * self._sockets * share))
 
     def stream_time(self, size_bytes: float) -> float:
-        """Return how long weights take to all GPUs that share the layer."""
+        """Return the seconds to copy weights to all GPUs that share the layer."""
         staged = size_bytes / (self.dram * self._eff.staging)
         return staged + size_bytes / (self.host_link * self.width)
 
     def collective_time(self, tokens: float, hidden: int) -> float:
-        """Return the time of a layer's two all-reduces, or of its two all-to-alls."""
+        """Return the seconds of a layer's two all-reduces, or of its two all-to-alls."""
         if self.num <= 1:
             return 0.0
         payload = tokens * hidden * ACTIVATION_BYTES
@@ -187,14 +198,14 @@ class _Machine:
 
 
 def _seen(layer: ShapeLayer, context: float) -> float:
-    """Return the tokens of a context that attention works with."""
+    """Return the tokens of a context that attention reads."""
     for limit in (layer.window, layer.top_tokens):
         context = min(context, limit) if limit else context
     return context
 
 
 def _distinct(experts: float, tokens: float, layer: ShapeLayer) -> float:
-    """Return how many of so many experts a step touches, choices being uniform."""
+    """Return how many of ``experts`` experts a step uses, if choices are uniform."""
     return experts * (1 - (1 - layer.top_k / layer.num_experts) ** tokens)
 
 
@@ -210,7 +221,9 @@ def _layer_parts(
     context: float,
     is_prefill: bool,
 ) -> Parts:
-    """Return one layer's seconds: ``tokens`` of ``users``, each seeing ``context`` on average."""
+    """Return one layer's seconds for ``tokens`` of ``users``, each attending to ``context`` on
+    average.
+    """
     dense_bytes, expert_bytes = place.dense_bytes, place.expert_bytes
     ops_each = layer.prefill_ops if is_prefill else layer.decode_ops
     attention_ops = 2 * tokens * layer.attention_weights
@@ -239,7 +252,7 @@ def _layer_parts(
     on_gpu = min(place.gpu_experts, layer.num_experts) if machine.num else 0
     on_cpu = layer.num_experts - on_gpu
     pairs = tokens * layer.top_k / layer.num_experts
-    """Tokens of one expert."""
+    """Tokens that choose a given expert, on average."""
     weights = layer.expert_weights
     gpu_experts = cpu_experts = stream = handover = 0.0
     streams = is_prefill and place.prefill == "streamed" and machine.num > 0 and on_cpu > 0
@@ -267,10 +280,10 @@ def _layer_parts(
 
 
 def _layer_seconds(parts: Parts, layer: ShapeLayer, deferred: int) -> float:
-    """Return how long a layer takes as its parts overlap.
+    """Return the seconds of a layer whose parts overlap.
 
-    Experts on the CPU run beside those on the GPU. With deferral, those that come late run beside
-    the next layer's attention too, so that a layer takes at least all of the CPU's time.
+    Experts on the CPU overlap with those on the GPU. Deferred experts also overlap with the next
+    layer's attention, so a layer takes at least all of its CPU time.
     """
     late = min(deferred, layer.top_k) / layer.top_k if layer.top_k else 0.0
     immediate = parts.cpu_experts * (1 - late)
@@ -341,12 +354,12 @@ def decode_time(
     """Return the time of one step that generates one token for each user.
 
     Args:
-        spec: the machine; ``place`` says how much of it is used.
+        spec: the machine; ``place`` tells how much of it is used.
         shape: the model.
-        place: where what is.
-        eff: shares of the peaks.
-        users: sequences.
-        context: tokens of each.
+        place: device and format of each class of operators.
+        eff: shares of the peaks that are reached.
+        users: number of sequences.
+        context: tokens of each sequence.
     """
     return _step(
         spec,
@@ -370,9 +383,9 @@ def list_decode_layers(
     users: int,
     context: int,
 ) -> list[LayerTime]:
-    """Return the seconds of each layer of the step that ``decode_time`` adds up, in order.
+    """Return the time of each layer of the step of ``decode_time``, in order.
 
-    Args: as of ``decode_time``.
+    Args: as for ``decode_time``.
     """
     machine = _Machine(spec, place, eff)
 
@@ -412,12 +425,12 @@ def chunk_time(
     """Return the time of one step that computes a chunk of a prompt.
 
     Args:
-        spec: the machine; ``place`` says how much of it is used.
+        spec: the machine; ``place`` tells how much of it is used.
         shape: the model.
-        place: where what is.
-        eff: shares of the peaks.
-        tokens: of the chunk.
-        context: tokens that each attends to, on average.
+        place: device and format of each class of operators.
+        eff: shares of the peaks that are reached.
+        tokens: tokens of the chunk.
+        context: tokens that each token attends to, on average.
         heads: tokens whose logits are computed.
     """
     return _step(
@@ -442,15 +455,15 @@ def prefill_time(
     tokens: int,
     users: int = 1,
 ) -> StepTime:
-    """Return the time to compute the prompts of so many users, in chunks.
+    """Return the time to compute the prompts of ``users`` users, in chunks.
 
     Args:
-        spec: the machine; ``place`` says how much of it is used.
+        spec: the machine; ``place`` tells how much of it is used.
         shape: the model.
-        place: where what is, and the tokens of a chunk.
-        eff: shares of the peaks.
-        tokens: of one prompt.
-        users: prompts; several share a chunk.
+        place: device and format of each class of operators, and the tokens of a chunk.
+        eff: shares of the peaks that are reached.
+        tokens: tokens of one prompt.
+        users: number of prompts; several may share a chunk.
     """
     total = tokens * users
     chunk = min(place.chunk_tokens, total)

@@ -1,4 +1,6 @@
-"""Prices of rates and sizes: what each machine is good for, and what it replaces."""
+"""Prices per rate and size: the phase that each machine is cheapest for, and the GPUs it
+replaces.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,39 +15,41 @@ __all__ = ["MachineCost", "OperatorClass", "Replacement", "compare", "list_class
 
 GIB = 1 << 30
 USABLE = 0.9
-"""Share of a GPU's memory that weights and cache take when a model is on GPUs alone."""
+"""Share of a GPU's memory usable for weights and cache if a model is on GPUs alone."""
 ROLES = {"usd_per_tflops": "prefill", "usd_per_gbps": "decode", "usd_per_gb": "KV"}
 
 
 class MachineCost(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine's prices of what each phase needs."""
+    """A machine's price per unit of the resource that each phase needs."""
 
     name: str
     title: str
     price_usd: float
     usd_per_tflops: float
-    """Price of a TFLOPS of bf16: what prefill needs."""
+    """Price per bf16 TFLOPS, which prefill needs."""
     usd_per_gbps: float
-    """Price of a GB/s of memory: what decode needs."""
+    """Price per GB/s of memory bandwidth, which decode needs."""
     usd_per_gb: float
-    """Price of a GB of memory: what KV and routed experts need. Decimal."""
+    """Price per decimal GB of memory, which KV and routed experts need."""
     roles: tuple[str, ...] = ()
-    """Phases for which no machine of the comparison is cheaper."""
+    """Phases for which no other machine of the comparison is cheaper."""
 
 
 class OperatorClass(msgspec.Struct, frozen=True, kw_only=True):
-    """A class of operators of the talk's table: how large, and operations of a step a byte."""
+    """A class of operators in the table of the KTransformers talk: size, and operations per
+    byte.
+    """
 
     name: str
     definition: str
     items: int
-    """Weights, or items of the cache."""
+    """Number of weights, or of items in the cache."""
     ops_per_byte: float
-    """Operations of a decode step for each byte that is held."""
+    """Operations of a decode step per byte of memory that the class takes."""
 
 
 class Replacement(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs that would hold what the machine holds in DRAM and GPU memory."""
+    """GPUs that would hold the contents of the machine's DRAM and GPU memory."""
 
     title: str
     count: int
@@ -53,7 +57,7 @@ class Replacement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _measure(spec: HardwareSpec) -> tuple[float, float, float]:
-    """Return a machine's TFLOPS of bf16, GB/s and GB, of its processors and GPUs together."""
+    """Return a machine's bf16 TFLOPS, GB/s and GB, of processors and GPUs together."""
     tflops = spec.cpu_tflops(is_int8=False)
     if spec.processor is not None and spec.processor.sustained_tflops:
         tflops = spec.processor.sustained_tflops * spec.sockets
@@ -67,9 +71,9 @@ def _measure(spec: HardwareSpec) -> tuple[float, float, float]:
 
 
 def compare(specs: Sequence[HardwareSpec]) -> list[MachineCost]:
-    """Return the machines' prices, each with the phases that it is the cheapest for.
+    """Return the machines' prices, each with the phases for which it is cheapest.
 
-    GB are as memory is sold: the talk's 512 GB are 8 modules of 64.
+    GB are counted as memory is sold: the talk's 512 GB are 8 modules of 64.
     """
     costs: list[MachineCost] = []
     for spec in specs:
@@ -98,12 +102,12 @@ def compare(specs: Sequence[HardwareSpec]) -> list[MachineCost]:
 
 
 def list_classes(shape: ModelShape, *, context: int, users: int) -> list[OperatorClass]:
-    """Return the operator classes of the talk's table, with weights of one byte and KV of two.
+    """Return the operator classes of the talk's table, for weights of one byte and KV of two.
 
     Args:
         shape: the model.
         context: tokens of each sequence.
-        users: that decode at once.
+        users: sequences that decode at once.
     """
     items = sum(layer.kv_items for layer in shape.layers) * context
     ops = sum(layer.decode_ops for layer in shape.layers) * context

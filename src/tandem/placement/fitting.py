@@ -1,4 +1,6 @@
-"""Fits the cost model's efficiencies to the named rows, and predicts every published row."""
+"""Fit of the cost model's efficiencies to the chosen rows, and predictions of every
+published row.
+"""
 
 import math
 import statistics
@@ -22,7 +24,7 @@ ROUNDS = 200
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One published speed beside the predicted one, in tokens a second."""
+    """A published speed and its prediction, in tokens per second."""
 
     row: str
     phase: str
@@ -32,19 +34,19 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Error of the prediction, as a share of what is published."""
+        """Error of the prediction relative to the published speed."""
         return self.predicted / self.published - 1
 
 
 @cache
 def read_efficiencies() -> Efficiencies:
-    """Return the efficiencies as they were fitted; a test fits them again."""
+    """Return the fitted efficiencies from the package's data; a test repeats the fit."""
     file = resources.files("tandem.placement") / "data" / "efficiencies.yaml"
     return msgspec.convert(parse_yaml(file.read_text("utf-8")), Efficiencies)
 
 
 def predict_row(row: PublishedRow, eff: Efficiencies, *, is_fitted: bool = False) -> list[Figure]:
-    """Return what the cost model says of a row: prefill, decode or both."""
+    """Predict the published speeds of a row: prefill, decode or both."""
     spec = find_hardware(row.machine)
     shape = read_shape(find_model(row.model).config, row.model)
     if row.experts_per_token:
@@ -80,7 +82,7 @@ def _figure(
 
 
 def predict_rows(eff: Efficiencies) -> list[Figure]:
-    """Return all figures, in the file's order."""
+    """Return the figures of all rows, in the file's order."""
     published = read_published()
     return [
         figure
@@ -90,17 +92,17 @@ def predict_rows(eff: Efficiencies) -> list[Figure]:
 
 
 def median_error(figures: Sequence[Figure]) -> float:
-    """Return the median size of the errors."""
+    """Return the median of the absolute errors."""
     return statistics.median(abs(figure.error) for figure in figures)
 
 
 def fit() -> Efficiencies:
-    """Fit the efficiencies to the three named rows.
+    """Fit the efficiencies to the three chosen rows.
 
-    Five figures fix five efficiencies, so this solves for them: Newton steps on logarithms, with
-    finite differences, damped so that none leaves its range.
+    Five figures determine five efficiencies, so this solves the equations: Newton steps on
+    logarithms, with finite differences, damped so that all stay in range.
 
-    Raises: InternalError if they do not meet.
+    Raises: InternalError if the steps do not converge.
     """
     published = read_published()
     rows = [row for row in published.rows if row.id in published.fitted]
@@ -130,14 +132,14 @@ def _efficiencies(logs: Sequence[float]) -> Efficiencies:
 def _differentiate(
     function: Callable[[Sequence[float]], list[float]], at: list[float], value: list[float]
 ) -> list[list[float]]:
-    """Return the matrix of derivatives [outputs, inputs]."""
+    """Return the matrix of derivatives [outputs, inputs] by finite differences."""
     delta = 1e-5
     columns = [function([x + delta * (i == j) for j, x in enumerate(at)]) for i in range(len(at))]
     return [[(column[k] - value[k]) / delta for column in columns] for k in range(len(value))]
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a small linear system by elimination; where it is singular, nothing moves."""
+    """Solve a small linear system by elimination; unknowns of a singular system stay 0."""
     rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
     size = len(rows)
     for i in range(size):

@@ -1,7 +1,7 @@
-"""The hardware of one machine as planning sees it: sizes, rates and prices, in plain numbers.
+"""Description of a machine's hardware for planning: sizes, rates and prices, in plain numbers.
 
-Rates are peaks, as makers state them; what share of them is reached is the cost model's business.
-GB/s and TFLOPS are decimal, memory is in GiB, prices are in US dollars.
+Rates are peaks, as makers state them; the cost model knows what share of them is reached. GB/s and
+TFLOPS are decimal, memory is in GiB, prices are in US dollars.
 """
 
 from typing import Annotated, Literal
@@ -21,72 +21,74 @@ OPS_PER_CYCLE: dict[Isa, tuple[int, int]] = {
     "avx512": (128, 256),
     "amx": (1024, 2048),
 }
-"""Operations of one core in one cycle, of bf16 (AVX2: float32) and of int8; a multiply-add is two.
+"""Operations of one core per cycle, for bf16 (AVX2: float32) and int8; a multiply-add counts as
+two.
 
-AVX-512 and AMX as in the KTransformers talk: 256 and 2048 with int8, and half of it with bf16.
+AVX-512 and AMX are as in the KTransformers talk: 256 and 2048 with int8, half as many with bf16.
 """
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One GPU."""
+    """A GPU's sizes, rates and price."""
 
     title: Text
     memory_gib: Positive
     bandwidth_gbps: Positive
-    """GB/s of its memory."""
+    """Bandwidth of its memory in GB/s."""
     bf16_tflops: Positive
-    """Dense, sums in float32."""
+    """Dense bf16 TFLOPS, with float32 sums."""
     fp8_tflops: NonNegative = 0
-    """The same with fp8; 0 where it has none."""
+    """Dense fp8 TFLOPS; 0: the GPU has no fp8."""
     host_link_gbps: Positive
-    """From the host's memory, one direction."""
+    """GB/s from the host's memory, one direction."""
     peer_link_gbps: Positive
-    """To the other GPUs of the machine, one direction."""
+    """GB/s to the machine's other GPUs, one direction."""
     price_usd: NonNegative
     price_source: Text
     source: Text
 
 
 class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One socket."""
+    """A processor in one socket: sizes, rates and price."""
 
     title: Text
     cores: Annotated[int, Meta(ge=1)]
-    """Whole ones, not hardware threads."""
+    """Physical cores, not hardware threads."""
     ghz: Positive
-    """Under load of all cores: the base clock, where nothing better is known."""
+    """Clock under load of all cores; the base clock if nothing better is known."""
     isa: Isa
-    """The widest instruction set that multiplies matrices."""
+    """Widest instruction set for matrix products."""
     bandwidth_gbps: Positive
-    """GB/s of the socket's memory."""
+    """Bandwidth of the socket's memory in GB/s."""
     bf16_tflops: NonNegative = 0
-    """Measured; 0 is by cores, clock and instruction set."""
+    """Measured bf16 TFLOPS; 0: computed from cores, clock and instruction set."""
     int8_tops: NonNegative = 0
-    """The same of int8."""
+    """Measured int8 TOPS; 0: computed from cores, clock and instruction set."""
     sustained_tflops: NonNegative = 0
-    """Sustained TFLOPS of bf16, as a source says that kernels reach it; what a price is compared
-    by, if given."""
+    """Sustained bf16 TFLOPS that a source states for kernels; used for price comparisons if
+    given.
+    """
     price_usd: NonNegative
     price_source: Text
     source: Text
 
 
 class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One machine."""
+    """A machine as planning sees it."""
 
     name: Text
     title: Text
     processor: Processor | None = None
-    """None: only the accelerator is compared, as in the talk."""
+    """The machine's processor; None: only the accelerator is compared, as in the talk."""
     sockets: Annotated[int, Meta(ge=1)] = 1
     cores_used: Annotated[int, Meta(ge=0)] = 0
-    """Cores of the machine that may be used, as of a rented share; 0 is all."""
+    """Cores that may be used, such as a rented share of the machine; 0: all."""
     memory_gib: NonNegative = 0
-    """DRAM of the whole machine."""
+    """DRAM of the whole machine, in GiB."""
     accelerator: Accelerator | None = None
     num_accelerators: Annotated[int, Meta(ge=0)] = 0
     dram_usd_per_gib: NonNegative = 5
-    """A price of server DRAM; `price_source` says where it comes from."""
+    """Price of server DRAM per GiB; `price_source` tells its origin."""
     price_source: str = "DRAM at $5 a GiB, the middle of 2024 and 2025's retail prices"
     source: Text
 
@@ -100,15 +102,15 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def share(self) -> float:
-        """Part of the machine's cores that may be used."""
+        """Share of the machine's cores that may be used."""
         return self.cores / (self.processor.cores * self.sockets) if self.processor else 0.0
 
     @property
     def cpu_bandwidth_gbps(self) -> float:
-        """Peak of all sockets' memory together.
+        """Peak bandwidth of all sockets' memory together, in GB/s.
 
-        A share of the cores reaches more than its share of the bandwidth: half the cores of a
-        socket are taken to saturate it.
+        A share of the cores reaches more than its share of the bandwidth: half of a socket's cores
+        are assumed to saturate it.
         """
         if self.processor is None:
             return 0.0
@@ -116,19 +118,19 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def accelerator_memory_bytes(self) -> int:
-        """Memory of all GPUs together."""
+        """Memory of all GPUs together, in bytes."""
         if self.accelerator is None:
             return 0
         return round(self.accelerator.memory_gib * self.num_accelerators * (1 << 30))
 
     @property
     def memory_bytes(self) -> int:
-        """DRAM."""
+        """DRAM of the machine, in bytes."""
         return round(self.memory_gib * (1 << 30))
 
     @property
     def price_usd(self) -> float:
-        """Price of processors, DRAM and GPUs; board, case and power are left out."""
+        """Price of processors, DRAM and GPUs; board, case and power are not included."""
         price = self.memory_gib * self.dram_usd_per_gib
         if self.processor is not None:
             price += self.processor.price_usd * self.sockets
@@ -137,11 +139,11 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return price
 
     def cpu_tflops(self, *, is_int8: bool, isa: Isa | None = None) -> float:
-        """Return the peak of the cores that may be used.
+        """Return the peak TFLOPS of the cores that may be used.
 
         Args:
-            is_int8: whether products are of int8 or of bf16.
-            isa: a narrower instruction set than the widest; None is the widest.
+            is_int8: True for products of int8, False for bf16.
+            isa: a narrower instruction set than the widest; None: the widest.
         """
         if self.processor is None:
             return 0.0

@@ -1,7 +1,7 @@
-"""A plan as a picture: each layer's parts on the devices that hold them, in one SVG file.
+"""A plan as a picture: each layer's parts on their devices, in one SVG file.
 
-A row is a layer, a lane is a device, a bar is as long as its part is large. Pure: text out. Nothing
-is loaded from elsewhere, and no script runs in it.
+Each row is a layer, each lane a device, and a bar's length is the part's size. Pure: returns text.
+The file loads nothing and contains no script.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ COLORS = {
     "workspace": "#c9c3b5",
 }
 LANE, MARGIN, LABEL, GAP = 420, 24, 60, 36
-"""Pixels: width of a device's lane, border, width of the layers' numbers, between lanes."""
+"""Pixels: width of a device's lane, border, width of the layer numbers, gap between lanes."""
 ROW, BAR = 11, 9
 TOP = 92
 LINE = 17
@@ -43,8 +43,8 @@ def render_picture(plan: Plan, shape: ModelShape) -> str:
     """Return the SVG document of a plan.
 
     Args:
-        plan: of the model.
-        shape: the model, whose layers are drawn.
+        plan: the plan to draw.
+        shape: the model whose layers are drawn.
     """
     rows = [list(_list_bars(plan, layer)) for layer in shape.layers]
     devices = ["GPU", "CPU"] if plan.placement.accelerators else ["CPU"]
@@ -124,7 +124,7 @@ def _tell_memory(memory: DeviceMemory) -> str:
 
 
 def _draw_memory(memory: DeviceMemory, x: float) -> Iterator[str]:
-    """Draw what fills a device's memory, as a share of all of it."""
+    """Draw the parts of a device's memory, as shares of its capacity."""
     yield f'<rect x="{x:.1f}" y="70" width="{LANE}" height="10" fill="#eeeeee"/>'
     end = x
     for part, size in memory.parts.items():

@@ -1,4 +1,4 @@
-"""A plan as text for people: what goes where and why, a picture, and what the memory holds."""
+"""A plan as text for people: placement with reasons, a picture of the layers, and memory use."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ BAR = 24
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines whose cells stand below each other."""
+    """Return rows as lines of text with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return [
         "  ".join(
@@ -30,10 +30,10 @@ def render_plan(
     """Return the plan as text.
 
     Args:
-        plan: to be told.
-        spec: its machine.
-        shape: its model.
-        with_rejected: whether alternatives that were rejected are told too.
+        plan: the plan.
+        spec: the machine.
+        shape: the model.
+        with_rejected: True to list rejected alternatives too.
     """
     wishes = plan.wishes
     who = f"{wishes.users} user{'s' if wishes.users > 1 else ''}"
@@ -72,7 +72,7 @@ def _tell_speed(plan: Plan) -> list[str]:
 
 
 def draw_layers(plan: Plan, spec: HardwareSpec, shape: ModelShape) -> list[str]:
-    """Return the picture: groups of layers by devices."""
+    """Return a picture of the placement in text: groups of equal layers by device."""
     place = plan.placement
     gpu = ""
     if spec.accelerator is not None and place.accelerators:
@@ -107,7 +107,9 @@ def _has_shared(layer: ShapeLayer, shape: ModelShape) -> bool:
 
 
 def _group_layers(shape: ModelShape) -> Iterator[tuple[int, int, ShapeLayer]]:
-    """Yield runs of equal layers; a pattern that repeats is one run of its first layer."""
+    """Yield runs of equal layers as (first, last, layer); a repeating pattern is one run of its
+    first layer.
+    """
     start = 0
     for index, layer in enumerate(shape.layers):
         is_last = index + 1 == len(shape.layers)

@@ -1,8 +1,9 @@
-"""The planner: a machine, a model and wishes in, a plan out, with the reason of each choice.
+"""The planner: from a machine, a model and the user's wishes to a plan, with the reason of each
+choice.
 
 Pure arithmetic over the cost model. Offload goes by arithmetic intensity: routed experts leave the
-GPU first, then shared experts and dense layers, attention last. Planning sizes what serving refuses
-still, and says so.
+GPU first, then shared experts and dense layers, attention last. Models that serving does not
+support yet can be planned too; the plan says so.
 """
 
 import math
@@ -29,54 +30,57 @@ __all__ = ["ClassPlan", "DeviceMemory", "Plan", "Wishes", "make_plan"]
 GIB = 1 << 30
 BLOCK_TOKENS = 64
 WORKSPACE_ITEMS = 12
-"""Activations of a token of a chunk, in hidden sizes, all in bf16."""
+"""Memory of activations per token of a chunk, in bf16 items, as a multiple of the hidden size."""
 STREAM_GAIN = 1.2
-"""Times faster that streaming must compute a prompt: it takes a layer's memory on the GPU."""
+"""Speed-up that streaming experts must bring for prompts, since it takes a layer's memory on the
+GPU.
+"""
 MAX_USERS = 4096
 DRAM_SHARE = 0.95
-"""Share of the machine's DRAM that a model may take; the rest is for the system."""
+"""Share of the machine's DRAM that a model may use; the rest is for the system."""
 PARALLEL: tuple[Literal["tensor", "expert", "pipeline"], ...] = ("tensor", "expert", "pipeline")
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Demands on a plan."""
+    """The user's demands on a plan."""
 
     context: Annotated[int, Meta(ge=1)] = 8192
     """Tokens of a sequence, prompt and answer together."""
     prompt: Annotated[int, Meta(ge=0)] = 0
-    """Tokens of a prompt; 0 is half of the context."""
+    """Tokens of a prompt; 0: half of the context."""
     users: Annotated[int, Meta(ge=1)] = 1
     rate: Annotated[float, Meta(ge=0)] = 0
-    """Tokens a second that each user should get; 0 is none in particular."""
+    """Tokens per second that each user should get; 0: no demand."""
     quality: Literal["stored", "int8", "int4"] = "int8"
-    """The coarsest format that weights may be rounded to; `stored` rounds nothing."""
+    """Coarsest format that weights may be rounded to; `stored` rounds nothing."""
     gpu_experts: Annotated[int, Meta(ge=0)] | None = None
-    """GPU experts of each layer; None is as many as fit."""
+    """Experts of each layer on the GPU; None: as many as fit."""
     gpu_expert_format: str = ""
-    """Format of experts on the GPU; empty: as of those on the CPU."""
+    """Weight format of experts on the GPU; empty: that of experts on the CPU."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.92
     """Share of the GPU's memory for weights and cache; the rest is for kernels and graphs."""
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of a prompt."""
+        """Tokens of a prompt, at most the context."""
         return min(self.prompt or max(1, self.context // 2), self.context)
 
 
 class ClassPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One class of operators: where it is, in which format, and how large."""
+    """A class of operators with its device, weight format and size."""
 
     name: str
     device: str
     weight_format: str
     size_bytes: int
     ops_per_byte: float
-    """Operations of a decode step for the wished users, a byte that is held: who has least leaves
-    the GPU first."""
+    """Operations of a decode step per byte of memory, for the wished number of users; the class
+    with the fewest leaves the GPU first.
+    """
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one kind of device and what is in it."""
+    """Memory of one kind of device and its use by part."""
 
     device: str
     capacity_bytes: int
@@ -84,7 +88,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_bytes(self) -> int:
-        """Sum of the parts."""
+        """Bytes in use, the sum of the parts."""
         return sum(self.parts.values())
 
 
@@ -97,30 +101,30 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement
     classes: tuple[ClassPlan, ...]
     threads: dict[str, int]
-    """By operator class that runs on the CPU."""
+    """Threads of each operator class that runs on the CPU."""
     kv_blocks: int
-    """Blocks of 64 tokens."""
+    """Number of KV blocks, of 64 tokens each."""
     state_slots: int
-    """Sequences whose recurrent states fit; 0 where the model has none."""
+    """Sequences whose recurrent states fit; 0 if the model has none."""
     window_bytes: int
-    """Bytes of a user's KV in layers with a window; 0 where no layer has one."""
+    """Bytes of a user's KV in layers with a sliding window; 0 if no layer has one."""
     window_saved_bytes: int
-    """Bytes that a user's KV there would take more, if those layers saw all of the context."""
+    """Bytes that a user's KV in those layers would take in addition without windows."""
     prefill_rate: float
-    """Tokens of one prompt a second."""
+    """Tokens per second of one prompt."""
     decode_rate: float
-    """Tokens a second, all users together."""
+    """Tokens per second, all users together."""
     users_at_rate: int
-    """Users that get the wished rate at once; 0 where nobody does, or none is wished."""
+    """Users that get the wished rate at once; 0 if none do, or no rate is wished."""
     memory: tuple[DeviceMemory, ...]
     choices: tuple[Choice, ...]
     rejected: tuple[Choice, ...]
     unserved: str
-    """Why serving refuses this model still; empty: it does not."""
+    """Reason why serving does not support this model yet; empty: serving supports it."""
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to place a model that fits, with its memory."""
+    """A placement of a model that fits, with its memory use."""
 
     place: Placement
     kv_tokens: int
@@ -129,7 +133,9 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Planner:
-    """Places one model on one machine, and keeps why."""
+    """The state of planning one model on one machine: choices made, alternatives rejected,
+    reasons.
+    """
 
     def __init__(
         self,
@@ -178,18 +184,20 @@ class _Planner:
 
     @property
     def dense_stored(self) -> str:
-        """The format of what is not a routed expert, as checkpoints have it."""
+        """Format in which checkpoints store matrices other than routed experts."""
         return self.stored if self.stored in ("f32", "bf16", "fp8") else "bf16"
 
     # Methods that count memory.
 
     def count_static_bytes(self, accelerators: int) -> float:
-        """Return what weights and cache may take of the GPUs."""
+        """Return the GPU bytes that weights and cache may use."""
         gpu = self.spec.accelerator
         return accelerators * gpu.memory_gib * GIB * self.wishes.memory_fraction if gpu else 0.0
 
     def count_workspace_bytes(self, place: Placement) -> float:
-        """Return what a chunk of a prompt takes, and a layer of experts on their way through."""
+        """Return the bytes of a prompt chunk's activations, plus a layer of experts if these are
+        streamed.
+        """
         size = place.chunk_tokens * self.shape.hidden_size * 2 * WORKSPACE_ITEMS
         if place.prefill == "streamed" and self.shape.moe_layers:
             layer = self.shape.moe_layers[0]
@@ -197,10 +205,10 @@ class _Planner:
         return size
 
     def lay_out(self, place: Placement, users: int) -> _Layout | None:
-        """Return how a placement fills the memories; None if it does not fit.
+        """Return the memory use of a placement; None if it does not fit.
 
-        The GPU takes attention and dense matrices as ``place`` says, the cache of the users, then
-        as many experts of each layer as fit or are wished, and cache with what is left.
+        The GPU holds attention and dense matrices according to ``place``, the users' cache, then as
+        many experts of each layer as fit or are wished, and more cache in the remaining memory.
         """
         shape, wishes = self.shape, self.wishes
         dense_bytes = FORMAT_BYTES[place.dense_format]
@@ -273,7 +281,9 @@ class _Planner:
     # Methods that choose where weights and KV are placed.
 
     def list_places(self, expert_format: str) -> Iterator[tuple[Placement, str]]:
-        """Yield placements in order of preference, each with what it gave up."""
+        """Yield placements in order of preference, each with a note of what it moved off
+        the GPU.
+        """
         num = self.spec.num_accelerators
         base = Placement(
             expert_format=expert_format,
@@ -302,7 +312,7 @@ class _Planner:
             )
 
     def find_layout(self, users: int, expert_format: str) -> tuple[_Layout | None, list[str]]:
-        """Return the first placement that fits, and what did not."""
+        """Return the first placement that fits, and notes on those that did not."""
         failed: list[str] = []
         for place, gave in self.list_places(expert_format):
             layout = self.lay_out(place, users)
@@ -312,7 +322,7 @@ class _Planner:
         return None, failed
 
     def refine(self, layout: _Layout, users: int, *, is_told: bool) -> _Layout:
-        """Choose parallelism, streaming, chunk and deferral of a layout by predicted times."""
+        """Choose parallelism, streaming, chunk size and deferral of a layout by predicted times."""
         layout = self._choose_parallel(layout, users, is_told=is_told)
         layout = self._choose_prefill(layout, users, is_told=is_told)
         return self._choose_deferral(layout, users, is_told=is_told)
@@ -344,7 +354,7 @@ class _Planner:
         return msgspec.structs.replace(layout, place=places[best])
 
     def _choose_prefill(self, layout: _Layout, users: int, *, is_told: bool) -> _Layout:
-        """Choose the chunk, and whether experts are streamed to the GPU for a prompt."""
+        """Choose the chunk size, and whether a prompt's experts are streamed to the GPU."""
         options: list[tuple[_Layout, float]] = []
         for chunk in CHUNKS:
             if chunk > CHUNKS[0] and chunk >= 2 * self.wishes.prompt_tokens:
@@ -453,11 +463,11 @@ def make_plan(
     Args:
         spec: the machine.
         shape: the model, from its configuration alone.
-        wishes: context, users, rate and the floor of quality.
-        stored_format: of its routed experts, or of all matrices, as the checkpoint has them.
+        wishes: context, users, rate and quality floor.
+        stored_format: the checkpoint's format of routed experts, or of all matrices.
         efficiencies: shares of the peaks that are reached.
 
-    Raises: CapacityError if it fits in no way; the text says what is short.
+    Raises: CapacityError if no placement fits; the text says which memory is short.
     """
     planner = _Planner(spec, shape, stored_format, wishes, efficiencies)
     expert_format = planner.choose_expert_format() if shape.expert_weights else stored_format

@@ -1,4 +1,4 @@
-"""The page that sets predicted speeds beside published ones (``tandem plan --published``)."""
+"""The page that compares predicted speeds with published ones (``tandem plan --published``)."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -16,7 +16,7 @@ from tandem.placement.training import list_training
 __all__ = ["LARGE_ERROR", "explain_figure", "explain_row", "render_predictions"]
 
 LARGE_ERROR = 0.25
-"""Share from which a prediction's error is explained."""
+"""Relative error of a prediction from which on the page explains it."""
 
 INTRODUCTION = """\
 # Predicted speeds beside published ones
@@ -35,12 +35,12 @@ def _read_outliers() -> dict[str, str]:
 
 
 def explain_figure(figure: Figure) -> str:
-    """Return why a figure is far off; empty where nothing is said."""
+    """Return the reason for a figure's large error; empty if none is recorded."""
     return explain_row(f"{figure.row} {figure.phase}")
 
 
 def explain_row(name: str) -> str:
-    """Return why a figure is far off, by its row and what it is of; empty where nothing is said."""
+    """Return the reason for a large error, by "row phase"; empty if none is recorded."""
     for pattern, reason in _read_outliers().items():
         if fnmatchcase(name, pattern):
             return reason
@@ -81,7 +81,7 @@ def _sum_up(figures: Sequence[Figure]) -> str:
 
 
 def _tell_training(eff: Efficiencies) -> list[str]:
-    """Return the part about runs of fine-tuning."""
+    """Return the section about fine-tuning runs."""
     figures = list_training(eff)
     rows = {row.id: row for row in read_published().training}
     lines = [

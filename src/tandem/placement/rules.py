@@ -1,17 +1,17 @@
-"""Rules: which operator takes which module of a model. Pure: text and names in, a table out.
+"""Rules that assign operators to a model's modules. Pure: text and names in, a table out.
 
 The grammar is that of the KTransformers rule files::
 
     - match: {name: REGEX, class: CLASS}       # at least one; both must hold
       replace: {class: OPERATOR | default, kwargs: {...}}
-      recursive: true | false                  # default true; false leaves the children alone
+      recursive: true | false                  # default true; false skips the module's children
 
 Modules are visited depth first and the first rule that matches wins. ``name`` is searched (not
-anchored) in the dotted module path; ``class`` is the import path of the module's class or of one
-of its bases. Here a class is only ever compared, never imported.
+anchored) in the dotted module path; ``class`` is the import path of the module's class or of one of
+its bases. Classes are only compared here, never imported.
 
-Bounds: a file may come from anywhere, so its size, its rules, its nesting and its regular
-expressions are limited; an expression that could backtrack exponentially is refused.
+Bounds: a file may come from anywhere, so its size, number of rules, nesting and regular expressions
+are limited; an expression that could backtrack exponentially is refused.
 """
 
 import re
@@ -29,23 +29,23 @@ MAX_FILE_BYTES = 1 << 20
 MAX_RULES = 1000
 MAX_PATTERN_LEN = 1000
 MAX_REPEATS = 4
-"""Unbounded repeats in one pattern: matching a name takes at most its length to this power."""
+"""Most unbounded repeats in a pattern: matching takes at most the name's length to this power."""
 MAX_NODES = 20_000
 MAX_NODE_DEPTH = 6
 
 DEFAULT = "default"
-"""The operator name that leaves a module as it is."""
+"""Operator name that leaves a module unchanged."""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """One rule, checked."""
+    """A rule of a file, checked."""
 
     name: str | None = None
-    """Regular expression on the dotted module path."""
+    """Regular expression that is searched in the dotted module path."""
     class_name: str | None = None
-    """Import path, or bare name, of a class."""
+    """Import path or bare name of a class."""
     operator: str = DEFAULT
-    """The same as written in the file; resolved against a registry when the rules are applied."""
+    """Operator name as written in the file; looked up in a registry when rules are applied."""
     kwargs: dict[str, Any] = {}
     recursive: bool = True
     source: str = ""
@@ -53,41 +53,45 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def place(self) -> str:
-        """``file:line``, for messages."""
+        """Place of the rule as ``file:line``, for messages."""
         return f"{self.source}:{self.line}"
 
 
 class ModuleInfo(msgspec.Struct, frozen=True):
-    """A module of the skeleton, without the module."""
+    """Name and classes of a module, without the module itself."""
 
     name: str
     class_path: str
     bases: tuple[str, ...] = ()
-    """Import paths of all its base classes, nearest first."""
+    """Import paths of all base classes, nearest first."""
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """The effect of the rules on one module."""
+    """The result of the rules for one module."""
 
     module: ModuleInfo
     rule: int | None = None
-    """Index of the rule that took it; None if none did."""
+    """Index of the rule that matched first; None if none did."""
     skipped_by: int | None = None
-    """Index of the rule with ``recursive: false`` that ended the walk above it."""
+    """Index of the rule with ``recursive: false`` on a parent module that skipped this one."""
 
 
 class RuleTable(msgspec.Struct, frozen=True):
-    """The outcome: one assignment a module, in walking order, and what the rules came to."""
+    """Result of applying rules: one assignment per module, in visiting order, and rules without
+    effect.
+    """
 
     rules: tuple[Rule, ...]
     assignments: tuple[Assignment, ...]
     unused: tuple[int, ...]
-    """Rules whose match fits no module at all."""
+    """Indices of rules that match no module."""
     shadowed: dict[int, tuple[int, ...]]
-    """Rules that fit modules but never won one, each with the rules that took them instead."""
+    """Rules that match modules but are never first, each with the rules that were."""
 
     def operator_of(self, module_name: str) -> str:
-        """Return the operator, as written, of a module; ``default`` where no rule took it."""
+        """Return a module's operator name as written in the file; ``default`` if no rule
+        matched.
+        """
         for assignment in self.assignments:
             if assignment.module.name == module_name and assignment.rule is not None:
                 return self.rules[assignment.rule].operator
@@ -98,11 +102,11 @@ def parse_rules(text: str, source: str) -> tuple[Rule, ...]:
     """Parse a rule file.
 
     Args:
-        text: its contents.
-        source: its name, for messages.
+        text: the file's contents.
+        source: the file's name, for messages.
 
     Raises:
-        ConfigError: not YAML, not the grammar, or over a bound; the text has file, line and
+        ConfigError: invalid YAML or grammar, or a bound is exceeded; the text has file, line and
             field.
     """
     if len(text) > MAX_FILE_BYTES:
@@ -131,7 +135,7 @@ def _error(source: str, node: yaml.Node, what: str, field: str | None = None) ->
 
 
 def _check_nodes(root: yaml.Node, source: str) -> None:
-    """Bound the tree before anything is built from it; an alias counts each time it is used."""
+    """Bound the YAML tree's size before values are built; an alias counts each time it is used."""
     stack, seen = [(root, 0)], 0
     while stack:
         node, depth = stack.pop()
@@ -245,9 +249,9 @@ _CHARACTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 
 
 def _count_repeats(pattern: str) -> tuple[int, bool]:
-    """Return (unbounded repeats in a valid pattern, whether one holds another).
+    """Return (number of unbounded repeats in a valid pattern, True if one contains another).
 
-    Nested ones backtrack exponentially, flat ones with the power of their number.
+    Nested repeats backtrack exponentially, others polynomially in their number.
     """
     count, is_nested = 0, False
     groups = [False]
@@ -273,11 +277,11 @@ def _matches(rule: Rule, pattern: re.Pattern[str] | None, module: ModuleInfo) ->
 
 
 def _is_class(wanted: str, module: ModuleInfo) -> bool:
-    """Compare import paths; a bare name, or one that only KTransformers has, by its last part.
+    """Compare import paths; a bare name, or a KTransformers path, by its last part.
 
-    KTransformers ships copies of transformers' modeling files, and its rules name the classes
-    there; the class of the same name here is the one that is meant, whatever its capitals: its
-    DeepseekV2MoE is DeepseekV2Moe in transformers.
+    KTransformers ships copies of transformers' modeling files, and its rules name the classes in
+    those copies; here the class of the same name is meant, ignoring case: its DeepseekV2MoE is
+    DeepseekV2Moe in transformers.
     """
     paths = (module.class_path, *module.bases)
     if "." in wanted and not wanted.startswith("ktransformers."):

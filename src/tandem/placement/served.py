@@ -1,4 +1,4 @@
-"""A model that this machine serves, as the cost model sees it: from its ``ModelPlan``."""
+"""Conversion of a ``ModelPlan`` for this machine to the cost model's view of the model."""
 
 from collections.abc import Sequence
 from math import prod
@@ -19,11 +19,11 @@ STORED_NAMES = {"f32": "f32", "bf16": "bf16", "float32": "f32", "bfloat16": "bf1
 
 
 def read_served(plan: ModelPlan, *, kv_bytes: int) -> ModelShape:
-    """Return the shape of a model that is planned here.
+    """Return the cost model's shape of a model that is planned for this machine.
 
     Args:
-        plan: of the model.
-        kv_bytes: that a token keeps in all layers together.
+        plan: the model's plan.
+        kv_bytes: bytes that a token's KV takes in all layers together.
     """
     spec = plan.spec
     latent = spec.kv_lora_rank + spec.rope_dim
@@ -94,11 +94,11 @@ def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
 
 
 def place_served(plan: ModelPlan, *, chunk_tokens: int) -> Placement:
-    """Return where a model's parts are as it is served here: all on the CPU.
+    """Return the placement of a model that is served on this machine: everything on the CPU.
 
     Args:
-        plan: of the model.
-        chunk_tokens: of a step.
+        plan: the model's plan.
+        chunk_tokens: most tokens of a step.
     """
     experts = [m for m in plan.matrices if m.role == "experts"]
     dense = [m for m in plan.matrices if m.role not in ("experts", "embedding")]
@@ -116,7 +116,7 @@ def place_served(plan: ModelPlan, *, chunk_tokens: int) -> Placement:
 
 
 def _mean_bytes(matrices: Sequence[MatrixPlan], dtype: str) -> float:
-    """Return the bytes of a weight, over all matrices; 0 where there are none."""
+    """Return the average bytes per weight of all matrices; 0 if there are none."""
     num_weights = sum(prod(m.shape) for m in matrices)
     # A head that is tied to the embedding stores no bytes of its own but still reads the
     # embedding's, so it is counted at its full size.
@@ -125,9 +125,9 @@ def _mean_bytes(matrices: Sequence[MatrixPlan], dtype: str) -> float:
 
 
 def _name_kind(matrices: Sequence[MatrixPlan], dtype: str) -> str:
-    """Return the format, among those that planning knows, of most of the weights.
+    """Return the planning format that most of the weights have.
 
-    It tells whether products are of integers or of floats; sizes are counted.
+    The format decides between integer and float products; sizes are counted separately.
     """
     sizes: dict[str, int] = {}
     for matrix in matrices:

@@ -1,8 +1,8 @@
-"""The sizes and work of a model by operator class, from its configuration alone.
+"""Sizes and work of a model by operator class, from its configuration alone.
 
-Planning needs to know what a model weighs, what a token reads and multiplies, and what it leaves in
-a cache, also of models that nothing here serves yet. So this reads ``config.json`` as arithmetic;
-a test compares its counts with those of transformers' modules.
+Planning needs a model's weights, the bytes and operations of a token, and its cache, also for
+models that serving does not support yet. So this module computes them from ``config.json``; a test
+compares the counts with those of transformers' modules.
 """
 
 from collections.abc import Mapping
@@ -30,37 +30,40 @@ BF16_BYTES = 2
 
 
 class ShapeLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder layer: weights by operator class, and what attention does for a token."""
+    """One decoder layer: weights by operator class, and attention's cost per token."""
 
     kind: Literal["gqa", "mla", "state"]
     attention_weights: int
     dense_weights: int = 0
-    """Dense weights of a dense MLP."""
+    """Weights of a dense MLP."""
     shared_weights: int = 0
-    """Shared weights of experts that every token uses, and the router."""
+    """Weights of shared experts and the router."""
     expert_weights: int = 0
-    """Expert weights of one routed expert."""
+    """Weights of one routed expert."""
     num_experts: int = 0
     top_k: int = 0
     kv_items: int = 0
-    """Items that a token leaves in the cache."""
+    """Items that a token stores in the KV cache."""
     index_bytes: int = 0
-    """Bytes that a token leaves in the cache of a sparse attention's index, in bf16."""
+    """Bytes that a token stores for the index of sparse attention, in bf16."""
     state_bytes: int = 0
-    """Bytes of a sequence, however long."""
+    """Bytes of a sequence's recurrent state, whatever its length."""
     window: int = 0
-    """Tokens that a token sees; 0 is all."""
+    """Sliding window in tokens; 0: all tokens are seen."""
     top_tokens: int = 0
-    """Tokens that a sparse attention chooses; 0 is all that it sees."""
+    """Tokens that sparse attention chooses; 0: all that are seen."""
     prefill_ops: int = 0
-    """Operations of a token with each token that it sees, while prompts are computed."""
+    """Attention operations of a token per token that it sees, during prefill."""
     decode_ops: int = 0
-    """The same of decoding, where a latent cache is not expanded."""
+    """Attention operations of a token per token that it sees, during decode, with latents not
+    expanded.
+    """
     index_ops: int = 0
-    """Operations of a sparse attention's index with each token."""
+    """Operations of sparse attention's index per token that it scores."""
     adapter_items: int = 0
-    """Inputs and outputs of all linear modules but the routed experts': an adapter of rank r has r
-    times as many weights."""
+    """Sum of inputs and outputs of all linear modules except routed experts: a LoRA adapter of rank
+    r has r times as many weights.
+    """
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +75,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[ShapeLayer, ...]
     embedding_weights: int
     head_weights: int
-    """0 where it is the embedding's matrix."""
+    """Weights of the LM head; 0 if it shares the embedding's matrix."""
     max_context: int
     unserved: str = ""
-    """Why nothing here serves it yet; empty: it is served."""
+    """Reason why serving does not support the model yet; empty: serving supports it."""
 
     @property
     def attention_weights(self) -> int:
@@ -84,12 +87,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dense_weights(self) -> int:
-        """Dense weights of dense MLPs, shared experts and routers of all layers."""
+        """Weights of dense MLPs, shared experts and routers of all layers."""
         return sum(layer.dense_weights + layer.shared_weights for layer in self.layers)
 
     @property
     def expert_weights(self) -> int:
-        """Expert weights of all routed experts."""
+        """Weights of all routed experts."""
         return sum(layer.expert_weights * layer.num_experts for layer in self.layers)
 
     @property
@@ -100,25 +103,25 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def active_weights(self) -> int:
-        """Weights that one token multiplies with."""
+        """Weights that one token is multiplied with."""
         experts = sum(layer.expert_weights * layer.top_k for layer in self.layers)
         head = self.head_weights or self.embedding_weights
         return self.attention_weights + self.dense_weights + experts + head
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token in all layers, in bf16, index keys included; windows end it
-        earlier.
+        """Bytes of one token's KV in all layers, in bf16, index keys included; windows not
+        considered.
         """
         return sum(layer.kv_items * BF16_BYTES + layer.index_bytes for layer in self.layers)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence, however long."""
+        """Bytes of one sequence's recurrent states, whatever its length."""
         return sum(layer.state_bytes for layer in self.layers)
 
     def count_cache_bytes(self, tokens: int) -> int:
-        """Return the bytes that a sequence of so many tokens keeps."""
+        """Return the bytes of KV and states that a sequence of ``tokens`` tokens keeps."""
         total = self.state_bytes
         for layer in self.layers:
             kept = min(tokens, layer.window) if layer.window else tokens
@@ -126,7 +129,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return total
 
     def count_window_bytes(self, tokens: int) -> tuple[int, int]:
-        """Return the bytes that layers with a window keep of so many tokens, and would without."""
+        """Return the KV bytes of ``tokens`` tokens in layers with a window, with and without the
+        window.
+        """
         kept = whole = 0
         for layer in self.layers:
             if layer.window:
@@ -141,7 +146,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(layer for layer in self.layers if layer.num_experts)
 
     def with_top_k(self, top_k: int) -> "ModelShape":
-        """Return the same model with fewer experts a token."""
+        """Return the same model with fewer experts per token."""
         layers = tuple(
             msgspec.structs.replace(layer, top_k=min(top_k, layer.top_k)) for layer in self.layers
         )
@@ -149,7 +154,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Config:
-    """Fields of a configuration, whose absence or wrong type is an error that names them."""
+    """Fields of a configuration; a missing or wrong field raises an error that names it."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
@@ -162,7 +167,7 @@ class _Config:
         return value
 
     def get(self, *names: str, default: int = 0) -> int:
-        """Return the first of the fields that is given."""
+        """Return the first of the named fields that is present, else the default."""
         for name in names:
             if self._fields.get(name) is not None:
                 return self[name]
@@ -179,17 +184,17 @@ class _Config:
 UNSERVED = {
     "kimi_linear": "layers with a recurrent state (KDA)",
 }
-"""Model types that serving refuses still, with the operator that is missing."""
+"""Model types that serving does not support yet, with the missing operator."""
 
 
 def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     """Return the shape of a model from the fields of its ``config.json``.
 
     Args:
-        config: the fields; those of a text model inside one that also sees are taken.
-        name: of the model, for messages and pages.
+        config: the fields; for a model with images, the text model's fields are used.
+        name: the model's name, for messages and pages.
 
-    Raises: ConfigError that names the field that is missing or wrong.
+    Raises: ConfigError that names the missing or wrong field.
     """
     text = config.get("text_config")
     fields = config
@@ -272,7 +277,7 @@ def _read_attention(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeL
 
 
 def _has_index(c: _Config, fields: Mapping[str, Any], index: int) -> bool:
-    """Return True if a layer chooses tokens by an index of its own, and not by an earlier one's."""
+    """Return True if a layer has an index of its own, instead of using an earlier layer's."""
     if not c.get("index_n_heads"):
         return False
     types, pattern = c.list("indexer_types"), fields.get("index_topk_pattern")
@@ -285,7 +290,9 @@ def _has_index(c: _Config, fields: Mapping[str, Any], index: int) -> bool:
 
 
 def _read_latent(c: _Config, *, has_index: bool) -> ShapeLayer:
-    """Multi-head latent attention, with DeepSeek's index where it has one."""
+    """Return the shape of multi-head latent attention, with DeepSeek's index if the layer
+    has one.
+    """
     hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
     rope, nope, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
     q_rank = c.get("q_lora_rank")
@@ -313,7 +320,7 @@ def _read_latent(c: _Config, *, has_index: bool) -> ShapeLayer:
 
 
 def _read_state(c: _Config) -> ShapeLayer:
-    """GatedDeltaNet."""
+    """Return the shape of a Gated DeltaNet layer."""
     hidden = c["hidden_size"]
     key_heads, value_heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
     key_dim, value_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]

@@ -1,8 +1,8 @@
-"""LoRA fine-tuning on a machine that is described: memory by device, and the time of a step.
+"""LoRA fine-tuning on a described machine: memory by device, and the time of a step.
 
-Frozen routed experts are in DRAM and computed by the CPU, everything else is on the GPUs, as
-KTransformers trains; without a GPU all of it is on the CPU. The times are those of ``costs``, with
-the efficiencies of serving: nothing is fitted to a published figure of training.
+As in KTransformers, frozen routed experts are in DRAM and computed by the CPU, everything else is
+on the GPUs; without a GPU everything is on the CPU. Times use ``costs`` with the efficiencies of
+serving: nothing is fitted to published training figures.
 """
 
 from typing import Annotated
@@ -32,26 +32,30 @@ __all__ = [
 
 GIB = 1 << 30
 EXPERT_PRODUCTS = 16 / 6
-"""Products of a routed expert in a step for those of its forward pass: the backward pass computes
-gate and up again and three gradients of its inputs (KTransformers counts 6 and 10 of H x I)."""
+"""Work of a routed expert in a training step relative to its forward pass: the backward pass
+computes gate and up again and three gradients of inputs (KTransformers counts 6 and 10 of H x I).
+"""
 DENSE_PASSES, CHECKPOINTED_PASSES = 2, 3
-"""Dense passes of all other matrices, whose weights get no gradient: forward, backward, and forward
-again."""
+"""Passes over all other matrices, whose weights get no gradient: forward and backward; with
+checkpointing, forward again.
+"""
 HANDOVERS = 2
-"""From GPU to CPU and back, in each direction of a layer."""
+"""Round trips from GPU to CPU in a layer: one each in the forward and backward pass."""
 TRAINED_BYTES = 16
-"""Bytes of a trained weight: itself, its gradient and two moments, in float32."""
+"""Bytes of a trained weight: value, gradient and two moments, in float32."""
 KEPT_ITEMS = 34 / 2
-"""Bf16 items of a token that a layer keeps for its backward pass, in hidden sizes: Korthikanti et
-al. (arXiv 2205.05198) count 34 bytes without attention's scores, which fused attention drops."""
+"""Items in bf16, as a multiple of the hidden size, that a layer keeps per token for its backward
+pass: Korthikanti et al. (arXiv 2205.05198) count 34 bytes without attention's scores, which fused
+attention does not keep.
+"""
 LOGIT_BYTES = 10
 """Bytes of a logit: bf16, and float32 for the loss and its gradient."""
 CONTEXT_BYTES = GIB * 3 // 4
-"""Bytes of each GPU, by CUDA's context and kernels."""
+"""Bytes on each GPU for CUDA's context and kernels."""
 
 
 class TrainingWishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run, as far as it decides memory and time."""
+    """The settings of a training run that affect memory and time."""
 
     tokens: Annotated[int, Meta(ge=1)]
     """Tokens of a micro-batch: rows times their length."""
@@ -59,13 +63,13 @@ class TrainingWishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Micro-batches of a step."""
     rank: Annotated[int, Meta(ge=1)] = 8
     is_checkpointed: bool = False
-    """Layers keep their inputs alone and are computed again."""
+    """True if layers keep only their inputs and are recomputed in the backward pass."""
     expert_format: str = "bf16"
     dense_format: str = "bf16"
 
 
 class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory by device, and speed."""
+    """Memory by device, and speed, of a training run."""
 
     memory: tuple[DeviceMemory, ...]
     trainable_parameters: int
@@ -74,16 +78,16 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """True if each device holds its part."""
+        """True if each device's part fits in its memory."""
         return all(memory.used_bytes <= memory.capacity_bytes for memory in self.memory)
 
     def find_used(self, device: str) -> int:
-        """Return the bytes that a kind of device holds; 0 where there is none."""
+        """Return the bytes used on a kind of device; 0 if there is none."""
         return sum(memory.used_bytes for memory in self.memory if memory.device == device)
 
 
 class TrainingFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """One published figure of a run beside the predicted one."""
+    """A published figure of a training run and its prediction."""
 
     row: str
     what: str
@@ -92,14 +96,14 @@ class TrainingFigure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Error of the prediction, as a share of what is published."""
+        """Error of the prediction relative to the published figure."""
         return self.predicted / self.published - 1
 
 
 def plan_training_on(
     spec: HardwareSpec, shape: ModelShape, wishes: TrainingWishes, eff: Efficiencies
 ) -> TrainingPlan:
-    """Predict a run's memory and speed on a machine.
+    """Predict a training run's memory and speed on a machine.
 
     Args:
         spec: the machine.
@@ -171,7 +175,7 @@ def _count_memory(
 
 
 def predict_training(row: PublishedTraining, eff: Efficiencies) -> list[TrainingFigure]:
-    """Return what is predicted of a published run: speed, VRAM and DRAM."""
+    """Predict the figures of a published run: speed, VRAM and DRAM."""
     shape = read_shape(find_model(row.model).config, row.model)
     wishes = TrainingWishes(
         tokens=row.tokens, accumulation=row.accumulation, rank=row.rank,
@@ -190,5 +194,5 @@ def predict_training(row: PublishedTraining, eff: Efficiencies) -> list[Training
 
 
 def list_training(eff: Efficiencies) -> list[TrainingFigure]:
-    """Return all figures of published runs, in the file's order."""
+    """Return the figures of all published runs, in the file's order."""
     return [figure for row in read_published().training for figure in predict_training(row, eff)]

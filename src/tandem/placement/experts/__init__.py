@@ -1,1 +1,1 @@
-"""Routed experts by how often they are chosen: caches of them, traces replayed, slots. Pure."""
+"""Caches of routed experts by frequency of use, replays of traces, device slots. Pure decisions."""

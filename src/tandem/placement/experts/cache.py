@@ -1,7 +1,7 @@
-"""Caches of routed experts: which of a layer's experts stay in the fast memory. Pure decisions.
+"""Cache policies for routed experts: which of a layer's experts stay in fast memory.
 
-One policy a layer. The caller moves the weights: it asks ``touch`` once a step with the experts
-that the step computes, and obeys.
+Each layer has a policy. The caller moves the weights: it calls ``touch`` once a step with the
+experts that the step computes, and carries out the result.
 """
 
 from abc import ABC, abstractmethod
@@ -22,50 +22,50 @@ __all__ = [
 ]
 
 DECAY = 0.99
-"""The factor on the count of a use at each step of its layer: half is forgotten after 69."""
+"""Factor on an expert's earlier uses at each step of its layer; the weight halves in 69 steps."""
 PROTECTED_SHARE = 0.8
-"""The share of a segmented cache that is for experts which were used again."""
+"""Share of a segmented cache for experts that were used more than once."""
 LARGEST_UNIT = 1e100
 NEVER = 1 << 62
 
 
 class Insertion(NamedTuple):
-    """An expert that takes a slot."""
+    """An expert that gets a slot."""
 
     expert_id: int
     evicted: int
-    """The expert that gives up the slot; -1: a free one is taken."""
+    """Expert that gives up the slot; -1: the slot was free."""
 
 
 class CachePolicy(Protocol):
-    """Decides about the slots of one layer."""
+    """Decision which experts hold the slots of one layer."""
 
     def touch(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """Note that a step computes these experts; return which of them take slots.
+        """Note that a step computes these experts; return those that get slots.
 
-        Experts of ``expert_ids`` that are not held and take no slot pass by the cache. None of
-        ``expert_ids`` is evicted.
+        Experts of ``expert_ids`` that neither hold nor get a slot are used without being cached.
+        None of ``expert_ids`` is evicted.
 
         Args:
             expert_ids: distinct, in any order.
-            max_insertions: at most so many are returned.
+            max_insertions: most experts that are returned.
         """
         ...
 
     def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """Return which of the experts that a next step may compute take slots, likeliest first.
+        """Return which of the experts expected in the next step get slots; likeliest come first.
 
-        No use is counted; an expert that is held is left where it is.
+        No use is counted; experts that hold slots keep them.
         """
         ...
 
     def forget(self, expert_id: int) -> None:
-        """Note that an expert is not held after all: its weights could not be moved."""
+        """Note that an expert holds no slot after all, because its weights could not be moved."""
         ...
 
 
 class LruPolicy:
-    """Hold the experts that were computed last.
+    """Cache policy that keeps the most recently used experts.
 
     Args:
         num_slots: at least 1.
@@ -75,21 +75,21 @@ class LruPolicy:
         assert num_slots >= 1, num_slots
         self._num_slots = num_slots
         self._held: OrderedDict[int, None] = OrderedDict()
-        """Least recently used first."""
+        """Experts with slots, least recently used first."""
 
     def touch(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """See ``CachePolicy``."""
+        """Note a step's experts as most recently used; return those that get slots."""
         for expert_id in expert_ids:
             if expert_id in self._held:
                 self._held.move_to_end(expert_id)
         return self._insert(expert_ids, max_insertions)
 
     def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """See ``CachePolicy``."""
+        """Return which of the expected experts get slots."""
         return self._insert(expert_ids, max_insertions)
 
     def forget(self, expert_id: int) -> None:
-        """See ``CachePolicy``."""
+        """Note that an expert holds no slot any more."""
         self._held.pop(expert_id, None)
 
     def _insert(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
@@ -112,7 +112,7 @@ class LruPolicy:
 
 
 class _SlotPolicy(ABC):
-    """The part of a ``CachePolicy`` that all but LRU share: who is held, and who comes in."""
+    """Base of the policies other than LRU: the set of held experts, and insertion and eviction."""
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots >= 1, num_slots
@@ -120,16 +120,16 @@ class _SlotPolicy(ABC):
         self._held: set[int] = set()
 
     def touch(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """See ``CachePolicy``."""
+        """Count a step's experts; return those that get slots."""
         self._note_step(expert_ids)
         return self._insert(expert_ids, max_insertions)
 
     def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """See ``CachePolicy``."""
+        """Return which of the expected experts get slots."""
         return self._insert(expert_ids, max_insertions)
 
     def forget(self, expert_id: int) -> None:
-        """See ``CachePolicy``."""
+        """Note that an expert holds no slot any more."""
         if expert_id in self._held:
             self._held.remove(expert_id)
             self._drop(expert_id)
@@ -156,30 +156,30 @@ class _SlotPolicy(ABC):
 
     @abstractmethod
     def _note_step(self, expert_ids: Sequence[int]) -> None:
-        """Count a step's uses, before anything comes in."""
+        """Count a step's uses, before experts are inserted."""
 
     def _admits(self, expert_id: int) -> bool:
-        """Return whether an expert may come in at all."""
+        """Return True if an expert may get a slot at all."""
         del expert_id
         return True
 
     @abstractmethod
     def _choose_victim(self, expert_id: int, wanted: set[int]) -> int:
-        """Return who gives up its slot for ``expert_id``; -1: nobody."""
+        """Return the expert to evict for ``expert_id``; -1: none."""
 
     def _take(self, expert_id: int) -> None:
-        """Take in that an expert is held."""
+        """Note that an expert got a slot."""
         del expert_id
 
     def _drop(self, expert_id: int) -> None:
-        """Take in that an expert is held no more."""
+        """Note that an expert lost its slot."""
         del expert_id
 
 
 class SegmentedLruPolicy(_SlotPolicy):
-    """LRU in two parts: a first use is on probation, a second one protects.
+    """Cache policy with two LRU parts: experts used once are on probation, others protected.
 
-    A scan of experts that are used once passes through the probation and leaves the rest alone.
+    A series of experts that are each used once passes through probation and evicts no others.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -219,13 +219,13 @@ class SegmentedLruPolicy(_SlotPolicy):
 
 
 class FrequencyPolicy(_SlotPolicy):
-    """Hold the experts with the largest sums of uses, of which each step forgets a part.
+    """Cache policy that keeps the experts with the largest decayed counts of uses.
 
-    An expert comes in where its sum is the larger one, so that a rare one exchanges none.
+    An expert gets a slot only if its count exceeds the victim's, so rarely used experts evict none.
 
     Args:
         num_slots: at least 1.
-        decay: of earlier uses, a step; 1 counts all alike.
+        decay: factor on earlier uses at each step; 1 counts all uses alike.
     """
 
     def __init__(self, num_slots: int, decay: float = DECAY) -> None:
@@ -233,7 +233,7 @@ class FrequencyPolicy(_SlotPolicy):
         assert 0 < decay <= 1, decay
         self._growth, self._unit = 1 / decay, 1.0
         self._scores: dict[int, float] = {}
-        """In units that grow, instead of all sums shrinking at each step."""
+        """Counts in a unit that grows each step, instead of decaying all counts."""
 
     def _note_step(self, expert_ids: Sequence[int]) -> None:
         self._unit *= self._growth
@@ -255,11 +255,12 @@ class FrequencyPolicy(_SlotPolicy):
 
 
 class StaticPolicy(_SlotPolicy):
-    """Hold the experts that were chosen most in some earlier text, from their first use on.
+    """Cache policy that keeps the experts most often chosen in an earlier text, from their first
+    use on.
 
     Args:
         num_slots: at least 1.
-        counts: of choices, by expert; of equals the lower id.
+        counts: number of choices of each expert; of equal ones the lower id is kept.
     """
 
     def __init__(self, num_slots: int, counts: Sequence[int]) -> None:
@@ -279,15 +280,15 @@ class StaticPolicy(_SlotPolicy):
 
 
 class OraclePolicy(_SlotPolicy):
-    """Give up the expert whose next use is the farthest: no policy can hit more.
+    """Optimal cache policy for replays: evict the expert whose next use is farthest in the future.
 
-    An expert that is used again later than all that are held passes by, and unlike what a
-    ``CachePolicy`` does, one of the same step may be given up. For replays, as it must know the
-    future. Belady, IBM Systems Journal 5 (1966), with bypassing.
+    No policy has a higher hit rate. An expert whose next use is later than that of all held ones
+    gets no slot; unlike in other policies, an expert of the same step may be evicted. Needs the
+    future (Belady, IBM Systems Journal 5 (1966), with bypassing).
 
     Args:
         num_slots: at least 1.
-        future: the experts of all steps to come, in order; ``touch`` must be called with these.
+        future: the experts of all coming steps, in order; ``touch`` must be called with these.
     """
 
     def __init__(self, num_slots: int, future: Sequence[Sequence[int]]) -> None:
@@ -314,4 +315,4 @@ class OraclePolicy(_SlotPolicy):
 EXPERT_POLICIES: Mapping[str, Callable[[int], CachePolicy]] = MappingProxyType(
     {"lru": LruPolicy, "segmented-lru": SegmentedLruPolicy, "frequency": FrequencyPolicy}
 )
-"""Those that learn as they run, by name; each takes the slots of a layer."""
+"""Policies that learn while running, by name; each is made with a layer's number of slots."""

@@ -1,36 +1,37 @@
-"""The split of a step's missed experts over two lanes: computed on the host, or uploaded. Pure.
+"""The division of a step's missed experts between the host and uploads to the device. Pure.
 
-Both lanes read the host's memory, so each is slower beside the other than alone, and the rates that
-a split needs are those while both run. They are learnt from every step. At times all experts go to
-the lane that has most of them, as only that tells what using both gains; and a lane that no step
-uses is tried, within a share of the time spent.
+Both lanes (host and upload) read the host's memory, so each is slower while the other runs, and a
+split needs the rates with both running. These are learnt from every step. At times all experts go
+to the lane that has most of them, since only that shows the gain of using both; and an unused lane
+is tried, within a limited share of the time spent.
 """
 
 __all__ = ["LaneSplit"]
 
 RECENT = 0.5
-"""Weight of a step's rate beside what was known."""
+"""Weight of a step's rate against the known rate."""
 SUDDEN = 1.25
-"""Factor between a step's rate and what was known from which on the step alone counts."""
+"""Ratio between a step's rate and the known one from which on the known rate is discarded."""
 MIN_GAIN = 0.04
-"""Share of a step's time that both lanes together must save: less is lost in what is not known."""
+"""Share of a step's time that using both lanes must save, since predictions are less exact."""
 TRIAL_SHARE = 0.03
-"""Share of all steps' time that may be lost to trying a lane that is not used."""
+"""Share of all steps' time that may be lost by trying an unused lane."""
 TRIAL_STEPS = 4
-"""Steps at least before a lane that is not used is tried."""
+"""Fewest steps before an unused lane is tried."""
 ALONE_STEPS = 12
-"""Steps at least between two in which the lane with most experts has all of them."""
+"""Fewest steps between two in which the lane with most experts gets all of them."""
 SMALL_SHARE = 0.3
-"""Share of the experts up to which a lane is left out for that: no larger share of a step's time is
-lost."""
+"""Largest share of experts that the smaller lane may have to be left out in such a step, which
+bounds the time lost.
+"""
 
 
 class LaneSplit:
-    """Decides how many of a step's missed experts are uploaded; the host computes the others.
+    """Decision how many of a step's missed experts are uploaded; the host computes the others.
 
     Args:
-        host_s: seconds of an expert that the host computes, as planned.
-        upload_s: seconds of an expert that is uploaded and computed on the device, as planned.
+        host_s: planned seconds for an expert that the host computes.
+        upload_s: planned seconds for an expert that is uploaded and computed on the device.
     """
 
     def __init__(self, host_s: float, upload_s: float) -> None:
@@ -41,14 +42,14 @@ class LaneSplit:
         self._lost_s = 0.0
 
     def choose(self, num_missed: int) -> int:
-        """Return how many of so many experts are uploaded."""
+        """Return how many of ``num_missed`` experts to upload."""
         best = self._find_best(num_missed)
         if 0 < best < num_missed:
             return self._try_alone(num_missed, best)
         return self._try_idle(num_missed, best) if num_missed > 1 else best
 
     def note(self, num_host: int, host_s: float, num_uploaded: int, upload_s: float) -> None:
-        """Take in how long each lane took for its experts of a step."""
+        """Note the seconds that each lane took for its experts of a step."""
         self._total_s += max(host_s, upload_s)
         self._host.note(num_host, host_s, is_alone=num_uploaded == 0)
         self._upload.note(num_uploaded, upload_s, is_alone=num_host == 0)
@@ -60,7 +61,7 @@ class LaneSplit:
         return alone if times[best] > (1 - MIN_GAIN) * times[alone] else best
 
     def _try_alone(self, num_missed: int, best: int) -> int:
-        """Return the split, or at times all experts for the lane that has most of them."""
+        """Return the best split, or at times all experts for the lane that has most of them."""
         is_uploading = 2 * best > num_missed
         small = num_missed - best if is_uploading else best
         main = self._upload if is_uploading else self._host
@@ -69,7 +70,7 @@ class LaneSplit:
         return num_missed if is_uploading else 0
 
     def _try_idle(self, num_missed: int, best: int) -> int:
-        """Return all experts for one lane, or at times all but one."""
+        """Return all experts for one lane, or at times all but one, to try the other lane."""
         idle = self._upload if best == 0 else self._host
         if idle.num_unused < TRIAL_STEPS:
             return best
@@ -81,7 +82,7 @@ class LaneSplit:
         return tried
 
     def _predict(self, num_missed: int, num_uploaded: int) -> float:
-        """Return the seconds of a step."""
+        """Return the predicted seconds of a step."""
         num_host = num_missed - num_uploaded
         if num_uploaded == 0:
             return num_host * self._host.alone_s
@@ -91,22 +92,22 @@ class LaneSplit:
 
 
 class _Lane:
-    """A lane's seconds per expert.
+    """A lane's seconds per expert, alone and with the other lane running.
 
     Args:
-        expert_s: as planned.
+        expert_s: planned seconds per expert.
     """
 
     def __init__(self, expert_s: float) -> None:
         self.alone_s = expert_s
         self.beside_s = expert_s
         self.num_unused = 0
-        """Steps since it was used."""
+        """Steps since the lane was last used."""
         self.num_beside = ALONE_STEPS - TRIAL_STEPS
-        """Steps that used it since it was used alone."""
+        """Steps that used both lanes since this lane was last used alone."""
 
     def note(self, count: int, seconds: float, *, is_alone: bool) -> None:
-        """Take in a step: how many experts in how many seconds."""
+        """Note a step's number of experts and the seconds that they took."""
         if count == 0:
             self.num_unused += 1
             return

@@ -1,7 +1,7 @@
-"""A trace of routing replayed through cache policies: hit rates by size, policy and layer.
+"""Replay of a routing trace through cache policies: hit rates by size, policy and layer.
 
-The first half of the trace warms caches up and tells the static one its experts; rates are of the
-second half, so that no policy is measured on what it was made of, but for the oracle. Pure.
+The first half of the trace warms the caches and gives the static policy its experts; rates are of
+the second half, so no policy but the oracle is measured on the data that it was made from. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,23 +21,23 @@ __all__ = ["ORACLE", "STATIC", "LayerChoices", "Replay", "replay_layers"]
 STATIC = "static"
 ORACLE = "oracle"
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
-"""Sizes of a cache that are replayed, as shares of a layer's experts."""
+"""Cache sizes that are replayed, as shares of a layer's experts."""
 
 LayerChoices = Sequence[Sequence[int]]
 """Distinct experts of each step of one layer, in the order of the steps."""
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """Hit rates of one policy at one size."""
+    """Hit rates of one policy at one cache size."""
 
     policy: str
     capacity: int
-    """Experts of a layer."""
+    """Experts of a layer that the cache holds."""
     hit_rate: float
-    """The hit rate of all layers together."""
+    """Hit rate over all layers."""
     by_layer: list[float]
     loads_per_step: float
-    """Experts exchanged in a step, all layers together."""
+    """Experts loaded in a step, all layers together."""
 
 
 class _Score(NamedTuple):
@@ -53,13 +53,13 @@ def replay_layers(
     capacities: Sequence[int] | None = None,
     note_progress: Callable[[int, int], None] | None = None,
 ) -> list[Replay]:
-    """Replay all policies at all sizes.
+    """Replay the trace through all policies at all sizes.
 
     Args:
-        layers: choices of each layer, all of as many steps, at least two.
-        num_experts: of a layer.
-        capacities: sizes of the cache; None: a sixteenth to three quarters of the experts.
-        note_progress: called with (replays done, replays in all).
+        layers: choices of each layer, all with equally many steps, at least two.
+        num_experts: experts of a layer.
+        capacities: cache sizes; None: a sixteenth to three quarters of the experts.
+        note_progress: called with (replays done, replays in total).
     """
     if capacities is None:
         capacities = sorted({max(1, round(share * num_experts)) for share in SHARES})

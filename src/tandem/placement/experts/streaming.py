@@ -1,4 +1,4 @@
-"""The number of tokens from which a prompt's experts are better streamed to the GPU. Pure."""
+"""Number of tokens from which streaming a prompt's experts to the GPU is faster. Pure."""
 
 import msgspec
 
@@ -14,17 +14,17 @@ MAX_TOKENS = 1 << 17
 def find_stream_tokens(
     spec: HardwareSpec, shape: ModelShape, place: Placement, eff: Efficiencies
 ) -> int:
-    """Return the fewest tokens of a step that are computed faster with streamed experts.
+    """Return the fewest tokens of a step that streamed experts compute faster than the CPU.
 
-    Streaming costs the same whatever the tokens are, the CPU's part grows with them.
+    Streaming takes the same time for any number of tokens, the CPU's time grows with them.
 
     Args:
         spec: the machine.
         shape: the model.
-        place: its experts on the CPU beside a GPU.
-        eff: shares of the peaks.
+        place: placement with experts on the CPU and a GPU.
+        eff: shares of the peaks that are reached.
 
-    Returns: 0 where streaming is never faster.
+    Returns: 0 if streaming is never faster.
     """
 
     def is_faster(tokens: int) -> bool:

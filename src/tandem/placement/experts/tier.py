@@ -1,4 +1,4 @@
-"""Routed experts that lie on disk: sizes of their memory, and whether guesses pay. Pure."""
+"""Routed experts on disk: sizes of their memory, and whether reading ahead pays off. Pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,30 +16,31 @@ __all__ = [
 
 MIB = 1 << 20
 ALIGNMENT = 4096
-"""The alignment of what is read past the page cache."""
+"""Alignment in bytes of reads that bypass the page cache."""
 MAX_STAGED = 32
-"""Places for experts that pass by: a prefill computes one half while the other is read."""
+"""Most places in the staging area: a prefill computes one half while the other is read."""
 STAGED_SHARE = 0.1
-"""The largest share of the memory for experts that is staging area."""
+"""Largest share of the experts' memory that the staging area takes."""
 MIN_RIGHT = 0.6
-"""Share of guesses that must be right before experts are read for them. A right one is read while
-the layer before computes; a wrong one costs the disk an expert, and another one its slot."""
+"""Share of correct guesses needed before experts are read ahead. A right guess is read while the
+previous layer computes; a wrong one costs a disk read and evicts another expert.
+"""
 REMEMBERED = 0.97
-"""Weight of what was known before a step, of some tens of steps together."""
+"""Factor on earlier counts at each step, so that some tens of steps matter."""
 MIN_GUESSES = 32
-"""Guesses that are compared before the first is acted on."""
+"""Guesses that are compared with choices before the first expert is read ahead."""
 
 
 class ExpertSizes(NamedTuple):
-    """The routed experts of a model."""
+    """Number and size of a model's routed experts."""
 
     num_layers: int
-    """Layers that have experts on disk."""
+    """Layers whose experts are on disk."""
     num_experts: int
     """Experts of a layer."""
     top_k: int
     expert_bytes: int
-    """Bytes of one expert as it is packed, the largest of all layers."""
+    """Bytes of one packed expert, the largest of all layers."""
 
 
 class TierSizes(NamedTuple):
@@ -53,20 +54,20 @@ class TierSizes(NamedTuple):
 
 
 def count_slot_bytes(expert_bytes: int) -> int:
-    """Return the bytes of a place for an expert that begins anywhere in a file."""
+    """Return the bytes of a place for an expert whose offset in the file is not aligned."""
     whole = -(-expert_bytes // ALIGNMENT) * ALIGNMENT
     return whole if whole == expert_bytes else whole + ALIGNMENT
 
 
 def size_tier(sizes: ExpertSizes, *, budget_bytes: int, wanted_slots: int = 0) -> TierSizes:
-    """Return how many experts of each layer memory holds.
+    """Return how many experts of each layer fit in memory.
 
     Args:
-        sizes: of the model.
-        budget_bytes: for experts, staging area included.
-        wanted_slots: of each layer, as asked for; 0 is as many as fit.
+        sizes: the model's experts.
+        budget_bytes: memory for experts, staging area included.
+        wanted_slots: requested slots of each layer; 0: as many as fit.
 
-    Raises: ConfigError (not one slot fits).
+    Raises: ConfigError (not even one slot fits).
     """
     slot = count_slot_bytes(sizes.expert_bytes)
     affordable = int(budget_bytes * STAGED_SHARE) // slot
@@ -91,33 +92,33 @@ def size_tier(sizes: ExpertSizes, *, budget_bytes: int, wanted_slots: int = 0) -
 def predict_missed_bytes(
     sizes: ExpertSizes, num_slots: int, hit_rate: float | None = None
 ) -> float:
-    """Return the bytes that a token reads from disk.
+    """Return the bytes that a token reads from disk, on average.
 
     Args:
-        sizes: of the model.
-        num_slots: of a layer.
-        hit_rate: of experts that are found in a slot, as a trace has it; None: choices are even,
-            so that it is the share of experts that have one. Real ones are less even.
+        sizes: the model's experts.
+        num_slots: slots of a layer.
+        hit_rate: share of experts found in a slot, from a trace; None: the share of experts that
+            have a slot, as with uniform choices. Real choices are less uniform.
     """
     hits = num_slots / sizes.num_experts if hit_rate is None else hit_rate
     return (1 - hits) * sizes.top_k * sizes.num_layers * sizes.expert_bytes
 
 
 class GuessGate:
-    """Decides whether guesses of a layer's experts pay, by how often they were right."""
+    """Decision whether a layer's experts are read ahead, by how often its guesses were right."""
 
     def __init__(self) -> None:
         self.num_guessed = 0.0
-        """Guesses of experts that were not held, older ones counting less."""
+        """Guessed experts without a slot, older ones counting less."""
         self.num_right = 0.0
 
     def note(self, guessed: Sequence[int], chosen: Sequence[int]) -> None:
-        """Compare the guesses of a step with its choices, whether or not they were acted on."""
+        """Compare a step's guesses with its choices, whether or not the guesses were read."""
         right = set(chosen)
         self.num_guessed = REMEMBERED * self.num_guessed + len(guessed)
         self.num_right = REMEMBERED * self.num_right + sum(e in right for e in guessed)
 
     @property
     def is_open(self) -> bool:
-        """True if experts should be read before they are asked for."""
+        """True if experts should be read ahead."""
         return self.num_guessed >= MIN_GUESSES and self.num_right >= MIN_RIGHT * self.num_guessed
