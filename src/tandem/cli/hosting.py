@@ -12,7 +12,7 @@ import msgspec
 
 from tandem.cli.config import Config
 from tandem.cli.extras import require_serve
-from tandem.cli.output import print_json
+from tandem.cli.output import print_json, print_next
 from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
@@ -59,6 +59,8 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
                 else:
                     sys.stdout.write(f"Serving {', '.join(hub.models)} at {running.url}\n")
                 sys.stdout.flush()
+                if not json:
+                    print_next("tandem", "chat", next(iter(hub.models)), "--url", running.url)
 
             # Those that are to stay are there before the port is.
             for model in hub.models.values():

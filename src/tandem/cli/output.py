@@ -1,7 +1,9 @@
 """Results on standard output: a table for a person, JSON with ``--json``."""
 
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -10,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["JsonFlag", "format_bytes", "print_json", "print_table"]
+__all__ = ["JsonFlag", "format_bytes", "print_json", "print_next", "print_table", "show_work"]
 
 PIPED_WIDTH = 4096
 """Columns where no terminal says how many there are: wide enough not to wrap a key of a store."""
@@ -22,6 +24,31 @@ def print_json(value: Any) -> None:
     """Write ``value`` (structs included) as one indented JSON document."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2)
     sys.stdout.write(text.decode() + "\n")
+
+
+@contextmanager
+def show_work(what: str) -> Iterator[None]:
+    """Show on a terminal, on standard error, that work without a length goes on; then erase it."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(Text(what)):
+        yield
+
+
+def print_next(*words: object, why: str = "") -> None:
+    """Write the command that uses a result, quoted for a shell, to standard error.
+
+    Standard output has the result alone, which a script may read.
+
+    Args:
+        words: of the command; those in capitals are for the user to replace.
+        why: what the command does, where its name does not say so.
+    """
+    command = shlex.join(str(word) for word in words)
+    line = _escape(f"next: {command}{why and f', {why}'}")
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from tandem.cli.extras import require_extra, require_serve
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogLevel, configure_logging
 
@@ -55,6 +55,7 @@ def render(
         print_json(manifests)
     else:
         sys.stdout.write(dump_manifests(manifests))
+        print_next("kubectl", "apply", "-f", "FILE", why="with this output as FILE")
 
 
 def _render_processes(spec: "ClusterSpec", *, json: bool) -> None:
@@ -199,4 +200,6 @@ def _show_up(spec: "ClusterSpec", pids: dict[str, int], *, json: bool) -> None:
         print_json({"servers": urls, "pids": pids})
     else:
         sys.stdout.write(f"{spec.name} is up: {', '.join(urls)}\n")
+        sys.stdout.flush()
+        print_next("tandem", "cluster", "list", "--url", urls[0])
     sys.stdout.flush()

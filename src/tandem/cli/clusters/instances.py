@@ -7,7 +7,7 @@ import msgspec
 import typer
 
 from tandem.cli.asking.call import call_server
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, show_work
 from tandem.core.instance_status import InstanceStatus
 
 __all__ = ["ApiKeyFlag", "UrlFlag", "add", "drain", "remove", "restart", "role", "show", "undrain"]
@@ -106,4 +106,8 @@ def _print(listed: _Listed, *, json: bool) -> None:
 
 
 def _ask(url: str, body: dict[str, Any] | None, api_key: str | None) -> _Listed:
-    return call_server(url, "/instances", _Listed, body=body, api_key=api_key, timeout_s=TIMEOUT_S)
+    what = "asking" if body is None else f"waiting for the end of {body['action']}"
+    with show_work(f"{what}: {url}"):
+        return call_server(
+            url, "/instances", _Listed, body=body, api_key=api_key, timeout_s=TIMEOUT_S
+        )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next
 from tandem.core.errors import ConflictError
 
 __all__ = ["keys"]
@@ -30,3 +30,5 @@ def keys(
         print_json({"file": str(file)})
     else:
         sys.stdout.write(f"{file}: the secret of a cluster; --cluster.secret-file {file}\n")
+        words = ("MODEL", "--launcher.listen", "tcp://HOST:PORT", "--cluster.secret-file", file)
+        print_next("tandem", "cluster", "launch", *words)

@@ -10,7 +10,7 @@ import typer
 
 from tandem.cli.config import LAUNCH_SETTINGS, Config, load_config, with_config_flags
 from tandem.cli.extras import require_serve
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next
 from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
@@ -60,7 +60,7 @@ async def _launch(settings: Config, log_level: str, log_format: str, *, json: bo
     composing = compose_launcher(settings, log_level=log_level, log_format=log_format)
     async with composing as service:
         stopped = asyncio.create_task(stop.wait())
-        serving = asyncio.create_task(_announce(service, json=json))
+        serving = asyncio.create_task(_announce(service, settings, json=json))
         try:
             await asyncio.wait((stopped, serving), return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
@@ -80,7 +80,7 @@ async def _launch(settings: Config, log_level: str, log_format: str, *, json: bo
             await asyncio.gather(stopped, serving, return_exceptions=True)
 
 
-async def _announce(service: "LauncherService", *, json: bool) -> None:
+async def _announce(service: "LauncherService", settings: Config, *, json: bool) -> None:
     """Print where servers find it, once all instances serve: the line that scripts wait for."""
     info = await service.wait_ready()
     if json:
@@ -88,4 +88,9 @@ async def _announce(service: "LauncherService", *, json: bool) -> None:
     else:
         names = ", ".join(service.instances)
         sys.stdout.write(f"{names} of {info.model}; launcher at {service.endpoint}\n")
+        sys.stdout.flush()
+        cluster = settings.cluster
+        proof = ("--cluster.secret-file", cluster.secret_file) if cluster.secret_file else ()
+        words = ("serve", settings.model.path, "--cluster.launchers", service.endpoint, *proof)
+        print_next("tandem", *words)
     sys.stdout.flush()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next
 
 __all__ = ["convert"]
 
@@ -98,6 +98,7 @@ def convert(
                 f"({exported.source_bytes / MIB:.0f} MiB before)\n"
             ) + (exported.note and f"note: {exported.note}\n")
             fields = asdict(exported)
+            following = [str(exported.folder)]
         else:
             from tandem.models.convert import convert_model
 
@@ -116,10 +117,18 @@ def convert(
                 "there\n"
             )
             fields = asdict(packed)
+            following = [model]
+            if weight_format:
+                following += ["--model.expert-format", weight_format]
+            if rules is not None:
+                following += ["--model.rules", str(rules)]
+            if packed_cache != "auto":
+                following += ["--model.packed-cache", packed_cache]
     if json:
         print_json(fields)
     else:
         sys.stdout.write(text)
+        print_next("tandem", "serve", *following)
 
 
 def _read_method(method: str) -> str:

@@ -16,7 +16,7 @@ from tandem.models.config import ModelConfig
 if TYPE_CHECKING:
     from tandem.evaluation.records import EvaluatedModel
 
-__all__ = ["evaluate"]
+__all__ = ["adapts_experts", "evaluate"]
 
 
 def evaluate(
@@ -55,7 +55,7 @@ def evaluate(
     from tandem.evaluation.records import evaluate_records
 
     load = None
-    if adapter is not None and _adapts_experts(adapter):
+    if adapter is not None and adapts_experts(adapter):
         if names:
             raise typer.BadParameter(
                 "--formats: merge an adapter of routed experts (tandem export)"
@@ -112,7 +112,7 @@ def _show(metric: str, value: float) -> str:
     return f"{value:.5f}" if metric == "kl_divergence" else f"{value:.2f}"
 
 
-def _adapts_experts(adapter: Path) -> bool:
+def adapts_experts(adapter: Path) -> bool:
     """Return whether an adapter changes routed experts, which are not served apart from it."""
     try:
         config = msgspec.json.decode((adapter / "adapter_config.json").read_bytes())

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tandem.cli.extras import require_extra
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next, show_work
 
 __all__ = ["export"]
 
@@ -22,8 +22,10 @@ def export(
     require_extra("finetune", "safetensors")
     from tandem.finetune.export import export_merged
 
-    folder = export_merged(model, adapter, out)
+    with show_work(f"adding {adapter} to the weights of {model}"):
+        folder = export_merged(model, adapter, out)
     if json:
         print_json({"folder": str(folder)})
     else:
         sys.stdout.write(f"{folder}\n")
+        print_next("tandem", "serve", folder)

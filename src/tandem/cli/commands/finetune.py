@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from tandem.cli.output import JsonFlag, format_bytes, print_json, print_table
+from tandem.cli.commands.evaluate import adapts_experts
+from tandem.cli.output import JsonFlag, format_bytes, print_json, print_next, print_table
 
 if TYPE_CHECKING:
     from tandem.finetune.forecast.prediction import RunPrediction
@@ -53,6 +54,8 @@ def finetune(
     require_extra("finetune", "peft", "accelerate", "pyarrow")
     if dry_run:
         _show_prediction(read, json=json)
+        if not json:
+            print_next("tandem", "finetune", recipe, *(overrides or ()))
         return
     from tandem.finetune.training.trainer import finetune as run
 
@@ -69,6 +72,12 @@ def finetune(
         f"{report.output_dir}: loss {loss:.4f}, {report.trainable_parameters} parameters on "
         f"{report.num_examples} examples{left_out}{too_short}\n"
     )
+    model, folder = read.model.model_name_or_path, Path(report.output_dir)
+    if adapts_experts(folder):
+        # The server takes no adapter of routed experts apart from their weights.
+        print_next("tandem", "export", model, "--adapter", folder, "--out", "FOLDER")
+    else:
+        print_next("tandem", "chat", model, "--adapter", folder)
 
 
 def _show_prediction(recipe: "Recipe", *, json: bool) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from tandem.cli.config import PLAN_SETTINGS, Config, load_config, with_config_flags
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, show_work
 from tandem.core.errors import ConfigError
 
 __all__ = ["plan"]
@@ -166,7 +166,8 @@ def plan(
     )
     # To find what is wrong comes before seconds of measuring.
     open_served(resolve_folder(settings.model.path, revision=settings.model.revision))
-    read_calibration(is_new=measure)
+    with show_work("measuring this machine"):
+        read_calibration(is_new=measure)
     show_serving(settings, with_rejected=rejected, as_json=json, wished=wished, rate=rate)
 
 

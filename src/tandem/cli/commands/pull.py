@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next
 
 __all__ = ["pull"]
 
@@ -34,3 +34,5 @@ def pull(
         print_json({"model": model, "revision": revision, "folder": str(folder)})
     else:
         sys.stdout.write(f"{folder}\n")
+        wanted = () if revision == "main" else ("--model.revision", revision)
+        print_next("tandem", "serve", model, *wanted)

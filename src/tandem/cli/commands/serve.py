@@ -22,7 +22,7 @@ from tandem.cli.config import (
 from tandem.cli.extras import require_serve
 from tandem.cli.hosting import serve_models
 from tandem.cli.launch_flags import make_launch_parameters, translate
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next
 from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
@@ -172,6 +172,8 @@ async def _announce(cluster: Any, started: Any, *, json: bool, with_rejected: bo
         sys.stdout.write(
             f"{loaded}rejected choices: --rejected\nServing {info.model} at {running.url}\n"
         )
+        sys.stdout.flush()
+        print_next("tandem", "chat", "--url", running.url, why="or open that address in a browser")
     sys.stdout.flush()
 
 

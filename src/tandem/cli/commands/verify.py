@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next, show_work
 
 if TYPE_CHECKING:
     from tandem.models.own.prove import OwnProof
@@ -30,16 +30,17 @@ def verify(
 
     folder, root = resolve_folder(model), None if again else DEFAULT_ROOT
     proof = own = refusal = None
-    try:
-        proof = find_proof(open_checkpoint(folder), root)
-    except (ConfigError, UnsupportedError) as error:
-        refusal = error
-    if proof is None or not proof.is_proved:
+    with show_work(f"comparing a small random model of the architecture of {model}"):
         try:
-            own = find_own_proof(open_own(folder), root)
-        except (ConfigError, UnsupportedError):
-            if refusal is not None:
-                raise refusal from None
+            proof = find_proof(open_checkpoint(folder), root)
+        except (ConfigError, UnsupportedError) as error:
+            refusal = error
+        if proof is None or not proof.is_proved:
+            try:
+                own = find_own_proof(open_own(folder), root)
+            except (ConfigError, UnsupportedError):
+                if refusal is not None:
+                    raise refusal from None
     if json:
         told = {} if proof is None else msgspec.to_builtins(proof) | {"is_proved": proof.is_proved}
         if own is not None:
@@ -51,6 +52,8 @@ def verify(
         sys.stdout.write(text + ("" if own is None else render_own(own)))
     if not any(found is not None and found.is_proved for found in (proof, own)):
         raise typer.Exit(1)
+    if not json:
+        print_next("tandem", "serve", model)
 
 
 def render_own(proof: "OwnProof") -> str:

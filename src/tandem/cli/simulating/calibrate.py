@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from tandem.cli.asking.call import call_server
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next
 from tandem.core.errors import PeerLostError
 from tandem.core.instance_status import InstanceStatus
 from tandem.core.wire import InstanceInfo
@@ -51,3 +51,4 @@ def calibrate(
             f"{costs.decode_s * 1e6:.3g} us a decode; error {costs.error:.0%} "
             f"over {each.num_steps:,} steps\n"
         )
+    print_next("tandem", "sim", "run", "SCENARIO", "--calibration", output)

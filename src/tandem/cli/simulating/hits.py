@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.cli.output import JsonFlag, print_json, print_table, show_work
 from tandem.core.errors import ConfigError
 from tandem.core.loads.traces import BLOCK_TOKENS, read_rows
 
@@ -40,19 +40,23 @@ def hits(
     sizes = blocks or BLOCKS
     if min(sizes) < 1:
         raise ConfigError("sim.hits", f"--blocks {min(sizes)}: give at least 1")
-    rows = list(read_rows(trace))
-    num_unique = count_unique(rows)
+    with show_work(f"reading {trace}"):
+        rows = list(read_rows(trace))
+        num_unique = count_unique(rows)
     if not num_unique:
         raise ConfigError("sim.hits", f"{trace} has no requests")
     lines: list[_Line] = []
+    total = 1 + len(sizes)
     for size in (None, *sorted(sizes, reverse=True)):
-        plain = count_hits(rows, PlainLru(size))
+        with show_work(f"a cache of {size or num_unique:,} blocks, {len(lines) + 1} of {total}"):
+            plain = count_hits(rows, PlainLru(size))
+            index = count_hits(rows, IndexCache(size or num_unique))
         lines.append(
             _Line(
                 blocks=size,
                 tokens=None if size is None else size * BLOCK_TOKENS,
                 lru=plain.ratio,
-                index=count_hits(rows, IndexCache(size or num_unique)).ratio,
+                index=index.ratio,
                 lru_mean=plain.mean_ratio,
             )
         )

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from tandem.cli.asking.call import call_server
-from tandem.cli.output import JsonFlag, print_json
+from tandem.cli.output import JsonFlag, print_json, print_next
 from tandem.core.loads.traces import BLOCK_TOKENS, TraceRow
 
 __all__ = ["record"]
@@ -71,6 +71,8 @@ def record(
         print_json({"file": str(output), "requests": len(rows), "lost": num_lost})
         return
     sys.stdout.write(f"{len(rows)} requests in {output}\n")
+    if rows:
+        print_next("tandem", "sim", "run", "SCENARIO", "--trace", output)
 
 
 def write_rows(path: Path, rows: list[TraceRow]) -> None:

@@ -2,6 +2,8 @@
 
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,7 +69,8 @@ def run(
     from tandem.sim.study.pictures import draw_load, write_page
 
     wished = read_changed(scenario, trace, changes, calibration)
-    outcome = run_scenario(wished, open_load(wished.load), on_done=make_bar())
+    with show_bar() as on_done:
+        outcome = run_scenario(wished, open_load(wished.load), on_done=on_done)
     report = outcome.report
     if output_file is not None:
         with output_file.open("ab") as file:
@@ -127,19 +130,24 @@ def _write_lines(path: Path, values: list[Any]) -> None:
             file.write(encoder.encode(value) + b"\n")
 
 
-def make_bar() -> Any:
-    """Return what shows how many requests ended and when, on a terminal; None elsewhere."""
+@contextmanager
+def show_bar() -> Iterator[Any]:
+    """Give what shows how many requests ended and when, on a terminal; None elsewhere.
+
+    The line is erased at the end: one that went on would be drawn over the figures.
+    """
     if not sys.stderr.isatty():
-        return None
+        yield None
+        return
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.completed} requests, {task.description}"), TimeElapsedColumn())
-    progress = Progress(*columns, console=Console(stderr=True), refresh_per_second=2)
-    progress.start()
-    task = progress.add_task("")
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, refresh_per_second=2, transient=True) as progress:
+        task = progress.add_task("")
 
-    def show(record: Any) -> None:
-        progress.update(task, advance=1, description=f"virtual time {record.done_s:,.0f} s")
+        def show(record: Any) -> None:
+            progress.update(task, advance=1, description=f"virtual time {record.done_s:,.0f} s")
 
-    return show
+        yield show

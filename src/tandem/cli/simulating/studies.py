@@ -9,7 +9,7 @@ import msgspec
 import typer
 import yaml
 
-from tandem.cli.output import JsonFlag, print_json, print_table
+from tandem.cli.output import JsonFlag, print_json, print_table, show_work
 from tandem.core.config import parse_yaml
 from tandem.core.errors import ConfigError, NotFoundError
 
@@ -209,7 +209,8 @@ def advise(
         report = run_scenario(changed, open_load(changed.load)).report
         return report.attained or 0.0, report.goodput or 0.0
 
-    found = advice.advise(options, measure)
+    with show_work(f"simulating {len(options)} clusters"):
+        found = advice.advise(options, measure)
     if json:
         print_json(found)
         return
