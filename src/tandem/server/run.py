@@ -7,6 +7,7 @@ second signal does not wait.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -199,7 +200,9 @@ def open_listener(config: ServerConfig) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        what = f"cannot bind {config.host}:{config.port}: {error}"
+        what = f"cannot bind {config.host}:{config.port}: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            what += ": give another --port, or ask the server that is there by --url"
         raise ConfigError("server.bind", what, field="server.port") from error
     listener.setblocking(False)
     return listener

@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem import __version__
-from tandem.cli.output import JsonFlag, format_bytes, print_json
+from tandem.cli.output import JsonFlag, format_bytes, print_json, print_next
 from tandem.core.config import MAX_ISA, list_library_caps
 from tandem.core.errors import ConfigError, TandemError
 from tandem.transfer.probes import TransportReport, probe_transports
@@ -488,3 +488,4 @@ def doctor(
         print_json(report)
     else:
         Console(soft_wrap=not sys.stdout.isatty()).print(render(report))
+        print_next("tandem", "plan", "MODEL", why="which tells what serving a model is here")

@@ -8,14 +8,21 @@ import msgspec
 import typer
 
 from tandem.cli.config import PLAN_SETTINGS, Config, load_config, with_config_flags
-from tandem.cli.output import JsonFlag, print_json, show_work
-from tandem.core.errors import ConfigError
+from tandem.cli.output import JsonFlag, print_json, print_next, show_work
+from tandem.core.errors import ConfigError, NotFoundError
 
 __all__ = ["plan"]
 
 GIB = 1 << 30
 DEVICES = ("cpu", "cuda")
 """Kinds that a plan can be made for, here or for another machine."""
+
+
+def _complete_machine(incomplete: str) -> list[str]:
+    """Return the machines that a shell offers."""
+    from tandem.placement.catalog import list_hardware
+
+    return [name for name in list_hardware() if name.startswith(incomplete)]
 
 
 @with_config_flags(PLAN_SETTINGS)
@@ -30,9 +37,10 @@ def plan(
     hardware: Annotated[
         str,
         typer.Option(
+            autocompletion=_complete_machine,
             help="Another machine to place the model on: a name of `--list` or a YAML file. "
             "Without it the plan is that of `tandem serve` on this one, which is measured once, in "
-            "seconds. `measured` places it here as on another."
+            "seconds. `measured` places it here as on another.",
         ),
     ] = "",
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
@@ -165,10 +173,20 @@ def plan(
         settings, context=context or 0, users=users or 0, quality=quality or ""
     )
     # To find what is wrong comes before seconds of measuring.
-    open_served(resolve_folder(settings.model.path, revision=settings.model.revision))
+    try:
+        folder = resolve_folder(settings.model.path, revision=settings.model.revision)
+    except NotFoundError as error:
+        known = settings.model.path.rpartition("/")[2].lower()
+        if not placing.is_known_model(known):
+            raise
+        what = f"{error.what}; or plan from its configuration alone: `tandem plan {known}`"
+        raise NotFoundError("cli.plan", what) from error
+    open_served(folder)
     with show_work("measuring this machine"):
         read_calibration(is_new=measure)
     show_serving(settings, with_rejected=rejected, as_json=json, wished=wished, rate=rate)
+    if not json and not wished:
+        print_next("tandem", "serve", model)
 
 
 def _show_modules(settings: Config, rules: Path | None, device: str, *, json: bool) -> None:
